@@ -1,0 +1,53 @@
+"""Hydra's door: one command line in, one run (or a sweep of them), one exit code out."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from resilient_train.config.compose import CONF, VERSION_BASE, explained, from_hydra
+from resilient_train.errors import TrainError
+from resilient_train.ranks.world import launched_rank
+from resilient_train.session import run
+
+_exit_codes: list[int] = []  # of the jobs of this process; Hydra has no way to hand them on
+
+
+def main() -> None:
+    """Train as the command line says; never a traceback for what a person can put right."""
+    sys.path.insert(0, "")  # `resilient-train` finds a user's modules where `python -m resilient_train` does
+    wants_traceback = os.environ.setdefault("HYDRA_FULL_ERROR", "") not in ("", "0")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra hands its errors to us instead of printing them
+    try:
+        _job()
+    except Exception as error:
+        if wants_traceback:
+            raise
+        _exit_codes.append(_complain(explained(error, sys.argv[1:])))
+    sys.exit(max(_exit_codes, default=0))
+
+
+@hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")
+def _job(raw: DictConfig) -> float | None:
+    """One run, or one of a sweep: a job that fails does not keep the others from running."""
+    try:
+        ending = run(from_hydra(raw))
+    except TrainError as error:
+        _exit_codes.append(_complain(error))
+        return None
+    _exit_codes.append(ending.exit_code)
+    return ending.loss  # what a sweeper minimises
+
+
+def _complain(error: TrainError) -> int:
+    """Say what is wrong: once, however many processes were launched."""
+    if launched_rank() == 0:
+        print(f"error: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+if __name__ == "__main__":
+    main()

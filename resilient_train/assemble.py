@@ -1,0 +1,193 @@
+"""From a checked configuration to a run that is ready for its first update."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import default_collate
+
+from resilient_train.checkpoint import weights
+from resilient_train.config import targets
+from resilient_train.config.schema import Config
+from resilient_train.data import build as data
+from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
+from resilient_train.data.rows import Collate
+from resilient_train.data.samples import Samples, Slicing
+from resilient_train.errors import ConfigError
+from resilient_train.objective import Measured
+from resilient_train.ranks.world import World
+from resilient_train.record.summary import Tally
+from resilient_train.state.randomness import mix, seed_all
+from resilient_train.state.run_state import Clock, RunState
+from resilient_train.update.optimizers import parameter_groups
+from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
+from resilient_train.update.updater import Updater
+from resilient_train.watch.vitals import VitalsLog
+
+_INITIAL_WEIGHTS = 1  # keeps the numbers that initial weights are drawn from apart from the first update's
+
+
+@dataclass
+class Run:
+    """Everything the loop works with."""
+
+    config: Config
+    world: World
+    model: nn.Module  # as prepared by Accelerate
+    bare_model: nn.Module  # the user's own
+    objective: Measured
+    samples: Samples
+    slicing: Slicing
+    evaluation: MapEvaluation | IterableEvaluation | None
+    updater: Updater
+    state: RunState
+    clock: Clock
+    vitals: VitalsLog
+    tally: Tally = field(default_factory=Tally)
+    evaluated: dict[str, float] | None = None
+
+    def on_device(self, batch: Any) -> Any:
+        """Move a batch of any shape to where the model is."""
+        return batch if self.world.device.type == "cpu" else send_to_device(batch, self.world.device, non_blocking=True)
+
+    def __str__(self) -> str:
+        weights = sum(weight.numel() for weight in self.bare_model.parameters())
+        sliced = self.slicing
+        return (
+            f"{type(self.bare_model).__name__} with {weights / 1e6:.2f} M weights, {sliced.samples} samples to an update"
+            f" (batch {sliced.batch_size} x {sliced.accumulation} micro-batches x {sliced.world} processes)"
+        )
+
+
+def assemble(config: Config, world: World) -> Run:
+    """Build everything a configuration names."""
+    seed = config.run.seed
+    seed_all(mix(seed, _INITIAL_WEIGHTS), world.device)
+    objective = Measured(_objective(config.objective), config.objective["_target_"])
+    slicing = Slicing(config.data.batch_size, config.accelerate.gradient_accumulation_steps, world.rank, world.size)
+    collate = _collate(config.data.collate)
+    samples = data.samples(
+        targets.build("data.train", config.data.train),
+        config.data,
+        slicing,
+        seed=seed,
+        collate=collate,
+        pin_memory=world.device.type == "cuda",
+    )
+    evaluation = None
+    if config.data.eval and config.data.eval.get("_target_"):
+        dataset = targets.build("data.eval", config.data.eval)
+        evaluation = data.evaluation(dataset, config.data, slicing, seed=seed, collate=collate)
+    model = _model(config)
+    optimizers = _optimizers(config.optimizer, model)
+    schedules = [_schedule(config.schedule, optimizer) for optimizer in optimizers]
+    if config.accelerate.compile:
+        model.compile()  # in place: torch.compile() would put _orig_mod. before every name
+    prepared, *prepared_optimizers = world.accelerator.prepare(model, *optimizers)
+    clock = Clock()
+    state = RunState(
+        model, optimizers, schedules, samples, clock, device=world.device, scaler=world.accelerator.scaler
+    )
+    updater = Updater(world.accelerator, prepared_optimizers, schedules, config.clip)
+    return Run(
+        config=config,
+        world=world,
+        model=prepared,
+        bare_model=model,
+        objective=objective,
+        samples=samples,
+        slicing=slicing,
+        evaluation=evaluation,
+        updater=updater,
+        state=state,
+        clock=clock,
+        vitals=VitalsLog(world.mean),
+    )
+
+
+def _model(config: Config) -> nn.Module:
+    model = targets.build("model", config.model)
+    if not isinstance(model, nn.Module):
+        raise targets.described("model", config.model, model, "a torch.nn.Module, or a function that returns one,")
+    if not any(weight.requires_grad for weight in model.parameters()):
+        raise ConfigError("model._target_", config.model["_target_"], "gave a model without trainable weights")
+    if config.run.init_from is not None:
+        weights.load_into(model, config.run.init_from)
+    return model
+
+
+def _objective(node: dict[str, Any]) -> Any:
+    target = targets.check("objective", node, given=0 if inspect.isclass(targets.find("objective._target_", node["_target_"])) else 2)
+    if inspect.isclass(target):
+        node = {**node, "_partial_": False}  # an object whose __call__ is the objective
+    objective = targets.build("objective", node)
+    if not callable(objective):
+        raise targets.described("objective", node, objective, "a callable (model, batch) -> loss")
+    try:
+        inspect.signature(objective).bind("model", "batch")
+    except TypeError as error:
+        why = f"cannot be called as (model, batch) -> loss: {error}"
+        raise ConfigError("objective._target_", node["_target_"], why) from error
+    except ValueError:
+        pass  # some built-ins do not tell their signature
+    return objective
+
+
+def _collate(named: Any) -> Collate:
+    if named is None:
+        return default_collate
+    if isinstance(named, str):
+        collate = targets.find("data.collate", named)
+    else:
+        collate = targets.build("data.collate", named)
+    if not callable(collate):
+        raise ConfigError("data.collate", named, f"is a {type(collate).__name__}: a callable (rows) -> batch is wanted")
+    return collate  # type: ignore[no-any-return]
+
+
+def _optimizers(node: dict[str, Any], model: nn.Module) -> list[Optimizer]:
+    """Build one optimizer over parameter groups, or whatever a function of the model returns."""
+    no_decay = node.get("no_decay") or []
+    node = {key: value for key, value in node.items() if key != "no_decay"}
+    target = targets.check("optimizer", node, given=1)
+    given = model if _first_parameter(target) == "model" else parameter_groups(model, no_decay=no_decay)
+    built = targets.build("optimizer", node, given)
+    optimizers = list(built) if isinstance(built, list | tuple) else [built]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise targets.described("optimizer", node, optimizer, "a torch.optim.Optimizer")
+    return optimizers
+
+
+def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Schedule:
+    warmup_steps = node.get("warmup_steps", 0)
+    if not isinstance(warmup_steps, int) or warmup_steps < 0:
+        raise ConfigError("schedule.warmup_steps", warmup_steps, "must be a whole number of at least 0")
+    target = targets.find("schedule._target_", node.get("_target_"))
+    if not (callable(target) and "warmup_steps" in _parameters(target)):
+        node = {key: value for key, value in node.items() if key != "warmup_steps"}
+    targets.check("schedule", node, given=1)
+    factory = targets.build("schedule", {**node, "_partial_": True})
+    if (inspect.isclass(target) and issubclass(target, LRScheduler)) or _first_parameter(target) == "optimizer":
+        if target is ReduceLROnPlateau:
+            raise ConfigError("schedule._target_", node["_target_"], "follows a metric, not the step, and is not supported")
+        return ShadowSchedule(optimizer, factory, warmup_steps)
+    return CurveSchedule([group["lr"] for group in optimizer.param_groups], factory, warmup_steps)
+
+
+def _first_parameter(target: Any) -> str | None:
+    return next(iter(_parameters(target)), None)
+
+
+def _parameters(target: Any) -> list[str]:
+    try:
+        return list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return []

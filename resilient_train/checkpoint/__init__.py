@@ -1,0 +1,1 @@
+"""The disk: weights that anyone can load."""

@@ -1,0 +1,54 @@
+"""Every node of the configuration. Types and limits are here; the defaults are in `conf/`, beside their comments."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from resilient_train.data.build import DataConfig
+from resilient_train.ranks.world import AccelerateConfig
+from resilient_train.record.tracking import TrackingConfig
+from resilient_train.update.clip import ClipConfig
+
+
+@dataclass
+class RunConfig:
+    name: str | None
+    dir: str
+    steps: int = field(metadata={"at_least": 1})
+    seed: int = field(metadata={"at_least": 0})
+    log_every: int = field(metadata={"at_least": 1})
+    eval_every: int = field(metadata={"at_least": 0})
+    resume: str = field(metadata={"one_of": ("auto", "never")})
+    init_from: str | None
+    deterministic: bool
+
+
+@dataclass
+class Config:
+    """A whole run. Nodes with a `_target_` stay plain: their keys are whatever their target takes."""
+
+    run: RunConfig
+    model: dict[str, Any]
+    data: DataConfig
+    objective: dict[str, Any]
+    optimizer: dict[str, Any]
+    schedule: dict[str, Any]
+    clip: ClipConfig
+    accelerate: AccelerateConfig
+    tracking: TrackingConfig
+    experiment: str | None = None
+
+
+def broken_limit(value: Any, field: dataclasses.Field[Any]) -> str | None:
+    """Say what a value has to be, if it is not."""
+    if value is None:
+        return None
+    if (least := field.metadata.get("at_least")) is not None and value < least:
+        return f"must be at least {least}"
+    if (above := field.metadata.get("above")) is not None and value <= above:
+        return f"must be greater than {above}"
+    if (allowed := field.metadata.get("one_of")) is not None and value not in allowed:
+        return f"is not one of {', '.join(allowed)}"
+    return None

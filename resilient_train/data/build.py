@@ -1,0 +1,66 @@
+"""From a data set of any kind to the samples of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
+from resilient_train.data.rows import Collate
+from resilient_train.data.samples import IterableSamples, MapSamples, Samples, Slicing
+from resilient_train.data.stream import Stream
+from resilient_train.errors import ConfigError
+
+
+@dataclass
+class DataConfig:
+    train: dict[str, Any]
+    eval: dict[str, Any] | None
+    batch_size: int = field(metadata={"at_least": 1})
+    shuffle: bool
+    num_workers: int = field(metadata={"at_least": 0})
+    collate: Any  # an import path, a node with a _target_, or null
+
+
+def samples(dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate, pin_memory: bool) -> Samples:
+    """Put a cursor into a training set."""
+    path = config.train["_target_"]
+    if not _is_map_style(dataset, "data.train._target_", path):
+        _require_rewind(dataset, path)
+        if config.num_workers:
+            why = "an iterable data set is read in the training process, where it can be rewound exactly: use 0"
+            raise ConfigError("data.num_workers", config.num_workers, why)
+        return IterableSamples(dataset, slicing, seed=seed, collate=collate)
+    stream = Stream(len(dataset), seed, shuffle=config.shuffle)
+    return MapSamples(
+        dataset, stream, slicing, collate=collate, num_workers=config.num_workers, pin_memory=pin_memory
+    )
+
+
+def evaluation(
+    dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate
+) -> MapEvaluation | IterableEvaluation:
+    """Deal an evaluation set over the ranks."""
+    assert config.eval is not None
+    if not _is_map_style(dataset, "data.eval._target_", config.eval["_target_"]):
+        return IterableEvaluation(dataset, slicing, collate=collate)
+    return MapEvaluation(dataset, slicing, seed=seed, collate=collate, num_workers=config.num_workers)
+
+
+def _is_map_style(dataset: Any, key: str, path: str) -> bool:
+    kind = type(dataset)
+    if hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
+        if len(dataset) == 0:
+            raise ConfigError(key, path, "the data set is empty: it has no rows to train on")
+        return True
+    if hasattr(kind, "__iter__"):
+        return False
+    wanted = "a data set has __getitem__ and __len__, or __iter__ with state_dict and load_state_dict"
+    raise ConfigError(key, path, f"gave a {kind.__name__}, which is no data set: {wanted}")
+
+
+def _require_rewind(dataset: Any, path: str) -> None:
+    lacks = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(dataset, name, None))]
+    if lacks:
+        why = f"an iterable data set has to be rewound after trouble, and this {type(dataset).__name__} lacks"
+        raise ConfigError("data.train._target_", path, f"{why} {' and '.join(lacks)}")

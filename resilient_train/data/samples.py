@@ -1,0 +1,193 @@
+"""The samples of a run and the cursor in them: one update's worth at a time, and back to any position."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from resilient_train.data.rows import Collate, RepeatableBatches, only
+from resilient_train.data.stream import Key, Span, Stream, micro_batches
+from resilient_train.state.randomness import mix, seed_host
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """How an update's samples are dealt out: `batch_size` is per process and micro-batch."""
+
+    batch_size: int
+    accumulation: int = 1
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def samples(self) -> int:
+        """Samples of one update over all ranks and micro-batches."""
+        return self.batch_size * self.accumulation * self.world
+
+    def of_this_rank(self, keys: Sequence[Any]) -> list[Sequence[Any]]:
+        """Return this rank's micro-batches of an update's samples."""
+        return micro_batches(keys, batch_size=self.batch_size, rank=self.rank, world=self.world)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one update trains on: positions `[start, stop)` of the stream, as this rank's micro-batches."""
+
+    start: int
+    stop: int
+    batches: list[Any]
+
+
+class Samples(Protocol):
+    """A cursor over training data. Its state is the position and whatever else finding it again takes."""
+
+    position: int
+
+    def next_update(self) -> Update:
+        """Fetch the next update's samples and move behind them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the cursor stands."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Move the cursor; the next update starts there."""
+
+    def close(self) -> None:
+        """Let go of worker processes."""
+
+
+class MapSamples:
+    """Samples of a map-style data set: any position is one jump away."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        stream: Stream,
+        slicing: Slicing,
+        *,
+        collate: Collate,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        self.stream, self.slicing = stream, slicing
+        self.position = 0
+        self._plan = _Plan(stream, slicing)
+        self._loader = loader(dataset, self._plan, collate, num_workers=num_workers, pin_memory=pin_memory)
+        self._batches: Iterator[Any] | None = None
+
+    def next_update(self) -> Update:
+        if self._batches is None:
+            self._plan.start = self.position
+            self._plan.spans.clear()
+            self._batches = iter(self._loader)
+        batches = [next(self._batches) for _ in range(self.slicing.accumulation)]
+        span = self._plan.spans.popleft()
+        assert span.start == self.position
+        self.position = span.stop
+        return Update(span.start, span.stop, batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+        self._batches = None  # what workers have fetched ahead belongs to another place
+
+    def close(self) -> None:
+        self._batches = None
+        del self._loader
+
+
+class _Plan:
+    """The endless list of this rank's micro-batches from `start` on: the sampler that workers are fed from.
+
+    A function of nothing but the position. It never draws, unlike torch's samplers, so it can begin anywhere.
+    """
+
+    def __init__(self, stream: Stream, slicing: Slicing) -> None:
+        self.stream, self.slicing = stream, slicing
+        self.start = 0
+        self.spans: deque[Span] = deque()  # planned ahead for the workers, not trained on yet
+
+    def __iter__(self) -> Iterator[Sequence[Key]]:
+        position = self.start
+        while True:
+            span = self.stream.take(position, self.slicing.samples)
+            self.spans.append(span)
+            yield from self.slicing.of_this_rank(span.keys)
+            position = span.stop
+
+
+def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_memory: bool) -> DataLoader[Any]:
+    """Build a loader over micro-batches of keys that never touches the global generators."""
+    return DataLoader(
+        RepeatableBatches(dataset, collate),  # type: ignore[arg-type]  # has __getitems__, which is all that is asked
+        batch_sampler=plan,
+        collate_fn=only,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        persistent_workers=num_workers > 0,
+        generator=torch.Generator(),  # iter() would draw a seed from the global one
+    )
+
+
+class IterableSamples:
+    """Samples of an iterable data set that can say where it stands and go back there.
+
+    Every rank reads the whole stream and keeps its own share: that costs reading, and buys that the same run on
+    1, 2 or 4 processes sees the same updates.
+    """
+
+    def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate) -> None:
+        self.dataset, self.slicing, self.seed, self.collate = dataset, slicing, seed, collate
+        self.position = 0
+        self._pristine = copy.deepcopy(dataset.state_dict())
+        self._epoch = self._row = 0
+        self._rows = iter(dataset)
+
+    def next_update(self) -> Update:
+        start = self.position
+        rows = [self._next_row() for _ in range(self.slicing.samples)]
+        self.position += len(rows)
+        batches = []
+        for number, batch in enumerate(self.slicing.of_this_rank(rows)):
+            seed_host(mix(self.seed, start, self.slicing.rank, number))
+            batches.append(self.collate(list(batch)))
+        return Update(start, self.position, batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = copy.deepcopy(self.dataset.state_dict())
+        return {"position": self.position, "epoch": self._epoch, "row": self._row, "dataset": inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self._epoch, self._row = state["position"], state["epoch"], state["row"]
+        self._begin(state["dataset"])
+
+    def close(self) -> None:
+        del self._rows
+
+    def _next_row(self) -> Any:
+        while True:
+            seed_host(mix(self.seed, self._epoch, self._row))
+            try:
+                row = next(self._rows)
+            except StopIteration:
+                if self._row == 0:
+                    raise ValueError("the iterable data set has no rows") from None
+                self._epoch, self._row = self._epoch + 1, 0
+                self._begin(self._pristine)
+            else:
+                self._row += 1
+                return row
+
+    def _begin(self, state: Any) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self._epoch)
+        self.dataset.load_state_dict(copy.deepcopy(state))
+        self._rows = iter(self.dataset)

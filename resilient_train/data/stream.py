@@ -1,0 +1,130 @@
+"""The endless stream of samples: perm(seed, 0), then perm(seed, 1), and so on without end.
+
+Everything here is arithmetic on positions. A position counts samples, never batches, so it means the same
+for any number of processes, workers and micro-batches, and jumping to one costs nothing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_SUBSTITUTE = 1  # keeps the numbers drawn for substitutes apart from those drawn for permutations
+
+
+class Key(NamedTuple):
+    """What names one sample for ever: enough to fetch it again with the same random numbers."""
+
+    seed: int
+    epoch: int
+    index: int
+
+
+class Span(NamedTuple):
+    """The samples of one update: `keys`, taken from positions `[start, stop)` of the stream."""
+
+    start: int
+    stop: int
+    keys: list[Key]
+
+
+class Stream:
+    """Positions 0, 1, 2, ... of an endless stream over `rows` rows.
+
+    Skipped ranges and quarantined rows belong to the run's remedies, not to its state: they do not rewind.
+    """
+
+    def __init__(self, rows: int, seed: int, *, shuffle: bool = True) -> None:
+        if rows < 1:
+            raise ValueError("a stream needs at least one row")
+        self.rows, self.seed, self.shuffle = rows, seed, shuffle
+        self._skipped: list[tuple[int, int]] = []
+        self._quarantined: frozenset[int] = frozenset()
+        self._orders: dict[int, np.ndarray] = {}
+
+    def take(self, position: int, count: int) -> Span:
+        """Return the next `count` samples from `position` on, passing over skipped ranges."""
+        keys: list[Key] = []
+        at = position
+        while len(keys) < count:
+            stop, resume = self._run_from(at)
+            end = at + count - len(keys) if stop is None else min(stop, at + count - len(keys))
+            keys += self._keys(at, end)
+            at = resume if end == stop else end
+        return Span(position, at, keys)
+
+    def skip(self, start: int, stop: int) -> None:
+        """Pass over positions `[start, stop)` from now on."""
+        if not 0 <= start < stop:
+            raise ValueError(f"cannot skip [{start}, {stop}): a range needs 0 <= start < stop")
+        insort(self._skipped, (start, stop))
+        merged: list[tuple[int, int]] = []
+        for low, high in self._skipped:
+            if merged and low <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+            else:
+                merged.append((low, high))
+        self._skipped = merged
+
+    def quarantine(self, rows: Iterable[int]) -> None:
+        """Replace these rows by healthy ones from now on; every other place of the stream stays what it was."""
+        quarantined = self._quarantined | {int(row) for row in rows}
+        if any(not 0 <= row < self.rows for row in quarantined):
+            raise ValueError(f"a quarantined row lies outside of 0..{self.rows - 1}")
+        if len(quarantined) == self.rows:
+            raise ValueError(f"all {self.rows} rows would be in quarantine: nothing is left to train on")
+        self._quarantined = quarantined
+
+    def _run_from(self, at: int) -> tuple[int | None, int]:
+        """Where the unskipped run that `at` lies in stops, and where the stream goes on behind the skipped range."""
+        place = bisect_right(self._skipped, (at, at))
+        if place and self._skipped[place - 1][1] > at:
+            return at, self._skipped[place - 1][1]
+        if place < len(self._skipped):
+            return self._skipped[place]
+        return None, at
+
+    def _keys(self, start: int, stop: int) -> list[Key]:
+        keys: list[Key] = []
+        while start < stop:
+            epoch, slot = divmod(start, self.rows)
+            end = min(self.rows, slot + stop - start)
+            indices = self._order(epoch)[slot:end].tolist()
+            if self._quarantined:
+                indices = [
+                    self._substitute(epoch, place) if index in self._quarantined else index
+                    for place, index in enumerate(indices, start=slot)
+                ]
+            keys += [Key(self.seed, epoch, index) for index in indices]
+            start += end - slot
+        return keys
+
+    def _order(self, epoch: int) -> np.ndarray:
+        order = self._orders.get(epoch)
+        if order is None:
+            order = np.arange(self.rows, dtype=np.uint32 if self.rows < 2**32 else np.uint64)
+            if self.shuffle:
+                np.random.default_rng([self.seed, epoch]).shuffle(order)
+            while len(self._orders) > 1:  # an update meets two epochs at most where rows outnumber its samples
+                self._orders.pop(next(iter(self._orders)))
+            self._orders[epoch] = order
+        return order
+
+    def _substitute(self, epoch: int, slot: int) -> int:
+        numbers = np.random.default_rng([self.seed, epoch, slot, _SUBSTITUTE])
+        while (row := int(numbers.integers(self.rows))) in self._quarantined:
+            pass
+        return row
+
+
+def micro_batches(keys: Sequence[Key], *, batch_size: int, rank: int, world: int) -> list[Sequence[Key]]:
+    """Slice an update's samples into the micro-batches of one rank.
+
+    Micro-batches are dealt to the ranks in turn, so that two ranks without accumulation and one rank that
+    accumulates twice work on the very same groups of samples.
+    """
+    starts = range(rank * batch_size, len(keys), world * batch_size)
+    return [keys[start : start + batch_size] for start in starts]

@@ -1,0 +1,82 @@
+"""The processes of a run: joined through Accelerate, seen as one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
+
+from resilient_train.errors import ConfigError, TrainError
+
+T = TypeVar("T")
+
+
+@dataclass
+class AccelerateConfig:
+    cpu: bool
+    mixed_precision: str | None
+    gradient_accumulation_steps: int
+    compile: bool
+    ddp: dict[str, Any]
+
+
+def launched_rank() -> int:
+    """This process's rank as its launcher set it: known before the group is joined."""
+    return int(os.environ.get("RANK", "0"))
+
+
+class World:
+    """This process among the others."""
+
+    def __init__(self, config: AccelerateConfig) -> None:
+        """Join the group that the launcher made; alone, be a group of one."""
+        if "WORLD_SIZE" not in os.environ:  # a sweep runs its jobs one after the other in this process
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
+        try:
+            self.accelerator = Accelerator(
+                cpu=config.cpu,
+                mixed_precision=config.mixed_precision,
+                gradient_accumulation_steps=config.gradient_accumulation_steps,
+                kwargs_handlers=[DistributedDataParallelKwargs(**config.ddp)],
+            )
+        except (TypeError, ValueError) as error:
+            raise ConfigError("accelerate.mixed_precision", config.mixed_precision, str(error)) from error
+        self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
+        self.is_main = self.rank == 0
+        self.device: torch.device = self.accelerator.device
+
+    def mean(self, vector: torch.Tensor) -> torch.Tensor:
+        """Average a vector over the ranks: the one reduction that vitals take."""
+        return self.accelerator.reduce(vector, "mean") if self.size > 1 else vector
+
+    def sum(self, vector: torch.Tensor) -> torch.Tensor:
+        """Add a vector up over the ranks."""
+        return self.accelerator.reduce(vector, "sum") if self.size > 1 else vector
+
+    def on_main(self, decide: Callable[[], T]) -> T:
+        """Decide on rank 0 and tell all; an error there is raised everywhere, so that nobody waits for nothing."""
+        if self.size == 1:
+            return decide()
+        told: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                told[0] = decide()
+            except TrainError as error:
+                told[1] = error
+        broadcast_object_list(told)
+        if told[1] is not None:
+            raise told[1]
+        return told[0]  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        processes = f"{self.size} processes" if self.size > 1 else "1 process"
+        return f"{processes} on {kind}{threads}, {self.accelerator.mixed_precision or 'no'} mixed precision"

@@ -1,0 +1,1 @@
+"""The run's story: for the terminal, for files, and for MLflow."""

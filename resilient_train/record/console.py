@@ -1,0 +1,172 @@
+"""What a person sees while a run goes on: one live line on a terminal, plain lines in a pipe and in train.log."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from resilient_train.events import Vitals
+
+log = logging.getLogger("resilient_train")
+
+PROGRESS = {"progress": True}  # marks lines that a live line makes needless on a terminal
+
+
+class Display(Protocol):
+    """Shows how far the run is."""
+
+    def step(self, step: int) -> None:
+        """Take note of an update: called for every one, so it has to be cheap."""
+
+    def show(self, vitals: Vitals) -> None:
+        """Show the numbers of an update that was read back."""
+
+    def close(self) -> None:
+        """Leave the terminal tidy."""
+
+
+class Terminal:
+    """Sends the log to the terminal and to a file, and keeps the live line below it."""
+
+    def __init__(self, *, is_main: bool) -> None:
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.is_live = is_main and self.console.is_terminal
+        log.setLevel(logging.INFO)
+        log.propagate = False
+        for handler in list(log.handlers):
+            log.removeHandler(handler)
+            handler.close()
+        if is_main:
+            log.addHandler(_ToConsole(self.console, hide_progress=self.is_live))
+        else:
+            log.addHandler(logging.NullHandler())  # else logging prints to stderr on its own
+
+    def log_to(self, path: Path) -> None:
+        """Write everything to a file as well, with the time and with tracebacks."""
+        file = logging.FileHandler(path, encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(file)
+
+    def close(self) -> None:
+        """Let go of the log file; what is said afterwards still reaches the terminal."""
+        for handler in [one for one in log.handlers if isinstance(one, logging.FileHandler)]:
+            log.removeHandler(handler)
+            handler.close()
+
+    def display(self, *, steps: int, done: int) -> Display:
+        """Begin to show progress."""
+        return LiveLine(self.console, steps, done) if self.is_live else PlainLines(steps, done)
+
+
+class _ToConsole(logging.Handler):
+    """Prints the message alone: a traceback belongs into the file."""
+
+    def __init__(self, console: Console, *, hide_progress: bool) -> None:
+        super().__init__()
+        self.console, self.hide_progress = console, hide_progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.hide_progress and getattr(record, "progress", False):
+            return
+        text = Text(record.getMessage(), style="red" if record.levelno >= logging.ERROR else "")
+        self.console.print(text)
+        sys.stdout.flush()
+
+
+class PlainLines:
+    """One line whenever numbers are read back."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self.steps, self.speed = steps, _Speed(done)
+
+    def step(self, step: int) -> None:
+        pass
+
+    def show(self, vitals: Vitals) -> None:
+        log.info(_line(vitals, self.steps, self.speed.at(vitals.step)), extra=PROGRESS)
+
+    def close(self) -> None:
+        pass
+
+
+class LiveLine:
+    """One line that renews itself at the foot of the terminal; the plain lines go to train.log all the same."""
+
+    def __init__(self, console: Console, steps: int, done: int) -> None:
+        self.plain = PlainLines(steps, done)
+        self.steps, self.speed = steps, _Speed(done)
+        self.numbers = ""
+        self.step_now = done
+        columns = (TextColumn("{task.fields[where]}"), BarColumn(bar_width=20), TextColumn("{task.fields[numbers]}"))
+        self.progress = Progress(*columns, console=console, refresh_per_second=4, transient=True)
+        self.task: TaskID = self.progress.add_task("", total=steps, completed=done, where="", numbers="waiting for the first step")
+        self.drawn = 0.0
+        self.progress.start()
+
+    def step(self, step: int) -> None:
+        self.step_now = step
+        if (now := time.monotonic()) - self.drawn > 0.2:
+            self.drawn = now
+            pace = _pace(self.steps - step, self.speed.at(step))
+            self.progress.update(
+                self.task, completed=step, where=f"step {step}/{self.steps}", numbers=f"{self.numbers}  {pace}".strip()
+            )
+
+    def show(self, vitals: Vitals) -> None:
+        self.numbers = _numbers(vitals)
+        self.plain.show(vitals)
+
+    def close(self) -> None:
+        self.drawn = 0.0
+        self.step(self.step_now)
+        self.progress.stop()
+
+
+class _Speed:
+    """Steps per second over the recent past."""
+
+    def __init__(self, done: int) -> None:
+        self.marks = deque([(time.monotonic(), done)])
+
+    def at(self, step: int) -> float:
+        now = time.monotonic()
+        self.marks.append((now, step))
+        while len(self.marks) > 2 and now - self.marks[0][0] > 30:
+            self.marks.popleft()
+        then, before = self.marks[0]
+        return (step - before) / (now - then) if now > then else 0.0
+
+
+def _line(vitals: Vitals, steps: int, speed: float) -> str:
+    return f"step {vitals.step}/{steps}  {_numbers(vitals)}  {_pace(steps - vitals.step, speed)}"
+
+
+def _numbers(vitals: Vitals) -> str:
+    metrics = "".join(f"  {name} {value:.4g}" for name, value in vitals.metrics.items() if math.isfinite(value))
+    return f"loss {vitals.loss:.4f}{metrics}  grad {vitals.grad_norm:.3g}  lr {vitals.lr:.2e}"
+
+
+def _pace(steps_left: int, speed: float) -> str:
+    if speed <= 0:
+        return ""
+    rate = f"{speed:.1f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step"
+    return f"{rate}  {duration(steps_left / speed)} left"
+
+
+def duration(seconds: float) -> str:
+    """Say a time as a person does: 42 s, 3:05, 2:10:00."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

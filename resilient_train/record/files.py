@@ -1,0 +1,36 @@
+"""Files that are either the old one or the new one, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def commit(path: Path, write: Callable[[Path], None]) -> None:
+    """Write beside `path`, sync, rename, sync the directory."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    write(temporary)
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def commit_text(path: Path, text: str) -> None:
+    """Commit a text file."""
+    commit(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def read_json(path: Path) -> Any:
+    """Return what a JSON file holds; None if there is no such file or it holds something else."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,80 @@
+"""Where MLflow keeps the run, and how a person opens it there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from resilient_train.errors import ConfigError
+
+DEFAULT_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens unless told otherwise
+
+_SQLITE_FILE = re.compile(r"(?P<scheme>sqlite(\+\w+)?):///(?P<path>(?!:memory:)[^?]+)(?P<options>\?.*)?")
+_SCHEMELESS = ("databricks", "databricks-uc", "uc")  # MLflow takes these words as whole addresses
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run as MLflow knows it; `tracking_uri` is without its password."""
+
+    run_id: str
+    tracking_uri: str
+    url: str | None
+
+    def as_dict(self) -> dict[str, str | None]:
+        """Return the form that `summary.json` holds."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Store:
+    """A tracking store; `database` is its SQLite file, null for everything else."""
+
+    uri: str
+    database: Path | None = None
+
+    @property
+    def artifacts(self) -> str | None:
+        """Say where a new experiment puts its files; null leaves the choice to the server."""
+        # MLflow's own default is ./mlruns: another place for each directory somebody starts from.
+        return (self.database.parent / "mlartifacts").as_uri() if self.database else None
+
+
+def locate(uri: str | None, home: Path) -> Store:
+    """Choose the store: the one configured, else MLFLOW_TRACKING_URI, else a SQLite file in `home`."""
+    key = "tracking.uri" if uri else "MLFLOW_TRACKING_URI"
+    uri = uri or os.environ.get(key) or f"sqlite:///{home.absolute() / 'mlflow.db'}"
+    if urlsplit(uri).scheme in ("", "file") and uri not in _SCHEMELESS:
+        why = "MLflow no longer takes a plain directory: give sqlite:///mlflow.db or the address of a server"
+        raise ConfigError(key, uri, why)
+    if file := _SQLITE_FILE.fullmatch(uri):
+        path = Path(file["path"]).expanduser().absolute()
+        return Store(f"{file['scheme']}:///{path}{file['options'] or ''}", path)
+    return Store(uri)
+
+
+def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
+    """Return the link to the run's charts, for a database under the address where `ui_command` shows it."""
+    if tracking_uri.startswith(("http://", "https://")):
+        root = shown(tracking_uri).rstrip("/")
+    elif tracking_uri.split(":")[0] in _SCHEMELESS:
+        return None
+    else:
+        root = DEFAULT_UI
+    # Without the type of workflow the page comes up among the tools for language-model applications.
+    return f"{root}/#/experiments/{experiment_id}/runs/{run_id}/model-metrics?workflowType=machine_learning"
+
+
+def ui_command(tracking_uri: str) -> str:
+    """Return the shell command that shows a database; empty for a server, which shows itself."""
+    is_database = not tracking_uri.startswith(("http://", "https://", *_SCHEMELESS))
+    return f"mlflow ui --backend-store-uri {shlex.quote(tracking_uri)}" if is_database else ""
+
+
+def shown(uri: str) -> str:
+    """Return the address without its password, fit for files and terminals."""
+    return re.sub(r"(?<=://)([^/@:\s]*):[^/@\s]*@", r"\1:***@", uri)

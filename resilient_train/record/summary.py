@@ -1,0 +1,70 @@
+"""summary.json: how a run ended, for people's scripts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from resilient_train.events import Vitals
+from resilient_train.record.files import commit_text
+
+_RECENT = 50  # accepted losses that the final one is the median of
+_TIMED = 10_000  # steps that the median time is taken of
+
+
+@dataclass
+class Summary:
+    """The fields that scripts rely on; units in the names where there are any."""
+
+    status: str  # completed, gave_up, preempted, failed
+    exit_code: int
+    steps: int
+    ticks: int
+    steps_lost: int
+    final_loss: float | None
+    eval: dict[str, float] | None
+    incidents: dict[str, Any]
+    seconds: float
+    step_ms: float | None
+    weights_sha256: str | None
+    state_sha256: str | None
+    mlflow: dict[str, Any] | None
+
+    def write(self, path: Path) -> None:
+        """Commit it to disk."""
+        commit_text(path, json.dumps(_finite(asdict(self)), indent=2) + "\n")
+
+
+@dataclass
+class Tally:
+    """What the summary needs from every step."""
+
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMED))
+
+    def add(self, vitals: Iterable[Vitals]) -> None:
+        """Count in the losses of accepted updates."""
+        self.losses.extend(one.loss for one in vitals if one.accepted)
+
+    @property
+    def final_loss(self) -> float | None:
+        return median(self.losses) if self.losses else None
+
+    @property
+    def step_ms(self) -> float | None:
+        return 1e3 * median(self.step_seconds) if self.step_seconds else None
+
+
+def _finite(value: Any) -> Any:
+    """Name what JSON has no word for: a NaN written bare would make the file unreadable to strict readers."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,1 @@
+"""The one place that changes weights: unscale, clip, derive the learning rate, step."""

@@ -1,0 +1,27 @@
+"""Clipping of gradients, and the one norm that it measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+
+@dataclass
+class ClipConfig:
+    max_norm: float | None
+    max_value: float | None
+
+
+@torch.no_grad()
+def clip(weights: Iterable[torch.Tensor], config: ClipConfig) -> torch.Tensor:
+    """Clip the gradients in place, by norm and then by value, and return their norm from before."""
+    weights = [weight for weight in weights if weight.grad is not None]
+    norm = get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+    if config.max_norm is not None:
+        clip_grads_with_norm_(weights, config.max_norm, norm)
+    if config.max_value is not None:
+        clip_grad_value_(weights, config.max_value)
+    return norm

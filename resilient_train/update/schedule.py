@@ -1,0 +1,121 @@
+"""Learning rates by step. Derived afresh for every update, never scaled in place, so that nothing compounds."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+Curve = Callable[[int], float]  # accepted updates so far -> factor of the configured rate
+_MOVABLE = ("lr", "momentum", "betas")  # what torch's schedulers move
+
+
+def constant(step: int) -> float:
+    """Keep the configured rate."""
+    return 1.0
+
+
+def linear(step: int, *, steps: int, final_factor: float, warmup_steps: int) -> float:
+    """Fall in a straight line from the end of the warm-up to `final_factor` at `steps`, and stay there."""
+    return 1.0 - (1.0 - final_factor) * _progress(step, warmup_steps, steps)
+
+
+def cosine(step: int, *, steps: int, final_factor: float, warmup_steps: int) -> float:
+    """Fall along half a cosine from the end of the warm-up to `final_factor` at `steps`, and stay there."""
+    fallen = 0.5 * (1.0 - math.cos(math.pi * _progress(step, warmup_steps, steps)))
+    return 1.0 - (1.0 - final_factor) * fallen
+
+
+def _progress(step: int, start: int, stop: int) -> float:
+    return min(1.0, max(0, step - start) / (stop - start)) if stop > start else 1.0
+
+
+def warmth(step: int, warmup_steps: int) -> float:
+    """Climb to 1 in a straight line over the first `warmup_steps` updates."""
+    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
+
+
+class Schedule(Protocol):
+    """Sets the groups of an optimizer for the update after `step` accepted ones."""
+
+    def settings(self, step: int) -> Sequence[dict[str, Any]]:
+        """Return what each parameter group is set to."""
+
+    def state_dict(self) -> Any:
+        """Return what `settings` depends on beside the step."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Go back to a state."""
+
+
+class CurveSchedule:
+    """A pure function of the step: it has no state, so a rewind of the step is all it takes."""
+
+    def __init__(self, rates: Sequence[float], curve: Curve, warmup_steps: int) -> None:
+        self.rates, self.curve, self.warmup_steps = list(rates), curve, warmup_steps
+
+    def settings(self, step: int) -> Sequence[dict[str, Any]]:
+        factor = warmth(step, self.warmup_steps) * self.curve(max(step, self.warmup_steps))
+        return [{"lr": rate * factor} for rate in self.rates]
+
+    def state_dict(self) -> Any:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+class ShadowSchedule:
+    """A torch scheduler that moves the groups of a shadow instead of the optimizer's own.
+
+    Chained schedulers multiply the rate they find. On the real groups they would compound with whatever else
+    sets the rate there; on a shadow they see nothing but themselves.
+    """
+
+    def __init__(self, optimizer: Optimizer, build: Callable[[Optimizer], LRScheduler], warmup_steps: int) -> None:
+        self.shadow = _Shadow(optimizer)
+        self.scheduler = build(self.shadow)
+        self.warmup_steps = warmup_steps
+        self._advanced = 0  # how often the scheduler was stepped
+
+    def settings(self, step: int) -> Sequence[dict[str, Any]]:
+        while self._advanced < step - self.warmup_steps:
+            self.shadow.step()  # else torch warns that the scheduler steps before the optimizer
+            self.scheduler.step()
+            self._advanced += 1
+        factor = warmth(step, self.warmup_steps)
+        groups = [{key: group[key] for key in _MOVABLE if key in group} for group in self.shadow.param_groups]
+        return [{**group, "lr": group["lr"] * factor} for group in groups]
+
+    def state_dict(self) -> Any:
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.shadow.param_groups]
+        return {"scheduler": self.scheduler.state_dict(), "groups": groups, "advanced": self._advanced}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.scheduler.load_state_dict(state["scheduler"])
+        for group, saved in zip(self.shadow.param_groups, state["groups"], strict=True):
+            group.update(copy.deepcopy(saved))
+        self._advanced = state["advanced"]
+
+
+class _Shadow(Optimizer):
+    """An optimizer with the settings of another one and nothing to optimize."""
+
+    def __init__(self, original: Optimizer) -> None:
+        groups = [
+            {**{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}, "params": [_nothing()]}
+            for group in original.param_groups
+        ]
+        super().__init__(groups, copy.deepcopy(original.defaults))
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+def _nothing() -> torch.Tensor:
+    return torch.zeros((), requires_grad=True)

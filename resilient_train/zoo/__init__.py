@@ -1,0 +1,1 @@
+"""Small models, data sets and objectives to start from; nothing in the engine depends on them."""

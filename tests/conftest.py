@@ -1,0 +1,46 @@
+"""What more than one test file needs. Real things only: a wheel that was built, a folder it was installed to."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared_tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all processes of this test session have in common; what is made in it needs a file lock."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def wheel(shared_tmp: Path) -> Path:
+    """The wheel of this checkout, built once for all processes, without a network."""
+    folder = shared_tmp / "wheel"
+    with FileLock(shared_tmp / "wheel.lock"):
+        if not folder.exists():
+            made = folder.with_suffix(".tmp")
+            made.mkdir(exist_ok=True)
+            build = [sys.executable, "-m", "build", "--wheel", "--no-isolation"]
+            subprocess.run([*build, "--outdir", str(made), str(ROOT)], cwd=made, check=True)
+            made.rename(folder)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="session")
+def installed_wheel(shared_tmp: Path, wheel: Path) -> Path:
+    """A folder with the wheel's files as pip lays them out: as PYTHONPATH it comes before an editable install."""
+    folder = shared_tmp / "installed"
+    with FileLock(shared_tmp / "installed.lock"):
+        if not folder.exists():
+            made = folder.with_suffix(".tmp")
+            install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+            subprocess.run([*install, "--target", str(made), str(wheel)], check=True)
+            made.rename(folder)
+    return folder

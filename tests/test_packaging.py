@@ -1,0 +1,195 @@
+"""What a stranger gets: the wheel, and the scripts that take a fresh machine to a run and to a tested package."""
+
+import email
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = sorted([*(ROOT / "scripts").iterdir(), ROOT / ".ci/run"])
+
+
+def text_of(wheel: Path, name: str) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (member,) = (member for member in archive.namelist() if member.endswith(f".dist-info/{name}"))
+        return archive.read(member).decode()
+
+
+def printed_by(command: list[str], cwd: Path, env: dict[str, str]) -> str:
+    return subprocess.run(command, cwd=cwd, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    """Every module and every configuration file of the checkout is in the wheel; tests, runs and caches are not."""
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+    files = (ROOT / "resilient_train").rglob("*")
+    assert inside == {str(file.relative_to(ROOT)) for file in files if file.suffix in {".py", ".yaml", ".typed"}}
+    assert "resilient_train/conf/config.yaml" in inside
+
+
+def test_the_wheel_says_what_it_is(wheel: Path) -> None:
+    """Licence, Python versions, extras and the command are in the metadata."""
+    metadata = email.message_from_string(text_of(wheel, "METADATA"))
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert set(metadata.get_all("Provides-Extra", [])) == {"dev", "hf"}
+    assert "Version 2.0, January 2004" in text_of(wheel, "licenses/LICENSE")
+    assert "resilient-train = resilient_train.__main__:main" in text_of(wheel, "entry_points.txt")
+
+
+@pytest.mark.parametrize("command", [[sys.executable, "-m", "resilient_train"], ["resilient-train"]], ids=["-m", "bin"])
+def test_the_wheel_runs_from_anywhere(installed_wheel: Path, tmp_path: Path, command: list[str]) -> None:
+    """Both forms of the command find code and configuration without the checkout, in any directory."""
+    search = {"PYTHONPATH": str(installed_wheel), "PATH": f"{installed_wheel}/bin:{os.environ['PATH']}"}
+    environment = {**os.environ, **search}
+    assert "gpt" in printed_by([*command, "--help"], cwd=tmp_path, env=environment)  # an option of conf/model/
+    where = printed_by(
+        [sys.executable, "-c", "import resilient_train as r; print(r.__file__)"], cwd=tmp_path, env=environment
+    )
+    assert Path(where.strip()).is_relative_to(installed_wheel)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_scripts_are_sound(script: Path) -> None:
+    """Every script may be executed, stops at its first error, and is valid bash."""
+    assert os.access(script, os.X_OK)
+    assert "\nset -euo pipefail\n" in script.read_text()
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_ci_is_the_test_script(repository: Path) -> None:
+    """.ci/run calls scripts/test and nothing else, from any directory."""
+    shutil.copytree(ROOT / ".ci", repository / ".ci")
+    test = repository / "scripts/test"
+    test.write_text('#!/bin/sh\necho "tested with $# arguments"\nexit 7\n')
+    test.chmod(0o755)
+    done = subprocess.run([repository / ".ci/run"], cwd="/", check=False, capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("tested with 0 arguments\n", 7)
+
+
+def test_the_test_script_explains_itself(repository: Path) -> None:
+    """--help prints the usage and makes no environment."""
+    shutil.copy(ROOT / "scripts/test", repository / "scripts/test")
+    printed = printed_by([str(repository / "scripts/test"), "--help"], repository, dict(os.environ))
+    assert "scripts/test tests/test_x.py -k name" in printed
+    assert not (repository / ".venv").exists()
+
+
+# scripts/environment, with the real venv and pip, for a project so small that neither torch nor a network is needed
+
+PROJECT = """
+[build-system]
+requires = []
+build-backend = "backend"
+backend-path = ["."]
+
+[project]
+name = "tiny"
+version = "1"
+optional-dependencies = {dev = []}
+"""
+
+BACKEND = """
+import os, pathlib, signal, zipfile
+
+FILES = {
+    "METADATA": "Metadata-Version: 2.1\\nName: tiny\\nVersion: 1\\nProvides-Extra: dev\\n",
+    "WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
+    "RECORD": "",
+}
+
+def build_editable(folder, config_settings=None, metadata_directory=None):
+    if pathlib.Path("power-cut").exists():
+        os.killpg(0, signal.SIGKILL)
+    with zipfile.ZipFile(f"{folder}/tiny-1-py3-none-any.whl", "w") as wheel:
+        for name, text in FILES.items():
+            wheel.writestr("tiny-1.dist-info/" + name, text)
+    return "tiny-1-py3-none-any.whl"
+"""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with scripts/environment and a tiny project, at a path with spaces and behind a link."""
+    root = tmp_path / "some where" / "a [repository]"
+    (root / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/environment", root / "scripts")
+    (root / "pyproject.toml").write_text(PROJECT)
+    (root / "backend.py").write_text(BACKEND)
+    (root / "constraints").mkdir()
+    (root / "constraints/cpu.txt").touch()
+    (tmp_path / "a link").symlink_to(root)
+    return tmp_path / "a link"
+
+
+def begin(repository: Path, *extras: str, **variables: str) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "PYTHON": sys.executable, **variables}
+    command = [str(repository / "scripts/environment"), *extras]
+    return subprocess.Popen(
+        command, cwd="/", env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def set_up(repository: Path, *extras: str, **variables: str) -> tuple[int, str]:
+    """The exit code of scripts/environment and the first word of what it says."""
+    process = begin(repository, *extras, **variables)
+    _, said = process.communicate()
+    return process.returncode, said.split(" ")[0]
+
+
+def test_an_environment_is_made_when_it_has_to_be(repository: Path) -> None:
+    """Made anew after an interruption, made once for two calls at once, left alone until an ingredient changes."""
+    mark = repository / ".venv/mark"
+    (repository / "power-cut").touch()
+    assert set_up(repository) == (-signal.SIGKILL, "Making")
+    mark.touch()
+    (repository / "power-cut").unlink()
+
+    together = [begin(repository), begin(repository)]
+    said = [process.communicate()[1] for process in together]
+    assert [process.returncode for process in together] == [0, 0]
+    assert "".join(said).count("Making .venv") == 1
+    assert not mark.exists()
+
+    with (repository / "pyproject.toml").open("a") as project:
+        project.write("[tool.ruff]\n")
+    assert set_up(repository) == (0, ""), "a lint rule is nothing to install"
+    assert set_up(repository, "dev") == (0, "Adding")
+    assert set_up(repository, "dev") == (0, "")
+    assert set_up(repository) == (0, ""), "more than asked for will do"
+
+    (repository / "constraints/cpu.txt").write_text("torch==1\n")
+    (repository / "find").symlink_to("/bin/false")  # the first command of a making: its decision is all we want here
+    assert set_up(repository, PATH=f"{repository}:{os.environ['PATH']}") == (1, "Making")
+
+
+def test_an_environment_of_somebody_else_is_left_alone(repository: Path) -> None:
+    """A .venv that holds packages of the user's own is refused in one line and stays as it is."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", repository / ".venv"], check=True)
+    (site_packages,) = (repository / ".venv/lib").glob("python*/site-packages")
+    (site_packages / "mine-1.dist-info").mkdir()
+    (site_packages / "mine-1.dist-info/METADATA").write_text("Name: mine\nVersion: 1\n")
+    process = begin(repository)
+    _, said = process.communicate()
+    assert process.returncode == 1
+    assert "holds packages that this script did not install" in said
+    assert said.count("\n") == 1
+    assert not (repository / ".venv/stamp").exists()
+
+
+def test_a_missing_python_is_named_in_one_line(repository: Path) -> None:
+    """PYTHON that will not do: one line with its value, and nothing half-made."""
+    process = begin(repository, PYTHON="no-such-python")
+    _, said = process.communicate()
+    assert process.returncode == 1
+    assert "PYTHON=no-such-python is no Python 3.11 or newer" in said
+    assert said.count("\n") == 1
+    assert not (repository / ".venv").exists()

@@ -1,0 +1,605 @@
+"""The zoo: models that learn, data that stays the same, objectives that refuse what they cannot mean."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import resilient_train.zoo
+from resilient_train.zoo.data import PythonSource, Synthetic, digits
+from resilient_train.zoo.hf import hf_causal_lm, hf_dataset
+from resilient_train.zoo.models import GPT, MLP, ResNet
+from resilient_train.zoo.objectives import classification, language_model, model_loss, regression
+
+CONF = Path(resilient_train.zoo.__path__[0]).parent / "conf"
+TINY: dict[str, Any] = {"vocab_size": 32, "context": 64, "layers": 1, "heads": 2, "width": 32}
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> Iterator[None]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def size(model: nn.Module) -> int:
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def train(
+    model: nn.Module,
+    data: Dataset[Any],
+    objective: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+    steps: int,
+    lr: float = 3e-3,
+) -> tuple[float, float]:
+    """Train with AdamW; return the mean loss of the first and of the last ten steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses: list[float] = []
+    while len(losses) < steps:
+        for batch in DataLoader(data, batch_size=32, shuffle=True):
+            loss, _ = objective(model, batch)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(loss.item())
+            if len(losses) == steps:
+                break
+    return sum(losses[:10]) / 10, sum(losses[-10:]) / 10
+
+
+@torch.no_grad()
+def score(model: nn.Module, data: Dataset[Any], objective: Callable[..., Any], metric: str) -> float:
+    model.eval()
+    [batch] = DataLoader(data, batch_size=5000)
+    value: float = objective(model, batch)[1][metric].item()
+    return value
+
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+def test_gpt_never_looks_ahead() -> None:
+    """Changing a token leaves all earlier logits as they were and changes the later ones."""
+    model = GPT(**TINY | {"layers": 3}).eval()
+    ids = torch.randint(32, (2, 20))
+    changed = ids.clone()
+    changed[:, 12] = (changed[:, 12] + 1) % 32
+    before, after = model(ids), model(changed)
+    assert torch.equal(before[:, :12], after[:, :12])
+    assert (before[:, 12:] != after[:, 12:]).any(-1).all()
+
+
+def test_gpt_with_gpt2_sizes_is_gpt2() -> None:
+    """The 124M parameters of GPT-2, its head tied to its embedding; the default model has under a million."""
+    with torch.device("meta"):
+        model = GPT(vocab_size=50257, context=1024, layers=12, heads=12, width=768)
+        assert size(model) == 124_439_808
+        assert model.head.weight is model.tokens.weight
+        assert 800_000 < size(GPT()) < 1_000_000
+
+
+def test_gpt_starts_at_the_loss_of_a_guess() -> None:
+    """The initial weights favour no token."""
+    loss, _ = language_model(GPT(), torch.randint(256, (4, 64)))
+    assert loss.item() == pytest.approx(torch.tensor(256.0).log().item(), abs=0.1)
+
+
+def test_gpt_dropout_acts_in_training_only() -> None:
+    """Two passes differ in training and agree in evaluation."""
+    model, ids = GPT(**TINY, dropout=0.2), torch.randint(32, (1, 16))
+    assert not torch.equal(model(ids), model(ids))
+    model.eval()
+    assert torch.equal(model(ids), model(ids))
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        (MLP(), torch.rand(3, 1, 8, 8)),
+        (ResNet(depth=8), torch.rand(3, 1, 8, 8)),
+        (GPT(**TINY), torch.ones(3, 9).long()),
+    ],
+    ids=["mlp", "resnet", "gpt"],
+)
+def test_models_compile_in_one_piece(model: nn.Module, batch: Tensor) -> None:
+    """No check of a shape and no branch breaks the graph."""
+    compiled = torch.compile(model.eval(), backend="eager", fullgraph=True)
+    assert torch.allclose(compiled(batch), model(batch), atol=1e-6)
+
+
+@pytest.mark.parametrize("side", [4, 8, 28])
+def test_resnet_takes_small_images_of_any_side(side: int) -> None:
+    """Pooling is global, so an 8x8 digit works as well as a larger picture."""
+    assert ResNet(in_channels=3, classes=7, width=4, depth=8)(torch.rand(2, 3, side, side)).shape == (2, 7)
+
+
+def test_resnet_20_has_the_layers_and_weights_of_the_paper() -> None:
+    """Depth counts convolutions and the head; 0.27M parameters."""
+    model = ResNet(in_channels=3)
+    convolutions = [m for m in model.modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+    assert len(convolutions) + 1 == 20
+    assert 270_000 < size(model) < 275_000
+
+
+@pytest.mark.parametrize("norm", [False, "layer", "batch"])
+def test_mlp_learns_digits(norm: str | bool) -> None:
+    """Most held-out digits are told apart after 150 steps, with every norm."""
+    model = MLP(norm=norm, dropout=0.1)
+    before, after = train(model, digits(), classification, steps=150)
+    assert after < before / 3
+    assert score(model, digits("eval"), classification, "accuracy") > 0.9
+
+
+def test_resnet_learns_digits() -> None:
+    """Most held-out digits are told apart after 60 steps."""
+    model = ResNet(depth=8)
+    before, after = train(model, digits(), classification, steps=60, lr=1e-2)
+    assert after < before / 3
+    assert score(model, digits("eval"), classification, "accuracy") > 0.8
+
+
+def test_gpt_learns_a_markov_chain_down_to_its_entropy() -> None:
+    """Without noise four successors are equally likely: the loss reaches log 4, and cannot go below."""
+    data = Synthetic("tokens", vocab=32, context=32, noise=0.0)
+    before, after = train(GPT(**TINY), data, language_model, steps=120, lr=1e-2)
+    assert before > 2.2
+    assert 1.3 < after < 1.5
+
+
+def test_gpt_learns_python() -> None:
+    """A small decoder leaves the frequency of single bytes behind within 80 steps."""
+    data = PythonSource(context=64, max_bytes=400_000)
+    before, after = train(GPT(**TINY | {"vocab_size": 256}), data, language_model, steps=80, lr=1e-2)
+    assert before > 3.5
+    assert after < 2.9
+
+
+@pytest.mark.parametrize(
+    ("build", "error"),
+    [
+        (lambda: GPT(width=100, heads=3), "width must be a multiple of heads, got width=100 and heads=3"),
+        (lambda: GPT(layers=0), "layers must be at least 1, got 0"),
+        (lambda: GPT(**TINY)(torch.zeros(1, 65, dtype=torch.long)), "65 tokens does not fit the model's context of 64"),
+        (lambda: ResNet(depth=19), r"depth must be 6n\+2 .*, got 19"),
+        (lambda: MLP(norm="group"), "norm must be false, layer or batch, got 'group'"),
+        (lambda: MLP(hidden=[64, 0]), "hidden must be at least 1, got 0"),
+        (lambda: MLP(in_features=10)(torch.rand(2, 1, 8, 8)), r"shape \[1, 8, 8\] has 64 features, .*in_features=10"),
+    ],
+)
+def test_models_say_what_is_wrong(build: Callable[[], Any], error: str) -> None:
+    """A size that cannot work is named together with what is allowed."""
+    with pytest.raises(ValueError, match=error):
+        build()
+
+
+# ----------------------------------------------------------------------------------------------------------------- data
+
+
+def test_digits_are_split_without_overlap_or_loss() -> None:
+    """The two splits together are the 1,797 digits, each once, whatever the seed."""
+    for seed in (0, 1):
+        splits = [digits(split, eval_share=0.25, seed=seed) for split in ("train", "eval")]
+        images = torch.cat([torch.stack([image for image, _ in split]) for split in splits])  # type: ignore[attr-defined]
+        assert [len(split) for split in splits] == [1348, 449]  # type: ignore[arg-type]
+        assert len(images.unique(dim=0)) == 1797  # type: ignore[no-untyped-call]
+
+
+def test_digits_are_the_same_every_time() -> None:
+    """A row is (float image in 0..1, label), and depends on the seed alone."""
+    image, label = digits()[7]
+    again, _ = digits()[7]
+    other, _ = digits(seed=1)[7]
+    assert image.shape == (1, 8, 8)
+    assert image.dtype == torch.float32
+    assert 0 <= image.min() < image.max() <= 1
+    assert label.dtype == torch.long
+    assert torch.equal(image, again)
+    assert not torch.equal(image, other)
+
+
+@pytest.fixture(scope="module")
+def library() -> list[str]:
+    """The text of every file of the standard library."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in root.rglob("*.py") if not {"site-packages", "test"} & set(path.parts)]
+    return [path.read_text(encoding="utf-8", errors="replace") for path in files]
+
+
+@pytest.mark.parametrize("level", ["byte", "char"])
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_python_source_windows_are_real_source_text(level: str, split: str, library: list[str]) -> None:
+    """Windows of context + 1 tokens decode to text that stands in a file of the standard library."""
+    data = PythonSource(split, context=60, level=level, max_bytes=60_000)
+    found = 0
+    for i in range(0, len(data), len(data) // 10):
+        ids = data[i]["input_ids"]
+        assert ids.shape == (61,)
+        assert ids.dtype == torch.long
+        assert ids.max() < data.vocab_size
+        found += any(data.decode(ids) in text for text in library)
+    assert found >= 8  # a window may lie across two files
+
+
+def test_python_source_predicts_every_token_once() -> None:
+    """By default a window begins with the last token of the one before it."""
+    data = PythonSource(context=50, max_bytes=10_000)
+    assert len(data) == 9_999 // 50
+    assert data[0]["input_ids"][-1] == data[1]["input_ids"][0]
+    assert torch.equal(PythonSource(context=50, max_bytes=10_000, stride=1)[50]["input_ids"], data[1]["input_ids"])
+    with pytest.raises(IndexError):
+        data[len(data)]
+
+
+def test_python_source_splits_share_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is in one split, whole, and moves to no other when files are added beside it."""
+
+    def names(split: str) -> set[str]:
+        data = PythonSource(split, context=1, stride=1, eval_share=0.3)
+        return set(data.decode(data.tokens).split())
+
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "x.py").write_text("foreign\n")
+    for i in range(40):
+        (tmp_path / "deep" / f"{i}.py").write_text(f"word{i}\n")
+    train, held_out = names("train"), names("eval")
+    assert train | held_out == {f"word{i}" for i in range(40)}
+    assert not train & held_out
+    assert 4 < len(held_out) < 20
+
+    for i in range(40, 80):
+        (tmp_path / "deep" / f"{i}.py").write_text(f"word{i}\n")
+    assert train < names("train")
+    assert held_out < names("eval")
+
+
+def test_python_source_has_an_id_for_unseen_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The characters come from the train text; any other is 0 and decodes to U+FFFD."""
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    for letter in "abcdefghijklmnopqrst":
+        (tmp_path / f"{letter}.py").write_text(f"{letter}\n")
+    data = PythonSource("eval", context=1, level="char", eval_share=0.3)
+    held_out = len(data.tokens) // 2
+    assert data.vocab_size == 1 + 1 + 20 - held_out  # unknown, newline, and the letters of the train files
+    assert data.tokens.tolist() == [0, 1] * held_out
+    assert data.decode(data.tokens) == "\ufffd\n" * held_out
+
+
+@pytest.mark.parametrize("kind", ["classification", "regression", "tokens"])
+def test_synthetic_rows_depend_on_seed_split_and_index_alone(kind: str) -> None:
+    """More rows leave the first ones unchanged; another split or seed gives others."""
+
+    def rows(**changed: Any) -> Tensor:
+        columns = Synthetic(kind, **{"rows": 100, "noise": 0.2} | changed).columns
+        return torch.cat([column[:100].float().view(100, -1) for column in columns], dim=1)
+
+    assert torch.equal(rows(), rows(rows=1000))
+    assert not torch.equal(rows(), rows(split="eval"))
+    assert not torch.equal(rows(), rows(seed=1))
+
+
+def test_synthetic_can_be_learned() -> None:
+    """What is learned on the train rows holds for the eval rows: they share the teacher."""
+    model = MLP(out_features=1)
+    before, after = train(model, Synthetic("regression"), regression, steps=250)
+    assert after < before / 4
+    assert score(model, Synthetic("regression", split="eval"), regression, "mae") < 0.4
+    scores = MLP()
+    train(scores, Synthetic(), classification, steps=250)
+    assert score(scores, Synthetic(split="eval"), classification, "accuracy") > 0.6
+
+
+@pytest.mark.parametrize(
+    ("build", "error"),
+    [
+        (lambda: digits("test"), "split must be train or eval, got 'test'"),
+        (lambda: digits(eval_share=1.0), "eval_share must lie between 0 and 1, got 1.0"),
+        (lambda: PythonSource(level="word"), "level must be byte or char, got 'word'"),
+        (lambda: PythonSource(stride=0), "at least 1, got context=128 and stride=0"),
+        (lambda: PythonSource(max_bytes=100), "100 tokens of train text hold no window of 129: raise max_bytes"),
+        (lambda: Synthetic("images"), "kind must be classification, regression or tokens, got 'images'"),
+        (lambda: Synthetic(rows=0), "rows must be at least 1, got 0"),
+    ],
+)
+def test_data_says_what_is_wrong(build: Callable[[], Any], error: str) -> None:
+    """A value that cannot work is named together with what is allowed."""
+    with pytest.raises(ValueError, match=error):
+        build()
+
+
+# ----------------------------------------------------------------------------------------------------------- objectives
+
+
+def test_classification_reads_pairs_and_mappings() -> None:
+    """(x, y), and any of the usual names, give the same loss; the accuracy is a detached tensor."""
+    model = nn.Linear(3, 4)
+    x, y = torch.rand(5, 3), torch.randint(4, (5,))
+    loss, metrics = classification(model, (x, y))
+    assert loss.item() == pytest.approx(nn.functional.cross_entropy(model(x), y).item())
+    assert metrics["accuracy"].item() == (model(x).argmax(1) == y).float().mean().item()
+    assert not metrics["accuracy"].requires_grad
+    for inputs, labels in (("pixel_values", "labels"), ("inputs", "label"), ("x", "y"), ("image", "label")):
+        assert classification(model, {inputs: x, labels: y})[0] == loss
+    assert classification(lambda x: SimpleNamespace(logits=model(x)), [x, y[:, None]])[0] == loss
+    assert classification(model, (x, y), label_smoothing=0.1)[0] != loss
+
+
+def test_regression_does_not_broadcast() -> None:
+    """[batch] and [batch, 1] are the same; a shape that would broadcast to [batch, batch] is refused."""
+    x, y = torch.rand(5, 3), torch.rand(5)
+    model = nn.Linear(3, 1)
+    loss, metrics = regression(model, (x, y))
+    assert loss.item() == pytest.approx((model(x)[:, 0] - y).square().mean().item())
+    assert metrics["mae"].item() == pytest.approx((model(x)[:, 0] - y).abs().mean().item())
+    assert regression(model, {"x": x, "y": y[:, None]})[0] == loss
+    with pytest.raises(ValueError, match=r"got \[5, 2\] for targets of shape \[5\]"):
+        regression(nn.Linear(3, 2), (x, y))
+
+
+def test_language_model_predicts_the_next_token() -> None:
+    """Ids alone, in a tuple or in a mapping, mean the same; masked positions are no targets."""
+    model = GPT(**TINY)
+    ids = torch.randint(32, (3, 10))
+    loss, _ = language_model(model, ids)
+    by_hand = nn.functional.cross_entropy(model(ids[:, :-1]).transpose(1, 2), ids[:, 1:], reduction="none")
+    assert loss.item() == pytest.approx(by_hand.mean().item(), rel=1e-5)
+    assert language_model(model, (ids,))[0] == language_model(model, {"input_ids": ids})[0] == loss
+    assert language_model(model, {"input_ids": ids, "labels": ids})[0] == loss
+
+    mask = torch.ones_like(ids)
+    mask[:, 6:] = 0
+    masked = language_model(model, {"input_ids": ids, "attention_mask": mask})[0]
+    assert masked.item() == pytest.approx(by_hand[:, :5].mean().item(), rel=1e-5)
+    assert language_model(model, {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100)})[0] == masked
+
+
+def test_language_model_survives_a_batch_without_targets() -> None:
+    """All labels masked: loss 0 and gradients 0, not 0/0."""
+    model, ids = GPT(**TINY), torch.randint(32, (3, 10))
+    loss, _ = language_model(model, {"input_ids": ids, "labels": torch.full_like(ids, -100)})
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == 0
+    assert all(weight.grad is not None and not weight.grad.any() for weight in model.parameters())
+
+
+LOSS = torch.tensor(2.0)
+
+
+@pytest.mark.parametrize("output", [SimpleNamespace(loss=LOSS), {"loss": LOSS}, (LOSS, "more"), LOSS])
+def test_model_loss_takes_the_loss_in_any_form(output: Any) -> None:
+    """An attribute, a key, the first of a tuple, a bare tensor; a mapping is spread over the model's arguments."""
+    assert model_loss(lambda *, x: output, {"x": 1})[0] == 2
+    assert model_loss(lambda x, y: output, (1, 2))[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("objective", "model", "batch", "error"),
+    [
+        (language_model, None, torch.rand(2, 8), "needs integer token ids, got float32 of shape .2, 8.; choose"),
+        (language_model, None, torch.zeros(8, dtype=torch.long), r"rows \[batch, time\].*got shape \[8\]"),
+        (language_model, None, {"text": "a"}, "needs a batch with input_ids, got the keys text"),
+        (
+            language_model,
+            nn.Embedding(4, 4),
+            {"input_ids": torch.zeros(2, 4).long(), "labels": torch.zeros(2, 3).long()},
+            r"labels of the ids' shape \[2, 4\], got \[2, 3\]",
+        ),
+        (classification, None, (torch.rand(2, 3), torch.rand(2)), "integer class labels, got float32 of shape .2."),
+        (classification, nn.Linear(3, 4), (torch.rand(2, 3), torch.zeros(3).long()), r"\[2, 4\] and labels .*\[3\]"),
+        (classification, None, torch.rand(2, 3), "needs a batch \\(inputs, targets\\) or a mapping, got a Tensor"),
+        (classification, None, {"image": 1, "category": 2}, "labels or label or y or target, got the keys image, cat"),
+        (classification, lambda x: (x,), (torch.rand(2, 3), torch.zeros(2).long()), "from the model, got a tuple"),
+        (model_loss, lambda **_: {"logits": 1}, {"input_ids": 1}, "no loss in its dict: .*keys input_ids.* labels"),
+        (model_loss, lambda *_: torch.rand(3), (1, 2), r"got a tensor of shape \[3\]"),
+    ],
+)
+def test_objectives_say_what_is_wrong(objective: Any, model: Any, batch: Any, error: str) -> None:
+    """A batch or output of the wrong kind is told with what it is and what is wanted."""
+    with pytest.raises(ValueError, match=error):
+        objective(model, batch)
+
+
+# -------------------------------------------------------------------------------------------- transformers and datasets
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No network and no cache outside the test's folder, whether or not the packages are loaded already."""
+    for variable in ("HF_HOME", "HF_DATASETS_CACHE"):
+        monkeypatch.setenv(variable, str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+SMALL: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("gpt2", {}), ("llama", {"intermediate_size": 64, "num_key_value_heads": 1})]
+)
+def test_hf_causal_lm_builds_saves_and_loads(offline: Path, kind: str, more: dict[str, Any]) -> None:
+    """Random weights by model type; the same architecture, or the same weights too, from a saved folder."""
+    ids = torch.randint(64, (2, 12))
+    batch = {"input_ids": ids, "labels": ids}
+    model = hf_causal_lm(kind, **SMALL, **more)
+    assert size(model) < 50_000
+    model.eval()
+    loss, _ = model_loss(model, batch)
+    assert loss.item() == pytest.approx(language_model(model, batch)[0].item(), rel=1e-4)
+
+    model.to(torch.bfloat16).save_pretrained(offline / "saved")  # type: ignore[operator]
+    folder = str(offline / "saved")
+    fresh, loaded = hf_causal_lm(path=folder), hf_causal_lm(path=folder, pretrained=True)
+    assert loaded.training
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.float32}
+    assert model_loss(loaded.eval(), batch)[0].item() == pytest.approx(loss.item(), abs=0.01)
+    saved = model.float().state_dict()
+    assert all(torch.equal(weight, saved[name]) for name, weight in loaded.state_dict().items())
+    assert [w.shape for w in fresh.parameters()] == [w.shape for w in loaded.parameters()]
+    assert not torch.equal(next(fresh.parameters()), next(loaded.parameters()))
+
+
+def test_hf_causal_lm_learns(offline: Path) -> None:
+    """A tiny gpt2 lowers the loss on a Markov chain, through language_model and through its own loss."""
+    data = Synthetic("tokens", vocab=32, context=32, noise=0.0, rows=2000)
+    model = hf_causal_lm("gpt2", **SMALL | {"vocab_size": 32})
+    before, after = train(model, data, language_model, steps=30, lr=1e-2)
+    assert after < before - 0.5
+    _, own = train(model, data, lambda model, batch: model_loss(model, {**batch, "labels": batch["input_ids"]}), 10)
+    assert own < before - 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"name": "gpt2", "n_layrs": 2}, "model type gpt2 has no field 'n_layrs': did you mean n_layer"),
+        ({"name": "gtp2"}, "cannot build 'gtp2' .near by are the model types gpt2"),
+        ({"name": "t5"}, "cannot build 't5': Unrecognized configuration class"),
+        ({"name": "gpt2", "n_layer": "two"}, "'n_layer' expected int, got str"),
+        ({}, "needs a name or a path"),
+        ({"path": "nowhere"}, "path=nowhere is not a folder with a config.json"),
+        ({"name": "gpt2", "dtype": "int8"}, "dtype must be a floating dtype .*, got int8"),
+    ],
+)
+def test_hf_causal_lm_says_what_is_wrong(offline: Path, arguments: dict[str, Any], error: str) -> None:
+    """One line, also where the package itself would print fifty."""
+    with pytest.raises(ValueError, match=error) as caught:
+        hf_causal_lm(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("build", "name"), [(hf_causal_lm, "transformers"), (hf_dataset, "datasets")])
+def test_a_missing_package_is_named(build: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line says what to install."""
+
+    def missing(package: str) -> None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    with pytest.raises(ValueError, match=rf"needs the package {name}: pip install 'resilient-train\[hf\]'"):
+        build("gpt2")
+
+
+def double(row: dict[str, Any]) -> dict[str, Any]:
+    """A transform for the tests below."""
+    return {"twice": [2 * value for value in row["x"]]}
+
+
+@pytest.fixture
+def rows(offline: Path) -> list[dict[str, Any]]:
+    """Ten rows, in rows.jsonl and rows.parquet."""
+    rows = [{"x": [float(i), 0.5], "y": i % 3, "note": f"row {i}"} for i in range(10)]
+    (offline / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(offline / "rows.parquet")
+    return rows
+
+
+@pytest.mark.parametrize(("kind", "file"), [("json", "rows.jsonl"), ("parquet", "rows.parquet")])
+def test_hf_dataset_reads_local_files(offline: Path, rows: list[dict[str, Any]], kind: str, file: str) -> None:
+    """Rows come as tensors, with the columns asked for, after the transform."""
+    files = str(offline / file)
+    data = hf_dataset(path=kind, data_files=files, split="train")
+    assert len(data) == 10
+    assert data[3]["x"].tolist() == rows[3]["x"]
+    assert data[3]["note"] == "row 3"
+
+    chosen = hf_dataset(["twice", "y"], f"{__name__}.double", path=kind, data_files=files, split="train[:4]")
+    [batch] = DataLoader(chosen, batch_size=4)
+    assert batch["twice"].tolist() == [[2 * value for value in row["x"]] for row in rows[:4]]
+    assert batch["y"].tolist() == [0, 1, 2, 0]
+    assert batch.keys() == {"twice", "y"}
+
+
+def test_hf_dataset_streams_and_keeps_its_place(offline: Path, rows: list[dict[str, Any]]) -> None:
+    """A streamed data set goes on from its state_dict where it stopped."""
+
+    def stream() -> Any:
+        files = str(offline / "rows.jsonl")
+        return hf_dataset(["y", "twice"], double, path="json", data_files=files, split="train", streaming=True)
+
+    first = stream()
+    walk = iter(first)
+    seen = [next(walk) for _ in range(4)]
+    second = stream()
+    second.load_state_dict(first.state_dict())
+    assert isinstance(seen[0]["twice"], Tensor)
+    assert [row["twice"][0].item() / 2 for row in [*seen, *second]] == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({}, "has the splits train: pass split=... to choose one"),
+        ({"streaming": True}, "has the splits train: pass split=... to choose one"),
+        ({"split": "trian"}, "cannot load 'json': Unknown split \"trian\". Should be one of"),
+        ({"split": "train", "columns": ["x", "z"]}, "has no columns z; it has x, y, note"),
+        (
+            {"split": "train", "transform": "no.such.function"},
+            "transform=no.such.function cannot be imported: No module",
+        ),
+        ({"split": "train", "transform": "sys.path"}, "transform=sys.path is a list, not a function of a row"),
+        ({"split": "train", "data_fils": 1}, "cannot load 'json': .*data_fils"),
+        ({"split": "train", "data_files": "nowhere.jsonl"}, "cannot load 'json': Unable to find .*nowhere.jsonl"),
+    ],
+)
+def test_hf_dataset_says_what_is_wrong(
+    offline: Path, rows: list[dict[str, Any]], arguments: dict[str, Any], error: str
+) -> None:
+    """Splits, columns, transforms and files that do not exist are told in one line."""
+    with pytest.raises(ValueError, match=error) as caught:
+        hf_dataset(**{"path": "json", "data_files": str(offline / "rows.jsonl")} | arguments)
+    assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------------------- configuration
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "objective", "parameters"),
+    [
+        ("mlp", "digits", "classification", 26_122),
+        ("mlp", "synthetic", "classification", 26_122),
+        ("resnet", "digits", "classification", 272_186),
+        ("gpt", "python_source", "language_model", 858_880),
+    ],
+)
+def test_the_options_fit_together(model: str, data: str, objective: str, parameters: int) -> None:
+    """Model, data and objective of `conf/`, as they stand there, make a loss and gradients."""
+    groups = {"model": model, "data": data, "objective": objective}
+    config = OmegaConf.create({group: OmegaConf.load(CONF / group / f"{name}.yaml") for group, name in groups.items()})
+    net = instantiate(config.model, _convert_="all")
+    assert size(net) == parameters
+    for split in (config.data.train, config.data.eval):
+        batch = next(iter(DataLoader(instantiate(split, _convert_="all"), config.data.batch_size)))
+        loss, _ = instantiate(config.objective, _convert_="all")(net, batch)
+        loss.backward()
+        assert loss.item() > 0
+
+
+OPTIONS = [path for group in ("model", "data", "objective") for path in sorted((CONF / group).glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("path", OPTIONS, ids=[f"{path.parent.name}={path.stem}" for path in OPTIONS])
+def test_every_key_is_explained(path: Path) -> None:
+    """A comment stands beside every key of the zoo's options, or above a key that opens a group."""
+    lines = path.read_text().splitlines()
+    explained = [line for line in lines if "#" in line or line.rstrip().endswith(":")]
+    targets = [line for line in lines if line.strip().startswith("_target_")]
+    assert set(lines) <= {*explained, *targets}
