@@ -21,7 +21,7 @@ LABEL org.opencontainers.image.title="resilient_train" \
 COPY pyproject.toml README.md LICENSE /src/
 COPY resilient_train /src/resilient_train
 RUN set -eu; \
-    torch='import torch; print(f"torch=={torch.__version__}", torch.__file__, sep="  # ")'; \
+    torch='from importlib.metadata import version; import torch; print("torch==" + version("torch"), "#", torch.__version__, torch.__file__)'; \
     python3 -c "$torch" > /src/torch.txt; \
     python3 -m venv --without-pip --system-site-packages /opt/resilient; \
     /opt/resilient/bin/python -m pip install --no-cache-dir --constraint /src/torch.txt "/src[hf]"; \

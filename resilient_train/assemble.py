@@ -95,7 +95,8 @@ def assemble(config: Config, world: World) -> Run:
     state = RunState(
         model, optimizers, schedules, samples, clock, device=world.device, scaler=world.accelerator.scaler
     )
-    updater = Updater(world.accelerator, prepared_optimizers, schedules, config.clip)
+    unscale = world.accelerator.unscale_gradients if world.accelerator.scaler is not None else None
+    updater = Updater(prepared_optimizers, schedules, config.clip, unscale=unscale)
     return Run(
         config=config,
         world=world,

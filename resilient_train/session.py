@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import OmegaConf
-
 from resilient_train import __version__
 from resilient_train.assemble import Run, assemble
 from resilient_train.checkpoint import weights
@@ -21,7 +19,7 @@ from resilient_train.ranks.world import World
 from resilient_train.record import tracking
 from resilient_train.record.console import Terminal, duration, log
 from resilient_train.record.directory import RunDirectory, claim
-from resilient_train.record.files import commit_text
+from resilient_train.files import commit_text
 from resilient_train.record.summary import Summary
 from resilient_train.record.tracking import NullTracker, TrackedRun, Tracker
 from resilient_train.state.determinism import set_deterministic
@@ -62,7 +60,7 @@ def _open(composed: Composed, held: list[DirectoryLock]) -> RunDirectory:
     held.append(lock)
     if directory.finished is None:
         commit_text(directory.config, composed.yaml)
-    elif changes := composed.differences(OmegaConf.to_container(OmegaConf.load(directory.config))):
+    elif changes := composed.differences(directory.config):
         lock.release()
         why = f"holds a finished run of another configuration ({'; '.join(changes)}): choose another run.name"
         raise ConfigError("run.dir", directory.path, why)

@@ -245,7 +245,7 @@ def test_processes_that_start_together_share_a_new_database(tmp_path: Path) -> N
 
 
 KILLED = """
-import os, sys, threading
+import os, sys
 from pathlib import Path
 from resilient_train.record.tracking import TrackingConfig, build
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from resilient_train.errors import ConfigError
-from resilient_train.record.files import commit
+from resilient_train.files import commit
 
 WEIGHTS = "weights.safetensors"
 

@@ -41,9 +41,10 @@ class Composed:
     def yaml(self) -> str:
         return OmegaConf.to_yaml(OmegaConf.create(self.resolved))
 
-    def differences(self, other: Any) -> list[str]:
-        """Tell where `other`, read from a config.yaml, is another run; more steps do not make it one."""
-        mine, theirs = _identity(self.resolved), _identity(other if isinstance(other, dict) else {})
+    def differences(self, written: Path) -> list[str]:
+        """Tell where a config.yaml is another run than this; more steps do not make it one."""
+        other = OmegaConf.to_container(OmegaConf.load(written))
+        mine, theirs = _identity(self.resolved), _identity(other if isinstance(other, dict) else {})  # type: ignore[arg-type]
         return [
             f"{key}: {theirs.get(key, 'absent')} there, {mine.get(key, 'absent')} here"
             for key in sorted(mine.keys() | theirs.keys())
@@ -82,9 +83,7 @@ def from_hydra(raw: DictConfig) -> Composed:
 def load(overrides: Sequence[str] = ()) -> Composed:
     """Compose a configuration without a command line: for scripts, benchmarks and tests."""
     raw = _compose(overrides)
-    choices = raw.hydra.runtime.choices
-    del raw["hydra"]
-    return composed(raw, choices)
+    return composed(OmegaConf.masked_copy(raw, [key for key in raw if key != "hydra"]), raw.hydra.runtime.choices)
 
 
 def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:

@@ -10,7 +10,7 @@ from typing import Any
 
 from resilient_train.errors import ConfigError, DirectoryInUse
 from resilient_train.ranks.lock import LOCK, DirectoryLock
-from resilient_train.record.files import read_json
+from resilient_train.files import read_json
 
 _OURS = "config.yaml"
 

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from resilient_train.events import Vitals
-from resilient_train.record.files import commit_text
+from resilient_train.files import commit_text
 
 _RECENT = 50  # accepted losses that the final one is the median of
 _TIMED = 10_000  # steps that the median time is taken of

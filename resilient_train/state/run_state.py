@@ -59,14 +59,16 @@ class RunState:
         *,
         device: torch.device,
         scaler: Stateful | None = None,
-        kept: Mapping[str, Stateful] | None = None,
     ) -> None:
         self.model, self.optimizers, self.clock, self.device = model, list(optimizers), clock, device
         self._stateful: dict[str, Stateful] = {"position": samples}
         self._stateful |= {f"schedule.{number}": schedule for number, schedule in enumerate(schedules)}
         if scaler is not None:
             self._stateful["scaler"] = scaler
-        self._stateful |= {f"kept.{name}": item for name, item in (kept or {}).items()}
+
+    def keep(self, name: str, item: Stateful) -> None:
+        """Let something else rewind along, such as an average of the weights."""
+        self._stateful[f"kept.{name}"] = item
 
     def capture(self) -> Snapshot:
         """Copy everything."""

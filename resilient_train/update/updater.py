@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Optimizer
 
 from resilient_train.update.clip import ClipConfig, clip
 from resilient_train.update.schedule import Schedule
@@ -28,19 +27,23 @@ class Updater:
 
     def __init__(
         self,
-        accelerator: Accelerator,
-        optimizers: Sequence[AcceleratedOptimizer],
+        optimizers: Sequence[Optimizer],
         schedules: Sequence[Schedule],
         clipping: ClipConfig,
+        *,
+        unscale: Callable[[Optimizer], None] | None = None,
     ) -> None:
-        self.accelerator, self.clipping = accelerator, clipping
+        """`unscale` divides the gradients of half-precision training by its loss scale."""
         self.optimizers, self.schedules = list(optimizers), list(schedules)
-        self._weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
+        self.clipping, self.unscale = clipping, unscale
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._weights = [weight for group in groups for weight in group["params"]]
 
     def apply(self, step: int) -> Applied:
         """Turn the gradients into update `step + 1` and drop them."""
-        for optimizer in self.optimizers:
-            self.accelerator.unscale_gradients(optimizer)
+        if self.unscale is not None:
+            for optimizer in self.optimizers:
+                self.unscale(optimizer)
         grad_norm = clip(self._weights, self.clipping)
         settings: list[dict[str, Any]] = []
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
@@ -50,5 +53,6 @@ class Updater:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        accepted = not any(optimizer.step_was_skipped for optimizer in self.optimizers)  # a scaler skips overflows
+        # A gradient scaler skips what overflowed; Accelerate's wrapper around the optimizer knows of it.
+        accepted = not any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers)
         return Applied(accepted, grad_norm, settings[0]["lr"])

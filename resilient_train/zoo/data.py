@@ -176,13 +176,14 @@ class Synthetic(Dataset[Any]):
             successors = teacher.integers(vocab, size=(vocab, 4))
             choices = clean.random((rows, context + 1))
             blind = noisy.random((rows, context + 1))
+            share = min(noise, 1.0)
             ids = np.empty((rows, context + 1), dtype=np.int32)
             ids[:, 0] = choices[:, 0] * vocab
             for t in range(1, context + 1):
                 follow = successors[ids[:, t - 1], (choices[:, t] * 4).astype(int)]
-                # Among the draws below `noise`, draw / noise is uniform again: it says which token, too.
-                anything = blind[:, t] / max(noise, 1e-9) * vocab
-                ids[:, t] = np.where(blind[:, t] < min(noise, 1.0), np.minimum(anything, vocab - 1), follow)
+                # Among the draws below `share`, draw / share is uniform again: it says which token, too.
+                anything = blind[:, t] / max(share, 1e-9) * vocab
+                ids[:, t] = np.where(blind[:, t] < share, np.minimum(anything, vocab - 1), follow)
             self.columns = (torch.from_numpy(ids),)
         elif kind in ("classification", "regression"):
             outputs, hidden = (classes if kind == "classification" else 1), 32

@@ -1,0 +1,146 @@
+"""Programs of people who have never heard of us: models, data sets and losses as they are found in the wild."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+
+class Jittery(nn.Module):
+    """Dropout and BatchNorm: a forward that draws and that changes buffers."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+class Plain(nn.Module):
+    """Nothing random, nothing that depends on how a batch is cut."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x)
+        return out
+
+
+class Augmented(Dataset[dict[str, Any]]):
+    """Rows with random numbers of all three kinds in them; `index` tells which row it is."""
+
+    def __init__(self, rows: int = 37) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        noise = torch.rand(4)
+        x = torch.tensor([random.random(), np.random.random(), *noise.tolist()], dtype=torch.float32)
+        return {"x": x + 0.01 * index, "y": x.sum().reshape(1), "index": index}
+
+
+class RarelyRandom(Augmented):
+    """Draws for one row in seven only."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index % 7 == 0:
+            return super().__getitem__(index)
+        x = torch.full((6,), float(index))
+        return {"x": x, "y": x.sum().reshape(1), "index": index}
+
+
+class Fixed(Dataset[tuple[Tensor, Tensor]]):
+    """Never draws."""
+
+    def __init__(self, rows: int = 64) -> None:
+        numbers = torch.Generator().manual_seed(7)
+        self.x = torch.randn(rows, 6, generator=numbers)
+        self.y = self.x.sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+class Counting:
+    """An iterable that says where it stands and goes back there, with random numbers in its rows."""
+
+    def __init__(self, rows: int = 23) -> None:
+        self.rows, self.at = rows, 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while self.at < self.rows:
+            self.at += 1
+            x = torch.rand(6) + random.random() + float(np.random.random())
+            yield {"x": x, "y": x.sum().reshape(1), "index": self.at - 1}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Forgetful:
+    """An iterable that cannot be rewound."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield torch.zeros(6)
+
+
+def mse(model: nn.Module, batch: Any) -> Tensor:
+    x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+    return nn.functional.mse_loss(model(x), y)
+
+
+def mse_and_more(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = mse(model, batch)
+    return loss, {"rmse": loss.detach().sqrt()}
+
+
+def no_scalar(model: nn.Module, batch: Any) -> Tensor:
+    out: Tensor = model(batch[0])
+    return out
+
+
+def no_graph(model: nn.Module, batch: Any) -> Tensor:
+    return mse(model, batch).detach()
+
+
+def no_tensor(model: nn.Module, batch: Any) -> float:
+    return mse(model, batch).item()
+
+
+def raises(model: nn.Module, batch: Any) -> Tensor:
+    raise RuntimeError("the loss function of the user broke")
+
+
+def one_argument(batch: Any) -> Any:
+    return batch
+
+
+def nothing() -> list[int]:
+    return []
+
+
+def number() -> int:
+    return 3
+
+
+def frozen() -> nn.Module:
+    return Plain().requires_grad_(False)

@@ -1,0 +1,107 @@
+"""The stream of samples: arithmetic on positions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_train.data.stream import Key, Stream, micro_batches
+
+rows = st.integers(1, 50)
+seeds = st.integers(0, 2**32)
+positions = st.integers(0, 400)
+counts = st.integers(1, 120)
+
+
+def walk(stream: Stream, count: int) -> list[Key]:
+    """One uninterrupted pass, a sample at a time."""
+    keys: list[Key] = []
+    position = 0
+    while len(keys) < count:
+        span = stream.take(position, 1)
+        keys += span.keys
+        position = span.stop
+    return keys
+
+
+@given(rows, seeds, positions, counts, st.booleans())
+def test_any_span_is_a_slice_of_the_uninterrupted_pass(n: int, seed: int, at: int, count: int, shuffle: bool) -> None:
+    """Jumping to a position gives what walking there gives."""
+    stream = Stream(n, seed, shuffle=shuffle)
+    span = stream.take(at, count)
+    assert span.keys == walk(Stream(n, seed, shuffle=shuffle), at + count)[at:]
+    assert (span.start, span.stop) == (at, at + count)
+
+
+@given(rows, seeds, st.integers(0, 5))
+def test_each_epoch_holds_every_row_once(n: int, seed: int, epoch: int) -> None:
+    """An epoch is a permutation, and says which epoch it is."""
+    keys = Stream(n, seed).take(epoch * n, n).keys
+    assert sorted(key.index for key in keys) == list(range(n))
+    assert {key.epoch for key in keys} == {epoch}
+
+
+def test_epochs_and_seeds_differ_in_their_order() -> None:
+    """The order is drawn anew for every epoch and every seed."""
+    orders = {tuple(key.index for key in Stream(50, seed).take(50 * epoch, 50).keys) for seed in (0, 1) for epoch in (0, 1)}
+    assert len(orders) == 4
+
+
+def test_without_shuffling_rows_come_in_their_own_order() -> None:
+    """shuffle=false means 0, 1, 2, ... in every epoch."""
+    assert [key.index for key in Stream(3, 9, shuffle=False).take(0, 7).keys] == [0, 1, 2, 0, 1, 2, 0]
+
+
+@given(
+    rows,
+    seeds,
+    positions,
+    counts,
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 60)), max_size=5),
+)
+def test_skipped_ranges_are_passed_over_and_nothing_else_is(
+    n: int, seed: int, at: int, count: int, ranges: list[tuple[int, int]]
+) -> None:
+    """What is taken is the uninterrupted pass without the skipped positions, overlapping ranges included."""
+    stream = Stream(n, seed)
+    for start, length in ranges:
+        stream.skip(start, start + length)
+    dead = {position for start, length in ranges for position in range(start, start + length)}
+    span = stream.take(at, count)
+    alive = [position for position in range(at, span.stop) if position not in dead]
+    full = walk(Stream(n, seed), span.stop)
+    assert span.keys == [full[position] for position in alive]
+    assert len(alive) == count
+    assert span.stop - 1 not in dead
+
+
+@given(st.integers(2, 50), seeds, st.data())
+def test_quarantine_changes_the_places_of_its_rows_only(n: int, seed: int, data: st.DataObject) -> None:
+    """Every other place stays what it was; a substitute is healthy and the same each time it is asked for."""
+    bad = data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=n - 1))
+    stream = Stream(n, seed)
+    stream.quarantine(bad)
+    before, after = Stream(n, seed).take(0, 3 * n).keys, stream.take(0, 3 * n).keys
+    for old, new in zip(before, after, strict=True):
+        assert new.index not in bad
+        assert old.index in bad or old == new
+    position = data.draw(st.integers(0, 3 * n - 1))
+    assert stream.take(position, 1).keys == [after[position]]
+
+
+def test_quarantining_every_row_is_refused() -> None:
+    """A stream without a healthy row would search for ever."""
+    with pytest.raises(ValueError, match="all 3 rows"):
+        Stream(3, 0).quarantine([0, 1, 2])
+
+
+@given(st.integers(1, 6), st.sampled_from([(1, 4), (2, 2), (4, 1)]))
+def test_ranks_and_micro_batches_cut_an_update_into_the_same_groups(batch_size: int, cut: tuple[int, int]) -> None:
+    """Four processes, two that accumulate twice, and one that accumulates four times work on the same groups."""
+    world, accumulation = cut
+    keys = [Key(0, 0, index) for index in range(4 * batch_size)]
+    groups = [micro_batches(keys, batch_size=batch_size, rank=rank, world=world) for rank in range(world)]
+    assert all(len(mine) == accumulation for mine in groups)
+    dealt = [groups[rank][number] for number in range(accumulation) for rank in range(world)]
+    assert dealt == [keys[start : start + batch_size] for start in range(0, len(keys), batch_size)]
