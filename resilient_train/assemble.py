@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -120,7 +121,7 @@ def _model(config: Config) -> nn.Module:
     if not any(weight.requires_grad for weight in model.parameters()):
         raise ConfigError("model._target_", config.model["_target_"], "gave a model without trainable weights")
     if config.run.init_from is not None:
-        weights.load_into(model, config.run.init_from)
+        weights.load_into(model, Path(config.run.init_from))
     return model
 
 

@@ -20,7 +20,7 @@ class DirectoryInUse(TrainError):
     """Another live process holds the run directory."""
 
 
-class ConfigError(TrainError):
+class ConfigError(TrainError, ValueError):
     """A configuration key has a value that cannot be used."""
 
     exit_code = 2

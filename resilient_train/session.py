@@ -128,9 +128,10 @@ def _farewell(directory: RunDirectory, run: Run, seconds: float, tracked: Tracke
     log.info("completed %d steps in %s: loss %.4g%s", run.clock.step, duration(seconds), loss, evaluated)
     log.info("weights and summary in %s", directory.path)
     if tracked is not None:
-        if command := tracking.ui_command(tracked.tracking_uri):
-            log.info("see the run in MLflow with\n  %s", command)
-        log.info("and open\n  %s", tracked.url)
+        if tracked.tracking_uri.startswith("sqlite:"):
+            log.info("to see it, start\n  %s", tracking.ui_command(tracked.tracking_uri))
+        if tracked.url:
+            log.info("and open\n  %s", tracked.url)
 
 
 def _tell(error: BaseException, directory: RunDirectory, world: World) -> None:

@@ -1,12 +1,17 @@
 """What more than one test file needs. Real things only: a wheel that was built, a folder it was installed to."""
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from command import Outcome, command
 from filelock import FileLock
+from hydra.core.global_hydra import GlobalHydra
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,3 +49,24 @@ def installed_wheel(shared_tmp: Path, wheel: Path) -> Path:
             subprocess.run([*install, "--target", str(made), str(wheel)], check=True)
             made.rename(folder)
     return folder
+
+
+@pytest.fixture
+def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> command:
+    """Run `resilient_train ARGUMENTS` in this process: a tenth of the time of a new one, the same code."""
+    from resilient_train import __main__ as door
+
+    def run(arguments: Sequence[str]) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["resilient_train", *arguments])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setenv("HYDRA_FULL_ERROR", "")
+        door._exit_codes.clear()
+        GlobalHydra.instance().clear()
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            door.main()
+        said = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Outcome(ended.value.code, said.out, said.err)
+
+    return run

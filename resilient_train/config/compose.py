@@ -66,7 +66,8 @@ def composed(raw: DictConfig, choices: Mapping[str, Any], *, swept: Sequence[str
             raise unusable(missing[0], f"has to be given: {missing[0]}=...")
         config = OmegaConf.to_object(checked)
     except OmegaConfBaseException as error:
-        raise explained(error) from error
+        key = str(getattr(error, "full_key", None) or "")
+        raise explained(error, [f"{key}={_shown(_at(OmegaConf.to_container(raw), key))}"]) from error  # type: ignore[arg-type]
     assert isinstance(config, Config)
     assert isinstance(resolved, dict)
     _check_limits(config)
@@ -93,7 +94,7 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
     text = str(error)
     key = getattr(error, "full_key", None)
     if isinstance(error, ValidationError) and key:
-        return _wrong_type(str(key), text)
+        return _wrong_type(str(key), _value_of(str(key), overrides), text)
     if isinstance(error, ConfigKeyError) and key:
         return _unknown_key(str(key), _value_of(str(key), overrides), _fields_beside(str(key)))
     if missing := re.search(r"Could not find '([^']+)'\s*(?:Available options in '[^']+':\s*(.*?))?(?:Config search path|$)", text, re.S):
@@ -108,12 +109,13 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
     return unusable("configuration", " ".join(text.split()))
 
 
-def _wrong_type(key: str, text: str) -> ConfigError:
-    value = re.search(r"Value '(.*?)'", text, re.S)
-    wanted = re.search(r"could not be converted to (\w+)", text)
+def _wrong_type(key: str, value: str | None, text: str) -> ConfigError:
+    wanted = re.search(r"could not be converted to (\w+)|for field of type '(\w+)'", text)
     spoken = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "a text"}
-    why = f"is not {spoken.get(wanted[1], wanted[1])}" if wanted else " ".join(text.split("full_key")[0].split())
-    return ConfigError(key, value[1], why) if value else unusable(key, why)
+    spoken |= {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+    kind = (wanted[1] or wanted[2]) if wanted else ""
+    why = f"is not {spoken.get(kind, kind)}" if wanted else " ".join(text.split("full_key")[0].split())
+    return ConfigError(key, value, why) if value is not None else unusable(key, why)
 
 
 def _unknown_key(key: str, value: str | None, known: Sequence[str]) -> ConfigError:
@@ -206,6 +208,10 @@ def _at(tree: Mapping[str, Any], path: str) -> Any:
     for name in path.split("."):
         node = node.get(name) if isinstance(node, Mapping) else None
     return node
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _flat(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class AccelerateConfig:
     cpu: bool
     mixed_precision: str | None
-    gradient_accumulation_steps: int
+    gradient_accumulation_steps: int = field(metadata={"at_least": 1})
     compile: bool
     ddp: dict[str, Any]
 
@@ -40,14 +40,21 @@ class World:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
         try:
+            ddp = DistributedDataParallelKwargs(**config.ddp)
+        except TypeError as error:
+            raise ConfigError("accelerate.ddp", config.ddp, str(error).removeprefix("DistributedDataParallelKwargs.")) from error
+        try:
             self.accelerator = Accelerator(
                 cpu=config.cpu,
                 mixed_precision=config.mixed_precision,
                 gradient_accumulation_steps=config.gradient_accumulation_steps,
-                kwargs_handlers=[DistributedDataParallelKwargs(**config.ddp)],
+                kwargs_handlers=[ddp],
             )
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise ConfigError("accelerate.mixed_precision", config.mixed_precision, str(error)) from error
+        if self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
+            why = "needs a GPU: half precision has no loss scaling on a CPU; bf16 works there"
+            raise ConfigError("accelerate.mixed_precision", "fp16", why)
         self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
         self.is_main = self.rank == 0
         self.device: torch.device = self.accelerator.device

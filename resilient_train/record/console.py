@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -68,18 +67,20 @@ class Terminal:
 
 
 class _ToConsole(logging.Handler):
-    """Prints the message alone: a traceback belongs into the file."""
+    """Prints the message alone, errors to stderr: a traceback belongs into the file."""
 
     def __init__(self, console: Console, *, hide_progress: bool) -> None:
         super().__init__()
         self.console, self.hide_progress = console, hide_progress
+        self.errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         if self.hide_progress and getattr(record, "progress", False):
             return
-        text = Text(record.getMessage(), style="red" if record.levelno >= logging.ERROR else "")
-        self.console.print(text)
-        sys.stdout.flush()
+        if record.levelno >= logging.ERROR:
+            self.errors.print(Text(record.getMessage(), style="red"))
+        else:
+            self.console.print(Text(record.getMessage()))
 
 
 class PlainLines:

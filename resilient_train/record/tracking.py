@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,11 +23,11 @@ _ENDINGS = {"completed": "FINISHED", "failed": "FAILED", "gave_up": "FAILED", "p
 class TrackingConfig:
     """Where the run is shown, and how long its end may wait for that."""
 
-    kind: str
+    kind: str = field(metadata={"one_of": ("mlflow", "none")})
     uri: str | None
     experiment: str
     system_metrics: bool
-    drain_s: float
+    drain_s: float = field(metadata={"at_least": 0})
 
 
 class Tracker(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
@@ -11,8 +11,8 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 
 @dataclass
 class ClipConfig:
-    max_norm: float | None
-    max_value: float | None
+    max_norm: float | None = field(metadata={"above": 0})
+    max_value: float | None = field(metadata={"above": 0})
 
 
 @torch.no_grad()

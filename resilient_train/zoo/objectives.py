@@ -12,6 +12,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from resilient_train.errors import ConfigError, unusable
+
 Model = Callable[..., Any]
 Outcome = tuple[Tensor, dict[str, Tensor]]
 
@@ -24,14 +26,14 @@ def classification(model: Model, batch: Any, label_smoothing: float = 0.0) -> Ou
     """Cross-entropy of the model's scores [batch, classes] against class numbers [batch]."""
     inputs, labels = _pair(batch, "classification")
     if labels.is_floating_point():
-        raise ValueError(
+        raise _misfit(
             f"classification needs integer class labels, got {_describe(labels)}; choose objective=regression"
         )
     logits = _logits(model(inputs), "classification").float()
     if labels.ndim == logits.ndim and labels.shape[1] == 1:
         labels = labels.squeeze(1)
     if logits.ndim < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
-        raise ValueError(
+        raise _misfit(
             f"classification needs scores [batch, classes] and labels [batch], "
             f"got scores of shape {list(logits.shape)} and labels of shape {list(labels.shape)}"
         )
@@ -45,7 +47,7 @@ def regression(model: Model, batch: Any) -> Outcome:
     predicted = _one_trailing_less(_logits(model(inputs), "regression")).float()
     targets = _one_trailing_less(targets).float()
     if predicted.shape != targets.shape:
-        raise ValueError(
+        raise _misfit(
             f"regression needs a prediction of its targets' shape, "
             f"got {list(predicted.shape)} for targets of shape {list(targets.shape)}"
         )
@@ -65,14 +67,14 @@ def language_model(model: Model, batch: Any) -> Outcome:
     else:
         ids = batch[0] if isinstance(batch, tuple | list) else batch
     if not isinstance(ids, Tensor):
-        raise ValueError(f"language_model needs a tensor of token ids, got {type(ids).__name__}")
+        raise _misfit(f"language_model needs a tensor of token ids, got {type(ids).__name__}")
     if ids.is_floating_point() or ids.is_complex():
-        raise ValueError(
+        raise _misfit(
             f"language_model needs integer token ids, got {_describe(ids)}; "
             "choose objective=classification or regression"
         )
     if ids.ndim != 2 or ids.shape[1] < 2:
-        raise ValueError(f"language_model needs rows [batch, time] of at least 2 tokens, got shape {list(ids.shape)}")
+        raise _misfit(f"language_model needs rows [batch, time] of at least 2 tokens, got shape {list(ids.shape)}")
 
     labels = ids.long()
     if isinstance(batch, Mapping):
@@ -80,14 +82,14 @@ def language_model(model: Model, batch: Any) -> Outcome:
         if batch.get("attention_mask") is not None:
             labels = labels.masked_fill(batch["attention_mask"] == 0, _IGNORED)
     if labels.shape != ids.shape:
-        raise ValueError(
+        raise _misfit(
             f"language_model needs labels of the ids' shape {list(ids.shape)}, got {list(labels.shape)}: "
             "it shifts them itself"
         )
     targets = labels[:, 1:].flatten()
     logits = _logits(model(ids[:, :-1]), "language_model").float()
     if logits.ndim != 3 or logits.shape[:2] != ids[:, :-1].shape:
-        raise ValueError(
+        raise _misfit(
             f"language_model needs logits [batch, time, vocab] for ids of shape {list(ids[:, :-1].shape)}, "
             f"got {list(logits.shape)}"
         )
@@ -114,7 +116,7 @@ def model_loss(model: Model, batch: Any) -> Outcome:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         keys = f" (keys {', '.join(map(str, batch))})" if isinstance(batch, Mapping) else ""
         found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else "no loss"
-        raise ValueError(
+        raise _misfit(
             f"model_loss needs one loss from the model, got {found} in its {type(output).__name__}: "
             f"does the batch{keys} hold labels? objective=language_model needs none"
         )
@@ -131,11 +133,11 @@ def _pair(batch: Any, objective: str) -> tuple[Any, Tensor]:
         inputs, targets = batch
     else:
         size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-        raise ValueError(
+        raise _misfit(
             f"{objective} needs a batch (inputs, targets) or a mapping, got a {type(batch).__name__}{size}"
         )
     if not isinstance(targets, Tensor):
-        raise ValueError(f"{objective} needs a tensor of targets, got {type(targets).__name__}")
+        raise _misfit(f"{objective} needs a tensor of targets, got {type(targets).__name__}")
     return inputs, targets
 
 
@@ -143,13 +145,13 @@ def _entry(batch: Mapping[Any, Any], names: tuple[str, ...], objective: str) -> 
     for name in names:
         if name in batch:
             return batch[name]
-    raise ValueError(f"{objective} needs a batch with {' or '.join(names)}, got the keys {', '.join(map(str, batch))}")
+    raise _misfit(f"{objective} needs a batch with {' or '.join(names)}, got the keys {', '.join(map(str, batch))}")
 
 
 def _logits(output: Any, objective: str) -> Tensor:
     scores = getattr(output, "logits", output)
     if not isinstance(scores, Tensor):
-        raise ValueError(f"{objective} needs a tensor or .logits from the model, got a {type(output).__name__}")
+        raise _misfit(f"{objective} needs a tensor or .logits from the model, got a {type(output).__name__}")
     return scores
 
 
@@ -159,3 +161,8 @@ def _one_trailing_less(values: Tensor) -> Tensor:
 
 def _describe(values: Tensor) -> str:
     return f"{str(values.dtype).removeprefix('torch.')} of shape {list(values.shape)}"
+
+
+def _misfit(why: str) -> ConfigError:
+    """Model, data and objective were chosen by the user: where they do not fit together, the choice is wrong."""
+    return unusable("objective", why)

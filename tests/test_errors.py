@@ -1,0 +1,179 @@
+"""What goes wrong before or at the first update: one line, the right exit code, and nothing in the way of the next start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command import Outcome, command
+
+from resilient_train.ranks.lock import DirectoryLock
+
+OWN = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
+OWN += ["objective=custom", "objective._target_=strangers.mse", "run.steps=3", "tracking=none", "accelerate.cpu=true"]
+
+# What is typed, the exit code, and what the line has to say.
+TABLE: dict[str, tuple[list[str], int, list[str]]] = {
+    "misspelt key": (["run.stesp=5"], 2, ["run.stesp=5", "steps", "log_every"]),
+    "misspelt key with a plus": (["+run.stesp=5"], 2, ["run.stesp=5", "steps", "log_every"]),
+    "misspelt group": (["modle=gpt"], 2, ["modle=gpt", "model"]),
+    "misspelt group with a plus": (["+modle=gpt"], 2, ["modle=gpt", "model"]),
+    "misspelt key deep down": (["accelerate.gradient_acumulation_steps=2"], 2, ["gradient_accumulation_steps"]),
+    "misspelt argument of a target": (["model=gpt", "model.widht=3"], 2, ["model.widht=3", "width"]),
+    "misspelt argument with a plus": (["+model.widht=3"], 2, ["model.widht=3", "width"]),
+    "unknown option": (["model=gtp"], 2, ["model=gtp", "gpt", "resnet"]),
+    "unknown experiment": (["experiment=dmeo"], 2, ["experiment=dmeo", "demo"]),
+    "no value": (["run.steps"], 2, ["run.steps"]),
+    "wrong type": (["run.steps=many"], 2, ["run.steps=many", "whole number"]),
+    "a fraction for a count": (["run.steps=2.5"], 2, ["run.steps=2.5", "whole number"]),
+    "null for a count": (["run.steps=null"], 2, ["run.steps", "null"]),
+    "wrong type for a target": (["optimizer.lr=fast"], 2, ["optimizer.lr=fast", "number"]),
+    "wrong type for a model": (["+model.width=wide"], 2, ["model.width=wide", "whole number"]),
+    "negative steps": (["run.steps=-1"], 2, ["run.steps=-1", "at least 1"]),
+    "batch size 0": (["data.batch_size=0"], 2, ["data.batch_size=0", "at least 1"]),
+    "negative warm-up": (["schedule.warmup_steps=-1"], 2, ["schedule.warmup_steps=-1", "at least 0"]),
+    "negative clip": (["clip.max_norm=-1"], 2, ["clip.max_norm=-1", "greater than 0"]),
+    "negative rate": (["optimizer.lr=-1"], 2, ["optimizer", "-1"]),
+    "not one of the allowed": (["run.resume=perhaps"], 2, ["run.resume=perhaps", "auto", "never"]),
+    "unknown tracking": (["tracking=mlflow", "tracking.kind=wandb"], 2, ["tracking.kind=wandb", "mlflow", "none"]),
+    "unknown precision": (["accelerate.mixed_precision=fp17"], 2, ["accelerate.mixed_precision=fp17", "bf16"]),
+    "half precision on a CPU": (["accelerate.mixed_precision=fp16"], 2, ["accelerate.mixed_precision=fp16", "GPU"]),
+    "unknown argument of DDP": (["+accelerate.ddp.speed=9"], 2, ["accelerate.ddp", "speed"]),
+    "no target": (["model=custom", "model._target_=???"], 2, ["model._target_", "has to be given"]),
+    "no such module": (["model._target_=nowhere.Net"], 2, ["model._target_=nowhere.Net", "nowhere"]),
+    "no such class": (["model._target_=strangers.Plian"], 2, ["model._target_=strangers.Plian", "Plain"]),
+    "a broken module": (["model._target_=broken.Net"], 2, ["model._target_=broken.Net", "SyntaxError", "broken.py:1"]),
+    "a module that lacks another": (["model._target_=needy.Net"], 2, ["needy", "not_installed_anywhere"]),
+    "not a function": (["model._target_=strangers.__name__"], 2, ["model._target_", "str"]),
+    "a model that is none": (["model._target_=strangers.nothing"], 2, ["model._target_", "list", "Module"]),
+    "a frozen model": (["model._target_=strangers.frozen"], 2, ["model._target_", "trainable"]),
+    "a data set that is none": (["data.train._target_=strangers.number"], 2, ["data.train._target_", "int", "__len__"]),
+    "an evaluation set that is none": (["data.eval._target_=strangers.number"], 2, ["data.eval._target_", "int"]),
+    "an empty data set": (["data.train._target_=strangers.nothing"], 2, ["data.train._target_", "empty"]),
+    "an iterable that cannot rewind": (
+        ["data.train._target_=strangers.Forgetful"],
+        2,
+        ["data.train._target_", "state_dict", "load_state_dict"],
+    ),
+    "an iterable with workers": (
+        ["data.train._target_=strangers.Counting", "data.num_workers=2"],
+        2,
+        ["data.num_workers=2", "use 0"],
+    ),
+    "a collate function that is none": (["data.collate=strangers.__doc__"], 2, ["data.collate", "callable"]),
+    "an objective with other arguments": (["objective._target_=strangers.one_argument"], 2, ["objective._target_", "(model, batch)"]),
+    "an objective without a scalar": (["objective._target_=strangers.no_scalar"], 2, ["objective._target_", "[32, 1]", "scalar"]),
+    "an objective without a tensor": (["objective._target_=strangers.no_tensor"], 2, ["objective._target_", "float"]),
+    "a loss without a graph": (["objective._target_=strangers.no_graph"], 2, ["objective._target_", "graph"]),
+    "an objective for other data": (
+        ["objective._target_=resilient_train.zoo.objectives.language_model"],
+        2,
+        ["objective", "language_model", "integer token ids"],
+    ),
+    "an optimizer that is none": (
+        ["optimizer=custom", "optimizer._target_=builtins.list"],
+        2,
+        ["optimizer._target_", "Optimizer"],
+    ),
+    "a scheduler that needs a metric": (
+        ["schedule=custom", "schedule._target_=torch.optim.lr_scheduler.ReduceLROnPlateau"],
+        2,
+        ["schedule._target_", "metric"],
+    ),
+    "a scheduler with a missing argument": (
+        ["schedule=custom", "schedule._target_=torch.optim.lr_scheduler.StepLR"],
+        2,
+        ["schedule", "step_size"],
+    ),
+    "weights of another model": (["run.init_from=other.safetensors"], 2, ["run.init_from=other.safetensors", "body.0.weight"]),
+    "weights that are not there": (["run.init_from=absent"], 2, ["run.init_from=absent"]),
+    "a directory that cannot be made": (["run.dir=a_file/run"], 2, ["run.dir", "a_file", "cannot be written"]),
+    "a directory of somebody else": (["run.dir=occupied"], 2, ["run.dir", "thesis.txt"]),
+    "a plain folder as tracking store": (["tracking=mlflow", "tracking.uri=./mlruns"], 2, ["tracking.uri=./mlruns"]),
+    "an error of the user's own": (["objective._target_=strangers.raises"], 1, ["RuntimeError", "the user broke", "strangers.py"]),
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with what the table speaks of in it, as working directory."""
+    import torch
+    from safetensors.torch import save_file
+
+    (tmp_path / "broken.py").write_text("def Net(:\n")
+    (tmp_path / "needy.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "a_file").touch()
+    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied" / "thesis.txt").touch()
+    save_file({"something.weight": torch.zeros(3)}, tmp_path / "other.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in ("broken", "needy"):
+        sys.modules.pop(name, None)
+
+
+def only_line(outcome: Outcome) -> str:
+    lines = outcome.stderr.strip().splitlines()
+    assert len(lines) == 1, outcome.stderr
+    assert "Traceback" not in outcome.stdout
+    return lines[0]
+
+
+@pytest.mark.parametrize("case", TABLE)
+def test_each_mistake_is_told_in_one_line(case: str, place: Path, run_command: command) -> None:
+    """The line names the key, the value and what is allowed; the exit code tells a script what to do."""
+    overrides, code, said = TABLE[case]
+    outcome = run_command([*OWN, *overrides])
+    line = only_line(outcome)
+    assert outcome.code == code, line
+    assert line.startswith("error: ")
+    for words in said:
+        assert words in line
+
+
+def test_what_failed_before_its_first_update_is_no_obstacle(place: Path, run_command: command) -> None:
+    """The mended command trains in the very directory in which the broken one ended."""
+    broken = run_command([*OWN, "run.name=same", "objective._target_=strangers.no_scalar"])
+    assert broken.code == 2
+    assert broken.summary("runs/same")["status"] == "failed"
+    mended = run_command([*OWN, "run.name=same"])
+    assert mended.code == 0, mended.stderr
+    assert mended.summary("runs/same")["steps"] == 3
+
+
+def test_the_traceback_of_a_users_error_is_in_the_log(place: Path, run_command: command) -> None:
+    """One line on the terminal, everything in train.log, and a summary that says it failed."""
+    outcome = run_command([*OWN, "run.name=mine", "objective._target_=strangers.raises"])
+    assert "Traceback" in Path("runs/mine/train.log").read_text()
+    summary = outcome.summary("runs/mine")
+    assert (summary["status"], summary["exit_code"], summary["steps"]) == ("failed", 1, 0)
+
+
+def test_a_directory_in_use_by_a_live_process_is_left_alone(place: Path, run_command: command) -> None:
+    """The second run names the first one's process and ends with 1: the same command works later."""
+    Path("runs/same").mkdir(parents=True)
+    hold = "import sys, time; from pathlib import Path; from resilient_train.ranks.lock import DirectoryLock\n"
+    hold += "lock = DirectoryLock(Path('runs/same')); print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        outcome = run_command([*OWN, "run.name=same"])
+        assert outcome.code == 1
+        assert f"process {holder.pid}" in only_line(outcome)
+        beside = run_command([*OWN, "run.name=same", "run.resume=never"])
+        assert beside.summary("runs/same-2")["steps"] == 3
+        holder.kill()
+    DirectoryLock(Path("runs/same")).release()  # the kernel let go with the process
+
+
+def test_a_real_process_ends_with_the_code_and_the_line(place: Path) -> None:
+    """The same from outside, without a traceback of Hydra's."""
+    command = [sys.executable, "-m", "resilient_train", "model=gtp"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: model=gtp: no such option; did you mean gpt?")
+    assert not list(place.glob("runs/*"))

@@ -1,0 +1,107 @@
+"""The house: who may know whom."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import resilient_train
+
+HOUSE = Path(resilient_train.__file__).parent
+FILES = sorted(HOUSE.rglob("*.py"))
+
+GROUND = {"errors", "events", "files"}  # what every room may stand on
+
+# The rooms and modules at the top, from the ground up: each may know the ground and those it names, nothing else.
+MAY_KNOW: dict[str, set[str]] = {
+    "errors": set(),
+    "events": set(),
+    "files": set(),
+    "zoo": set(),
+    "state": set(),
+    "data": {"state"},
+    "watch": set(),
+    "update": set(),
+    "ranks": set(),
+    "checkpoint": set(),
+    "record": {"ranks"},
+    "objective": set(),
+    "config": {"data", "ranks", "record", "update"},
+    "assemble": {"checkpoint", "config", "data", "objective", "ranks", "record", "state", "update", "watch"},
+    "train": {"assemble", "objective", "record", "state"},
+    "session": {"assemble", "checkpoint", "config", "ranks", "record", "state", "train"},
+    "__main__": {"config", "ranks", "session"},
+    "__init__": set(),
+}
+
+# Libraries that only some may know.
+KNOWN_TO = {
+    "hydra": {"config", "__main__"},
+    "omegaconf": {"config", "__main__"},
+    "mlflow": {"record"},
+    "accelerate": {"guard", "train", "ranks", "assemble"},
+    "rich": {"record"},
+    "transformers": {"zoo"},
+    "datasets": {"zoo"},
+    "sklearn": {"zoo"},
+}
+WITHOUT_TORCH = {"errors", "events", "files", "record", "config"}
+
+
+def room(file: Path) -> str:
+    return file.relative_to(HOUSE).parts[0].removesuffix(".py")
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Every module that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{file}: imports are absolute here"
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def rooms_known_by(file: Path) -> set[str]:
+    """Which of our rooms a file imports from."""
+    parts = [name.split(".") for name in imported(file) if name.startswith("resilient_train.")]
+    return {part[1] for part in parts if not part[1].startswith("__")}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(HOUSE)))
+def test_rooms_know_only_whom_they_may(file: Path) -> None:
+    """A room imports from the ground, from itself, and from the rooms that its verb needs."""
+    here = room(file)
+    strangers = rooms_known_by(file) - MAY_KNOW[here] - GROUND - {here}
+    assert not strangers, f"{here} should not know {', '.join(sorted(strangers))}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(HOUSE)))
+def test_libraries_stay_in_their_rooms(file: Path) -> None:
+    """Hydra, MLflow, Accelerate and torch are known to the rooms that need them, and to no other."""
+    here = room(file)
+    libraries = {name.split(".")[0] for name in imported(file)}
+    for library, rooms in KNOWN_TO.items():
+        assert library not in libraries or here in rooms, f"{here} should not know {library}"
+    assert "torch" not in libraries or here not in WITHOUT_TORCH, f"{here} should not know torch"
+
+
+def test_there_are_no_circles() -> None:
+    """The table above can be put in an order in which every room knows earlier ones only."""
+    left = {name: set(known) for name, known in MAY_KNOW.items()}
+    while left:
+        free = {name for name, known in left.items() if not known & left.keys()}
+        assert free, f"a circle among {', '.join(sorted(left))}"
+        left = {name: known for name, known in left.items() if name not in free}
+
+
+def test_importing_the_package_loads_neither_hydra_nor_mlflow() -> None:
+    """A guard in somebody's own loop costs them neither."""
+    program = "import sys, resilient_train; print({'hydra', 'omegaconf', 'mlflow'} & sys.modules.keys())"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
