@@ -42,5 +42,6 @@ VOLUME /workspace/runs
 
 # A stop on request (docker stop, preemption) comes as SIGTERM to this process, and reaches the run where accelerate uses
 # torch's agent: on more than one GPU. On one, accelerate keeps it from the run. There:
-#   docker run --gpus 1 --entrypoint python resilient-train -m torch.distributed.run -m resilient_train model=gpt
+#   docker run --gpus 1 --entrypoint python resilient-train -m torch.distributed.run --standalone \
+#     -m resilient_train model=gpt
 ENTRYPOINT ["accelerate", "launch", "-m", "resilient_train"]

@@ -3,7 +3,8 @@
 Each loop lives in a process of its own and gets leave for one block of steps at a time, in the order plain, ours,
 ours, plain. The one that waits is stopped with all of its threads, so the two never compete, and whatever else the
 machine does hits both alike. Fresh pairs of processes share out the blocks: where memory happens to lie can make a
-process some per cent faster for all of its life.
+process some per cent faster for all of its life. The wall's time is the figure; CPU time beside it tells what is left
+of it when others use the machine.
 
 Then come counts, which do not vary from run to run: torch calls and host reads of 20 steps.
 
@@ -15,23 +16,20 @@ Then come counts, which do not vary from run to run: torch calls and host reads 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import count
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import plain_loop
@@ -51,7 +49,8 @@ OVERRIDES = {
     "gpt": "model=gpt model.layers=5 model.width=256 model.context=128 data=python_source data.batch_size=2",
     "mlp": "model=mlp data=digits objective=classification",
 }
-STEPS_PER_BLOCK = {"gpt": 10, "mlp": 300}
+BLOCKS = {"gpt": 30, "mlp": 60}
+STEPS_PER_BLOCK = {"gpt": 10, "mlp": 200}
 WARM_UP = {"gpt": 20, "mlp": 600}
 COUNTED = 20
 NEVER = 10**9
@@ -136,18 +135,23 @@ def child(loop: str, job: Job, blocks: int, steps_per_block: int, pipe: Connecti
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     warm_up = job.steps - blocks * steps_per_block
-    started = 0.0
+    started = _clocks()
 
     def on_step(step: int) -> None:
         nonlocal started
         if step >= warm_up and (step - warm_up) % steps_per_block == 0:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            pipe.send(time.perf_counter() - started)
+            pipe.send(_clocks() - started)
             pipe.recv()
-            started = time.perf_counter()
+            started = _clocks()
 
     LOOPS[loop](job, on_step, pipe.send)
+
+
+def _clocks() -> np.ndarray:
+    """Return the time of the wall, and the time that all threads of this process had on a CPU."""
+    return np.array([time.perf_counter(), time.process_time()])
 
 
 def counting_child(loop: str, job: Job, pipe: Connection) -> None:
@@ -199,5 +203,189 @@ class _Reads(TorchFunctionMode):
 
 
 def _lives_on_device(tensor: Any) -> bool:
-    """Tell what a GPU run would keep there from what the host owns anyway: orders of rows, states of generators."""
-    return isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or not tensor.is_cpu)
+    """Tell what a GPU run keeps there from the whole numbers of the host: orders of rows, states of generators."""
+    return not tensor.is_cpu or tensor.is_floating_point() or tensor.dtype == torch.bool
+
+
+# --------------------------------------------------------------------------------------------------------- in the parent
+
+
+class Runner:
+    """A loop in a process of its own that moves only while it has leave."""
+
+    def __init__(self, loop: str, job: Job, blocks: int, steps_per_block: int) -> None:
+        self.loop = loop
+        self.process, self.pipe = _spawn(child, loop, job, blocks, steps_per_block)
+
+    def warm_up(self) -> Any:
+        """Wait until it stands before its first block; return what it works on."""
+        work = self._answer()
+        self._answer()
+        self._signal(signal.SIGSTOP)
+        return work
+
+    def block(self) -> np.ndarray:
+        """Let it run one block; return the seconds that took, by both clocks."""
+        self._signal(signal.SIGCONT)
+        self.pipe.send(None)
+        seconds: np.ndarray = self._answer()
+        self._signal(signal.SIGSTOP)
+        return seconds
+
+    def finish(self) -> None:
+        """Let it run to its end."""
+        self._signal(signal.SIGCONT)
+        self.pipe.send(None)
+        self.process.join()
+
+    def abandon(self) -> None:
+        """End it wherever it is."""
+        if self.process.is_alive():
+            self.process.terminate()
+            self._signal(signal.SIGCONT)
+            self.process.join()
+
+    def _answer(self) -> Any:
+        try:
+            return self.pipe.recv()
+        except EOFError:
+            raise SystemExit(f"the {self.loop} loop ended early: its error is above") from None
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+
+def _spawn(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connection]:
+    context = get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=target, args=(*args, there), daemon=True)
+    process.start()
+    there.close()  # else a child that dies would not end what we read
+    return process, here
+
+
+def time_blocks(options: Options, workload: str) -> dict[str, Any]:
+    """Time both loops block by block, in fresh pairs of processes."""
+    blocks = options.blocks or BLOCKS[workload]
+    steps_per_block = options.steps_per_block or STEPS_PER_BLOCK[workload]
+    pairs: list[list[np.ndarray]] = []
+    for fresh in np.array_split(np.arange(blocks), options.rounds):
+        steps = WARM_UP[workload] + len(fresh) * steps_per_block
+        job = Job(workload, steps, options.log_every, options.tracking)
+        runners = [Runner(loop, job, len(fresh), steps_per_block) for loop in ("plain", options.ours)]
+        try:
+            plain_work, our_work = (runner.warm_up() for runner in runners)
+            if plain_work != our_work:
+                raise SystemExit(f"the loops do different work:\n  plain {plain_work}\n  ours  {our_work}")
+            for number in fresh:
+                order = runners if number % 2 == 0 else runners[::-1]  # ABBA: a drift favours neither
+                seconds = {runner: runner.block() for runner in order}
+                pairs.append([seconds[runner] for runner in runners])
+            for runner in runners:
+                runner.finish()
+        finally:
+            for runner in runners:
+                runner.abandon()
+    step_ms = 1e3 * np.array(pairs) / steps_per_block  # [block, loop, clock]
+    figures: dict[str, Any] = {"work": plain_work, "blocks": blocks, "steps_per_block": steps_per_block}
+    for number, clock in enumerate(("wall", "cpu")):
+        plain_ms, our_ms = step_ms[:, 0, number], step_ms[:, 1, number]
+        figures[clock] = {
+            "ratio": median_with_interval(our_ms / plain_ms),
+            "plain_ms": plain_ms.tolist(),
+            "ours_ms": our_ms.tolist(),
+        }
+    return figures
+
+
+def median_with_interval(values: np.ndarray) -> tuple[float, float, float]:
+    """Return the median and its 95 % bootstrap interval."""
+    drawn = np.random.default_rng(0).choice(values, (10_000, len(values)))
+    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
+    return float(np.median(values)), float(low), float(high)
+
+
+def count_calls(options: Options, workload: str) -> dict[str, Any]:
+    """Count torch calls and host reads of steady steps, without any logging and with the usual."""
+    spawned = {
+        (loop, log_every): _spawn(counting_child, loop, Job(workload, 40 + COUNTED, log_every, "none"))
+        for loop in sorted({"plain", options.ours}, reverse=True)
+        for log_every in (NEVER, 10)
+    }
+    counts: dict[str, Any] = {}
+    for (loop, log_every), (process, pipe) in spawned.items():
+        pipe.recv()  # what it works on
+        counts[f"{loop}, log_every={'never' if log_every == NEVER else log_every}"] = pipe.recv()
+        process.join()
+    return counts
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    workload: Sequence[str]
+    blocks: int | None
+    steps_per_block: int | None
+    rounds: int
+    log_every: int
+    tracking: str
+    ours: str
+    json: Path | None
+
+
+def _options() -> Options:
+    parser = argparse.ArgumentParser(
+        description="Compare the cost of a step: ours beside a hand-written Accelerate loop.",
+        epilog="With both workloads it takes about 3 minutes.",
+    )
+    parser.add_argument("--workload", action="append", choices=sorted(OVERRIDES), help="gpt or mlp (default: both)")
+    parser.add_argument("--blocks", type=int, help=f"blocks of each loop (default: {_by_workload(BLOCKS)})")
+    parser.add_argument("--steps-per-block", type=int, help=f"(default: {_by_workload(STEPS_PER_BLOCK)})")
+    parser.add_argument("--rounds", type=int, default=3, help="fresh pairs of processes (default: %(default)s)")
+    parser.add_argument("--log-every", type=int, default=10, help="steps between two lines (default: %(default)s)")
+    parser.add_argument("--tracking", choices=("none", "mlflow"), default="none", help="ours' (default: %(default)s)")
+    parser.add_argument("--ours", choices=sorted(LOOPS), default="ours", help="plain: see what the method itself adds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    given = vars(parser.parse_args())
+    return Options(**{**given, "workload": given["workload"] or sorted(OVERRIDES)})
+
+
+def _by_workload(defaults: dict[str, int]) -> str:
+    return ", ".join(f"{number} for {workload}" for workload, number in defaults.items())
+
+
+def machine() -> dict[str, Any]:
+    """Say where the figures come from."""
+    return {"cpus": os.cpu_count(), "load_before": os.getloadavg()[0], "torch": torch.__version__, "threads": 1}
+
+
+def main() -> None:
+    """Measure, print, and write the figures if asked to."""
+    options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a timeout leaves no stopped process behind
+    os.environ["OMP_NUM_THREADS"] = "1"
+    figures: dict[str, Any] = {"machine": machine(), "tracking": options.tracking, "log_every": options.log_every}
+    print(", ".join(f"{name} {value}" for name, value in figures["machine"].items()), flush=True)
+    for workload in options.workload:
+        timed = figures[workload] = time_blocks(options, workload)
+        blocks = f"{timed['blocks']} blocks of {timed['steps_per_block']} steps"
+        print(f"\n{workload}: {timed['work']['weights'] / 1e6:.2f} M weights, {blocks}, tracking {options.tracking}")
+        for clock in ("wall", "cpu"):
+            plain_ms, our_ms = np.median(timed[clock]["plain_ms"]), np.median(timed[clock]["ours_ms"])
+            ratio, low, high = timed[clock]["ratio"]
+            print(
+                f"  {clock:4}  plain {plain_ms:.3f} ms  ours {our_ms:.3f} ms  ratio {ratio:.3f} [{low:.3f}, {high:.3f}]",
+                flush=True,
+            )
+        timed["counts"] = count_calls(options, workload)
+        for name, counted in timed["counts"].items():
+            reads = ", ".join(f"{what} {many}" for what, many in counted["host_reads"].items()) or "none"
+            print(f"  {name}: {counted['torch_calls']:g} torch calls a step; host reads in {COUNTED} steps: {reads}")
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -18,6 +18,7 @@ _exit_codes: list[int] = []  # of the jobs of this process; Hydra has no way to 
 
 def main() -> None:
     """Train as the command line says; never a traceback for what a person can put right."""
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))  # argparse wants it first
     sys.path.insert(0, "")  # `resilient-train` finds a user's modules where `python -m resilient_train` does
     wants_traceback = os.environ.setdefault("HYDRA_FULL_ERROR", "") not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra hands its errors to us instead of printing them

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from accelerate.utils import send_to_device
 from torch import nn
 from torch.optim import Optimizer
@@ -59,12 +58,11 @@ class Run:
         return batch if self.world.device.type == "cpu" else send_to_device(batch, self.world.device, non_blocking=True)
 
     def __str__(self) -> str:
-        weights = sum(weight.numel() for weight in self.bare_model.parameters())
+        count = sum(weight.numel() for weight in self.bare_model.parameters())
         sliced = self.slicing
-        return (
-            f"{type(self.bare_model).__name__} with {weights / 1e6:.2f} M weights, {sliced.samples} samples to an update"
-            f" (batch {sliced.batch_size} x {sliced.accumulation} micro-batches x {sliced.world} processes)"
-        )
+        factors = [(sliced.batch_size, "rows"), (sliced.accumulation, "micro-batches"), (sliced.world, "processes")]
+        cut = " x ".join(f"{number} {what}" for number, what in factors if number > 1) or "1 row"
+        return f"{type(self.bare_model).__name__} with {_spoken(count)} weights, {cut} to an update"
 
 
 def assemble(config: Config, world: World) -> Run:
@@ -93,9 +91,7 @@ def assemble(config: Config, world: World) -> Run:
         model.compile()  # in place: torch.compile() would put _orig_mod. before every name
     prepared, *prepared_optimizers = world.accelerator.prepare(model, *optimizers)
     clock = Clock()
-    state = RunState(
-        model, optimizers, schedules, samples, clock, device=world.device, scaler=world.accelerator.scaler
-    )
+    state = RunState(model, optimizers, schedules, samples, clock, device=world.device, scaler=world.accelerator.scaler)
     unscale = world.accelerator.unscale_gradients if world.accelerator.scaler is not None else None
     updater = Updater(prepared_optimizers, schedules, config.clip, unscale=unscale)
     return Run(
@@ -126,7 +122,9 @@ def _model(config: Config) -> nn.Module:
 
 
 def _objective(node: dict[str, Any]) -> Any:
-    target = targets.check("objective", node, given=0 if inspect.isclass(targets.find("objective._target_", node["_target_"])) else 2)
+    target = targets.check(
+        "objective", node, given=0 if inspect.isclass(targets.find("objective._target_", node["_target_"])) else 2
+    )
     if inspect.isclass(target):
         node = {**node, "_partial_": False}  # an object whose __call__ is the objective
     objective = targets.build("objective", node)
@@ -179,7 +177,9 @@ def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Schedule:
     factory = targets.build("schedule", {**node, "_partial_": True})
     if (inspect.isclass(target) and issubclass(target, LRScheduler)) or _first_parameter(target) == "optimizer":
         if target is ReduceLROnPlateau:
-            raise ConfigError("schedule._target_", node["_target_"], "follows a metric, not the step, and is not supported")
+            raise ConfigError(
+                "schedule._target_", node["_target_"], "follows a metric, not the step, and is not supported"
+            )
         return ShadowSchedule(optimizer, factory, warmup_steps)
     return CurveSchedule([group["lr"] for group in optimizer.param_groups], factory, warmup_steps)
 
@@ -193,3 +193,7 @@ def _parameters(target: Any) -> list[str]:
         return list(inspect.signature(target).parameters)
     except (TypeError, ValueError):
         return []
+
+
+def _spoken(count: int) -> str:
+    return f"{count / 1e6:.1f} million" if count >= 1e6 else f"{count:,}"

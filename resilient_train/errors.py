@@ -1,8 +1,8 @@
 """What can end a run, as exceptions that carry one clear line and an exit code.
 
-    TrainError               1  told in one line; the traceback is in train.log
-    ├── DirectoryInUse       1  another live process trains there: later the same command works
-    └── ConfigError          2  the configuration is wrong: names the key, the value, and what is allowed
+TrainError               1  told in one line; the traceback is in train.log
+├── DirectoryInUse       1  another live process trains there: later the same command works
+└── ConfigError          2  the configuration is wrong: names the key, the value, and what is allowed
 """
 
 from __future__ import annotations

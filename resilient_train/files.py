@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 
-def commit(path: Path, write: Callable[[Path], None]) -> None:
+def commit(path: Path, write: Callable[[Path], object]) -> None:
     """Write beside `path`, sync, rename, sync the directory."""
     temporary = path.with_name(f".{path.name}.tmp")
     write(temporary)

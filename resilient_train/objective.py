@@ -25,12 +25,18 @@ class Measured:
         answer = self.objective(model, batch)
         loss, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
         if not isinstance(loss, torch.Tensor):
-            raise ConfigError(_KEY, self.name, f"returned a {type(loss).__name__} as the loss: a scalar tensor is wanted")
+            raise ConfigError(
+                _KEY, self.name, f"returned a {type(loss).__name__} as the loss: a scalar tensor is wanted"
+            )
         if loss.numel() != 1:
             shape = list(loss.shape)
-            raise ConfigError(_KEY, self.name, f"returned a loss of shape {shape}: a scalar is wanted, such as its mean()")
+            raise ConfigError(
+                _KEY, self.name, f"returned a loss of shape {shape}: a scalar is wanted, such as its mean()"
+            )
         if not isinstance(metrics, Mapping):
-            raise ConfigError(_KEY, self.name, f"returned a {type(metrics).__name__} beside the loss: {{name: value}} is wanted")
+            raise ConfigError(
+                _KEY, self.name, f"returned a {type(metrics).__name__} beside the loss: {{name: value}} is wanted"
+            )
         return loss.reshape(()), metrics
 
     def for_training(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:

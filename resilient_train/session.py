@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from resilient_train import __version__
 from resilient_train.assemble import Run, assemble
 from resilient_train.checkpoint import weights
 from resilient_train.config.compose import Composed, flattened
 from resilient_train.config.targets import told
 from resilient_train.errors import ConfigError, TrainError
+from resilient_train.files import commit_text
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.world import World
 from resilient_train.record import tracking
 from resilient_train.record.console import Terminal, duration, log
 from resilient_train.record.directory import RunDirectory, claim
-from resilient_train.files import commit_text
 from resilient_train.record.summary import Summary
 from resilient_train.record.tracking import NullTracker, TrackedRun, Tracker
 from resilient_train.state.determinism import set_deterministic
@@ -46,7 +45,10 @@ def run(composed: Composed) -> Ending:
             return _already_complete(directory, directory.finished)
         terminal.log_to(directory.log(world.rank))
         set_deterministic(config.run.deterministic)
-        return _run(composed, world, terminal, directory)
+        ending = _run(composed, world, terminal, directory)
+        if ending.exit_code == 0:
+            world.leave()
+        return ending
     finally:
         terminal.close()
         for lock in held:
@@ -167,9 +169,3 @@ def _summary(status: str, exit_code: int, seconds: float, run: Run | None, track
         state_sha256=run.state.sha256() if run and status == "completed" else None,
         mlflow=tracked.as_dict() if tracked else None,
     )
-
-
-def leave_group() -> None:
-    """Leave the process group at the end of a run that went well; a failed rank just ends, and its launcher ends the rest."""
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

@@ -80,7 +80,9 @@ def report(run: Run, display: Display, tracker: Tracker) -> None:
     seconds = run.tally.step_seconds[-1]
     values = {"loss": newest.loss, "grad_norm": newest.grad_norm, "lr": newest.lr, "step": newest.step}
     values |= {f"train/{name}": value for name, value in newest.metrics.items()}
-    tracker.metrics(newest.tick, values | {"step_ms": 1e3 * seconds, "samples_per_second": run.slicing.samples / seconds})
+    tracker.metrics(
+        newest.tick, values | {"step_ms": 1e3 * seconds, "samples_per_second": run.slicing.samples / seconds}
+    )
 
 
 def evaluate_and_report(run: Run, tracker: Tracker) -> None:

@@ -144,3 +144,41 @@ def number() -> int:
 
 def frozen() -> nn.Module:
     return Plain().requires_grad_(False)
+
+
+class Undeterministic(Plain):
+    """Goes through an operation that torch has in no deterministic form."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x)
+        pooled, where = nn.functional.max_pool1d(out.mT[None], 2, return_indices=True)
+        return out + 0.0 * nn.functional.max_unpool1d(pooled, where, [2]).sum()
+
+
+class BatchEncodings(Fixed):
+    """Rows for the habits of Hugging Face."""
+
+
+def batchencodings_collate(rows: list[tuple[Tensor, Tensor]]) -> Any:
+    from transformers import BatchEncoding
+
+    return BatchEncoding({"x": torch.stack([x for x, _ in rows]), "y": torch.stack([y for _, y in rows])})
+
+
+def batchencodings_loss(model: nn.Module, batch: Any) -> Tensor:
+    assert type(batch).__name__ == "BatchEncoding"
+    return nn.functional.mse_loss(model(batch["x"]), batch.y)
+
+
+class NestedRows(Fixed):
+    """Rows that are nests of tuples and dicts."""
+
+
+def nestedrows_collate(rows: list[tuple[Tensor, Tensor]]) -> Any:
+    x, y = torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+    return {"inputs": ({"left": x[:, :3]}, [x[:, 3:]]), "meta": "a word", "target": y}
+
+
+def nestedrows_loss(model: nn.Module, batch: Any) -> Tensor:
+    (left, right), y = batch["inputs"], batch["target"]
+    return nn.functional.mse_loss(model(torch.cat([left["left"], right[0]], 1)), y)

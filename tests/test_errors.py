@@ -1,4 +1,4 @@
-"""What goes wrong before or at the first update: one line, the right exit code, and nothing in the way of the next start."""
+"""What goes wrong before or at the first update: one line, an exit code, and nothing in the way of the next start."""
 
 from __future__ import annotations
 
@@ -64,8 +64,16 @@ TABLE: dict[str, tuple[list[str], int, list[str]]] = {
         ["data.num_workers=2", "use 0"],
     ),
     "a collate function that is none": (["data.collate=strangers.__doc__"], 2, ["data.collate", "callable"]),
-    "an objective with other arguments": (["objective._target_=strangers.one_argument"], 2, ["objective._target_", "(model, batch)"]),
-    "an objective without a scalar": (["objective._target_=strangers.no_scalar"], 2, ["objective._target_", "[32, 1]", "scalar"]),
+    "an objective with other arguments": (
+        ["objective._target_=strangers.one_argument"],
+        2,
+        ["objective._target_", "(model, batch)"],
+    ),
+    "an objective without a scalar": (
+        ["objective._target_=strangers.no_scalar"],
+        2,
+        ["objective._target_", "[32, 1]", "scalar"],
+    ),
     "an objective without a tensor": (["objective._target_=strangers.no_tensor"], 2, ["objective._target_", "float"]),
     "a loss without a graph": (["objective._target_=strangers.no_graph"], 2, ["objective._target_", "graph"]),
     "an objective for other data": (
@@ -88,12 +96,20 @@ TABLE: dict[str, tuple[list[str], int, list[str]]] = {
         2,
         ["schedule", "step_size"],
     ),
-    "weights of another model": (["run.init_from=other.safetensors"], 2, ["run.init_from=other.safetensors", "body.0.weight"]),
+    "weights of another model": (
+        ["run.init_from=other.safetensors"],
+        2,
+        ["run.init_from=other.safetensors", "body.0.weight"],
+    ),
     "weights that are not there": (["run.init_from=absent"], 2, ["run.init_from=absent"]),
     "a directory that cannot be made": (["run.dir=a_file/run"], 2, ["run.dir", "a_file", "cannot be written"]),
     "a directory of somebody else": (["run.dir=occupied"], 2, ["run.dir", "thesis.txt"]),
     "a plain folder as tracking store": (["tracking=mlflow", "tracking.uri=./mlruns"], 2, ["tracking.uri=./mlruns"]),
-    "an error of the user's own": (["objective._target_=strangers.raises"], 1, ["RuntimeError", "the user broke", "strangers.py"]),
+    "an error of the user's own": (
+        ["objective._target_=strangers.raises"],
+        1,
+        ["RuntimeError", "the user broke", "strangers.py"],
+    ),
 }
 
 

@@ -135,7 +135,12 @@ def uninterrupted(*overrides: str) -> tuple[str, list[str]]:
 OPTIMIZERS: dict[str, Sequence[str]] = {
     "adamw": (),
     "sgd with momentum": ("optimizer=sgd",),
-    "rmsprop": ("optimizer=custom", "optimizer._target_=torch.optim.RMSprop", "+optimizer.lr=0.01", "+optimizer.momentum=0.9"),
+    "rmsprop": (
+        "optimizer=custom",
+        "optimizer._target_=torch.optim.RMSprop",
+        "+optimizer.lr=0.01",
+        "+optimizer.momentum=0.9",
+    ),
 }
 
 

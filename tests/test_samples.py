@@ -50,7 +50,9 @@ def interleaved(per_rank: list[list[str]]) -> list[str]:
     update=st.integers(0, 9),
     world=st.sampled_from([1, 2, 4]),
 )
-def test_an_update_is_the_same_from_anywhere_for_any_world(kind: Any, rows: int, seed: int, update: int, world: int) -> None:
+def test_an_update_is_the_same_from_anywhere_for_any_world(
+    kind: Any, rows: int, seed: int, update: int, world: int
+) -> None:
     """Rows and the random numbers in them are those of an uninterrupted pass in one process."""
     whole = batches(over(kind(rows), slicings(1)[0], seed), update + 2)
     per_rank = []
@@ -125,7 +127,7 @@ def test_skipping_and_quarantine_reach_the_batches() -> None:
     samples = MapSamples(Augmented(20), stream, Slicing(5), collate=default_collate)
     first = samples.next_update()
     stream.skip(5, 10)
-    bad = samples.stream.take(10, 1).keys[0].index
+    bad = samples.stream.take(10, 1).keys[0].row
     stream.quarantine([bad])
     samples.load_state_dict({"position": first.stop})
     update = samples.next_update()

@@ -38,19 +38,21 @@ def test_any_span_is_a_slice_of_the_uninterrupted_pass(n: int, seed: int, at: in
 def test_each_epoch_holds_every_row_once(n: int, seed: int, epoch: int) -> None:
     """An epoch is a permutation, and says which epoch it is."""
     keys = Stream(n, seed).take(epoch * n, n).keys
-    assert sorted(key.index for key in keys) == list(range(n))
+    assert sorted(key.row for key in keys) == list(range(n))
     assert {key.epoch for key in keys} == {epoch}
 
 
 def test_epochs_and_seeds_differ_in_their_order() -> None:
     """The order is drawn anew for every epoch and every seed."""
-    orders = {tuple(key.index for key in Stream(50, seed).take(50 * epoch, 50).keys) for seed in (0, 1) for epoch in (0, 1)}
+    orders = {
+        tuple(key.row for key in Stream(50, seed).take(50 * epoch, 50).keys) for seed in (0, 1) for epoch in (0, 1)
+    }
     assert len(orders) == 4
 
 
 def test_without_shuffling_rows_come_in_their_own_order() -> None:
     """shuffle=false means 0, 1, 2, ... in every epoch."""
-    assert [key.index for key in Stream(3, 9, shuffle=False).take(0, 7).keys] == [0, 1, 2, 0, 1, 2, 0]
+    assert [key.row for key in Stream(3, 9, shuffle=False).take(0, 7).keys] == [0, 1, 2, 0, 1, 2, 0]
 
 
 @given(
@@ -84,8 +86,8 @@ def test_quarantine_changes_the_places_of_its_rows_only(n: int, seed: int, data:
     stream.quarantine(bad)
     before, after = Stream(n, seed).take(0, 3 * n).keys, stream.take(0, 3 * n).keys
     for old, new in zip(before, after, strict=True):
-        assert new.index not in bad
-        assert old.index in bad or old == new
+        assert new.row not in bad
+        assert old.row in bad or old == new
     position = data.draw(st.integers(0, 3 * n - 1))
     assert stream.take(position, 1).keys == [after[position]]
 

@@ -17,7 +17,10 @@ WEIGHTS = "weights.safetensors"
 
 def save(model: nn.Module, path: Path) -> None:
     """Commit all weights and buffers of an unwrapped model; tied ones once, under their first name."""
-    tensors = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in _tensors(model).items()}
+    tensors = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in _tensors(model).items()
+    }
     commit(path, lambda temporary: save_file(tensors, temporary))
 
 
@@ -38,7 +41,9 @@ def load_into(model: nn.Module, source: Path) -> None:
     for name, tensor in wanted.items():
         if tensor.shape != saved[name].shape:
             raise ConfigError(
-                "run.init_from", source, f"fits another model: {name} is {list(saved[name].shape)}, not {list(tensor.shape)}"
+                "run.init_from",
+                source,
+                f"fits another model: {name} is {list(saved[name].shape)}, not {list(tensor.shape)}",
             )
         tensor.copy_(saved[name])
 

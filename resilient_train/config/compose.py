@@ -53,7 +53,7 @@ class Composed:
 
 
 def composed(raw: DictConfig, choices: Mapping[str, Any], *, swept: Sequence[str] = ()) -> Composed:
-    """Name the run, resolve every interpolation, check types and limits. `swept`: the overrides of one job of a sweep."""
+    """Name the run, resolve interpolations, check types and limits. `swept`: the overrides of one job of a sweep."""
     raw = OmegaConf.create(OmegaConf.to_container(raw, resolve=False))  # type: ignore[assignment]  # drops read-only flags
     if raw.run.name is None:
         raw.run.name = f"{_label(raw, choices)}-{_digest(_identity_unresolved(raw), list(swept))}"
@@ -84,7 +84,7 @@ def from_hydra(raw: DictConfig) -> Composed:
 def load(overrides: Sequence[str] = ()) -> Composed:
     """Compose a configuration without a command line: for scripts, benchmarks and tests."""
     raw = _compose(overrides)
-    return composed(OmegaConf.masked_copy(raw, [key for key in raw if key != "hydra"]), raw.hydra.runtime.choices)
+    return composed(OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"]), raw.hydra.runtime.choices)
 
 
 def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
@@ -97,10 +97,14 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
         return _wrong_type(str(key), _value_of(str(key), overrides), text)
     if isinstance(error, ConfigKeyError) and key:
         return _unknown_key(str(key), _value_of(str(key), overrides), _fields_beside(str(key)))
-    if missing := re.search(r"Could not find '([^']+)'\s*(?:Available options in '[^']+':\s*(.*?))?(?:Config search path|$)", text, re.S):
+    if missing := re.search(
+        r"Could not find '([^']+)'\s*(?:Available options in '[^']+':\s*(.*?))?(?:Config search path|$)", text, re.S
+    ):
         group, _, option = missing[1].rpartition("/")
         options = (missing[2] or "").split()
-        return unusable(f"{group or 'config'}={option}", f"no such option{_similar(option, options)}{_allowed(options)}")
+        return unusable(
+            f"{group or 'config'}={option}", f"no such option{_similar(option, options)}{_allowed(options)}"
+        )
     if override := re.search(r"Could not override '([^']+)'", text):
         name = override[1].split("@")[0]
         return _unknown_key(name, _value_of(name, overrides), _keys_beside(name, overrides))

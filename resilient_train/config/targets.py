@@ -24,7 +24,9 @@ _HYDRAS_OWN = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
 def find(key: str, path: Any) -> Any:
     """Import what a dotted path names, or say which part of it does not exist."""
     if not isinstance(path, str) or not path or path == "???":
-        raise ConfigError(key, path, "give the import path of a class or function, such as my_package.my_module.MyClass")
+        raise ConfigError(
+            key, path, "give the import path of a class or function, such as my_package.my_module.MyClass"
+        )
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         name = ".".join(parts[:count])
@@ -33,7 +35,9 @@ def find(key: str, path: Any) -> Any:
         except ModuleNotFoundError as error:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 continue
-            raise ConfigError(key, path, f"cannot be imported: {name} needs {error.name}, which is not installed") from error
+            raise ConfigError(
+                key, path, f"cannot be imported: {name} needs {error.name}, which is not installed"
+            ) from error
         except Exception as error:
             raise ConfigError(key, path, f"cannot be imported: {told(error)}") from error
         for attribute in parts[count:]:
@@ -68,10 +72,14 @@ def check(key: str, node: Node, *, given: int = 0) -> Any:
             if takes_any:
                 continue
             allowed = f"it takes {', '.join(free) or 'no arguments'}"
-            raise ConfigError(f"{key}.{name}", value, f"{node['_target_']} has no such argument{_similar(name, free)}; {allowed}")
+            raise ConfigError(
+                f"{key}.{name}", value, f"{node['_target_']} has no such argument{_similar(name, free)}; {allowed}"
+            )
         wanted = _expected(free[name], hints.get(name))
         if not isinstance(value, Mapping) and not _fits(value, wanted):
-            raise ConfigError(f"{key}.{name}", value, f"has the wrong type: {node['_target_']} takes {_spoken(wanted)} here")
+            raise ConfigError(
+                f"{key}.{name}", value, f"has the wrong type: {node['_target_']} takes {_spoken(wanted)} here"
+            )
     missing = [name for name, one in free.items() if one.default is one.empty and name not in node]
     if missing and not node.get("_partial_") and "_args_" not in node:
         hint = f"give it with +{key}.{missing[0]}=..."
@@ -109,8 +117,10 @@ def told(error: BaseException) -> str:
 
 def _is_plumbing(filename: str) -> bool:
     parts = filename.replace("\\", "/").split("/")
-    return bool({"hydra", "omegaconf", "importlib", "torch", "accelerate"} & set(parts)) or filename.startswith("<") or (
-        "resilient_train" in parts and "zoo" not in parts
+    return (
+        bool({"hydra", "omegaconf", "importlib", "torch", "accelerate"} & set(parts))
+        or filename.startswith("<")
+        or ("resilient_train" in parts and "zoo" not in parts)
     )
 
 

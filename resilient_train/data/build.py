@@ -22,7 +22,9 @@ class DataConfig:
     collate: Any  # an import path, a node with a _target_, or null
 
 
-def samples(dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate, pin_memory: bool) -> Samples:
+def samples(
+    dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate, pin_memory: bool
+) -> Samples:
     """Put a cursor into a training set."""
     path = config.train["_target_"]
     if not _is_map_style(dataset, "data.train._target_", path):
@@ -32,9 +34,7 @@ def samples(dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, co
             raise ConfigError("data.num_workers", config.num_workers, why)
         return IterableSamples(dataset, slicing, seed=seed, collate=collate)
     stream = Stream(len(dataset), seed, shuffle=config.shuffle)
-    return MapSamples(
-        dataset, stream, slicing, collate=collate, num_workers=config.num_workers, pin_memory=pin_memory
-    )
+    return MapSamples(dataset, stream, slicing, collate=collate, num_workers=config.num_workers, pin_memory=pin_memory)
 
 
 def evaluation(

@@ -46,7 +46,7 @@ class RepeatableBatches:
         return [self._seeded(keys)]
 
     def _plain(self, keys: Sequence[Key]) -> list[Any]:
-        indices = [key.index for key in keys]
+        indices = [key.row for key in keys]
         many = getattr(self.dataset, "__getitems__", None)
         return list(many(indices)) if many else [self.dataset[index] for index in indices]
 
@@ -54,7 +54,7 @@ class RepeatableBatches:
         rows = []
         for key in keys:
             seed_host(mix(*key))
-            rows.append(self.dataset[key.index])
+            rows.append(self.dataset[key.row])
         seed_host(mix(*keys[0], _COLLATE))
         return self.collate(rows)
 

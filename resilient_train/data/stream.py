@@ -20,7 +20,7 @@ class Key(NamedTuple):
 
     seed: int
     epoch: int
-    index: int
+    row: int
 
 
 class Span(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,7 +43,9 @@ class World:
         try:
             ddp = DistributedDataParallelKwargs(**config.ddp)
         except TypeError as error:
-            raise ConfigError("accelerate.ddp", config.ddp, str(error).removeprefix("DistributedDataParallelKwargs.")) from error
+            raise ConfigError(
+                "accelerate.ddp", config.ddp, str(error).removeprefix("DistributedDataParallelKwargs.")
+            ) from error
         try:
             self.accelerator = Accelerator(
                 cpu=config.cpu,
@@ -81,6 +84,17 @@ class World:
         if told[1] is not None:
             raise told[1]
         return told[0]  # type: ignore[no-any-return]
+
+    def leave(self) -> None:
+        """Leave the group after a run that went well; a rank that failed just ends, and its launcher ends the rest.
+
+        All leave together, and nothing may still hold the group: gloo's threads abort a process that ends under them.
+        """
+        if self.size > 1:
+            self.accelerator.free_memory()
+            gc.collect()
+            torch.distributed.barrier()
+            torch.distributed.destroy_process_group()
 
     def __str__(self) -> str:
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type

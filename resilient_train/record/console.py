@@ -109,7 +109,9 @@ class LiveLine:
         self.step_now = done
         columns = (TextColumn("{task.fields[where]}"), BarColumn(bar_width=20), TextColumn("{task.fields[numbers]}"))
         self.progress = Progress(*columns, console=console, refresh_per_second=4, transient=True)
-        self.task: TaskID = self.progress.add_task("", total=steps, completed=done, where="", numbers="waiting for the first step")
+        self.task: TaskID = self.progress.add_task(
+            "", total=steps, completed=done, where="", numbers="waiting for the first step"
+        )
         self.drawn = 0.0
         self.progress.start()
 

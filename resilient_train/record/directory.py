@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.errors import ConfigError, DirectoryInUse
-from resilient_train.ranks.lock import LOCK, DirectoryLock
 from resilient_train.files import read_json
+from resilient_train.ranks.lock import LOCK, DirectoryLock
 
 _OURS = "config.yaml"
 
@@ -55,6 +55,7 @@ def claim(path: Path, *, steps: int, resume: str) -> tuple[RunDirectory, Directo
     lock.release()
     holds = f"ended at step {done}" if isinstance(done, int) else "was killed"
     return _claim_next(path, because=f"{path} holds a run that {holds} and cannot be continued yet")
+
 
 def _claim_next(path: Path, because: str | None) -> tuple[RunDirectory, DirectoryLock]:
     for candidate in _names(path):

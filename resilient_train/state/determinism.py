@@ -35,7 +35,9 @@ def _tell_in_the_log() -> None:
             plain(message, *place, **more)
         elif (operation := text.split(" does not have")[0]) not in told:
             told.add(operation)
-            _log.warning("run.deterministic: torch has no deterministic form of %s here; results may differ in it", operation)
+            _log.warning(
+                "run.deterministic: torch has no deterministic form of %s here; results may differ in it", operation
+            )
 
     show.tells = True  # type: ignore[attr-defined]
     warnings.showwarning = show

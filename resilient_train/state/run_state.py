@@ -125,7 +125,9 @@ def _optimizer_tree(optimizer: Optimizer) -> Tree:
     moments of bf16 weights: the state is read and written directly.
     """
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    moments = {place: dict(optimizer.state[weight]) for place, weight in _places(optimizer) if weight in optimizer.state}
+    moments = {
+        place: dict(optimizer.state[weight]) for place, weight in _places(optimizer) if weight in optimizer.state
+    }
     return {"groups": groups, "moments": moments}
 
 

@@ -133,9 +133,7 @@ def _pair(batch: Any, objective: str) -> tuple[Any, Tensor]:
         inputs, targets = batch
     else:
         size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-        raise _misfit(
-            f"{objective} needs a batch (inputs, targets) or a mapping, got a {type(batch).__name__}{size}"
-        )
+        raise _misfit(f"{objective} needs a batch (inputs, targets) or a mapping, got a {type(batch).__name__}{size}")
     if not isinstance(targets, Tensor):
         raise _misfit(f"{objective} needs a tensor of targets, got {type(targets).__name__}")
     return inputs, targets

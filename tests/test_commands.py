@@ -1,0 +1,325 @@
+"""The command as people use it: directories, own code, own configurations, sweeps, switches of the loop."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import command
+from safetensors.torch import load_file
+
+MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
+MINE += ["objective=custom", "objective._target_=strangers.mse_and_more", "accelerate.cpu=true", "tracking=none"]
+
+FIELDS = {
+    "status",
+    "exit_code",
+    "steps",
+    "ticks",
+    "steps_lost",
+    "final_loss",
+    "eval",
+    "incidents",
+    "seconds",
+    "step_ms",
+}
+FIELDS |= {"weights_sha256", "state_sha256", "mlflow"}
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder as working directory."""
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    torch.use_deterministic_algorithms(False)
+
+
+def runs() -> list[str]:
+    return sorted(path.name for path in Path("runs").iterdir() if path.is_dir())
+
+
+def test_a_run_leaves_its_configuration_log_weights_and_summary(run_command: command) -> None:
+    """Everything is in one directory, and the summary has the fields that scripts rely on."""
+    outcome = run_command([*MINE, "run.steps=30", "run.name=first", "data.eval._target_=strangers.Fixed"])
+    assert outcome.code == 0
+    assert "completed 30 steps" in outcome.stdout
+    assert {".lock", "config.yaml", "summary.json", "train.log", "weights.safetensors"} == set(os.listdir("runs/first"))
+    summary = outcome.summary("runs/first")
+    assert set(summary) == FIELDS
+    assert (summary["status"], summary["exit_code"], summary["steps"], summary["ticks"]) == ("completed", 0, 30, 30)
+    assert summary["incidents"] == {"total": 0, "recovered": 0, "by_cause": {}}
+    assert set(summary["eval"]) == {"loss", "rmse"}
+    assert summary["mlflow"] is None
+    assert "step 10/30  loss" in Path("runs/first/train.log").read_text()
+    assert set(load_file("runs/first/weights.safetensors")) == {
+        f"body.{n}.{w}" for n in (0, 2) for w in ("weight", "bias")
+    }
+
+
+def test_the_same_command_twice_says_that_the_run_is_complete(run_command: command) -> None:
+    """Nothing is trained again, nothing is written, and the exit code is 0."""
+    first = run_command([*MINE, "run.steps=5"])
+    (name,) = runs()
+    assert name.startswith("Plain-Fixed-")
+    before = (Path("runs") / name / "summary.json").read_bytes()
+    second = run_command([*MINE, "run.steps=5", "run.log_every=2"])
+    assert (first.code, second.code) == (0, 0)
+    assert "is complete: 5 steps" in second.stdout
+    assert (Path("runs") / name / "summary.json").read_bytes() == before
+
+
+def test_another_experiment_never_meets_the_directory(run_command: command) -> None:
+    """The name tells runs apart by what makes them different, and by nothing else."""
+    for overrides in ([], ["run.seed=1"], ["model.width=8"], ["optimizer=sgd"], ["run.log_every=1", "tracking=none"]):
+        assert run_command([*MINE, "run.steps=2", *["+" * o.startswith("model.") + o for o in overrides]]).code == 0
+    assert len(runs()) == 4
+
+
+def test_never_starts_anew_beside_what_is_there(run_command: command) -> None:
+    """NAME-2, NAME-3: nothing is overwritten."""
+    for _ in range(3):
+        assert run_command([*MINE, "run.steps=2", "run.name=demo", "run.resume=never"]).code == 0
+    assert runs() == ["demo", "demo-2", "demo-3"]
+
+
+def test_more_steps_start_anew_and_say_so(run_command: command) -> None:
+    """A finished run cannot be made longer yet: it is kept, and the longer one has its own directory."""
+    run_command([*MINE, "run.steps=2", "run.name=short"])
+    longer = run_command([*MINE, "run.steps=4", "run.name=short"])
+    assert longer.code == 0
+    assert "cannot be continued yet: this run starts anew in" in longer.stdout
+    assert (longer.summary("runs/short")["steps"], longer.summary("runs/short-2")["steps"]) == (2, 4)
+
+
+def test_a_name_given_by_hand_does_not_cover_another_configuration(run_command: command) -> None:
+    """The refusal shows what differs."""
+    run_command([*MINE, "run.steps=2", "run.name=mine"])
+    other = run_command([*MINE, "run.steps=2", "run.name=mine", "optimizer.lr=0.5"])
+    assert other.code == 2
+    assert "optimizer.lr: 0.001 there, 0.5 here" in other.stderr
+    fewer = run_command([*MINE, "run.steps=1", "run.name=mine", "tracking=none", "run.eval_every=1"])
+    assert fewer.code == 0
+
+
+def test_an_empty_directory_is_fine(run_command: command) -> None:
+    """A cluster script may have made it already."""
+    Path("prepared").mkdir()
+    assert run_command([*MINE, "run.steps=2", "run.dir=prepared"]).code == 0
+    assert Path("prepared/summary.json").exists()
+
+
+def test_every_job_of_a_sweep_has_its_own_directory(run_command: command) -> None:
+    """Swept keys that do not make another run, and a name given by hand, are no exception."""
+    assert run_command([*MINE, "--multirun", "run.steps=2,3", "run.seed=0,1"]).code == 0
+    assert run_command([*MINE, "--multirun", "run.steps=2,3", "run.name=named"]).code == 0
+    names = [name for name in runs() if name != "sweeps"]
+    assert len(names) == 6
+    steps = sorted(json.loads((Path("runs") / name / "summary.json").read_text())["steps"] for name in names)
+    assert steps == [2, 2, 2, 3, 3, 3]
+
+
+def test_one_bad_job_does_not_end_a_sweep(run_command: command) -> None:
+    """The others run, and the exit code is that of the worst."""
+    outcome = run_command([*MINE, "--multirun", "run.steps=2", "+model.width=-1,4"])
+    assert outcome.code == 2
+    assert len(outcome.stderr.strip().splitlines()) == 1
+    assert sorted(path.parent.name[:12] for path in Path("runs").glob("*/weights.safetensors")) == ["Plain-Fixed-"]
+
+
+def test_a_folder_of_configurations_of_ones_own(run_command: command) -> None:
+    """--config-dir adds options to our groups, experiments included; hydra.searchpath does the same."""
+    for name, text in {
+        "model/tiny.yaml": "_target_: strangers.Plain\nwidth: 4\n",
+        "experiment/mine.yaml": "# @package _global_\ndefaults:\n  - override /model: tiny\nrun:\n  steps: 3\n",
+    }.items():
+        file = Path("conf") / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    rest = [one for one in MINE if not one.startswith("model")]
+    assert run_command(["--config-dir", "conf", "experiment=mine", *rest, "run.name=one"]).code == 0
+    here = f"hydra.searchpath=[file://{Path('conf').absolute()}]"
+    outcome = run_command([here, "experiment=mine", *rest, "run.name=two"])
+    assert (outcome.code, outcome.summary("runs/two")["steps"]) == (0, 3)
+    assert outcome.summary("runs/one")["state_sha256"] == outcome.summary("runs/two")["state_sha256"]
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        ["accelerate.mixed_precision=bf16"],
+        ["clip.max_norm=null", "clip.max_value=0.1"],
+        ["clip.max_norm=0.01"],
+        ["schedule=constant", "schedule.warmup_steps=10"],
+        ["schedule=linear"],
+        ["schedule=custom", "schedule._target_=transformers.get_inverse_sqrt_schedule", "+schedule.num_warmup_steps=5"],
+        [
+            "schedule=custom",
+            "schedule._target_=torch.optim.lr_scheduler.OneCycleLR",
+            "+schedule.max_lr=0.05",
+            "+schedule.total_steps=60",
+        ],
+        ["optimizer=custom", "optimizer._target_=torch.optim.NAdam", "+optimizer.lr=0.01"],
+        ["data.train._target_=strangers.Counting", "run.eval_every=20", "data.eval._target_=strangers.Counting"],
+        ["data.num_workers=2"],
+        ["data.shuffle=false", "accelerate.gradient_accumulation_steps=3"],
+        ["run.deterministic=true"],
+        ["accelerate.compile=true"],
+    ],
+    ids=lambda switches: " ".join(one.split("=", 1)[1] if one.startswith("schedule._t") else one for one in switches),
+)
+def test_every_switch_of_the_loop_still_learns(switches: list[str], run_command: command) -> None:
+    """60 steps bring the loss well below that of the start."""
+    learn = ["run.steps=60", "run.log_every=1", "optimizer.lr=0.02", "run.name=switched"]
+    own_rate = any(one.startswith("optimizer=custom") for one in switches)
+    outcome = run_command([*MINE, *[one for one in learn if not (own_rate and one.startswith("optimizer"))], *switches])
+    assert outcome.code == 0, outcome.stderr
+    losses = [
+        float(line.split("loss ")[1].split()[0]) for line in outcome.stdout.splitlines() if line.startswith("step ")
+    ]
+    assert len(losses) == 60
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+@pytest.mark.filterwarnings("default:.*does not have a deterministic implementation")
+def test_deterministic_says_what_torch_cannot_do(run_command: command) -> None:
+    """An operation without a deterministic form is named once, and the run goes on."""
+    outcome = run_command([*MINE, "run.steps=3", "run.deterministic=true", "model._target_=strangers.Undeterministic"])
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stdout.count("no deterministic form") == 1
+
+
+@pytest.mark.parametrize("train", ["BatchEncodings", "NestedRows"])
+def test_batches_of_any_shape_reach_the_objective_as_they_are(train: str, run_command: command) -> None:
+    """HF's BatchEncoding and nests of tuples and dicts, made by a collate function of the user's."""
+    overrides = [f"data.train._target_=strangers.{train}", f"objective._target_=strangers.{train.lower()}_loss"]
+    outcome = run_command([*MINE, "run.steps=3", *overrides, f"data.collate=strangers.{train.lower()}_collate"])
+    assert outcome.code == 0, outcome.stderr
+
+
+def test_training_starts_from_given_weights(run_command: command) -> None:
+    """run.init_from takes the weights of another run and nothing else of it."""
+    run_command([*MINE, "run.steps=40", "run.name=first", "optimizer.lr=0.02"])
+    outcome = run_command([*MINE, "run.steps=1", "run.name=second", "run.init_from=runs/first", "run.log_every=1"])
+    assert outcome.summary("runs/second")["final_loss"] < outcome.summary("runs/first")["final_loss"] * 1.5
+    assert outcome.summary("runs/second")["steps"] == 1
+
+
+def test_a_seed_makes_a_run(run_command: command) -> None:
+    """The same seed gives the same weights to the last bit, another one does not."""
+    digests = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        outcome = run_command([*MINE, "run.steps=5", f"run.name={name}", f"run.seed={seed}"])
+        digests.append(outcome.summary(f"runs/{name}")["weights_sha256"])
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_gpt_learns_to_write_python(run_command: command) -> None:
+    """Its loss falls well under that of a uniform guess over 256 bytes."""
+    small = [
+        "model.width=64",
+        "model.layers=2",
+        "data.batch_size=8",
+        "data.train.context=64",
+        "data.train.max_bytes=300000",
+    ]
+    outcome = run_command(["model=gpt", "data=python_source", "run.steps=100", "tracking=none", "run.name=gpt", *small])
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.summary("runs/gpt")["eval"]["loss"] < 0.65 * math.log(256)
+
+
+def test_a_resnet_reads_digits(run_command: command) -> None:
+    """More than 95 of 100 held-out digits are read correctly."""
+    what = [
+        "model=resnet",
+        "model.depth=8",
+        "data=digits",
+        "objective=classification",
+        "run.steps=250",
+        "optimizer.lr=3e-3",
+    ]
+    outcome = run_command([*what, "tracking=none", "run.name=resnet"])
+    assert outcome.summary("runs/resnet")["eval"]["accuracy"] > 0.95
+
+
+def test_mlflow_shows_the_run_by_tick(run_command: command, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters, curves over the tick, and files arrive in the database beside the runs."""
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    tracked = [one for one in MINE if one != "tracking=none"]
+    outcome = run_command([*tracked, "run.steps=30", "run.name=tracked", "data.eval._target_=strangers.Fixed"])
+    assert outcome.code == 0, outcome.stderr
+    told = outcome.summary("runs/tracked")["mlflow"]
+    assert told["tracking_uri"] == f"sqlite:///{place}/runs/mlflow.db"
+    assert f"mlflow ui --backend-store-uri {told['tracking_uri']}" in outcome.stdout
+    assert told["url"] in outcome.stdout
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(told["tracking_uri"])
+    run = client.get_run(told["run_id"])
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "tracked")
+    assert run.data.params["model._target_"] == "strangers.Plain"
+    assert [point.step for point in client.get_metric_history(told["run_id"], "loss")] == [10, 20, 30]
+    assert {"grad_norm", "lr", "step", "step_ms", "train/rmse", "eval/loss"} <= set(run.data.metrics)
+    assert {"config.yaml", "train.log"} <= {file.path for file in client.list_artifacts(told["run_id"])}
+
+
+def test_a_terminal_shows_one_live_line() -> None:
+    """Step, loss, gradient norm, rate, speed and time left renew themselves in place; the log file has plain lines."""
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "160", "PYTHONPATH": str(Path(__file__).parent)}
+    master, slave = pty.openpty()
+    arguments = [sys.executable, "-m", "resilient_train", *MINE, "run.steps=600", "run.name=live"]
+    with subprocess.Popen(arguments, stdout=slave, stderr=slave, env=environment) as process:
+        os.close(slave)
+        seen = read_all(master)
+    assert process.returncode == 0, seen
+    assert "\x1b[2K" in seen or "\x1b[1A" in seen  # the line is drawn over
+    for words in ("/600", "loss", "grad", "lr", "/s", "left", "completed 600 steps"):
+        assert words in seen
+    assert "step 10/600  loss" not in seen
+    assert "step 10/600  loss" in Path("runs/live/train.log").read_text()
+
+
+def test_an_interrupted_run_says_so_and_is_not_in_the_way() -> None:
+    """Ctrl-C ends with one line and a summary; the same command then starts anew."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONUNBUFFERED": "1"}
+    arguments = [sys.executable, "-m", "resilient_train", *MINE, "run.name=cut", "run.steps=10000000"]
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step "):
+                break
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.startswith("interrupted")
+    summary: dict[str, Any] = json.loads(Path("runs/cut/summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["steps"] > 0
+
+
+def read_all(descriptor: int) -> str:
+    """Read a terminal to its end, which Linux reports as an input/output error."""
+    parts = []
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            part = os.read(descriptor, 65536)
+        except OSError:
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(descriptor)
+    return b"".join(parts).decode(errors="replace")

@@ -1,0 +1,102 @@
+"""The loop on several real processes: one run, seen as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+OWN = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Augmented"]
+OWN += ["objective=custom", "objective._target_=strangers.mse_and_more", "data.eval._target_=strangers.Fixed"]
+OWN += ["accelerate.cpu=true", "data.batch_size=3", "run.steps=20", "run.name=run", "run.eval_every=10"]
+
+
+def launch(folder: Path, processes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Start torchrun with its own rendezvous on a free port, in a folder of its own."""
+    folder.mkdir()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [*launcher, "-m", "resilient_train", *OWN, *overrides],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "runs/run/summary.json").read_text())
+    return found
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "runs/run/weights.safetensors")
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that the others are held to: one process that accumulates four micro-batches."""
+    folder = tmp_path_factory.mktemp("one") / "place"
+    done = launch(folder, 1, "accelerate.gradient_accumulation_steps=4", "tracking=none")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize(("processes", "accumulation", "workers"), [(2, 2, 0), (4, 1, 0), (2, 2, 1)])
+def test_processes_and_micro_batches_make_the_same_updates(
+    processes: int, accumulation: int, workers: int, one_process: Path, tmp_path: Path
+) -> None:
+    """The same run on 1, 2 and 4 processes sees the same updates, and so ends at the same weights up to rounding."""
+    cut = [f"accelerate.gradient_accumulation_steps={accumulation}", f"data.num_workers={workers}"]
+    done = launch(tmp_path / "place", processes, *cut, "tracking=none")
+    assert done.returncode == 0, done.stderr
+    mine, theirs = weights(tmp_path / "place"), weights(one_process)
+    for name, weight in theirs.items():
+        torch.testing.assert_close(mine[name], weight, rtol=1e-4, atol=1e-5)
+    here, there = summary(tmp_path / "place"), summary(one_process)
+    assert here["final_loss"] == pytest.approx(there["final_loss"], rel=1e-4)
+    assert here["eval"] == pytest.approx(there["eval"], rel=1e-4)
+    assert f"{processes} processes" in done.stdout
+
+
+def test_rank_0_alone_talks(tmp_path: Path) -> None:
+    """One directory, one line each, one MLflow run; the other rank has a log file of its own."""
+    folder = tmp_path / "place"
+    done = launch(folder, 2, "run.dir=here")
+    assert done.returncode == 0, done.stderr
+    assert {"train.log", "train.rank1.log", "summary.json", "weights.safetensors", "config.yaml", ".lock"} == set(
+        os.listdir(folder / "here")
+    )
+    assert done.stdout.count("step 10/20") == 1
+    assert done.stdout.count("completed 20 steps") == 1
+    told = json.loads((folder / "here/summary.json").read_text())["mlflow"]
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(told["tracking_uri"])
+    experiment = client.get_experiment_by_name("resilient_train")
+    assert experiment is not None
+    assert len(client.search_runs([experiment.experiment_id])) == 1
+
+
+def test_a_mistake_is_told_once_and_nobody_waits(tmp_path: Path) -> None:
+    """A directory that only rank 0 can judge ends every rank; a bad value is told by one of them."""
+    for name, override, line in (
+        ("judged", "run.dir=taken", "error: run.dir="),
+        ("typed", "data.batch_size=0", "error: data.batch_size=0: must be at least 1"),
+    ):
+        folder = tmp_path / name
+        (tmp_path / "taken").mkdir(exist_ok=True)
+        (tmp_path / "taken" / "thesis.txt").touch()
+        done = launch(folder, 2, override.replace("taken", str(tmp_path / "taken")))
+        assert done.returncode != 0
+        assert done.stderr.count(line) == 1
