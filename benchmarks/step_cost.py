@@ -23,6 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -158,47 +159,47 @@ def counting_child(loop: str, job: Job, pipe: Connection) -> None:
     """Count what the last steps of a short run ask of torch."""
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    calls, reads = _Calls(), Counter[str]()
-    modes = (calls, _Reads(reads))
+    counts = Counter[str]()
+    counting = ExitStack()
 
     def on_step(step: int) -> None:
         if step == job.steps - COUNTED:
-            for mode in modes:
-                mode.__enter__()
+            counting.enter_context(_Calls(counts))
+            counting.enter_context(_Reads(counts))
         elif step == job.steps:
-            for mode in reversed(modes):
-                mode.__exit__(None, None, None)
+            counting.close()
 
     LOOPS[loop](job, on_step, pipe.send)
-    pipe.send({"torch_calls": calls.count / COUNTED, "host_reads": dict(reads + calls.reads)})
+    calls = counts.pop("call")
+    pipe.send({"torch_calls": calls / COUNTED, "host_reads": dict(counts)})
 
 
-class _Calls(TorchDispatchMode):
-    """Counts what reaches torch's kernels, forward, backward and optimizer alike."""
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own says nothing of types
+    """Counts what reaches torch's kernels, forward, backward and optimizer alike, and the reads among it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count, self.reads = 0, Counter[str]()
+    def __init__(self, counts: Counter[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
+        self.counts["call"] += 1
         name = func.overloadpacket.__name__
         if name in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero") and _lives_on_device(args[0]):
-            self.reads[name] += 1
+            self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 
 
 class _Reads(TorchFunctionMode):
-    """Counts reads that are no call of torch's on a CPU; on a GPU they wait like the others."""
+    """Counts the reads that reach no kernel on a CPU; on a GPU they wait like the others."""
 
-    def __init__(self, reads: Counter[str]) -> None:
+    def __init__(self, counts: Counter[str]) -> None:
         super().__init__()
-        self.reads = reads
+        self.counts = counts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in ("tolist", "numpy", "cpu", "__array__") and _lives_on_device(args[0]):
-            self.reads[name] += 1
+            self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -207,7 +208,7 @@ def _lives_on_device(tensor: Any) -> bool:
     return not tensor.is_cpu or tensor.is_floating_point() or tensor.dtype == torch.bool
 
 
-# --------------------------------------------------------------------------------------------------------- in the parent
+# -------------------------------------------------------------------------------------------------------- in the parent
 
 
 class Runner:
@@ -373,12 +374,9 @@ def main() -> None:
         blocks = f"{timed['blocks']} blocks of {timed['steps_per_block']} steps"
         print(f"\n{workload}: {timed['work']['weights'] / 1e6:.2f} M weights, {blocks}, tracking {options.tracking}")
         for clock in ("wall", "cpu"):
-            plain_ms, our_ms = np.median(timed[clock]["plain_ms"]), np.median(timed[clock]["ours_ms"])
+            medians = "  ".join(f"{loop} {np.median(timed[clock][f'{loop}_ms']):.3f} ms" for loop in ("plain", "ours"))
             ratio, low, high = timed[clock]["ratio"]
-            print(
-                f"  {clock:4}  plain {plain_ms:.3f} ms  ours {our_ms:.3f} ms  ratio {ratio:.3f} [{low:.3f}, {high:.3f}]",
-                flush=True,
-            )
+            print(f"  {clock:4}  {medians}  ratio {ratio:.3f} [{low:.3f}, {high:.3f}]", flush=True)
         timed["counts"] = count_calls(options, workload)
         for name, counted in timed["counts"].items():
             reads = ", ".join(f"{what} {many}" for what, many in counted["host_reads"].items()) or "none"

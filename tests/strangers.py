@@ -96,6 +96,44 @@ class Counting:
         self.at = state["at"]
 
 
+class Buffered:
+    """Shuffles through a buffer, and leaves the buffer out of its state: what it held is lost with it."""
+
+    def __init__(self, rows: int = 23, size: int = 5) -> None:
+        self.rows, self.size = rows, size
+        self.epoch = self.at = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        numbers = random.Random(self.epoch)
+        buffer: list[int] = []
+        while self.at < self.rows or buffer:
+            while self.at < self.rows and len(buffer) < self.size:
+                buffer.append(self.at)
+                self.at += 1
+            index = buffer.pop(numbers.randrange(len(buffer)))
+            yield {"x": torch.rand(6), "y": torch.ones(1), "index": index}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Unrepeatable(Counting):
+    """Has the two methods, and still gives other rows every time."""
+
+    drawn = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for row in super().__iter__():
+            Unrepeatable.drawn += 1
+            yield {**row, "index": Unrepeatable.drawn}
+
+
 class Forgetful:
     """An iterable that cannot be rewound."""
 

@@ -58,6 +58,11 @@ TABLE: dict[str, tuple[list[str], int, list[str]]] = {
         2,
         ["data.train._target_", "state_dict", "load_state_dict"],
     ),
+    "an iterable that rewinds to other rows": (
+        ["data.train._target_=strangers.Unrepeatable"],
+        2,
+        ["data.train._target_", "other rows"],
+    ),
     "an iterable with workers": (
         ["data.train._target_=strangers.Counting", "data.num_workers=2"],
         2,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strangers import Augmented, Counting, Fixed, RarelyRandom
+from strangers import Augmented, Buffered, Counting, Fixed, RarelyRandom
 from torch.utils.data import default_collate
 
 from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
-from resilient_train.data.samples import IterableSamples, MapSamples, Samples, Slicing
+from resilient_train.data.iterable import IterableSamples
+from resilient_train.data.samples import MapSamples, Samples, Slicing
 from resilient_train.data.stream import Stream
 from resilient_train.state.tree import sha256
+from resilient_train.zoo.hf import hf_dataset
 
 BATCH = 3
 UPDATE = 4 * BATCH  # samples to an update, however they are cut
@@ -27,7 +31,7 @@ def slicings(world: int) -> list[Slicing]:
 
 
 def over(dataset: Any, slicing: Slicing, seed: int = 5, workers: int = 0) -> Samples:
-    if isinstance(dataset, Counting):
+    if isinstance(dataset, Counting | Buffered):
         return IterableSamples(dataset, slicing, seed=seed, collate=default_collate)
     return MapSamples(dataset, Stream(len(dataset), seed), slicing, collate=default_collate, num_workers=workers)
 
@@ -86,20 +90,39 @@ def test_workers_make_no_difference_and_rewind_with_the_cursor(
     assert interleaved(per_rank) == whole + whole[update * 4 : update * 4 + 8]
 
 
-@given(world=st.sampled_from([1, 2, 4]), update=st.integers(0, 9))
+@given(kind=st.sampled_from([Counting, Buffered]), world=st.sampled_from([1, 2, 4]), update=st.integers(0, 9))
 @settings(max_examples=15, deadline=None)
-def test_an_iterable_that_can_be_rewound_is_as_exact(world: int, update: int) -> None:
-    """Its rows, its random numbers and its passes repeat after a rewind, for any number of processes."""
-    whole = batches(over(Counting(), slicings(1)[0]), 12)
+def test_an_iterable_that_can_be_rewound_is_as_exact(kind: Any, world: int, update: int) -> None:
+    """Rows, random numbers and passes repeat after a rewind, even if its state forgets what a shuffle buffer held."""
+    whole = batches(over(kind(), slicings(1)[0]), 12)
     per_rank = []
     for slicing in slicings(world):
-        samples = over(Counting(), slicing)
+        samples = over(kind(), slicing)
         batches(samples, update)
         here = samples.state_dict()
         batches(samples, 3)
         samples.load_state_dict(here)
         per_rank.append(batches(samples, 2))
     assert interleaved(per_rank) == whole[update * 4 : update * 4 + 8]
+
+
+def test_streams_of_hugging_face_are_exact_shuffled_or_not(tmp_path: Path) -> None:
+    """Their state leaves the shuffle buffer's rows out, and still none is lost by a rewind."""
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"index": number}) for number in range(50)))
+    source = {"path": "json", "data_files": str(tmp_path / "rows.jsonl"), "split": "train", "streaming": True}
+    for shuffled in (False, True):
+        dataset = hf_dataset(**source, cache_dir=str(tmp_path))
+        dataset = dataset.shuffle(seed=1, buffer_size=8) if shuffled else dataset
+        samples = IterableSamples(dataset, Slicing(5), seed=0, collate=default_collate)
+        epoch = [samples.next_update().batches[0]["index"].tolist() for _ in range(3)]
+        here = samples.state_dict()
+        rest = batches(samples, 12)
+        samples.load_state_dict(here)
+        assert batches(samples, 12) == rest
+        samples.load_state_dict(here)
+        epoch += [samples.next_update().batches[0]["index"].tolist() for _ in range(7)]
+        assert sorted(sum(epoch, [])) == list(range(50))
+        assert (sum(epoch, []) == list(range(50))) is not shuffled
 
 
 def test_rows_differ_between_epochs_and_seeds() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
 from resilient_train.data.rows import Collate
-from resilient_train.data.samples import IterableSamples, MapSamples, Samples, Slicing
+from resilient_train.data.iterable import IterableSamples
+from resilient_train.data.samples import MapSamples, Samples, Slicing
 from resilient_train.data.stream import Stream
 from resilient_train.errors import ConfigError
 
@@ -32,7 +33,10 @@ def samples(
         if config.num_workers:
             why = "an iterable data set is read in the training process, where it can be rewound exactly: use 0"
             raise ConfigError("data.num_workers", config.num_workers, why)
-        return IterableSamples(dataset, slicing, seed=seed, collate=collate)
+        try:
+            return IterableSamples(dataset, slicing, seed=seed, collate=collate)
+        except ValueError as error:
+            raise ConfigError("data.train._target_", path, str(error)) from error
     stream = Stream(len(dataset), seed, shuffle=config.shuffle)
     return MapSamples(dataset, stream, slicing, collate=collate, num_workers=config.num_workers, pin_memory=pin_memory)
 

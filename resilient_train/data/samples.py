@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from resilient_train.data.rows import Collate, RepeatableBatches, only
 from resilient_train.data.stream import Key, Span, Stream, micro_batches
-from resilient_train.state.randomness import mix, seed_host
 
 
 @dataclass(frozen=True)
@@ -135,59 +133,3 @@ def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_m
         persistent_workers=num_workers > 0,
         generator=torch.Generator(),  # iter() would draw a seed from the global one
     )
-
-
-class IterableSamples:
-    """Samples of an iterable data set that can say where it stands and go back there.
-
-    Every rank reads the whole stream and keeps its own share: that costs reading, and buys that the same run on
-    1, 2 or 4 processes sees the same updates.
-    """
-
-    def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate) -> None:
-        self.dataset, self.slicing, self.seed, self.collate = dataset, slicing, seed, collate
-        self.position = 0
-        self._pristine = copy.deepcopy(dataset.state_dict())
-        self._epoch = self._row = 0
-        self._rows = iter(dataset)
-
-    def next_update(self) -> Update:
-        start = self.position
-        rows = [self._next_row() for _ in range(self.slicing.samples)]
-        self.position += len(rows)
-        batches = []
-        for number, batch in enumerate(self.slicing.of_this_rank(rows)):
-            seed_host(mix(self.seed, start, self.slicing.rank, number))
-            batches.append(self.collate(list(batch)))
-        return Update(start, self.position, batches)
-
-    def state_dict(self) -> dict[str, Any]:
-        inner = copy.deepcopy(self.dataset.state_dict())
-        return {"position": self.position, "epoch": self._epoch, "row": self._row, "dataset": inner}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position, self._epoch, self._row = state["position"], state["epoch"], state["row"]
-        self._begin(state["dataset"])
-
-    def close(self) -> None:
-        del self._rows
-
-    def _next_row(self) -> Any:
-        while True:
-            seed_host(mix(self.seed, self._epoch, self._row))
-            try:
-                row = next(self._rows)
-            except StopIteration:
-                if self._row == 0:
-                    raise ValueError("the iterable data set has no rows") from None
-                self._epoch, self._row = self._epoch + 1, 0
-                self._begin(self._pristine)
-            else:
-                self._row += 1
-                return row
-
-    def _begin(self, state: Any) -> None:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self._epoch)
-        self.dataset.load_state_dict(copy.deepcopy(state))
-        self._rows = iter(self.dataset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -57,8 +58,15 @@ def sha256(tree: Tree) -> str:
             digest.update(f"{leaf.dtype}{leaf.shape}\0".encode())
             digest.update(np.ascontiguousarray(leaf).data)
         else:
-            digest.update(f"{leaf!r}\0".encode())
+            digest.update(_bytes(leaf) + b"\0")
     return digest.hexdigest()
+
+
+def _bytes(leaf: Any) -> bytes:
+    """A plain value as it is written; of other objects a pickle, because their text often shows an address."""
+    if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes) or _is_long_and_plain(leaf):
+        return repr(leaf).encode()
+    return pickle.dumps(leaf)
 
 
 def _leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -72,6 +80,6 @@ def _leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
-def _is_long_and_plain(values: list[Any] | tuple[Any, ...]) -> bool:
+def _is_long_and_plain(node: Tree) -> bool:
     """Python's generator state is 625 whole numbers: one leaf."""
-    return len(values) > 64 and all(isinstance(value, int) for value in values)
+    return isinstance(node, list | tuple) and len(node) > 64 and all(isinstance(value, int) for value in node)

@@ -1,0 +1,130 @@
+"""Samples of a data set that is read from front to back, rewound all the same."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from itertools import islice
+from typing import Any
+
+from resilient_train.data.rows import Collate
+from resilient_train.data.samples import Slicing, Update
+from resilient_train.errors import TrainError
+from resilient_train.state.randomness import mix, seed_host
+from resilient_train.state.tree import sha256
+
+_log = logging.getLogger("resilient_train")
+
+_COMPARED = 4  # rows whose digests tell whether a place in the stream was found again
+_REMEMBERED = 10_000  # updates whose first rows are remembered: further back than anybody rewinds
+
+
+class IterableSamples:
+    """Samples of an iterable data set that can say where it stands and go back there.
+
+    Every rank reads the whole stream and keeps its own share: that costs reading, and buys that the same run on
+    1, 2 or 4 processes sees the same updates.
+    """
+
+    def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate) -> None:
+        """Begin at the first row. Raises ValueError where the data set does not repeat itself."""
+        self.dataset, self.slicing, self.seed, self.collate = dataset, slicing, seed, collate
+        self.position = 0
+        self._pristine = copy.deepcopy(dataset.state_dict())
+        self._epoch = self._row = 0
+        self._rows = iter(dataset)
+        self._state_is_exact = True  # until a rewind shows otherwise
+        self._first_rows: dict[int, str] = {}  # digests by position
+        self._require_repetition()
+
+    def next_update(self) -> Update:
+        start, epoch, row = self.position, self._epoch, self._row
+        rows = self._read(self.slicing.samples)
+        digest = sha256(rows[:_COMPARED])
+        if self._first_rows.setdefault(start, digest) != digest:
+            rows = self._found_by_reading(epoch, row, self._first_rows[start])
+        if len(self._first_rows) > _REMEMBERED:
+            del self._first_rows[next(iter(self._first_rows))]
+        self.position += len(rows)
+        batches = []
+        for number, batch in enumerate(self.slicing.of_this_rank(rows)):
+            seed_host(mix(self.seed, start, self.slicing.rank, number))
+            batches.append(self.collate(list(batch)))
+        return Update(start, self.position, batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = copy.deepcopy(self.dataset.state_dict()) if self._state_is_exact else None
+        return {"position": self.position, "epoch": self._epoch, "row": self._row, "dataset": inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self._epoch, self._row = state["position"], state["epoch"], state["row"]
+        if self._state_is_exact:
+            self._begin(state["dataset"])
+        else:
+            self._begin_by_reading(state["epoch"], state["row"])
+
+    def close(self) -> None:
+        del self._rows
+
+    def _read(self, count: int) -> list[Any]:
+        return [self._next_row() for _ in range(count)]
+
+    def _next_row(self) -> Any:
+        while True:
+            seed_host(mix(self.seed, self._epoch, self._row))
+            try:
+                row = next(self._rows)
+            except StopIteration:
+                if self._row == 0:
+                    raise TrainError("data.train: the iterable data set has no rows any more") from None
+                self._epoch, self._row = self._epoch + 1, 0
+                self._begin(self._pristine)
+            else:
+                self._row += 1
+                return row
+
+    def _begin(self, state: Any) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self._epoch)
+        self.dataset.load_state_dict(copy.deepcopy(state))
+        self._rows = iter(self.dataset)
+
+    def _begin_by_reading(self, epoch: int, rows: int) -> None:
+        self._epoch, self._row = epoch, 0
+        self._begin(self._pristine)
+        self._read(rows)
+
+    def _found_by_reading(self, epoch: int, row: int, expected: str) -> list[Any]:
+        """The rows from a place that the data set's own state did not bring back.
+
+        The states of some data sets leave out what a shuffle buffer holds: after a rewind its rows would be missing
+        without a word. From then on a rewind begins at the start of its epoch and reads again.
+        """
+        self._state_is_exact = False
+        _log.warning(
+            "the state of this %s forgets rows that it has read (a shuffle buffer?): a rewind reads their epoch again",
+            type(self.dataset).__name__,
+        )
+        self._begin_by_reading(epoch, row)
+        rows = self._read(self.slicing.samples)
+        if sha256(rows[:_COMPARED]) != expected:
+            raise TrainError(f"data.train: this {type(self.dataset).__name__} gives other rows when it is read again")
+        return rows
+
+    def _require_repetition(self) -> None:
+        first = []
+        for _ in range(2):
+            first.append([sha256(row) for row in self._read_some()])
+            self._begin_by_reading(0, 0)
+        if first[0] != first[1]:
+            raise ValueError("gives other rows after load_state_dict than before, so a run over it cannot be repeated")
+
+    def _read_some(self) -> list[Any]:
+        """The first rows with the random numbers that belong to them, fewer where there are fewer."""
+        rows = []
+        for number in range(_COMPARED):
+            seed_host(mix(self.seed, 0, number))
+            rows += list(islice(self._rows, 1))
+        if not rows:
+            raise ValueError("the iterable data set is empty: it has no rows to train on")
+        return rows
