@@ -41,6 +41,13 @@ def batches(samples: Samples, updates: int) -> list[str]:
     return [sha256(batch) for _ in range(updates) for batch in samples.next_update().batches]
 
 
+def indices(samples: Samples, updates: int) -> list[int]:
+    """The rows that this rank trains on next."""
+    return [
+        index for _ in range(updates) for batch in samples.next_update().batches for index in batch["index"].tolist()
+    ]
+
+
 def interleaved(per_rank: list[list[str]]) -> list[str]:
     """The micro-batches of all ranks in the order in which one process would meet them."""
     return [batch for group in zip(*per_rank, strict=True) for batch in group]
@@ -109,20 +116,20 @@ def test_an_iterable_that_can_be_rewound_is_as_exact(kind: Any, world: int, upda
 def test_streams_of_hugging_face_are_exact_shuffled_or_not(tmp_path: Path) -> None:
     """Their state leaves the shuffle buffer's rows out, and still none is lost by a rewind."""
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"index": number}) for number in range(50)))
-    source = {"path": "json", "data_files": str(tmp_path / "rows.jsonl"), "split": "train", "streaming": True}
+    source: dict[str, Any] = {"path": "json", "data_files": str(tmp_path / "rows.jsonl"), "split": "train"}
     for shuffled in (False, True):
-        dataset = hf_dataset(**source, cache_dir=str(tmp_path))
+        dataset = hf_dataset(**source, streaming=True, cache_dir=str(tmp_path))
         dataset = dataset.shuffle(seed=1, buffer_size=8) if shuffled else dataset
         samples = IterableSamples(dataset, Slicing(5), seed=0, collate=default_collate)
-        epoch = [samples.next_update().batches[0]["index"].tolist() for _ in range(3)]
+        epoch: list[int] = indices(samples, 3)
         here = samples.state_dict()
         rest = batches(samples, 12)
         samples.load_state_dict(here)
         assert batches(samples, 12) == rest
         samples.load_state_dict(here)
-        epoch += [samples.next_update().batches[0]["index"].tolist() for _ in range(7)]
-        assert sorted(sum(epoch, [])) == list(range(50))
-        assert (sum(epoch, []) == list(range(50))) is not shuffled
+        epoch += indices(samples, 7)
+        assert sorted(epoch) == list(range(50))
+        assert (epoch == list(range(50))) is not shuffled
 
 
 def test_rows_differ_between_epochs_and_seeds() -> None:

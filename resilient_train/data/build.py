@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
-from resilient_train.data.rows import Collate
 from resilient_train.data.iterable import IterableSamples
+from resilient_train.data.rows import Collate
 from resilient_train.data.samples import MapSamples, Samples, Slicing
 from resilient_train.data.stream import Stream
 from resilient_train.errors import ConfigError

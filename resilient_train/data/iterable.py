@@ -15,7 +15,7 @@ from resilient_train.state.tree import sha256
 
 _log = logging.getLogger("resilient_train")
 
-_COMPARED = 4  # rows whose digests tell whether a place in the stream was found again
+_COMPARED = 4  # first rows of an update, whose digests with the last one's tell whether its place was found again
 _REMEMBERED = 10_000  # updates whose first rows are remembered: further back than anybody rewinds
 
 
@@ -40,7 +40,7 @@ class IterableSamples:
     def next_update(self) -> Update:
         start, epoch, row = self.position, self._epoch, self._row
         rows = self._read(self.slicing.samples)
-        digest = sha256(rows[:_COMPARED])
+        digest = _digest(rows)
         if self._first_rows.setdefault(start, digest) != digest:
             rows = self._found_by_reading(epoch, row, self._first_rows[start])
         if len(self._first_rows) > _REMEMBERED:
@@ -107,7 +107,7 @@ class IterableSamples:
         )
         self._begin_by_reading(epoch, row)
         rows = self._read(self.slicing.samples)
-        if sha256(rows[:_COMPARED]) != expected:
+        if _digest(rows) != expected:
             raise TrainError(f"data.train: this {type(self.dataset).__name__} gives other rows when it is read again")
         return rows
 
@@ -128,3 +128,7 @@ class IterableSamples:
         if not rows:
             raise ValueError("the iterable data set is empty: it has no rows to train on")
         return rows
+
+
+def _digest(rows: list[Any]) -> str:
+    return sha256([*rows[:_COMPARED], rows[-1]])
