@@ -8,7 +8,8 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from resilient_train.config.compose import CONF, VERSION_BASE, explained, from_hydra
+from resilient_train.config.compose import from_hydra
+from resilient_train.config.explain import CONF, VERSION_BASE, explained
 from resilient_train.errors import TrainError
 from resilient_train.ranks.world import launched_rank
 from resilient_train.session import run

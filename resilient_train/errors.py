@@ -7,6 +7,7 @@ TrainError               1  told in one line; the traceback is in train.log
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 
@@ -30,12 +31,17 @@ class ConfigError(TrainError, ValueError):
         shown = "" if value is _NO_VALUE else f"={_short(value)}"
         super().__init__(f"{key}{shown}: {why}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.key, self.value, self.why)  # rank 0 sends it to the others
 
-class _NoValue:
-    pass
+
+class _NoValue(Enum):
+    """A single value that pickling leaves single."""
+
+    NO_VALUE = 0
 
 
-_NO_VALUE = _NoValue()
+_NO_VALUE = _NoValue.NO_VALUE
 
 
 def unusable(key: str, why: str) -> ConfigError:

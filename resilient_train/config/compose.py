@@ -1,31 +1,24 @@
-"""From Hydra's configuration to a checked one, and from Hydra's errors to one line."""
+"""From Hydra's configuration to a checked one, with a name and an identity."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import re
-import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import OmegaConfBaseException
 
+from resilient_train.config.explain import composed_raw, explained
 from resilient_train.config.schema import Config, broken_limit
-from resilient_train.errors import ConfigError, TrainError, unusable
-
-CONF = Path(__file__).parent.parent / "conf"
-VERSION_BASE = "1.3"
+from resilient_train.errors import ConfigError, unusable
 
 _IDENTITY = ("model", "data", "objective", "optimizer", "schedule", "run.seed")  # what makes it another run
 
@@ -83,87 +76,8 @@ def from_hydra(raw: DictConfig) -> Composed:
 
 def load(overrides: Sequence[str] = ()) -> Composed:
     """Compose a configuration without a command line: for scripts, benchmarks and tests."""
-    raw = _compose(overrides)
+    raw = composed_raw(overrides)
     return composed(OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"]), raw.hydra.runtime.choices)
-
-
-def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
-    """Turn an error of Hydra or OmegaConf into one line that names the key, the value and what is allowed."""
-    if isinstance(error, TrainError):
-        return error
-    text = str(error)
-    key = getattr(error, "full_key", None)
-    if isinstance(error, ValidationError) and key:
-        return _wrong_type(str(key), _value_of(str(key), overrides), text)
-    if isinstance(error, ConfigKeyError) and key:
-        return _unknown_key(str(key), _value_of(str(key), overrides), _fields_beside(str(key)))
-    if missing := re.search(
-        r"Could not find '([^']+)'\s*(?:Available options in '[^']+':\s*(.*?))?(?:Config search path|$)", text, re.S
-    ):
-        group, _, option = missing[1].rpartition("/")
-        options = (missing[2] or "").split()
-        return unusable(
-            f"{group or 'config'}={option}", f"no such option{_similar(option, options)}{_allowed(options)}"
-        )
-    if override := re.search(r"Could not override '([^']+)'", text):
-        name = override[1].split("@")[0]
-        return _unknown_key(name, _value_of(name, overrides), _keys_beside(name, overrides))
-    if missing_value := re.search(r"Missing mandatory value: (\S+)", text):
-        return unusable(missing_value[1], "has to be given")
-    return unusable("configuration", " ".join(text.split()))
-
-
-def _wrong_type(key: str, value: str | None, text: str) -> ConfigError:
-    wanted = re.search(r"could not be converted to (\w+)|for field of type '(\w+)'", text)
-    spoken = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "a text"}
-    spoken |= {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
-    kind = (wanted[1] or wanted[2]) if wanted else ""
-    why = f"is not {spoken.get(kind, kind)}" if wanted else " ".join(text.split("full_key")[0].split())
-    return ConfigError(key, value, why) if value is not None else unusable(key, why)
-
-
-def _unknown_key(key: str, value: str | None, known: Sequence[str]) -> ConfigError:
-    parent, _, name = key.rpartition(".")
-    why = f"no such key{_similar(name, known) or ';'}"
-    if known:
-        why += f" {parent or 'the configuration'} has {', '.join(known)}"
-    if parent and "_target_" in known:
-        why += f" (+{key}=... hands its target one argument more)"
-    return ConfigError(key, value, why) if value is not None else unusable(key, why)
-
-
-def _value_of(key: str, overrides: Iterable[str]) -> str | None:
-    for override in overrides:
-        name, equals, value = override.lstrip("+~").partition("=")
-        if equals and name.split("@")[0] == key:
-            return value
-    return None
-
-
-def _keys_beside(key: str, overrides: Sequence[str]) -> list[str]:
-    """Name the keys next to a misspelt one, with the options that were chosen on the same command line."""
-    chosen = [one for one in overrides if "." not in one.partition("=")[0] and one.partition("=")[0].lstrip("+") != key]
-    try:
-        node: Any = _compose([one for one in chosen if (CONF / one.partition("=")[0]).is_dir()])
-    except Exception:  # only a hint hangs on this
-        return []
-    for name in key.split(".")[:-1]:
-        node = node.get(name) if isinstance(node, DictConfig) else None
-    return [str(one) for one in node if one != "hydra"] if isinstance(node, DictConfig) else []
-
-
-def _fields_beside(key: str) -> list[str]:
-    kind: Any = Config
-    for name in key.split(".")[:-1]:
-        by_name = {field.name: _resolved(kind, field) for field in dataclasses.fields(kind)}
-        kind = by_name.get(name)
-        if not dataclasses.is_dataclass(kind):
-            return []
-    return [field.name for field in dataclasses.fields(kind)]
-
-
-def _resolved(owner: Any, field: dataclasses.Field[Any]) -> Any:
-    return typing.get_type_hints(owner)[field.name]
 
 
 def _check_limits(config: Any, path: str = "") -> None:
@@ -173,15 +87,6 @@ def _check_limits(config: Any, path: str = "") -> None:
             _check_limits(value, f"{path}{field.name}.")
         elif why := broken_limit(value, field):
             raise ConfigError(f"{path}{field.name}", value, why)
-
-
-def _compose(overrides: Sequence[str]) -> DictConfig:
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(CONF), version_base=VERSION_BASE):
-            return compose("config", overrides=list(overrides), return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explained(error, overrides) from error
 
 
 def _label(raw: DictConfig, choices: Mapping[str, Any]) -> str:
@@ -233,12 +138,3 @@ def flattened(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def _digest(*things: Any) -> str:
     return hashlib.sha256(json.dumps(things, sort_keys=True, default=str).encode()).hexdigest()[:6]
-
-
-def _similar(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _allowed(options: Sequence[str]) -> str:
-    return f" There are {', '.join(options)}" if options else ""

@@ -55,6 +55,8 @@ class World:
             )
         except ValueError as error:
             raise ConfigError("accelerate.mixed_precision", config.mixed_precision, str(error)) from error
+        # `accelerate launch` sets its own number in the environment, which would win without a word.
+        self.accelerator.gradient_accumulation_steps = config.gradient_accumulation_steps
         if self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
             why = "needs a GPU: half precision has no loss scaling on a CPU; bf16 works there"
             raise ConfigError("accelerate.mixed_precision", "fp16", why)

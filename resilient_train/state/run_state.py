@@ -76,24 +76,21 @@ class RunState:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put everything back, in place: tensors keep their addresses. Gradients, if there are any, are dropped."""
-        parts = dict(snapshot.parts)
-        for name, item in self._stateful.items():
-            if name in parts:
-                item.load_state_dict(copied(parts.pop(name)))
-        for name in [name for name in parts if name.startswith("random.")]:
-            randomness.restore(name.removeprefix("random."), parts.pop(name), self.device)
-        if "clock" in parts:
-            self.clock.step = parts.pop("clock")
-        for number, optimizer in enumerate(self.optimizers):
-            if (name := f"optimizer.{number}") in parts:
-                _restore_optimizer(optimizer, parts.pop(name))
+        parts = snapshot.parts
+        if parts.keys() != self._live().keys():
+            odd = ", ".join(sorted(parts.keys() ^ self._live().keys()))
+            raise ValueError(f"the snapshot is of another run: {odd} in one of them only")
         for name, tensors in (("weights", self._weights()), ("buffers", self._buffers())):
-            if name in parts:
-                saved = parts.pop(name)
-                copy_into(list(tensors.values()), [saved[key] for key in tensors])
+            copy_into(list(tensors.values()), [parts[name][key] for key in tensors])
         for weight in self.model.parameters():
             weight.grad = None
-        assert not parts, f"parts that nothing restores: {', '.join(parts)}"
+        for number, optimizer in enumerate(self.optimizers):
+            _restore_optimizer(optimizer, parts[f"optimizer.{number}"])
+        self.clock.step = parts["clock"]
+        for name, item in self._stateful.items():
+            item.load_state_dict(copied(parts[name]))
+        for name in [name for name in parts if name.startswith("random.")]:  # last: what came before may have drawn
+            randomness.restore(name.removeprefix("random."), parts[name], self.device)
 
     def sha256(self) -> str:
         """Digest of everything that rewinds."""
