@@ -2,7 +2,7 @@
 #
 #   docker build -t resilient-train .
 #   docker build -t resilient-train --build-arg BASE=pytorch/pytorch:2.13.0-cuda12.6-cudnn9-runtime .
-#   docker run --gpus all --ipc=host -v "$PWD/runs:/workspace/runs" resilient-train model=gpt recovery=aggressive
+#   docker run --gpus all --ipc=host -v "$PWD/runs:/workspace/runs" resilient-train model=gpt
 #
 # The default wants an NVIDIA driver of at least 580; older drivers take the second line. Any base will do that
 # has Python 3.11 or newer with torch and pip. --ipc=host, because workers hand batches over in shared memory.

@@ -49,7 +49,7 @@ def unusable(key: str, why: str) -> ConfigError:
     return ConfigError(key, _NO_VALUE, why)
 
 
-def _short(value: Any, limit: int = 80) -> str:
+def _short(value: Any, limit: int = 200) -> str:
     text = "null" if value is None else str(value)
     text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -44,7 +44,7 @@ KNOWN_TO = {
     "hydra": {"config", "__main__"},
     "omegaconf": {"config", "__main__"},
     "mlflow": {"record"},
-    "accelerate": {"guard", "train", "ranks", "assemble"},
+    "accelerate": {"ranks", "assemble"},
     "rich": {"record"},
     "transformers": {"zoo"},
     "datasets": {"zoo"},
