@@ -63,7 +63,8 @@ class Job:
     """What a process is to train."""
 
     workload: str
-    steps: int
+    warm_up: int
+    steps: int  # the warm-up's included
     log_every: int
     tracking: str
 
@@ -91,7 +92,13 @@ def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
         tracker = tracking.build(config.tracking, "step_cost", Path(scratch))
         run = assemble(config, world)
         tell(_work(run.model, run.updater.optimizers, run.slicing.samples))
-        train(run, _Counted(terminal.display(steps=job.steps, done=0), on_step), tracker)
+
+        def settled(step: int) -> None:
+            while step == job.warm_up and job.tracking == "mlflow" and tracker.run is None:
+                time.sleep(0.1)  # MLflow's import and its new database belong to the start, not to a step
+            on_step(step)
+
+        train(run, _Counted(terminal.display(steps=job.steps, done=0), settled), tracker)
         tracker.finish("completed")
         terminal.close()
 
@@ -131,16 +138,15 @@ def _work(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], s
 # ---------------------------------------------------------------------------------------------------------- in a child
 
 
-def child(loop: str, job: Job, blocks: int, steps_per_block: int, pipe: Connection) -> None:
+def child(loop: str, job: Job, steps_per_block: int, pipe: Connection) -> None:
     """Run blocks of steps, each when told to, and answer with the seconds it took."""
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    warm_up = job.steps - blocks * steps_per_block
     started = _clocks()
 
     def on_step(step: int) -> None:
         nonlocal started
-        if step >= warm_up and (step - warm_up) % steps_per_block == 0:
+        if step >= job.warm_up and (step - job.warm_up) % steps_per_block == 0:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             pipe.send(_clocks() - started)
@@ -163,7 +169,7 @@ def counting_child(loop: str, job: Job, pipe: Connection) -> None:
     counting = ExitStack()
 
     def on_step(step: int) -> None:
-        if step == job.steps - COUNTED:
+        if step == job.warm_up:
             counting.enter_context(_Calls(counts))
             counting.enter_context(_Reads(counts))
         elif step == job.steps:
@@ -171,7 +177,7 @@ def counting_child(loop: str, job: Job, pipe: Connection) -> None:
 
     LOOPS[loop](job, on_step, pipe.send)
     calls = counts.pop("call")
-    pipe.send({"torch_calls": calls / COUNTED, "host_reads": dict(counts)})
+    pipe.send({"torch_calls": calls / (job.steps - job.warm_up), "host_reads": dict(counts)})
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own says nothing of types
@@ -214,9 +220,9 @@ def _lives_on_device(tensor: Any) -> bool:
 class Runner:
     """A loop in a process of its own that moves only while it has leave."""
 
-    def __init__(self, loop: str, job: Job, blocks: int, steps_per_block: int) -> None:
+    def __init__(self, loop: str, job: Job, steps_per_block: int) -> None:
         self.loop = loop
-        self.process, self.pipe = _spawn(child, loop, job, blocks, steps_per_block)
+        self.process, self.pipe = _spawn(child, loop, job, steps_per_block)
 
     def warm_up(self) -> Any:
         """Wait until it stands before its first block; return what it works on."""
@@ -273,8 +279,8 @@ def time_blocks(options: Options, workload: str) -> dict[str, Any]:
     pairs: list[list[np.ndarray]] = []
     for fresh in np.array_split(np.arange(blocks), options.rounds):
         steps = WARM_UP[workload] + len(fresh) * steps_per_block
-        job = Job(workload, steps, options.log_every, options.tracking)
-        runners = [Runner(loop, job, len(fresh), steps_per_block) for loop in ("plain", options.ours)]
+        job = Job(workload, WARM_UP[workload], steps, options.log_every, options.tracking)
+        runners = [Runner(loop, job, steps_per_block) for loop in ("plain", options.ours)]
         try:
             plain_work, our_work = (runner.warm_up() for runner in runners)
             if plain_work != our_work:
@@ -310,7 +316,7 @@ def median_with_interval(values: np.ndarray) -> tuple[float, float, float]:
 def count_calls(options: Options, workload: str) -> dict[str, Any]:
     """Count torch calls and host reads of steady steps, without any logging and with the usual."""
     spawned = {
-        (loop, log_every): _spawn(counting_child, loop, Job(workload, 40 + COUNTED, log_every, "none"))
+        (loop, log_every): _spawn(counting_child, loop, Job(workload, 40, 40 + COUNTED, log_every, "none"))
         for loop in sorted({"plain", options.ours}, reverse=True)
         for log_every in (NEVER, 10)
     }

@@ -460,9 +460,15 @@ def test_the_environment_names_the_store_when_the_configuration_does_not(
         ("databricks", ""),
     ],
 )
-def test_the_command_that_opens_a_database_can_be_pasted(uri: str, command: str) -> None:
-    """A server needs none."""
+def test_the_command_that_opens_a_database_can_be_pasted(
+    uri: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server needs none; where the environment is not activated, the program is named with its path."""
+    programs = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
     assert ui_command(uri) == command
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert ui_command(uri) == (f"{programs}/{command}" if command else "")
 
 
 @pytest.mark.parametrize(

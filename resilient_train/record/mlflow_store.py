@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -70,9 +72,13 @@ def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
 
 
 def ui_command(tracking_uri: str) -> str:
-    """Return the shell command that shows a database; empty for a server, which shows itself."""
-    is_database = not tracking_uri.startswith(("http://", "https://", *_SCHEMELESS))
-    return f"mlflow ui --backend-store-uri {shlex.quote(tracking_uri)}" if is_database else ""
+    """Return the shell command that shows a database, from any directory; empty for a server, which shows itself."""
+    if tracking_uri.startswith(("http://", "https://", *_SCHEMELESS)):
+        return ""
+    beside_python = Path(sys.executable).with_name("mlflow")
+    is_found = shutil.which("mlflow") == str(beside_python) or not beside_python.exists()
+    program = "mlflow" if is_found else shlex.quote(str(beside_python))  # an environment that is not activated
+    return f"{program} ui --backend-store-uri {shlex.quote(tracking_uri)}"
 
 
 def shown(uri: str) -> str:
