@@ -39,8 +39,8 @@ def run(composed: Composed) -> Ending:
     world = World(config.accelerate)
     terminal = Terminal(is_main=world.is_main)
     held: list[DirectoryLock] = []
-    directory = world.on_main(lambda: _open(composed, held))
     try:
+        directory = world.on_main(lambda: _open(composed, held))
         if directory.finished is not None:
             return _already_complete(directory, directory.finished)
         terminal.log_to(directory.log(world.rank))

@@ -39,27 +39,30 @@ class Terminal:
     def __init__(self, *, is_main: bool) -> None:
         self.console = Console(highlight=False, soft_wrap=True)
         self.is_live = is_main and self.console.is_terminal
+        self._before = log.level, log.propagate
+        self._handlers: list[logging.Handler] = []
         log.setLevel(logging.INFO)
         log.propagate = False
-        for handler in list(log.handlers):
-            log.removeHandler(handler)
-            handler.close()
-        if is_main:
-            log.addHandler(_ToConsole(self.console, hide_progress=self.is_live))
-        else:
-            log.addHandler(logging.NullHandler())  # else logging prints to stderr on its own
+        # Without any handler logging would print to stderr on its own.
+        self._add(_ToConsole(self.console, hide_progress=self.is_live) if is_main else logging.NullHandler())
 
     def log_to(self, path: Path) -> None:
         """Write everything to a file as well, with the time and with tracebacks."""
         file = logging.FileHandler(path, encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        log.addHandler(file)
+        self._add(file)
 
     def close(self) -> None:
-        """Let go of the log file; what is said afterwards still reaches the terminal."""
-        for handler in [one for one in log.handlers if isinstance(one, logging.FileHandler)]:
+        """Leave the log as it was found: in a sweep the next run has its own file."""
+        for handler in self._handlers:
             log.removeHandler(handler)
             handler.close()
+        log.setLevel(self._before[0])
+        log.propagate = self._before[1]
+
+    def _add(self, handler: logging.Handler) -> None:
+        self._handlers.append(handler)
+        log.addHandler(handler)
 
     def display(self, *, steps: int, done: int) -> Display:
         """Begin to show progress."""
