@@ -23,7 +23,8 @@ from step_cost import machine, median_with_interval
 
 STEPS = 1000
 PLAIN = [str(Path(__file__).with_name("plain_loop.py")), "mlp", f"--steps={STEPS}", "--log-every=1"]
-OURS = ["-m", "resilient_train", "model=mlp", "data=digits", "objective=classification", "tracking=mlflow"]
+OURS = ["-m", "resilient_train", "model=mlp", "data=digits", "objective=classification", f"run.steps={STEPS}"]
+OURS += ["run.log_every=1", "run.dir=run", "tracking=mlflow", "tracking.uri=sqlite:///mlflow.db"]
 
 
 def first_update(command: list[str]) -> float:
@@ -53,7 +54,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     origin = machine()
     print(", ".join(f"{name} {value}" for name, value in origin.items()), flush=True)
-    commands = {"plain": PLAIN, "ours": [*OURS, f"run.steps={STEPS}", "run.log_every=1", "run.dir=run"]}
+    commands = {"plain": PLAIN, "ours": OURS}
     for command in commands.values():
         first_update(command)  # from now on the files of both are in memory
     seconds: dict[str, list[float]] = {"plain": [], "ours": []}

@@ -32,7 +32,7 @@ def cosine(step: int, *, steps: int, final_factor: float, warmup_steps: int) -> 
 
 
 def _progress(step: int, start: int, stop: int) -> float:
-    return min(1.0, max(0, step - start) / (stop - start)) if stop > start else 1.0
+    return min(1.0, (step - start) / max(1, stop - start)) if step > start else 0.0
 
 
 def warmth(step: int, warmup_steps: int) -> float:
