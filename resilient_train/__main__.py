@@ -6,6 +6,8 @@ import os
 import sys
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from resilient_train.config.compose import from_hydra
@@ -29,7 +31,7 @@ def main() -> None:
         if wants_traceback:
             raise
         _exit_codes.append(_complain(explained(error, sys.argv[1:])))
-    sys.exit(max(_exit_codes, default=0))
+    _leave(max(_exit_codes, default=0))
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")
@@ -37,11 +39,26 @@ def _job(raw: DictConfig) -> float | None:
     """One run, or one of a sweep: a job that fails does not keep the others from running."""
     try:
         ending = run(from_hydra(raw))
-    except TrainError as error:
-        _exit_codes.append(_complain(error))
+    except Exception as error:
+        if not isinstance(error, TrainError) and not _is_sweep():
+            raise
+        _exit_codes.append(_complain(explained(error)))
         return None
     _exit_codes.append(ending.exit_code)
     return ending.loss  # what a sweeper minimises
+
+
+def _is_sweep() -> bool:
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def _leave(code: int) -> None:
+    """End the process. One that failed beside others ends at once: gloo's threads would abort it on its way out."""
+    if code and "WORLD_SIZE" in os.environ:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _complain(error: TrainError) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import send_to_device
 from torch import nn
 from torch.optim import Optimizer
@@ -20,18 +21,16 @@ from resilient_train.data import build as data
 from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
-from resilient_train.errors import ConfigError
+from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.objective import Measured
 from resilient_train.ranks.world import World
 from resilient_train.record.summary import Tally
-from resilient_train.state.randomness import mix, seed_all
+from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.run_state import Clock, RunState
 from resilient_train.update.optimizers import parameter_groups
 from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
 from resilient_train.update.updater import Updater
 from resilient_train.watch.vitals import VitalsLog
-
-_INITIAL_WEIGHTS = 1  # keeps the numbers that initial weights are drawn from apart from the first update's
 
 
 @dataclass
@@ -57,6 +56,12 @@ class Run:
         """Move a batch of any shape to where the model is."""
         return batch if self.world.device.type == "cpu" else send_to_device(batch, self.world.device, non_blocking=True)
 
+    def close(self) -> None:
+        """Let go of worker processes."""
+        self.samples.close()
+        if self.evaluation is not None:
+            self.evaluation.close()
+
     def __str__(self) -> str:
         count = sum(weight.numel() for weight in self.bare_model.parameters())
         sliced = self.slicing
@@ -68,8 +73,8 @@ class Run:
 def assemble(config: Config, world: World) -> Run:
     """Build everything a configuration names."""
     seed = config.run.seed
-    seed_all(mix(seed, _INITIAL_WEIGHTS), world.device)
-    objective = Measured(_objective(config.objective), config.objective["_target_"])
+    seed_all(mix(Purpose.INITIAL_WEIGHTS, seed), world.device)
+    objective = Measured(_objective(config.objective, world.device), config.objective["_target_"])
     slicing = Slicing(config.data.batch_size, config.accelerate.gradient_accumulation_steps, world.rank, world.size)
     collate = _collate(config.data.collate)
     samples = data.samples(
@@ -89,11 +94,11 @@ def assemble(config: Config, world: World) -> Run:
     schedules = [_schedule(config.schedule, optimizer) for optimizer in optimizers]
     if config.accelerate.compile:
         model.compile()  # in place: torch.compile() would put _orig_mod. before every name
-    prepared, *prepared_optimizers = world.accelerator.prepare(model, *optimizers)
+    # Accelerate's wrappers around the optimizers are left aside: what they add, the updater does itself.
+    prepared, *_ = world.accelerator.prepare(model, *optimizers)
     clock = Clock()
     state = RunState(model, optimizers, schedules, samples, clock, device=world.device, scaler=world.accelerator.scaler)
-    unscale = world.accelerator.unscale_gradients if world.accelerator.scaler is not None else None
-    updater = Updater(prepared_optimizers, schedules, config.clip, unscale=unscale)
+    updater = Updater(optimizers, schedules, config.clip, scaler=world.accelerator.scaler)
     return Run(
         config=config,
         world=world,
@@ -106,7 +111,7 @@ def assemble(config: Config, world: World) -> Run:
         updater=updater,
         state=state,
         clock=clock,
-        vitals=VitalsLog(world.mean),
+        vitals=VitalsLog(world),
     )
 
 
@@ -121,15 +126,17 @@ def _model(config: Config) -> nn.Module:
     return model
 
 
-def _objective(node: dict[str, Any]) -> Any:
-    target = targets.check(
-        "objective", node, given=0 if inspect.isclass(targets.find("objective._target_", node["_target_"])) else 2
-    )
-    if inspect.isclass(target):
+def _objective(node: dict[str, Any], device: torch.device) -> Any:
+    if inspect.isclass(targets.find("objective._target_", node.get("_target_"))):
         node = {**node, "_partial_": False}  # an object whose __call__ is the objective
     objective = targets.build("objective", node)
     if not callable(objective):
         raise targets.described("objective", node, objective, "a callable (model, batch) -> loss")
+    if isinstance(objective, nn.Module):
+        if any(weight.requires_grad for weight in objective.parameters()):
+            why = "has weights of its own, which nobody would train: put them into the model"
+            raise ConfigError("objective._target_", node["_target_"], why)
+        objective = objective.to(device)
     try:
         inspect.signature(objective).bind("model", "batch")
     except TypeError as error:
@@ -175,13 +182,23 @@ def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Schedule:
         node = {key: value for key, value in node.items() if key != "warmup_steps"}
     targets.check("schedule", node, given=1)
     factory = targets.build("schedule", {**node, "_partial_": True})
-    if (inspect.isclass(target) and issubclass(target, LRScheduler)) or _first_parameter(target) == "optimizer":
-        if target is ReduceLROnPlateau:
-            raise ConfigError(
-                "schedule._target_", node["_target_"], "follows a metric, not the step, and is not supported"
-            )
-        return ShadowSchedule(optimizer, factory, warmup_steps)
-    return CurveSchedule([group["lr"] for group in optimizer.param_groups], factory, warmup_steps)
+    if any("lr" not in group for group in optimizer.param_groups):
+        raise ConfigError(
+            "schedule._target_", node["_target_"], "moves the rate lr, which this optimizer does not have"
+        )
+    if target is ReduceLROnPlateau:
+        raise ConfigError("schedule._target_", node["_target_"], "follows a metric, not the step, and is not supported")
+    moves_groups = (inspect.isclass(target) and issubclass(target, LRScheduler)) or _first_parameter(
+        target
+    ) == "optimizer"
+    try:
+        if moves_groups:
+            return ShadowSchedule(optimizer, factory, warmup_steps)
+        schedule = CurveSchedule([group["lr"] for group in optimizer.param_groups], factory, warmup_steps)
+        schedule.settings(0)
+        return schedule
+    except Exception as error:
+        raise ConfigError("schedule._target_", node["_target_"], f"failed with {in_one_line(error)}") from error
 
 
 def _first_parameter(target: Any) -> str | None:

@@ -7,6 +7,8 @@ TrainError               1  told in one line; the traceback is in train.log
 
 from __future__ import annotations
 
+import re
+import traceback
 from enum import Enum
 from typing import Any
 
@@ -47,6 +49,30 @@ _NO_VALUE = _NoValue.NO_VALUE
 def unusable(key: str, why: str) -> ConfigError:
     """Build a ConfigError about a key whose value is no use in the message."""
     return ConfigError(key, _NO_VALUE, why)
+
+
+_PLUMBING = {"hydra", "omegaconf", "importlib", "torch", "accelerate"}
+
+
+def in_one_line(error: BaseException) -> str:
+    """Tell any error in one line, with the place in the user's code where it was raised."""
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    kind, text = type(error).__name__, str(error)
+    if "Original Traceback" in text:  # of a data worker, whose frames torch hands over as text
+        frames = [(name, int(line)) for name, line in re.findall(r'File "(.+?)", line (\d+)', text)]
+        kind, _, text = text.strip().splitlines()[-1].partition(": ")
+    if isinstance(error, SyntaxError) and error.filename:
+        frames, text = [(error.filename, error.lineno)], error.msg
+    theirs = [f"{name}:{line}" for name, line in frames if not _is_plumbing(name)]
+    return f"{kind}: {_short(text, 300)}" + (f" ({theirs[-1]})" if theirs else "")
+
+
+def _is_plumbing(filename: str) -> bool:
+    parts = filename.replace("\\", "/").split("/")
+    ours = "resilient_train" in parts and "zoo" not in parts
+    return (
+        ours or filename.startswith("<") or bool({"hydra", "omegaconf", "importlib", "torch", "accelerate"} & {*parts})
+    )
 
 
 def _short(value: Any, limit: int = 200) -> str:

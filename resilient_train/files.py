@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_TEMPORARY = ".resilient-tmp"
+
 
 def commit(path: Path, write: Callable[[Path], object]) -> None:
     """Write beside `path`, sync, rename, sync the directory."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}{_TEMPORARY}")
     write(temporary)
     with open(temporary, "rb+") as file:
         os.fsync(file.fileno())
@@ -21,6 +23,11 @@ def commit(path: Path, write: Callable[[Path], object]) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def is_left_over(name: str) -> bool:
+    """Say whether a file is what a kill in the middle of a commit leaves behind."""
+    return name.startswith(".") and name.endswith(_TEMPORARY)
 
 
 def commit_text(path: Path, text: str) -> None:

@@ -34,10 +34,23 @@ class Measured:
                 _KEY, self.name, f"returned a loss of shape {shape}: a scalar is wanted, such as its mean()"
             )
         if not isinstance(metrics, Mapping):
-            raise ConfigError(
-                _KEY, self.name, f"returned a {type(metrics).__name__} beside the loss: {{name: value}} is wanted"
-            )
-        return loss.reshape(()), metrics
+            what = type(metrics).__name__
+            raise ConfigError(_KEY, self.name, f"returned a {what} beside the loss: {{name: value}} is wanted")
+        return loss.reshape(()), {str(name): self._scalar(str(name), value) for name, value in metrics.items()}
+
+    def _scalar(self, name: str, value: Any) -> torch.Tensor | float:
+        """Metrics are kept until somebody looks: without their graphs, which would keep whole forwards alive."""
+        if name == "loss":
+            raise ConfigError(_KEY, self.name, "returned a metric named loss: that name is taken by the loss itself")
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return value.detach().reshape(())
+        if isinstance(value, int | float):
+            return value
+        shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
+        what = f"a {type(value).__name__}{shape}"
+        raise ConfigError(
+            _KEY, self.name, f"returned {what} as the metric {name}: a number or a scalar tensor is wanted"
+        )
 
     def for_training(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
         """Measure, and insist that the loss can be differentiated."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,10 @@ from resilient_train import __version__
 from resilient_train.assemble import Run, assemble
 from resilient_train.checkpoint import weights
 from resilient_train.config.compose import Composed, flattened
-from resilient_train.config.targets import told
-from resilient_train.errors import ConfigError, TrainError
+from resilient_train.errors import ConfigError, TrainError, in_one_line
 from resilient_train.files import commit_text
 from resilient_train.ranks.lock import DirectoryLock
-from resilient_train.ranks.world import World
+from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import tracking
 from resilient_train.record.console import Terminal, duration, log
 from resilient_train.record.directory import RunDirectory, claim
@@ -42,10 +42,11 @@ def run(composed: Composed) -> Ending:
     try:
         directory = world.on_main(lambda: _open(composed, held))
         if directory.finished is not None:
-            return _already_complete(directory, directory.finished)
-        terminal.log_to(directory.log(world.rank))
-        set_deterministic(config.run.deterministic)
-        ending = _run(composed, world, terminal, directory)
+            ending = _already_complete(directory, directory.finished)
+        else:
+            terminal.log_to(directory.log(world.rank))
+            set_deterministic(config.run.deterministic)
+            ending = _run(composed, world, terminal, directory)
         if ending.exit_code == 0:
             world.leave()
         return ending
@@ -58,7 +59,9 @@ def run(composed: Composed) -> Ending:
 def _open(composed: Composed, held: list[DirectoryLock]) -> RunDirectory:
     """Choose and lock the run directory: a decision of rank 0."""
     settings = composed.config.run
-    directory, lock = claim(Path(settings.dir), steps=settings.steps, resume=settings.resume)
+    directory, lock = claim(
+        Path(settings.dir), steps=settings.steps, resume=settings.resume, is_same=composed.is_same_as
+    )
     held.append(lock)
     if directory.finished is None:
         commit_text(directory.config, composed.yaml)
@@ -87,27 +90,40 @@ def _run(composed: Composed, world: World, terminal: Terminal, directory: RunDir
             train(assembled, display, tracker)
         finally:
             display.close()
-            assembled.samples.close()
+            assembled.close()
         if world.is_main:
             weights.save(assembled.bare_model, directory.path / weights.WEIGHTS)
         status = "completed"
-    except BaseException as caught:
+    except BaseException as caught:  # a SystemExit in a user's code, too: it is not the end that was asked for
         error = caught
-    tracker.artifact(directory.log(0))
-    tracked = tracker.finish(status)
-    exit_code = _exit_code(error)
     seconds = time.monotonic() - started
+    summary = _summary(status, _exit_code(error), seconds, assembled)
+    _say(error, directory, world, assembled, seconds)
     if world.is_main:
-        _summary(status, exit_code, seconds, assembled, tracked).write(directory.summary)
-    if error is not None:
-        _tell(error, directory, world)
-        if not isinstance(error, Exception | KeyboardInterrupt):
-            raise error
-        return Ending(exit_code, None)
-    assert assembled is not None
-    _farewell(directory, assembled, seconds, tracked)
-    evaluated = assembled.evaluated
-    return Ending(exit_code, evaluated["loss"] if evaluated else assembled.tally.final_loss)
+        summary.write(directory.summary)  # before MLflow may take its time
+        if summary.ticks:  # a mistake in a configuration is nothing to track
+            tracker.artifact(directory.log(0))
+            tracked = _finish(tracker, status)
+            summary.mlflow = tracked.as_dict() if tracked else None
+            summary.write(directory.summary)
+    evaluated = assembled.evaluated if assembled else None
+    loss = evaluated["loss"] if evaluated else summary.final_loss
+    return Ending(summary.exit_code, None if error else loss)
+
+
+def _finish(tracker: Tracker, status: str) -> TrackedRun | None:
+    """Deliver the rest to MLflow and say where to look."""
+    try:
+        tracked = tracker.finish(status)
+    except KeyboardInterrupt:
+        log.warning("interrupted while MLflow was being told the rest")
+        return tracker.run
+    if tracked is not None:
+        if tracked.tracking_uri.startswith("sqlite:"):
+            log.info("to see it, start\n  %s", tracking.ui_command(tracked.tracking_uri))
+        if tracked.url:
+            log.info("and open\n  %s", tracked.url)
+    return tracked
 
 
 def _greet(directory: RunDirectory, world: World) -> None:
@@ -124,26 +140,28 @@ def _already_complete(directory: RunDirectory, summary: dict[str, Any]) -> Endin
     return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else summary.get("final_loss"))
 
 
-def _farewell(directory: RunDirectory, run: Run, seconds: float, tracked: TrackedRun | None) -> None:
-    loss = run.tally.final_loss
-    evaluated = "".join(f", evaluation {name} {value:.4g}" for name, value in (run.evaluated or {}).items())
-    log.info("completed %d steps in %s: loss %.4g%s", run.clock.step, duration(seconds), loss, evaluated)
-    log.info("weights and summary in %s", directory.path)
-    if tracked is not None:
-        if tracked.tracking_uri.startswith("sqlite:"):
-            log.info("to see it, start\n  %s", tracking.ui_command(tracked.tracking_uri))
-        if tracked.url:
-            log.info("and open\n  %s", tracked.url)
-
-
-def _tell(error: BaseException, directory: RunDirectory, world: World) -> None:
-    """One line for the terminal; the traceback goes to the log file."""
-    if isinstance(error, TrainError):
-        log.error("error: %s", error, exc_info=error.__cause__)
+def _say(error: BaseException | None, directory: RunDirectory, world: World, run: Run | None, seconds: float) -> None:
+    """Say how it ended: one line for the terminal; a traceback goes to the log file."""
+    if error is None:
+        assert run is not None
+        loss = f"{run.tally.final_loss:.4g}" if run.tally.final_loss is not None else "none"
+        evaluated = "".join(f", evaluation {name} {value:.4g}" for name, value in (run.evaluated or {}).items())
+        log.info("completed %d steps in %s: loss %s%s", run.clock.step, duration(seconds), loss, evaluated)
+        log.info("weights and summary in %s", directory.path)
+    elif isinstance(error, TrainError):
+        # Every rank finds the same fault in a configuration; rank 0 says it for all.
+        level = logging.ERROR if world.is_main or not isinstance(error, ConfigError) else logging.INFO
+        log.log(level, "error: %s", error, exc_info=error.__cause__)
     elif isinstance(error, KeyboardInterrupt):
         log.error("interrupted: the run cannot be continued yet, the same command starts it anew")
+    elif world.size > 1 and is_lost_peer(error):
+        log.error(
+            "error: another process of this run ended; its own line is above, or in its train.rank*.log", exc_info=error
+        )
     else:
-        log.error("error: %s; the traceback is in %s", told(error), directory.log(world.rank), exc_info=error)
+        where = f" on rank {world.rank}" if world.size > 1 else ""
+        file = directory.log(world.rank)
+        log.error("error%s: %s; the traceback is in %s", where, in_one_line(error), file, exc_info=error)
 
 
 def _exit_code(error: BaseException | None) -> int:
@@ -152,7 +170,7 @@ def _exit_code(error: BaseException | None) -> int:
     return error.exit_code if isinstance(error, TrainError) else 1
 
 
-def _summary(status: str, exit_code: int, seconds: float, run: Run | None, tracked: TrackedRun | None) -> Summary:
+def _summary(status: str, exit_code: int, seconds: float, run: Run | None) -> Summary:
     clock = run.clock if run else None
     return Summary(
         status=status,
@@ -167,5 +185,5 @@ def _summary(status: str, exit_code: int, seconds: float, run: Run | None, track
         step_ms=run.tally.step_ms if run else None,
         weights_sha256=run.state.weights_sha256() if run and status == "completed" else None,
         state_sha256=run.state.sha256() if run and status == "completed" else None,
-        mlflow=tracked.as_dict() if tracked else None,
+        mlflow=None,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -14,18 +13,18 @@ from resilient_train.assemble import Run
 from resilient_train.objective import Metrics
 from resilient_train.record.console import Display, log
 from resilient_train.record.tracking import Tracker
-from resilient_train.state.randomness import mix, preserved, seed_all
+from resilient_train.state.randomness import Purpose, mix, preserved, seed_all
 
 
 def train(run: Run, display: Display, tracker: Tracker) -> None:
     """Make updates until `run.steps` of them are accepted; evaluate on the way and at the end."""
     settings, clock, world = run.config.run, run.clock, run.world
     run.model.train()
+    run.tally.start_lap()
     while clock.step < settings.steps:
-        started = time.perf_counter()
         update = run.samples.next_update()
         # Training randomness is a function of the place in the stream: a repeated update repeats its dropout.
-        seed_all(mix(settings.seed, update.start, world.rank), world.device)
+        seed_all(mix(Purpose.UPDATE, settings.seed, update.start, world.rank), world.device)
         loss, metrics = forward_backward(run, update.batches)
         applied = run.updater.apply(clock.step)
         clock.tick += 1
@@ -39,7 +38,6 @@ def train(run: Run, display: Display, tracker: Tracker) -> None:
             grad_norm=applied.grad_norm,
             metrics=metrics,
         )
-        run.tally.step_seconds.append(time.perf_counter() - started)
         display.step(clock.step)
         if clock.tick == 1:
             tracker.begin()  # MLflow may load now; before, it would have kept the first update waiting
@@ -64,8 +62,8 @@ def forward_backward(run: Run, batches: Sequence[Any]) -> tuple[torch.Tensor, Me
         measured.append((loss.detach(), metrics))
     if len(measured) == 1:
         return measured[0]
-    names = set.intersection(*(set(metrics) for _, metrics in measured))
-    means = {name: _mean([metrics[name] for _, metrics in measured]) for name in sorted(names)}
+    names = sorted({name for _, metrics in measured for name in metrics})
+    means = {name: _mean([metrics[name] for _, metrics in measured if name in metrics]) for name in names}
     return _mean([loss for loss, _ in measured]), means
 
 
@@ -77,7 +75,7 @@ def report(run: Run, display: Display, tracker: Tracker) -> None:
         return
     newest = vitals[-1]
     display.show(newest)
-    seconds = run.tally.step_seconds[-1]
+    seconds = run.tally.lap(len(vitals))
     values = {"loss": newest.loss, "grad_norm": newest.grad_norm, "lr": newest.lr, "step": newest.step}
     values |= {f"train/{name}": value for name, value in newest.metrics.items()}
     tracker.metrics(
@@ -100,7 +98,7 @@ def evaluate(run: Run) -> dict[str, float]:
     """Return the mean over all rows and ranks of the loss and of what the objective reports."""
     assert run.evaluation is not None
     sums: dict[str, torch.Tensor] = {}
-    rows = 0
+    rows: dict[str, int] = {}
     run.model.eval()
     with preserved(run.world.device):  # whatever evaluation draws, training goes on as if it had not happened
         for batch, weight in run.evaluation:
@@ -108,12 +106,14 @@ def evaluate(run: Run) -> dict[str, float]:
             for name, value in {"loss": loss, **metrics}.items():
                 part = torch.as_tensor(value, dtype=torch.float32, device=run.world.device) * weight
                 sums[name] = sums[name] + part if name in sums else part
-            rows += weight
+                rows[name] = rows.get(name, 0) + weight
     run.model.train()
-    names = sorted(sums, key=lambda name: (name != "loss", name))
-    count = torch.tensor(float(rows), device=run.world.device)
-    totals = run.world.sum(torch.stack([*(sums[name] for name in names), count])).tolist()
-    return {name: total / totals[-1] if totals[-1] else math.nan for name, total in zip(names, totals, strict=False)}
+    run.tally.start_lap()  # a step's time has no evaluation in it
+    names = sorted(run.world.union(sums), key=lambda name: (name != "loss", name))
+    cells = [cell for name in names for cell in (sums.get(name, 0.0), rows.get(name, 0))]
+    totals = run.world.sum(torch.stack([torch.as_tensor(cell, device=run.world.device).float() for cell in cells]))
+    pairs = totals.view(-1, 2).tolist()
+    return {name: total / count if count else math.nan for name, (total, count) in zip(names, pairs, strict=True)}
 
 
 def _mean(values: Sequence[torch.Tensor | float]) -> torch.Tensor:

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from resilient_train.config.explain import composed_raw, explained
 from resilient_train.config.schema import Config, broken_limit
 from resilient_train.errors import ConfigError, unusable
+from resilient_train.record.mlflow_store import shown
 
 _IDENTITY = ("model", "data", "objective", "optimizer", "schedule", "run.seed")  # what makes it another run
 
@@ -33,6 +34,10 @@ class Composed:
     @property
     def yaml(self) -> str:
         return OmegaConf.to_yaml(OmegaConf.create(self.resolved))
+
+    def is_same_as(self, written: Path) -> bool:
+        """Say whether a config.yaml is of the same run."""
+        return not self.differences(written)
 
     def differences(self, written: Path) -> list[str]:
         """Tell where a config.yaml is another run than this; more steps do not make it one."""
@@ -52,6 +57,8 @@ def composed(raw: DictConfig, choices: Mapping[str, Any], *, swept: Sequence[str
         raw.run.name = f"{_label(raw, choices)}-{_digest(_identity_unresolved(raw), list(swept))}"
     elif swept:
         raw.run.name = f"{raw.run.name}-{_digest(list(swept))}"
+    if swept and "${run.name}" not in str(OmegaConf.to_container(raw.run, resolve=False)["dir"]):  # type: ignore[index,call-overload]
+        raw.run.dir = f"{raw.run.dir}/{raw.run.name}"  # each job of a sweep has a directory of its own
     try:
         resolved = OmegaConf.to_container(raw, resolve=True)
         checked = OmegaConf.merge(OmegaConf.structured(Config), resolved)
@@ -64,6 +71,8 @@ def composed(raw: DictConfig, choices: Mapping[str, Any], *, swept: Sequence[str
     assert isinstance(config, Config)
     assert isinstance(resolved, dict)
     _check_limits(config)
+    if config.tracking.uri is not None:
+        resolved["tracking"]["uri"] = shown(config.tracking.uri)  # this copy is written down
     return Composed(config, resolved)  # type: ignore[arg-type]  # keys are strings
 
 

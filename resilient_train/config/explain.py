@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from resilient_train.config.schema import Config
-from resilient_train.errors import ConfigError, TrainError, unusable
+from resilient_train.errors import ConfigError, TrainError, in_one_line, unusable
 
 CONF = Path(__file__).parent.parent / "conf"
 VERSION_BASE = "1.3"
@@ -34,9 +34,14 @@ def composed_raw(overrides: Sequence[str]) -> DictConfig:
 
 
 def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
-    """Turn an error of Hydra or OmegaConf into one line that names the key, the value and what is allowed."""
+    """Turn an error of Hydra or OmegaConf into one line that names the key, the value and what is allowed.
+
+    Any other error is no fault of the configuration, and is told as what it is.
+    """
     if isinstance(error, TrainError):
         return error
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return TrainError(in_one_line(error))
     text = str(error)
     key = getattr(error, "full_key", None)
     if isinstance(error, ValidationError) and key:

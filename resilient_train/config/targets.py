@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from resilient_train.errors import ConfigError
+from resilient_train.errors import ConfigError, in_one_line
 
 Node = Mapping[str, Any]
 
@@ -39,7 +38,7 @@ def find(key: str, path: Any) -> Any:
                 key, path, f"cannot be imported: {name} needs {error.name}, which is not installed"
             ) from error
         except Exception as error:
-            raise ConfigError(key, path, f"cannot be imported: {told(error)}") from error
+            raise ConfigError(key, path, f"cannot be imported: {in_one_line(error)}") from error
         for attribute in parts[count:]:
             if not hasattr(found, attribute):
                 what = f"{getattr(found, '__name__', found)} has no {attribute}"
@@ -75,7 +74,7 @@ def check(key: str, node: Node, *, given: int = 0) -> Any:
             raise ConfigError(
                 f"{key}.{name}", value, f"{node['_target_']} has no such argument{_similar(name, free)}; {allowed}"
             )
-        wanted = _expected(free[name], hints.get(name))
+        wanted = hints.get(name, Any)
         if not isinstance(value, Mapping) and not _fits(value, wanted):
             raise ConfigError(
                 f"{key}.{name}", value, f"has the wrong type: {node['_target_']} takes {_spoken(wanted)} here"
@@ -94,34 +93,12 @@ def build(key: str, node: Node, *given: Any) -> Any:
         return instantiate(OmegaConf.create(dict(node)), *given, _convert_="all")
     except Exception as error:
         cause = error.__cause__ or error
-        raise ConfigError(f"{key}._target_", node["_target_"], f"failed with {told(cause)}") from cause
+        raise ConfigError(f"{key}._target_", node["_target_"], f"failed with {in_one_line(cause)}") from cause
 
 
 def described(key: str, node: Node, thing: Any, wanted: str) -> ConfigError:
     """Build the error for a target that gave a thing of the wrong kind."""
     return ConfigError(f"{key}._target_", node["_target_"], f"gave a {type(thing).__name__}; {wanted} is wanted")
-
-
-def told(error: BaseException) -> str:
-    """Tell an error in one line, with the place in the user's code where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not _is_plumbing(frame.filename)]
-    if isinstance(error, SyntaxError) and error.filename:
-        place = f" ({error.filename}:{error.lineno})"
-        message = error.msg
-    else:
-        place = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
-        message = str(error)
-    return f"{type(error).__name__}: {' '.join(message.split())}{place}"
-
-
-def _is_plumbing(filename: str) -> bool:
-    parts = filename.replace("\\", "/").split("/")
-    return (
-        bool({"hydra", "omegaconf", "importlib", "torch", "accelerate"} & set(parts))
-        or filename.startswith("<")
-        or ("resilient_train" in parts and "zoo" not in parts)
-    )
 
 
 def _similar(name: str, known: Iterable[str]) -> str:
@@ -134,12 +111,6 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
         return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
     except Exception:  # an annotation that cannot be resolved is no reason to refuse its owner
         return {}
-
-
-def _expected(parameter: inspect.Parameter, hint: Any) -> Any:
-    if hint is not None:
-        return hint
-    return float | bool if isinstance(parameter.default, int | float) else Any  # `scale=1` may well mean a float
 
 
 def _fits(value: Any, wanted: Any) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
 from resilient_train.data.iterable import IterableSamples
 from resilient_train.data.rows import Collate
@@ -15,12 +17,14 @@ from resilient_train.errors import ConfigError
 
 @dataclass
 class DataConfig:
+    """What is optional has its default here as well: a user's own file names what it needs and nothing else."""
+
     train: dict[str, Any]
-    eval: dict[str, Any] | None
     batch_size: int = field(metadata={"at_least": 1})
-    shuffle: bool
-    num_workers: int = field(metadata={"at_least": 0})
-    collate: Any  # an import path, a node with a _target_, or null
+    eval: dict[str, Any] | None = None
+    shuffle: bool = True
+    num_workers: int = field(default=0, metadata={"at_least": 0})
+    collate: Any = None  # an import path, a node with a _target_, or null
 
 
 def samples(
@@ -47,12 +51,14 @@ def evaluation(
     """Deal an evaluation set over the ranks."""
     assert config.eval is not None
     if not _is_map_style(dataset, "data.eval._target_", config.eval["_target_"]):
-        return IterableEvaluation(dataset, slicing, collate=collate)
+        return IterableEvaluation(dataset, slicing, seed=seed, collate=collate)
     return MapEvaluation(dataset, slicing, seed=seed, collate=collate, num_workers=config.num_workers)
 
 
 def _is_map_style(dataset: Any, key: str, path: str) -> bool:
     kind = type(dataset)
+    if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises
+        return False
     if hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
         if len(dataset) == 0:
             raise ConfigError(key, path, "the data set is empty: it has no rows to train on")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing, loader
 from resilient_train.data.stream import Key
+from resilient_train.errors import TrainError
+from resilient_train.state.randomness import Purpose, mix, seed_host
 
 Weighted = tuple[Any, int]  # a batch and the number of its rows; 0 for a batch that only keeps ranks in step
 
@@ -27,19 +30,44 @@ class MapEvaluation:
     def __iter__(self) -> Iterator[Weighted]:
         return zip(self._loader, self._weights, strict=True)
 
+    def close(self) -> None:
+        """Let go of worker processes."""
+        del self._loader
+
 
 class IterableEvaluation:
-    """Evaluation over an iterable data set: every rank reads all of it and works on its share."""
+    """Evaluation over an iterable data set: every rank reads all of it, from its start, and works on its share."""
 
-    def __init__(self, dataset: Any, slicing: Slicing, *, collate: Collate) -> None:
-        self.dataset, self.slicing, self.collate = dataset, slicing, collate
+    def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate) -> None:
+        self.dataset, self.slicing, self.seed, self.collate = dataset, slicing, seed, collate
+        self._can_rewind = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        self._pristine = copy.deepcopy(dataset.state_dict()) if self._can_rewind else None
 
     def __iter__(self) -> Iterator[Weighted]:
-        rows = iter(self.dataset)
+        if self._can_rewind:
+            self.dataset.load_state_dict(copy.deepcopy(self._pristine))
+        rows = self._seeded()
+        number = 0
         while group := list(islice(rows, self.slicing.batch_size * self.slicing.world)):
             batches, weights = _deal(_chunks(group, self.slicing.batch_size), self.slicing)
             for batch, weight in zip(batches, weights, strict=True):
+                seed_host(mix(Purpose.COLLATE, self.seed, number * self.slicing.world + self.slicing.rank))
                 yield self.collate(list(batch)), weight
+            number += 1
+        if not number:
+            raise TrainError("data.eval: the iterable data set gave no rows: it is empty, or can be read only once")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _seeded(self) -> Iterator[Any]:
+        iterator = iter(self.dataset)
+        for number in count():
+            seed_host(mix(Purpose.ROW, self.seed, 0, number))
+            try:
+                yield next(iterator)
+            except StopIteration:
+                return
 
 
 def _chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing, Update
 from resilient_train.errors import TrainError
-from resilient_train.state.randomness import mix, seed_host
+from resilient_train.state.randomness import Purpose, mix, seed_host
 from resilient_train.state.tree import sha256
 
 _log = logging.getLogger("resilient_train")
@@ -48,7 +48,8 @@ class IterableSamples:
         self.position += len(rows)
         batches = []
         for number, batch in enumerate(self.slicing.of_this_rank(rows)):
-            seed_host(mix(self.seed, start, self.slicing.rank, number))
+            place = number * self.slicing.world + self.slicing.rank  # among the update's micro-batches on all ranks
+            seed_host(mix(Purpose.COLLATE, self.seed, start, place))
             batches.append(self.collate(list(batch)))
         return Update(start, self.position, batches)
 
@@ -58,7 +59,8 @@ class IterableSamples:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position, self._epoch, self._row = state["position"], state["epoch"], state["row"]
-        if self._state_is_exact:
+        # The data set's own state is trusted where the rows it brings back can be compared with those from before.
+        if self._state_is_exact and state["dataset"] is not None and self.position in self._first_rows:
             self._begin(state["dataset"])
         else:
             self._begin_by_reading(state["epoch"], state["row"])
@@ -71,7 +73,7 @@ class IterableSamples:
 
     def _next_row(self) -> Any:
         while True:
-            seed_host(mix(self.seed, self._epoch, self._row))
+            seed_host(mix(Purpose.ROW, self.seed, self._epoch, self._row))
             try:
                 row = next(self._rows)
             except StopIteration:
@@ -123,7 +125,7 @@ class IterableSamples:
         """The first rows with the random numbers that belong to them, fewer where there are fewer."""
         rows = []
         for number in range(_COMPARED):
-            seed_host(mix(self.seed, 0, number))
+            seed_host(mix(Purpose.ROW, self.seed, 0, number))
             rows += list(islice(self._rows, 1))
         if not rows:
             raise ValueError("the iterable data set is empty: it has no rows to train on")

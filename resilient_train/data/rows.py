@@ -14,61 +14,81 @@ import numpy as np
 import torch
 
 from resilient_train.data.stream import Key
-from resilient_train.state.randomness import mix, seed_host
+from resilient_train.state.randomness import Purpose, mix, seed_host
 
 Collate = Callable[[list[Any]], Any]
-
-_COLLATE = 1  # keeps the numbers of the collate function apart from those of the first row
-_PROBE = 20231  # any seed: the probe asks whether the generators still stand where it put them
 
 
 class RepeatableBatches:
     """Fetches and collates the rows of one micro-batch, each with the random numbers that belong to it.
 
-    Seeding three generators for every row costs more than many a row, and most data sets never draw. So a batch
-    is first fetched as if nobody drew; if somebody did, it is fetched again row by row with the proper seeds, and
-    so is every batch from then on. Leaves the process's generators anywhere: whoever trains seeds them afterwards.
+    Seeding three generators for every row costs more than many a row, and most data sets never draw. So the first
+    batch is watched: if nobody draws, later ones are fetched without seeding, and fetched again row by row if one
+    draws after all. From the first draw on every row is seeded. Leaves the process's generators anywhere: whoever
+    trains seeds them afterwards.
     """
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
-        self._draws = False
-        self._untouched: tuple[float, float, torch.Tensor] | None = None
+        self._draws: bool | None = None  # not known before the first batch
+        self._probe: _Probe | None = None
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
         """Torch's fetcher asks for a list of rows and collates it; ours holds one batch, collated already."""
+        if self._draws is None:
+            batch, self._draws = self._watched(keys)
+            return [batch]
         if not self._draws:
-            self._place_probe()
+            self._probe = self._probe or _Probe(mix(Purpose.PROBE, keys[0].seed))
+            self._probe.place()
             batch = self.collate(self._plain(keys))
-            if self._probe_is_untouched():
+            if self._probe.is_untouched():
                 return [batch]
             self._draws = True
-        return [self._seeded(keys)]
+        return [self.collate(self._seeded(keys))]
 
     def _plain(self, keys: Sequence[Key]) -> list[Any]:
         indices = [key.row for key in keys]
         many = getattr(self.dataset, "__getitems__", None)
         return list(many(indices)) if many else [self.dataset[index] for index in indices]
 
-    def _seeded(self, keys: Sequence[Key]) -> Any:
+    def _seeded(self, keys: Sequence[Key]) -> list[Any]:
         rows = []
         for key in keys:
-            seed_host(mix(*key))
+            seed_host(mix(Purpose.ROW, *key))
             rows.append(self.dataset[key.row])
-        seed_host(mix(*keys[0], _COLLATE))
-        return self.collate(rows)
+        seed_host(mix(Purpose.COLLATE, *keys[0]))
+        return rows
 
-    def _place_probe(self) -> None:
-        seed_host(_PROBE)
-        if self._untouched is None:
-            self._untouched = (random.random(), np.random.random(), torch.get_rng_state())
-            seed_host(_PROBE)
+    def _watched(self, keys: Sequence[Key]) -> tuple[Any, bool]:
+        rows: list[Any] = []
+        draws = False
+        for key in keys:
+            probe = _Probe(mix(Purpose.ROW, *key))
+            probe.place()
+            rows.append(self.dataset[key.row])
+            draws = not probe.is_untouched() or draws
+        probe = _Probe(mix(Purpose.COLLATE, *keys[0]))
+        probe.place()
+        batch = self.collate(rows)
+        return batch, not probe.is_untouched() or draws
 
-    def _probe_is_untouched(self) -> bool:
-        """Draw once more from each generator: the number is the first after the seed only if nobody drew before."""
-        assert self._untouched is not None
-        python, numpy, state = self._untouched
-        return random.random() == python and np.random.random() == numpy and torch.equal(torch.get_rng_state(), state)
+
+class _Probe:
+    """Seeds the generators and tells later whether somebody drew from them."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        seed_host(seed)
+        self.first = random.random(), np.random.random()
+        self.state = torch.get_rng_state()
+
+    def place(self) -> None:
+        seed_host(self.seed)
+
+    def is_untouched(self) -> bool:
+        """Draw once more: the numbers are the first ones after the seed only if nobody drew before."""
+        return (random.random(), np.random.random()) == self.first and torch.equal(torch.get_rng_state(), self.state)
 
 
 def only(batches: list[Any]) -> Any:

@@ -12,25 +12,39 @@ from resilient_train.errors import DirectoryInUse
 LOCK = ".lock"
 
 
+_held: set[int] = set()  # descriptors of this process's locks
+
+
+def _let_go_in_child() -> None:
+    """A data worker inherits the descriptor, and with it the lock, which would outlive a run that is killed."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
 class DirectoryLock:
     """A lock that the kernel lets go of with its process, however that ends: there is nothing to clean up."""
 
     def __init__(self, directory: Path) -> None:
         """Take the lock, or raise DirectoryInUse naming who holds it."""
-        self._file = open(directory / LOCK, "a+")  # noqa: SIM115  # held for the life of the run
+        self._descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._file.seek(0)
-            holder = self._file.read().strip() or "another process"
-            self._file.close()
+            holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(self._descriptor)
             raise DirectoryInUse(
                 f"{directory} is in use by {holder}: wait for it to end, or start another run with run.name=..."
             ) from None
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        _held.add(self._descriptor)
 
     def release(self) -> None:
         """Let the next process in."""
-        self._file.close()
+        if self._descriptor in _held:
+            _held.discard(self._descriptor)
+            os.close(self._descriptor)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object
 
-from resilient_train.errors import ConfigError, TrainError
+from resilient_train.errors import ConfigError, TrainError, in_one_line
 
 T = TypeVar("T")
 
@@ -21,7 +22,7 @@ T = TypeVar("T")
 @dataclass
 class AccelerateConfig:
     cpu: bool
-    mixed_precision: str | None
+    mixed_precision: str | None = field(metadata={"one_of": ("no", "bf16", "fp16")})
     gradient_accumulation_steps: int = field(metadata={"at_least": 1})
     compile: bool
     ddp: dict[str, Any]
@@ -30,6 +31,13 @@ class AccelerateConfig:
 def launched_rank() -> int:
     """This process's rank as its launcher set it: known before the group is joined."""
     return int(os.environ.get("RANK", "0"))
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Say whether an error is the echo of another process's end rather than an end of its own."""
+    return isinstance(error, torch.distributed.DistError | RuntimeError) and bool(
+        re.search(r"closed by peer|reset by peer|Broken pipe|Socket closed|NCCL|[Gg]loo", str(error))
+    )
 
 
 class World:
@@ -53,8 +61,8 @@ class World:
                 gradient_accumulation_steps=config.gradient_accumulation_steps,
                 kwargs_handlers=[ddp],
             )
-        except ValueError as error:
-            raise ConfigError("accelerate.mixed_precision", config.mixed_precision, str(error)) from error
+        except Exception as error:  # a rendezvous that fails, a device that is not there
+            raise TrainError(f"the processes of the run cannot be joined: {in_one_line(error)}") from error
         # `accelerate launch` sets its own number in the environment, which would win without a word.
         self.accelerator.gradient_accumulation_steps = config.gradient_accumulation_steps
         if self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
@@ -72,6 +80,10 @@ class World:
         """Add a vector up over the ranks."""
         return self.accelerator.reduce(vector, "sum") if self.size > 1 else vector
 
+    def union(self, names: Iterable[str]) -> list[str]:
+        """Return every name that any rank knows, in the same order everywhere."""
+        return sorted(set(gather_object(list(names)) if self.size > 1 else names))
+
     def on_main(self, decide: Callable[[], T]) -> T:
         """Decide on rank 0 and tell all; an error there is raised everywhere, so that nobody waits for nothing."""
         if self.size == 1:
@@ -80,8 +92,8 @@ class World:
         if self.is_main:
             try:
                 told[0] = decide()
-            except TrainError as error:
-                told[1] = error
+            except Exception as error:
+                told[1] = error if isinstance(error, TrainError) else TrainError(in_one_line(error))
         broadcast_object_list(told)
         if told[1] is not None:
             raise told[1]

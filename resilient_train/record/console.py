@@ -43,8 +43,10 @@ class Terminal:
         self._handlers: list[logging.Handler] = []
         log.setLevel(logging.INFO)
         log.propagate = False
-        # Without any handler logging would print to stderr on its own.
-        self._add(_ToConsole(self.console, hide_progress=self.is_live) if is_main else logging.NullHandler())
+        handler = _ToConsole(self.console, hide_progress=self.is_live)
+        if not is_main:
+            handler.setLevel(logging.ERROR)  # the other ranks speak only of what rank 0 cannot know
+        self._add(handler)
 
     def log_to(self, path: Path) -> None:
         """Write everything to a file as well, with the time and with tracebacks."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from resilient_train.errors import ConfigError, DirectoryInUse
-from resilient_train.files import read_json
+from resilient_train.files import is_left_over, read_json
 from resilient_train.ranks.lock import LOCK, DirectoryLock
 
 _OURS = "config.yaml"
@@ -35,37 +35,35 @@ class RunDirectory:
         return self.path / ("train.log" if rank == 0 else f"train.rank{rank}.log")
 
 
-def claim(path: Path, *, steps: int, resume: str) -> tuple[RunDirectory, DirectoryLock]:
-    """Lock `path` for a run of `steps` updates, or the next free directory beside it.
+def claim(
+    path: Path, *, steps: int, resume: str, is_same: Callable[[Path], bool]
+) -> tuple[RunDirectory, DirectoryLock]:
+    """Lock `path` for a run of `steps` updates, or the next directory beside it that is free.
 
-    A directory that no update was made in is taken over. One that holds a complete run is handed back with its
-    summary. One that holds more than that is never touched: the run starts in `NAME-2`, `NAME-3`, ...
+    A directory that no update was made in is taken over. One that holds the complete run, beside the first only if its
+    config.yaml `is_same`, is handed back with its summary. One that holds anything else is never touched.
     """
     path = path.absolute()
-    if resume == "never":
-        return _claim_next(path, because=None)
-    directory, lock = _claim(path)
-    summary = read_json(directory.summary)
-    done = summary.get("steps") if isinstance(summary, dict) else None
-    if done == 0 or not directory.config.exists():
-        return directory, lock
-    if isinstance(done, int) and done >= steps and summary.get("status") == "completed":
-        directory.finished = summary
-        return directory, lock
-    lock.release()
-    holds = f"ended at step {done}" if isinstance(done, int) else "was killed"
-    return _claim_next(path, because=f"{path} holds a run that {holds} and cannot be continued yet")
-
-
-def _claim_next(path: Path, because: str | None) -> tuple[RunDirectory, DirectoryLock]:
+    note = None
     for candidate in _names(path):
         try:
             directory, lock = _claim(candidate)
         except DirectoryInUse:
-            continue
-        if not directory.config.exists():
-            directory.note = f"{because}: this run starts anew in {candidate}" if because else None
+            if resume == "never":
+                continue
+            raise
+        summary = read_json(directory.summary)
+        done = summary.get("steps") if isinstance(summary, dict) else None
+        if not directory.config.exists() or (done == 0 and resume != "never"):
+            directory.note = f"{note}: this run starts anew in {candidate}" if note else None
             return directory, lock
+        if resume != "never":
+            is_complete = isinstance(done, int) and done >= steps and summary.get("status") == "completed"
+            if is_complete and (candidate == path or is_same(directory.config)):
+                directory.finished = summary
+                return directory, lock
+            holds = f"ended at step {done}" if isinstance(done, int) else "was killed"
+            note = note or f"{path} holds a run that {holds} and cannot be continued yet"
         lock.release()
     raise AssertionError("names never end")
 
@@ -73,11 +71,15 @@ def _claim_next(path: Path, because: str | None) -> tuple[RunDirectory, Director
 def _claim(path: Path) -> tuple[RunDirectory, DirectoryLock]:
     try:
         path.mkdir(parents=True, exist_ok=True)
-        strangers = [] if (path / _OURS).exists() else sorted(one.name for one in path.iterdir() if one.name != LOCK)
-        if strangers:
+        names = [] if (path / _OURS).exists() else sorted(one.name for one in path.iterdir())
+        if strangers := [name for name in names if name != LOCK and not is_left_over(name)]:
             why = f"holds files that are not a run ({', '.join(strangers[:3])}): choose another directory"
             raise ConfigError("run.dir", path, why)
-        return RunDirectory(path), DirectoryLock(path)
+        lock = DirectoryLock(path)
+        for file in path.iterdir():
+            if is_left_over(file.name):
+                file.unlink()
+        return RunDirectory(path), lock
     except OSError as error:
         raise ConfigError("run.dir", path, f"cannot be written: {error.strerror or error}") from error
 

@@ -82,5 +82,7 @@ def ui_command(tracking_uri: str) -> str:
 
 
 def shown(uri: str) -> str:
-    """Return the address without its password, fit for files and terminals."""
-    return re.sub(r"(?<=://)([^/@:\s]*):[^/@\s]*@", r"\1:***@", uri)
+    """Return the address without its secrets, fit for files and terminals."""
+    uri = re.sub(r"(?<=://)([^/@:\s]*):[^/@\s]*@", r"\1:***@", uri)
+    uri = re.sub(r"(?<=://)[^/@:\s]+@", "***@", uri)  # a token in place of a user
+    return re.sub(r"(?i)([?&][^=&\s]*(?:password|token|secret|key)[^=&\s]*=)[^&\s]+", r"\1***", uri)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,7 @@ from resilient_train.events import Vitals
 from resilient_train.files import commit_text
 
 _RECENT = 50  # accepted losses that the final one is the median of
-_TIMED = 10_000  # steps that the median time is taken of
+_TIMED = 10_000  # laps that the median time is taken of
 
 
 @dataclass
@@ -46,11 +47,27 @@ class Tally:
     """What the summary needs from every step."""
 
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMED))
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMED))  # a mean for each lap
+    _lap_started: float = 0.0
 
     def add(self, vitals: Iterable[Vitals]) -> None:
         """Count in the losses of accepted updates."""
         self.losses.extend(one.loss for one in vitals if one.accepted)
+
+    def start_lap(self) -> None:
+        """Begin to time the steps that follow."""
+        self._lap_started = time.perf_counter()
+
+    def lap(self, steps: int) -> float:
+        """Return the mean seconds of the steps since the last lap, whose vitals have just been read.
+
+        Between two readings the host runs ahead of a GPU; only at a reading do their clocks agree.
+        """
+        now = time.perf_counter()
+        seconds = (now - self._lap_started) / steps
+        self._lap_started = now
+        self.step_seconds.append(seconds)
+        return seconds
 
     @property
     def final_loss(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,19 @@ import torch
 _MASK = (1 << 64) - 1
 
 
-def mix(*parts: int) -> int:
-    """Hash whole numbers into 64 well-spread bits (splitmix64, chained): the same on every machine and version."""
-    state = 0
+class Purpose(IntEnum):
+    """What random numbers are for: the same place in a run draws others for each."""
+
+    INITIAL_WEIGHTS = 1
+    UPDATE = 2
+    ROW = 3
+    COLLATE = 4
+    PROBE = 5
+
+
+def mix(purpose: Purpose, *parts: int) -> int:
+    """Hash a place in the run into 64 well-spread bits (splitmix64, chained): the same on every machine and version."""
+    state = int(purpose)
     for part in parts:
         state = (state + part + 0x9E3779B97F4A7C15) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 Curve = Callable[[int], float]  # accepted updates so far -> factor of the configured rate
-_MOVABLE = ("lr", "momentum", "betas")  # what torch's schedulers move
 
 
 def constant(step: int) -> float:
@@ -79,6 +78,7 @@ class ShadowSchedule:
 
     def __init__(self, optimizer: Optimizer, build: Callable[[Optimizer], LRScheduler], warmup_steps: int) -> None:
         self.shadow = _Shadow(optimizer)
+        self._untouched = copy.deepcopy(self._groups())
         self.scheduler = build(self.shadow)
         self.warmup_steps = warmup_steps
         self._advanced = 0  # how often the scheduler was stepped
@@ -89,18 +89,23 @@ class ShadowSchedule:
             self.scheduler.step()
             self._advanced += 1
         factor = warmth(step, self.warmup_steps)
-        groups = [{key: group[key] for key in _MOVABLE if key in group} for group in self.shadow.param_groups]
-        return [{**group, "lr": group["lr"] * factor} for group in groups]
+        moved = [
+            {key: value for key, value in group.items() if key == "lr" or value != untouched.get(key, value)}
+            for group, untouched in zip(self._groups(), self._untouched, strict=True)
+        ]
+        return [{**group, "lr": group["lr"] * factor} for group in moved]
 
     def state_dict(self) -> Any:
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.shadow.param_groups]
-        return {"scheduler": self.scheduler.state_dict(), "groups": groups, "advanced": self._advanced}
+        return {"scheduler": self.scheduler.state_dict(), "groups": self._groups(), "advanced": self._advanced}
 
     def load_state_dict(self, state: Any) -> None:
         self.scheduler.load_state_dict(state["scheduler"])
         for group, saved in zip(self.shadow.param_groups, state["groups"], strict=True):
             group.update(copy.deepcopy(saved))
         self._advanced = state["advanced"]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.shadow.param_groups]
 
 
 class _Shadow(Optimizer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,19 +31,17 @@ class Updater:
         schedules: Sequence[Schedule],
         clipping: ClipConfig,
         *,
-        unscale: Callable[[Optimizer], None] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        """`unscale` divides the gradients of half-precision training by its loss scale."""
+        """`scaler` is the loss scale of half-precision training."""
         self.optimizers, self.schedules = list(optimizers), list(schedules)
-        self.clipping, self.unscale = clipping, unscale
+        self.clipping, self.scaler = clipping, scaler
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._weights = [weight for group in groups for weight in group["params"]]
 
     def apply(self, step: int) -> Applied:
-        """Turn the gradients into update `step + 1` and drop them."""
-        if self.unscale is not None:
-            for optimizer in self.optimizers:
-                self.unscale(optimizer)
+        """Turn the gradients into update `step + 1` and drop them. All optimizers step, or none does."""
+        overflowed = self._unscale()
         grad_norm = clip(self._weights, self.clipping)
         settings: list[dict[str, Any]] = []
         for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
@@ -51,8 +49,23 @@ class Updater:
             for group, setting in zip(optimizer.param_groups, mine, strict=True):
                 group.update(setting)
         for optimizer in self.optimizers:
-            optimizer.step()
+            if not overflowed:
+                optimizer.step()
             optimizer.zero_grad()
-        # A gradient scaler skips what overflowed; Accelerate's wrapper around the optimizer knows of it.
-        accepted = not any(getattr(optimizer, "step_was_skipped", False) for optimizer in self.optimizers)
-        return Applied(accepted, grad_norm, settings[0]["lr"])
+        if self.scaler is not None:
+            self.scaler.update()
+        return Applied(not overflowed, grad_norm, settings[0]["lr"])
+
+    def _unscale(self) -> bool:
+        """Divide the gradients by the loss scale; say whether one of them had overflowed.
+
+        The scaler would step each optimizer by itself, and forget after the first that the others are unscaled
+        already. So its flag is read here, once for all of them: the host read that it costs anyway.
+        """
+        if self.scaler is None:
+            return False
+        flags = []
+        for optimizer in self.optimizers:
+            self.scaler.unscale_(optimizer)
+            flags += self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).max().item())
