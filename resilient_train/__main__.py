@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from resilient_train.config.compose import from_hydra
 from resilient_train.config.explain import CONF, VERSION_BASE, explained
-from resilient_train.errors import TrainError
 from resilient_train.ranks.world import launched_rank
 from resilient_train.session import run
 
+_wants_traceback = False
 _exit_codes: list[int] = []  # of the jobs of this process; Hydra has no way to hand them on
 
 
@@ -23,14 +22,13 @@ def main() -> None:
     """Train as the command line says; never a traceback for what a person can put right."""
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))  # argparse wants it first
     sys.path.insert(0, "")  # `resilient-train` finds a user's modules where `python -m resilient_train` does
-    wants_traceback = os.environ.setdefault("HYDRA_FULL_ERROR", "") not in ("", "0")
+    global _wants_traceback
+    _wants_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra hands its errors to us instead of printing them
     try:
         _job()
     except Exception as error:
-        if wants_traceback:
-            raise
-        _exit_codes.append(_complain(explained(error, sys.argv[1:])))
+        _exit_codes.append(_complain(error, sys.argv[1:]))
     _leave(max(_exit_codes, default=0))
 
 
@@ -40,16 +38,10 @@ def _job(raw: DictConfig) -> float | None:
     try:
         ending = run(from_hydra(raw))
     except Exception as error:
-        if not isinstance(error, TrainError) and not _is_sweep():
-            raise
-        _exit_codes.append(_complain(explained(error)))
+        _exit_codes.append(_complain(error))
         return None
     _exit_codes.append(ending.exit_code)
     return ending.loss  # what a sweeper minimises
-
-
-def _is_sweep() -> bool:
-    return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def _leave(code: int) -> None:
@@ -61,11 +53,14 @@ def _leave(code: int) -> None:
     sys.exit(code)
 
 
-def _complain(error: TrainError) -> int:
+def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
     """Say what is wrong: once, however many processes were launched."""
+    if _wants_traceback:
+        raise error
+    told = explained(error, overrides)
     if launched_rank() == 0:
-        print(f"error: {error}", file=sys.stderr)
-    return error.exit_code
+        print(f"error: {told}", file=sys.stderr)
+    return told.exit_code
 
 
 if __name__ == "__main__":

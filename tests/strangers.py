@@ -220,3 +220,125 @@ def nestedrows_collate(rows: list[tuple[Tensor, Tensor]]) -> Any:
 def nestedrows_loss(model: nn.Module, batch: Any) -> Tensor:
     (left, right), y = batch["inputs"], batch["target"]
     return nn.functional.mse_loss(model(torch.cat([left["left"], right[0]], 1)), y)
+
+
+class CountsItself(torch.optim.SGD):
+    """An optimizer with state that belongs to no weight, and more of it in a state_dict of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+        self.phase = 0
+
+    def step(self, closure: Any = None) -> Any:
+        shared = self.state.setdefault("shared", {"calls": 0})  # type: ignore[call-overload]
+        shared["calls"] += 1
+        self.phase = (self.phase + shared["calls"]) % 7
+        for group in self.param_groups:
+            group["lr"] *= 1.0 + 0.1 * self.phase
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "phase": self.phase}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.phase = state_dict["phase"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "phase"})
+
+
+class Witness(Plain):
+    """Remembers under which switches its last forward ran."""
+
+    saw: dict[str, float]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body[0](x)
+        self.saw = {
+            "autocast": float(hidden.dtype == torch.bfloat16),
+            "compiled": float(torch.compiler.is_compiling()),
+            "deterministic": float(torch.are_deterministic_algorithms_enabled()),
+        }
+        out: Tensor = self.body[2](self.body[1](hidden))
+        return out
+
+
+def witnessed(model: Witness, batch: Any) -> tuple[Tensor, dict[str, float]]:
+    loss = mse(model, batch)
+    return loss, model.saw
+
+
+class Lengthy(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """An iterable of torch's own kind that knows its length."""
+
+    def __init__(self, rows: int = 23) -> None:
+        self.inner = Counting(rows)
+
+    def __len__(self) -> int:
+        return self.inner.rows
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.inner)
+
+    def state_dict(self) -> dict[str, int]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.inner.load_state_dict(state)
+
+
+class Caching(Fixed):
+    """Draws noise once, at its first row, and keeps it."""
+
+    noise: Tensor | None = None
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.noise is None:
+            self.noise = torch.randn(6)
+        return self.x[index] + self.noise, self.y[index]
+
+
+def sometimes_rare(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """A metric that one rank has and another one has not."""
+    loss = mse(model, batch)
+    return loss, {"rare": loss.detach()} if int(batch["index"][0]) % 2 else {}
+
+
+def with_a_vector(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    return mse(model, batch), {"each": batch[0].mean(1)}
+
+
+def with_a_loss(model: nn.Module, batch: Any) -> tuple[Tensor, dict[str, float]]:
+    return mse(model, batch), {"loss": 1.0}
+
+
+def leaves(model: nn.Module, batch: Any) -> Tensor:
+    raise SystemExit(0)
+
+
+class Rotten(Fixed):
+    """One row cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 5:
+            raise ValueError("row 5 is rotten")
+        return super().__getitem__(index)
+
+
+class Weighed(nn.Module):
+    """An objective with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, model: nn.Module, batch: Any) -> Tensor:
+        return mse(model, batch) * self.scale
+
+
+def raises_on_rank_1(model: nn.Module, batch: Any) -> Tensor:
+    if torch.distributed.get_rank() == 1:
+        raise RuntimeError("only here")
+    return mse(model, batch)
+
+
+def without_a_rate(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.Optimizer(params, {})

@@ -100,6 +100,9 @@ def test_more_steps_start_anew_and_say_so(run_command: command) -> None:
     assert longer.code == 0
     assert "cannot be continued yet: this run starts anew in" in longer.stdout
     assert (longer.summary("runs/short")["steps"], longer.summary("runs/short-2")["steps"]) == (2, 4)
+    again = run_command([*MINE, "run.steps=4", "run.name=short"])
+    assert "short-2 is complete: 4 steps" in again.stdout
+    assert runs() == ["short", "short-2"]
 
 
 def test_a_name_given_by_hand_does_not_cover_another_configuration(run_command: command) -> None:
@@ -127,6 +130,12 @@ def test_every_job_of_a_sweep_has_its_own_directory(run_command: command) -> Non
     assert len(names) == 6
     steps = sorted(json.loads((Path("runs") / name / "summary.json").read_text())["steps"] for name in names)
     assert steps == [2, 2, 2, 3, 3, 3]
+
+
+def test_a_sweep_in_a_directory_given_by_hand(run_command: command) -> None:
+    """It holds the directories of the jobs."""
+    assert run_command([*MINE, "--multirun", "run.steps=2", "run.seed=0,1", "run.dir=swept"]).code == 0
+    assert len(list(Path("swept").glob("*/summary.json"))) == 2
 
 
 def test_one_bad_job_does_not_end_a_sweep(run_command: command) -> None:
@@ -191,6 +200,23 @@ def test_every_switch_of_the_loop_still_learns(switches: list[str], run_command:
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
+@pytest.mark.parametrize(
+    ("switch", "witness"),
+    [
+        ("accelerate.mixed_precision=bf16", "autocast"),
+        ("accelerate.compile=true", "compiled"),
+        ("run.deterministic=true", "deterministic"),
+    ],
+)
+def test_a_switch_reaches_the_forward(switch: str, witness: str, run_command: command) -> None:
+    """The user's model sees it, and does not see it when it is off."""
+    watched = ["model._target_=strangers.Witness", "objective._target_=strangers.witnessed", "run.steps=2"]
+    for name, switches, seen in (("off", [], 0), ("on", [switch], 1)):
+        outcome = run_command([*MINE, *watched, *switches, f"run.name={name}", "run.log_every=1"])
+        assert outcome.code == 0, outcome.stderr
+        assert f"{witness} {seen}" in outcome.stdout
+
+
 @pytest.mark.filterwarnings("default:.*does not have a deterministic implementation")
 def test_deterministic_says_what_torch_cannot_do(run_command: command) -> None:
     """An operation without a deterministic form is named once, and the run goes on."""
@@ -205,6 +231,48 @@ def test_batches_of_any_shape_reach_the_objective_as_they_are(train: str, run_co
     overrides = [f"data.train._target_=strangers.{train}", f"objective._target_=strangers.{train.lower()}_loss"]
     outcome = run_command([*MINE, "run.steps=3", *overrides, f"data.collate=strangers.{train.lower()}_collate"])
     assert outcome.code == 0, outcome.stderr
+
+
+def test_an_iterable_evaluation_set_is_read_anew_each_time(run_command: command) -> None:
+    """Every evaluation sees all of it, with the same random numbers: the same weights would get the same value."""
+    overrides = ["data.train._target_=strangers.Lengthy", "data.eval._target_=strangers.Counting", "run.eval_every=1"]
+    outcome = run_command([*MINE, *overrides, "run.steps=3", "optimizer.lr=0", "run.name=read"])
+    assert outcome.code == 0, outcome.stderr
+    said = [line.split(": ")[1] for line in outcome.stdout.splitlines() if line.startswith("evaluation after")]
+    assert len(said) == 3
+    assert len(set(said)) == 1
+    assert "loss" in said[0]
+
+
+def test_noise_that_a_data_set_keeps_depends_on_the_seed(run_command: command) -> None:
+    """What is drawn once and cached is no constant of ours."""
+    losses: set[str] = set()
+    for seed in (1, 1, 2):
+        overrides = ["data.train._target_=strangers.Caching", "optimizer.lr=0", f"run.seed={seed}", "run.steps=1"]
+        run_command([*MINE, *overrides, f"run.name=cached{len(losses)}", "run.resume=never"])
+        losses.add(run_command([*MINE, *overrides, "run.name=other", "run.resume=never"]).stdout.split("loss ")[1][:8])
+    assert len(losses) == 2
+
+
+def test_a_data_file_of_ones_own_names_what_it_needs(run_command: command) -> None:
+    """Evaluation, workers, shuffling and collate function may be left out."""
+    Path("conf/data").mkdir(parents=True)
+    Path("conf/data/mine.yaml").write_text("train:\n  _target_: strangers.Fixed\nbatch_size: 8\n")
+    rest = [one for one in MINE if not one.startswith("data")]
+    assert run_command(["--config-dir", "conf", "data=mine", *rest, "run.steps=2"]).code == 0
+
+
+def test_a_password_is_written_down_nowhere(run_command: command) -> None:
+    """Neither in the run directory nor on the terminal."""
+    tracked = [one for one in MINE if one != "tracking=none"]
+    uri = "http://user:hunter2@127.0.0.1:9/?token=hunter2"
+    outcome = run_command(
+        [*tracked, "run.steps=2", "run.name=secret", f"'tracking.uri={uri}'".strip("'"), "tracking.drain_s=1"]
+    )
+    assert outcome.code == 0, outcome.stderr
+    assert "hunter2" not in outcome.stdout + outcome.stderr
+    for file in Path("runs/secret").iterdir():
+        assert b"hunter2" not in file.read_bytes()
 
 
 def test_training_starts_from_given_weights(run_command: command) -> None:

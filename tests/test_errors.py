@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -110,6 +112,43 @@ TABLE: dict[str, tuple[list[str], int, list[str]]] = {
     "a directory that cannot be made": (["run.dir=a_file/run"], 2, ["run.dir", "a_file", "cannot be written"]),
     "a directory of somebody else": (["run.dir=occupied"], 2, ["run.dir", "thesis.txt"]),
     "a plain folder as tracking store": (["tracking=mlflow", "tracking.uri=./mlruns"], 2, ["tracking.uri=./mlruns"]),
+    "a metric that is no scalar": (["objective._target_=strangers.with_a_vector"], 2, ["each", "[32]", "scalar"]),
+    "a metric named loss": (["objective._target_=strangers.with_a_loss"], 2, ["objective._target_", "named loss"]),
+    "an objective with weights": (
+        ["objective._target_=strangers.Weighed"],
+        2,
+        ["objective._target_", "weights of its own"],
+    ),
+    "an optimizer without a rate": (
+        ["optimizer=custom", "optimizer._target_=strangers.without_a_rate"],
+        2,
+        ["schedule._target_", "lr"],
+    ),
+    "a scheduler that fails": (
+        [
+            "schedule=custom",
+            "schedule._target_=torch.optim.lr_scheduler.CosineAnnealingWarmRestarts",
+            "+schedule.T_0=0",
+        ],
+        2,
+        ["schedule._target_", "ZeroDivisionError"],
+    ),
+    "a log file that is none": (["run.dir=crooked"], 1, ["IsADirectoryError", "train.log"]),
+    "a row that cannot be read": (
+        ["data.train._target_=strangers.Rotten"],
+        1,
+        ["ValueError: row 5 is rotten", "strangers.py"],
+    ),
+    "a row that a worker cannot read": (
+        ["data.train._target_=strangers.Rotten", "data.num_workers=1"],
+        1,
+        ["ValueError: row 5 is rotten", "strangers.py"],
+    ),
+    "an objective that leaves the program": (
+        ["objective._target_=strangers.leaves"],
+        1,
+        ["SystemExit", "strangers.py"],
+    ),
     "an error of the user's own": (
         ["objective._target_=strangers.raises"],
         1,
@@ -127,6 +166,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "broken.py").write_text("def Net(:\n")
     (tmp_path / "needy.py").write_text("import not_installed_anywhere\n")
     (tmp_path / "a_file").touch()
+    (tmp_path / "crooked" / "train.log").mkdir(parents=True)
+    (tmp_path / "crooked" / "config.yaml").touch()
+    (tmp_path / "crooked" / "summary.json").write_text('{"steps": 0}')
     (tmp_path / "occupied").mkdir()
     (tmp_path / "occupied" / "thesis.txt").touch()
     save_file({"something.weight": torch.zeros(3)}, tmp_path / "other.safetensors")
@@ -177,18 +219,31 @@ def test_the_traceback_of_a_users_error_is_in_the_log(place: Path, run_command: 
 def test_a_directory_in_use_by_a_live_process_is_left_alone(place: Path, run_command: command) -> None:
     """The second run names the first one's process and ends with 1: the same command works later."""
     Path("runs/same").mkdir(parents=True)
-    hold = "import sys, time; from pathlib import Path; from resilient_train.ranks.lock import DirectoryLock\n"
-    hold += "lock = DirectoryLock(Path('runs/same')); print('held', flush=True); time.sleep(60)"
+    hold = "import os, sys, time; from pathlib import Path; from resilient_train.ranks.lock import DirectoryLock\n"
+    hold += "lock = DirectoryLock(Path('runs/same')); child = os.fork()\n"  # as a data worker, who outlives a kill
+    hold += "child and print(f'held {child}', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+        held, child = holder.stdout.readline().split()
+        assert held == "held"
         outcome = run_command([*OWN, "run.name=same"])
         assert outcome.code == 1
         assert f"process {holder.pid}" in only_line(outcome)
         beside = run_command([*OWN, "run.name=same", "run.resume=never"])
         assert beside.summary("runs/same-2")["steps"] == 3
         holder.kill()
-    DirectoryLock(Path("runs/same")).release()  # the kernel let go with the process
+        holder.wait()
+        DirectoryLock(Path("runs/same")).release()  # the kernel let go with the process, whatever its child does
+        os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_kill_before_the_first_file_is_no_obstacle(place: Path, run_command: command) -> None:
+    """A half-written file in an otherwise empty directory is swept away."""
+    Path("runs/same").mkdir(parents=True)
+    Path("runs/same/.lock").touch()
+    Path("runs/same/.config.yaml.resilient-tmp").write_text("run:\n  na")
+    assert run_command([*OWN, "run.name=same"]).code == 0
+    assert not list(Path("runs/same").glob("*tmp"))
 
 
 def test_a_real_process_ends_with_the_code_and_the_line(place: Path) -> None:

@@ -135,6 +135,7 @@ def uninterrupted(*overrides: str) -> tuple[str, list[str]]:
 OPTIMIZERS: dict[str, Sequence[str]] = {
     "adamw": (),
     "sgd with momentum": ("optimizer=sgd",),
+    "one of the user's own": ("optimizer=custom", "optimizer._target_=strangers.CountsItself", "+optimizer.lr=0.01"),
     "rmsprop": (
         "optimizer=custom",
         "optimizer._target_=torch.optim.RMSprop",

@@ -20,7 +20,7 @@ OWN += ["accelerate.cpu=true", "data.batch_size=3", "run.steps=20", "run.name=ru
 
 def launch(folder: Path, processes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Start torchrun with its own rendezvous on a free port, in a folder of its own."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -86,6 +86,25 @@ def test_rank_0_alone_talks(tmp_path: Path) -> None:
     experiment = client.get_experiment_by_name("resilient_train")
     assert experiment is not None
     assert len(client.search_runs([experiment.experiment_id])) == 1
+
+
+def test_a_metric_that_one_rank_lacks_holds_nobody_up(tmp_path: Path) -> None:
+    """It is the mean over those that have it; and the same command again says that the run is complete."""
+    what = ["data.batch_size=1", "run.log_every=1", "objective._target_=strangers.sometimes_rare", "tracking=none"]
+    done = launch(tmp_path / "place", 2, *what, "data.eval._target_=strangers.Augmented")
+    assert done.returncode == 0, done.stderr
+    assert "rare" in done.stdout
+    assert "rare" in summary(tmp_path / "place")["eval"]
+    again = launch(tmp_path / "place", 2, *what, "data.eval._target_=strangers.Augmented")
+    assert again.returncode == 0, again.stderr
+    assert "is complete" in again.stdout
+
+
+def test_the_rank_that_failed_is_named(tmp_path: Path) -> None:
+    """Its own line is on the terminal, not only the others' dismay."""
+    done = launch(tmp_path / "place", 2, "objective._target_=strangers.raises_on_rank_1", "tracking=none")
+    assert done.returncode != 0
+    assert "error on rank 1: RuntimeError: only here" in done.stderr
 
 
 def test_a_mistake_is_told_once_and_nobody_waits(tmp_path: Path) -> None:

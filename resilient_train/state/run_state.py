@@ -116,19 +116,36 @@ class RunState:
 
 
 def _optimizer_tree(optimizer: Optimizer) -> Tree:
-    """Moments by place of their parameter, and the settings of every group.
+    """Moments by place of their parameter, the settings of every group, and what a class of its own adds to them.
 
     `Optimizer.load_state_dict` casts moments to the dtype of their weights, so it could not bring back fp32
-    moments of bf16 weights: the state is read and written directly.
+    moments of bf16 weights: the state is read and written directly. Only for what a class adds by a `state_dict` of
+    its own, that method is asked.
     """
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    moments = {
-        place: dict(optimizer.state[weight]) for place, weight in _places(optimizer) if weight in optimizer.state
+    state = optimizer.state
+    tree = {
+        "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
+        "moments": {
+            place: dict(optimizer.state[weight]) for place, weight in _places(optimizer) if weight in optimizer.state
+        },
+        "shared": {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)},
     }
-    return {"groups": groups, "moments": moments}
+    if _has_own_state_dict(optimizer):
+        own = optimizer.state_dict()
+        tree["own"] = {key: value for key, value in own.items() if key not in ("state", "param_groups")}
+    return tree
+
+
+def _has_own_state_dict(optimizer: Optimizer) -> bool:
+    return type(optimizer).state_dict is not Optimizer.state_dict
 
 
 def _restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
+    if _has_own_state_dict(optimizer):
+        optimizer.load_state_dict({**optimizer.state_dict(), **copied(saved["own"])})
+    for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+        del optimizer.state[key]
+    optimizer.state.update(copied(saved["shared"]))
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         weights = group["params"]
         group.clear()
