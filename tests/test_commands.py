@@ -266,9 +266,7 @@ def test_a_password_is_written_down_nowhere(run_command: command) -> None:
     """Neither in the run directory nor on the terminal."""
     tracked = [one for one in MINE if one != "tracking=none"]
     uri = "http://user:hunter2@127.0.0.1:9/?token=hunter2"
-    outcome = run_command(
-        [*tracked, "run.steps=2", "run.name=secret", f"'tracking.uri={uri}'".strip("'"), "tracking.drain_s=1"]
-    )
+    outcome = run_command([*tracked, "run.steps=2", "run.name=secret", f"tracking.uri='{uri}'", "tracking.drain_s=1"])
     assert outcome.code == 0, outcome.stderr
     assert "hunter2" not in outcome.stdout + outcome.stderr
     for file in Path("runs/secret").iterdir():

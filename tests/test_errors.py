@@ -131,7 +131,7 @@ TABLE: dict[str, tuple[list[str], int, list[str]]] = {
             "+schedule.T_0=0",
         ],
         2,
-        ["schedule._target_", "ZeroDivisionError"],
+        ["schedule._target_", "ValueError"],
     ),
     "a log file that is none": (["run.dir=crooked"], 1, ["IsADirectoryError", "train.log"]),
     "a row that cannot be read": (
