@@ -50,7 +50,7 @@ KNOWN_TO = {
     "datasets": {"zoo"},
     "sklearn": {"zoo"},
 }
-WITHOUT_TORCH = {"errors", "events", "files", "record", "config"}
+WITHOUT_TORCH = {"errors", "events", "files", "record"}
 
 
 def room(file: Path) -> str:

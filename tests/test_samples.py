@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strangers import Augmented, Buffered, Counting, Fixed, RarelyRandom
-from torch.utils.data import default_collate
+from torch.utils.data import SequentialSampler, default_collate
 
 from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
 from resilient_train.data.iterable import IterableSamples
@@ -127,6 +128,38 @@ def test_streams_of_hugging_face_are_exact_shuffled_or_not(tmp_path: Path) -> No
         epoch += indices(samples, 7)
         assert sorted(epoch) == list(range(50))
         assert (epoch == list(range(50))) is not shuffled
+
+
+def test_nodes_of_torchdata_are_exact() -> None:
+    """A loader of torchdata's is an iterable like any other, random mapping included."""
+    nodes = pytest.importorskip("torchdata.nodes")
+
+    def noisy(index: int) -> dict[str, Any]:
+        return {"index": index, "noise": torch.rand(2)}
+
+    rows = nodes.ParallelMapper(nodes.SamplerWrapper(SequentialSampler(range(23))), noisy, num_workers=0)
+    samples = IterableSamples(nodes.Loader(rows), Slicing(4), seed=0, collate=default_collate)
+    batches(samples, 3)
+    here = samples.state_dict()
+    rest = batches(samples, 8)
+    samples.load_state_dict(here)
+    assert batches(samples, 8) == rest
+
+
+def test_a_stream_is_found_again_in_a_new_process() -> None:
+    """A state taken in one place and loaded in another gives the rows that followed, after a rewind as well."""
+    for kind in (Counting, Buffered):
+        samples = over(kind(), Slicing(5))
+        batches(samples, 2)
+        fresh = samples.state_dict()
+        rest = batches(samples, 6)
+        samples.load_state_dict(fresh)
+        batches(samples, 0)
+        rewound = samples.state_dict()
+        for state in (fresh, rewound):
+            other = over(kind(), Slicing(5))
+            other.load_state_dict(state)
+            assert batches(other, 6) == rest
 
 
 def test_rows_differ_between_epochs_and_seeds() -> None:
