@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -32,7 +33,7 @@ class IterableSamples:
         self.position = 0
         self._pristine = copy.deepcopy(dataset.state_dict())
         self._epoch = self._row = 0
-        self._rows = iter(dataset)
+        self._rows = self._iterator()
         self._state_is_exact = True  # until a rewind shows otherwise
         self._first_rows: dict[int, str] = {}  # digests by position
         self._require_repetition()
@@ -89,7 +90,12 @@ class IterableSamples:
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self._epoch)
         self.dataset.load_state_dict(copy.deepcopy(state))
-        self._rows = iter(self.dataset)
+        self._rows = self._iterator()
+
+    def _iterator(self) -> Iterator[Any]:
+        """Some data sets fetch their first row when they are asked for an iterator: it has its numbers by then."""
+        seed_host(mix(Purpose.ROW, self.seed, self._epoch, self._row))
+        return iter(self.dataset)
 
     def _begin_by_reading(self, epoch: int, rows: int) -> None:
         self._epoch, self._row = epoch, 0
