@@ -8,6 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+# Two test processes share two cores: more threads would wait for each other. Before torch reads it, and for children.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from command import Outcome, command
 from filelock import FileLock
