@@ -62,7 +62,7 @@ def main() -> None:
         order = ("plain", "ours") if pair % 2 == 0 else ("ours", "plain")
         for name in order:
             seconds[name].append(first_update(commands[name]))
-    later = median_with_interval(np.array(seconds["ours"]) - np.array(seconds["plain"]))
+    later = median_with_interval([np.array([b - a]) for a, b in zip(seconds["plain"], seconds["ours"], strict=True)])
     print(f"plain {np.median(seconds['plain']):.2f} s  ours {np.median(seconds['ours']):.2f} s to the first update")
     print(f"ours later by {later[0]:.2f} s [{later[1]:.2f}, {later[2]:.2f}], {given.pairs} pairs")
     if given.json:

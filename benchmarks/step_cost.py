@@ -2,9 +2,9 @@
 
 Each loop lives in a process of its own and gets leave for one block of steps at a time, in the order plain, ours,
 ours, plain. The one that waits is stopped with all of its threads, so the two never compete, and whatever else the
-machine does hits both alike. Fresh pairs of processes share out the blocks: where memory happens to lie can make a
-process some per cent faster for all of its life. The wall's time is the figure; CPU time beside it tells what is left
-of it when others use the machine.
+machine does hits both alike. Fresh pairs of processes share out the blocks, since where memory happens to lie makes a
+process some per cent faster or slower for all of its life. The wall's time is the figure; CPU time beside it tells
+what is left of it when others use the machine.
 
 Then come counts, which do not vary from run to run: torch calls and host reads of 20 steps.
 
@@ -275,8 +275,9 @@ def _spawn(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connec
 def time_blocks(options: Options, workload: str) -> dict[str, Any]:
     """Time both loops block by block, in fresh pairs of processes."""
     steps_per_block = options.steps_per_block or STEPS_PER_BLOCK[options.tracking][workload]
-    pairs: list[list[np.ndarray]] = []
+    rounds: list[list[list[np.ndarray]]] = []
     for fresh in np.array_split(np.arange(options.blocks), options.rounds):
+        rounds.append([])
         steps = WARM_UP[workload] + len(fresh) * steps_per_block
         job = Job(workload, WARM_UP[workload], steps, options.log_every, options.tracking)
         runners = [Runner(loop, job, steps_per_block) for loop in ("plain", options.ours)]
@@ -287,29 +288,35 @@ def time_blocks(options: Options, workload: str) -> dict[str, Any]:
             for number in fresh:
                 order = runners if number % 2 == 0 else runners[::-1]  # ABBA: a drift favours neither
                 seconds = {runner: runner.block() for runner in order}
-                pairs.append([seconds[runner] for runner in runners])
+                rounds[-1].append([seconds[runner] for runner in runners])
             for runner in runners:
                 runner.finish()
         finally:
             for runner in runners:
                 runner.abandon()
-    step_ms = 1e3 * np.array(pairs) / steps_per_block  # [block, loop, clock]
+    step_ms = [1e3 * np.array(pairs) / steps_per_block for pairs in rounds]  # of each: [block, loop, clock]
     figures: dict[str, Any] = {"work": plain_work, "blocks": options.blocks, "steps_per_block": steps_per_block}
     for number, clock in enumerate(("wall", "cpu")):
-        plain_ms, our_ms = step_ms[:, 0, number], step_ms[:, 1, number]
+        ratios = [ms[:, 1, number] / ms[:, 0, number] for ms in step_ms]
         figures[clock] = {
-            "ratio": median_with_interval(our_ms / plain_ms),
-            "plain_ms": plain_ms.tolist(),
-            "ours_ms": our_ms.tolist(),
+            "ratio": median_with_interval(ratios),
+            "rounds": [float(np.median(one)) for one in ratios],
+            "plain_ms": [ms[:, 0, number].tolist() for ms in step_ms],
+            "ours_ms": [ms[:, 1, number].tolist() for ms in step_ms],
         }
     return figures
 
 
-def median_with_interval(values: np.ndarray) -> tuple[float, float, float]:
-    """Return the median and its 95 % bootstrap interval."""
-    drawn = np.random.default_rng(0).choice(values, (10_000, len(values)))
-    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
-    return float(np.median(values)), float(low), float(high)
+def median_with_interval(groups: Sequence[np.ndarray]) -> tuple[float, float, float]:
+    """Return the median and its 95 % interval, from a bootstrap that draws groups and then values within them."""
+    random = np.random.default_rng(0)
+
+    def drawn() -> np.ndarray:
+        chosen = [groups[number] for number in random.integers(len(groups), size=len(groups))]
+        return np.concatenate([random.choice(group, len(group)) for group in chosen])
+
+    low, high = np.quantile([np.median(drawn()) for _ in range(5000)], (0.025, 0.975))
+    return float(np.median(np.concatenate(groups))), float(low), float(high)
 
 
 def count_calls(options: Options, workload: str) -> dict[str, Any]:
@@ -351,7 +358,7 @@ def _options() -> Options:
     parser.add_argument(
         "--steps-per-block", type=int, metavar="N", help="default: by workload and tracking, 0.3 to 2 s"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="fresh pairs of processes (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=6, help="fresh pairs of processes (default: %(default)s)")
     parser.add_argument("--log-every", type=int, default=10, help="steps between two lines (default: %(default)s)")
     tracks = "where ours shows the run; mlflow: a new SQLite database (default: %(default)s)"
     parser.add_argument("--tracking", choices=sorted(STEPS_PER_BLOCK), default="none", help=tracks)
@@ -380,7 +387,8 @@ def main() -> None:
         blocks = f"{timed['blocks']} blocks of {timed['steps_per_block']} steps"
         print(f"\n{workload}: {timed['work']['weights'] / 1e6:.2f} M weights, {blocks}, tracking {options.tracking}")
         for clock in ("wall", "cpu"):
-            medians = "  ".join(f"{loop} {np.median(timed[clock][f'{loop}_ms']):.3f} ms" for loop in ("plain", "ours"))
+            all_ms = {loop: np.concatenate(timed[clock][f"{loop}_ms"]) for loop in ("plain", "ours")}
+            medians = "  ".join(f"{loop} {np.median(values):.3f} ms" for loop, values in all_ms.items())
             ratio, low, high = timed[clock]["ratio"]
             print(f"  {clock:4}  {medians}  ratio {ratio:.3f} [{low:.3f}, {high:.3f}]", flush=True)
         timed["counts"] = count_calls(options, workload)

@@ -29,6 +29,8 @@ def main() -> None:
         _job()
     except Exception as error:
         _exit_codes.append(_complain(error, sys.argv[1:]))
+    except KeyboardInterrupt:  # the run has said what there is to say; the jobs left in a sweep are not wanted either
+        _exit_codes.append(1)
     _leave(max(_exit_codes, default=0))
 
 

@@ -106,6 +106,8 @@ def _run(composed: Composed, world: World, terminal: Terminal, directory: RunDir
             tracked = _finish(tracker, status)
             summary.mlflow = tracked.as_dict() if tracked else None
             summary.write(directory.summary)
+    if isinstance(error, KeyboardInterrupt):
+        raise error
     evaluated = assembled.evaluated if assembled else None
     loss = evaluated["loss"] if evaluated else summary.final_loss
     return Ending(summary.exit_code, None if error else loss)
