@@ -14,7 +14,10 @@ _TEMPORARY = ".resilient-tmp"
 def commit(path: Path, write: Callable[[Path], object]) -> None:
     """Write beside `path`, sync, rename, sync the directory."""
     temporary = path.with_name(f".{path.name}{_TEMPORARY}")
+    temporary.touch()
+    mode = temporary.stat().st_mode
     write(temporary)
+    temporary.chmod(mode)  # safetensors would leave a file that only its owner can read
     with open(temporary, "rb+") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -64,7 +64,7 @@ def _open(composed: Composed, held: list[DirectoryLock]) -> RunDirectory:
     )
     held.append(lock)
     if directory.finished is None:
-        commit_text(directory.config, composed.yaml)
+        commit_text(directory.config, composed.yaml(directory.path))
     elif changes := composed.differences(directory.config):
         lock.release()
         why = f"holds a finished run of another configuration ({'; '.join(changes)}): choose another run.name"
@@ -136,7 +136,7 @@ def _greet(directory: RunDirectory, world: World) -> None:
 
 
 def _already_complete(directory: RunDirectory, summary: dict[str, Any]) -> Ending:
-    log.info("%s is complete: %s steps, final loss %s", directory.path, summary["steps"], summary.get("final_loss"))
+    log.info("%s is complete: %s steps, loss %s", directory.path, summary["steps"], _rounded(summary.get("final_loss")))
     log.info("run.resume=never trains another one beside it")
     evaluated = summary.get("eval")
     return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else summary.get("final_loss"))
@@ -146,9 +146,9 @@ def _say(error: BaseException | None, directory: RunDirectory, world: World, run
     """Say how it ended: one line for the terminal; a traceback goes to the log file."""
     if error is None:
         assert run is not None
-        loss = f"{run.tally.final_loss:.4g}" if run.tally.final_loss is not None else "none"
+        loss = _rounded(run.tally.final_loss)
         evaluated = "".join(f", evaluation {name} {value:.4g}" for name, value in (run.evaluated or {}).items())
-        log.info("completed %d steps in %s: loss %s%s", run.clock.step, duration(seconds), loss, evaluated)
+        log.info("completed %d steps in %s: recent loss %s%s", run.clock.step, duration(seconds), loss, evaluated)
         log.info("weights and summary in %s", directory.path)
     elif isinstance(error, TrainError):
         # Every rank finds the same fault in a configuration; rank 0 says it for all.
@@ -164,6 +164,10 @@ def _say(error: BaseException | None, directory: RunDirectory, world: World, run
         where = f" on rank {world.rank}" if world.size > 1 else ""
         file = directory.log(world.rank)
         log.error("error%s: %s; the traceback is in %s", where, in_one_line(error), file, exc_info=error)
+
+
+def _rounded(loss: Any) -> str:
+    return f"{loss:.4g}" if isinstance(loss, float) else "unknown"
 
 
 def _exit_code(error: BaseException | None) -> int:

@@ -35,14 +35,15 @@ MAY_KNOW: dict[str, set[str]] = {
     "assemble": {"checkpoint", "config", "data", "objective", "ranks", "record", "state", "update", "watch"},
     "train": {"assemble", "objective", "record", "state"},
     "session": {"assemble", "checkpoint", "config", "ranks", "record", "state", "train"},
-    "__main__": {"config", "ranks", "session"},
+    "command": {"config", "ranks", "session"},
+    "__main__": {"command"},
     "__init__": set(),
 }
 
 # Libraries that only some may know.
 KNOWN_TO = {
-    "hydra": {"config", "__main__"},
-    "omegaconf": {"config", "__main__"},
+    "hydra": {"config", "command"},
+    "omegaconf": {"config", "command"},
     "mlflow": {"record"},
     "accelerate": {"ranks", "assemble"},
     "rich": {"record"},

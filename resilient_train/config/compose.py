@@ -31,9 +31,10 @@ class Composed:
     config: Config
     resolved: dict[str, Any]
 
-    @property
-    def yaml(self) -> str:
-        return OmegaConf.to_yaml(OmegaConf.create(self.resolved))
+    def yaml(self, directory: Path) -> str:
+        """Write it down as what runs in `directory`, which may be another one than was asked for."""
+        run = {**self.resolved["run"], "name": directory.name, "dir": str(directory)}
+        return OmegaConf.to_yaml(OmegaConf.create({**self.resolved, "run": run}))
 
     def is_same_as(self, written: Path) -> bool:
         """Say whether a config.yaml is of the same run."""

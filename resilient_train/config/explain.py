@@ -12,7 +12,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
@@ -43,6 +43,9 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return TrainError(in_one_line(error))
     text = str(error)
+    if isinstance(error, OverrideParseException):
+        why = f"cannot be read ({text.splitlines()[0]}); quote what is special: 'key=\"a[b]\"'"
+        return unusable(error.override, why)
     key = getattr(error, "full_key", None)
     if isinstance(error, ValidationError) and key:
         return _wrong_type(str(key), _value_of(str(key), overrides), text)
@@ -54,7 +57,8 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
         group, _, option = missing[1].rpartition("/")
         options = (missing[2] or "").split()
         return unusable(
-            f"{group or 'config'}={option}", f"no such option{_similar(option, options)}{_allowed(options)}"
+            f"{group or 'config'}={option}",
+            f"no such option{_similar(option, options) or ';' * bool(options)}{_allowed(options)}",
         )
     if override := re.search(r"Could not override '([^']+)'", text):
         name = override[1].split("@")[0]
@@ -75,7 +79,7 @@ def _wrong_type(key: str, value: str | None, text: str) -> ConfigError:
 
 def _unknown_key(key: str, value: str | None, known: Sequence[str]) -> ConfigError:
     parent, _, name = key.rpartition(".")
-    why = f"no such key{_similar(name, known) or ';'}"
+    why = f"no such key{_similar(name, known) or ';' * bool(known)}"
     if known:
         why += f" {parent or 'the configuration'} has {', '.join(known)}"
     if parent and "_target_" in known:

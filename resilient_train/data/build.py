@@ -61,7 +61,7 @@ def _is_map_style(dataset: Any, key: str, path: str) -> bool:
         return False
     if hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
         if len(dataset) == 0:
-            raise ConfigError(key, path, "the data set is empty: it has no rows to train on")
+            raise ConfigError(key, path, "the data set is empty: it has no rows")
         return True
     if hasattr(kind, "__iter__"):
         return False

@@ -134,7 +134,7 @@ class IterableSamples:
             seed_host(mix(Purpose.ROW, self.seed, 0, number))
             rows += list(islice(self._rows, 1))
         if not rows:
-            raise ValueError("the iterable data set is empty: it has no rows to train on")
+            raise ValueError("the iterable data set is empty: it has no rows")
         return rows
 
 
