@@ -50,8 +50,10 @@ OVERRIDES = {
     "gpt": "model=gpt model.layers=5 model.width=256 model.context=128 data=python_source data.batch_size=2",
     "mlp": "model=mlp data=digits objective=classification",
 }
-# MLflow's thread sends every 1.5 s: a block has to be longer, else the median would be one without a sending.
-STEPS_PER_BLOCK = {"none": {"gpt": 10, "mlp": 300}, "mlflow": {"gpt": 20, "mlp": 2000}}
+# Short blocks pair best on a machine that is not ours alone. But MLflow's thread sends every 1.5 s: a shorter block
+# than that would leave the sending out of the median.
+STEPS_PER_BLOCK = {"none": {"gpt": 5, "mlp": 200}, "mlflow": {"gpt": 20, "mlp": 2000}}
+BLOCKS = {"none": 60, "mlflow": 30}
 WARM_UP = {"gpt": 20, "mlp": 600}
 COUNTED = 20
 NEVER = 10**9
@@ -274,9 +276,10 @@ def _spawn(target: Callable[..., None], *args: Any) -> tuple[BaseProcess, Connec
 
 def time_blocks(options: Options, workload: str) -> dict[str, Any]:
     """Time both loops block by block, in fresh pairs of processes."""
+    blocks = options.blocks or BLOCKS[options.tracking]
     steps_per_block = options.steps_per_block or STEPS_PER_BLOCK[options.tracking][workload]
     rounds: list[list[list[np.ndarray]]] = []
-    for fresh in np.array_split(np.arange(options.blocks), options.rounds):
+    for fresh in np.array_split(np.arange(blocks), options.rounds):
         rounds.append([])
         steps = WARM_UP[workload] + len(fresh) * steps_per_block
         job = Job(workload, WARM_UP[workload], steps, options.log_every, options.tracking)
@@ -295,7 +298,7 @@ def time_blocks(options: Options, workload: str) -> dict[str, Any]:
             for runner in runners:
                 runner.abandon()
     step_ms = [1e3 * np.array(pairs) / steps_per_block for pairs in rounds]  # of each: [block, loop, clock]
-    figures: dict[str, Any] = {"work": plain_work, "blocks": options.blocks, "steps_per_block": steps_per_block}
+    figures: dict[str, Any] = {"work": plain_work, "blocks": blocks, "steps_per_block": steps_per_block}
     for number, clock in enumerate(("wall", "cpu")):
         ratios = [ms[:, 1, number] / ms[:, 0, number] for ms in step_ms]
         figures[clock] = {
@@ -339,7 +342,7 @@ class Options:
     """What the command line asks for."""
 
     workload: Sequence[str]
-    blocks: int
+    blocks: int | None
     steps_per_block: int | None
     rounds: int
     log_every: int
@@ -351,15 +354,17 @@ class Options:
 def _options() -> Options:
     parser = argparse.ArgumentParser(
         description="Compare the cost of a step: ours beside a hand-written Accelerate loop.",
-        epilog="Both workloads take about 3 minutes; with --tracking mlflow, whose blocks are longer, about 6.",
+        epilog="Both workloads take about 3 minutes; with --tracking mlflow, whose blocks are longer, about 7.",
     )
     parser.add_argument("--workload", action="append", choices=sorted(OVERRIDES), help="gpt or mlp (default: both)")
-    parser.add_argument("--blocks", type=int, default=30, help="blocks of each loop (default: %(default)s)")
+    parser.add_argument("--blocks", type=int, metavar="N", help="of each loop (default: 60; 30 with mlflow)")
+    parser.add_argument("--steps-per-block", type=int, metavar="N", help="default: 0.2 to 0.5 s; 2 s with mlflow")
     parser.add_argument(
-        "--steps-per-block", type=int, metavar="N", help="default: by workload and tracking, 0.3 to 2 s"
+        "--rounds", type=int, metavar="N", default=6, help="fresh pairs of processes (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=6, help="fresh pairs of processes (default: %(default)s)")
-    parser.add_argument("--log-every", type=int, default=10, help="steps between two lines (default: %(default)s)")
+    parser.add_argument(
+        "--log-every", type=int, metavar="N", default=10, help="steps between two lines (default: %(default)s)"
+    )
     tracks = "where ours shows the run; mlflow: a new SQLite database (default: %(default)s)"
     parser.add_argument("--tracking", choices=sorted(STEPS_PER_BLOCK), default="none", help=tracks)
     itself = "plain: the plain loop against itself, to see what the method makes of no difference"
