@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -20,17 +19,17 @@ from resilient_train.config.schema import Config
 from resilient_train.data import build as data
 from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
 from resilient_train.data.rows import Collate
-from resilient_train.data.samples import Samples, Slicing
+from resilient_train.data.samples import Slicing
+from resilient_train.drill import Drill, parse
 from resilient_train.errors import ConfigError, in_one_line
+from resilient_train.guard import Guard
 from resilient_train.objective import Measured
 from resilient_train.ranks.world import World
+from resilient_train.record.incidents import IncidentBook
 from resilient_train.record.summary import Tally
 from resilient_train.state.randomness import Purpose, mix, seed_all
-from resilient_train.state.run_state import Clock, RunState
 from resilient_train.update.optimizers import parameter_groups
 from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
-from resilient_train.update.updater import Updater
-from resilient_train.watch.vitals import VitalsLog
 
 
 @dataclass
@@ -42,43 +41,39 @@ class Run:
     model: nn.Module  # as prepared by Accelerate
     bare_model: nn.Module  # the user's own
     objective: Measured
-    samples: Samples
-    slicing: Slicing
+    guard: Guard
     evaluation: MapEvaluation | IterableEvaluation | None
-    updater: Updater
-    state: RunState
-    clock: Clock
-    vitals: VitalsLog
     tally: Tally = field(default_factory=Tally)
     evaluated: dict[str, float] | None = None
-
-    def on_device(self, batch: Any) -> Any:
-        """Move a batch of any shape to where the model is."""
-        return batch if self.world.device.type == "cpu" else send_to_device(batch, self.world.device, non_blocking=True)
+    told_tick: int = 0  # to display and tracker
+    told_incidents: int = 0
 
     def close(self) -> None:
         """Let go of worker processes."""
-        self.samples.close()
+        self.guard.samples.close()
         if self.evaluation is not None:
             self.evaluation.close()
 
     def __str__(self) -> str:
         count = sum(weight.numel() for weight in self.bare_model.parameters())
-        sliced = self.slicing
+        sliced = self.guard.slicing
         factors = [(sliced.batch_size, "rows"), (sliced.accumulation, "micro-batches"), (sliced.world, "processes")]
         cut = " x ".join(f"{number} {what}" for number, what in factors if number > 1) or "1 row"
         return f"{type(self.bare_model).__name__} with {_spoken(count)} weights, {cut} to an update"
 
 
-def assemble(config: Config, world: World) -> Run:
-    """Build everything a configuration names."""
+def assemble(config: Config, world: World, book: IncidentBook | None = None) -> Run:
+    """Build everything a configuration names; incidents are written into `book`."""
+    book = book or IncidentBook(None, None)
     seed = config.run.seed
     seed_all(mix(Purpose.INITIAL_WEIGHTS, seed), world.device)
     objective = Measured(_objective(config.objective, world.device), config.objective["_target_"])
     slicing = Slicing(config.data.batch_size, config.accelerate.gradient_accumulation_steps, world.rank, world.size)
     collate = _collate(config.data.collate)
+    rows = targets.build("data.train", config.data.train)
+    drill = _drill(config, book)
     samples = data.samples(
-        targets.build("data.train", config.data.train),
+        rows if drill is None else drill.wrapped(rows),
         config.data,
         slicing,
         seed=seed,
@@ -94,24 +89,32 @@ def assemble(config: Config, world: World) -> Run:
     schedules = [_schedule(config.schedule, optimizer) for optimizer in optimizers]
     if config.accelerate.compile:
         model.compile()  # in place: torch.compile() would put _orig_mod. before every name
-    # Accelerate's wrappers around the optimizers are left aside: what they add, the updater does itself.
     prepared, *_ = world.accelerator.prepare(model, *optimizers)
-    clock = Clock()
-    state = RunState(model, optimizers, schedules, samples, clock, device=world.device, scaler=world.accelerator.scaler)
-    updater = Updater(optimizers, schedules, config.clip, scaler=world.accelerator.scaler)
+    guard = Guard(
+        world.accelerator,
+        prepared,
+        optimizers,
+        data=samples,
+        batch_size=config.data.batch_size,
+        schedule=schedules,
+        objective=objective,
+        recovery=config.recovery,
+        checks=config.checks,
+        clip=config.clip,
+        memory=config.checkpoint.memory,
+        verify_after=config.checkpoint.verify_after,
+        seed=seed,
+        drill=drill,
+        book=book,
+    )
     return Run(
         config=config,
         world=world,
         model=prepared,
         bare_model=model,
         objective=objective,
-        samples=samples,
-        slicing=slicing,
+        guard=guard,
         evaluation=evaluation,
-        updater=updater,
-        state=state,
-        clock=clock,
-        vitals=VitalsLog(world),
     )
 
 
@@ -124,6 +127,11 @@ def _model(config: Config) -> nn.Module:
     if config.run.init_from is not None:
         weights.load_into(model, Path(config.run.init_from))
     return model
+
+
+def _drill(config: Config, book: IncidentBook) -> Drill | None:
+    faults = parse(config.drill, steps=config.run.steps)
+    return Drill(faults, has_fired=book.has_fired, fired=book.fired) if faults else None
 
 
 def _objective(node: dict[str, Any], device: torch.device) -> Any:

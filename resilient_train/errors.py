@@ -2,6 +2,7 @@
 
 TrainError               1  told in one line; the traceback is in train.log
 ├── DirectoryInUse       1  another live process trains there: later the same command works
+├── GaveUp               3  the policy has nothing left to try: the newest proven state is on disk
 └── ConfigError          2  the configuration is wrong: names the key, the value, and what is allowed
 """
 
@@ -21,6 +22,12 @@ class TrainError(Exception):
 
 class DirectoryInUse(TrainError):
     """Another live process holds the run directory."""
+
+
+class GaveUp(TrainError):
+    """The recovery policy is exhausted."""
+
+    exit_code = 3
 
 
 class ConfigError(TrainError, ValueError):

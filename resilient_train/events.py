@@ -4,6 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Signal(StrEnum):
+    """What was noticed."""
+
+    NONFINITE_BATCH = "nonfinite_batch"
+    NONFINITE_LOSS = "nonfinite_loss"
+    NONFINITE_GRAD = "nonfinite_grad"
+    NONFINITE_WEIGHTS = "nonfinite_weights"
+    NONFINITE_OPTIMIZER = "nonfinite_optimizer"
+    LOSS_SPIKE = "loss_spike"
+    GRAD_SPIKE = "grad_spike"
+    DIVERGENCE = "divergence"
+    WEIGHTS_JUMP = "weights_jump"
+    OPTIMIZER_RANGE = "optimizer_range"
+    SCALE_COLLAPSE = "scale_collapse"
+    EXCEPTION = "exception"
+    OUT_OF_MEMORY = "out_of_memory"
+    HANG = "hang"
+    CRASH = "crash"
+    DISK_FULL = "disk_full"
+    CHECKPOINT_DAMAGED = "checkpoint_damaged"
+    RANK_MISMATCH = "rank_mismatch"
+
+
+class Cause(StrEnum):
+    """What was behind it."""
+
+    DATA = "data"
+    OPERATION = "operation"
+    OVERFLOW = "overflow"
+    EXPLOSION = "explosion"
+    OPTIMIZER = "optimizer"
+    CORRUPTION = "corruption"
+    TRANSIENT = "transient"
+    PROCESS = "process"
+    UNKNOWN = "unknown"
+
+
+class Outcome(StrEnum):
+    """What became of an incident."""
+
+    RECOVERED = "recovered"
+    RECURRED = "recurred"
+    GAVE_UP = "gave_up"
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,4 +63,76 @@ class Vitals:
     loss: float  # fp32 mean over ranks and micro-batches, before any scaling
     grad_norm: float  # before clipping
     lr: float  # of the first parameter group
+    start: int = 0  # it was made of the samples at positions [start, stop) of the stream
+    stop: int = 0
+    refused: Signal | None = None  # what the gate refused it for
+    overflowed: bool = False  # refused by the loss scale of half precision, in the ordinary course of things
+    loss_scale: float | None = None
+    ranks: tuple[int, ...] = ()  # where it began, if only some ranks had it
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Anomaly:
+    """Trouble that something has to be done about."""
+
+    signal: Signal
+    step: int  # the update it was noticed at, counted from 1: accepted ones and itself
+    tick: int
+    since: int  # the newest step whose state is still to be trusted
+    evidence: str  # for a person: "loss 8.12 where 2.9 to 3.4 was usual"
+    landed: bool = True  # the weights hold it already
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """The line of code where it began."""
+
+    phase: str  # forward, backward
+    op: str  # as torch names the function: log, div, softmax
+    module: str
+    file: str
+    line: int
+    inputs: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Why it happened, as far as it could be told."""
+
+    cause: Cause
+    advice: str  # one sentence a person can act on
+    culprit: Culprit | None = None
+    rows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One remedy as a policy prescribes it: `Action("lower_lr", {"factor": 0.5, "rewarm": 20})`."""
+
+    remedy: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a policy prescribes: remedies that are done together, or the end of the run and why."""
+
+    actions: tuple[Action, ...] = ()
+    rung: int = 0  # of the ladder, from 0
+    gave_up: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """One trouble from its first sign to its outcome."""
+
+    id: int  # from 1, in the order they were met
+    anomaly: Anomaly
+    diagnosis: Diagnosis
+    decision: Decision
+    rewound_to: int | None = None
+    steps_lost: int = 0
+    seconds: float = 0.0
+    outcome: Outcome | None = None  # None while it is open

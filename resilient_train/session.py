@@ -12,13 +12,15 @@ from resilient_train import __version__
 from resilient_train.assemble import Run, assemble
 from resilient_train.checkpoint import weights
 from resilient_train.config.compose import Composed, flattened
-from resilient_train.errors import ConfigError, TrainError, in_one_line
+from resilient_train.errors import ConfigError, GaveUp, TrainError, in_one_line
 from resilient_train.files import commit_text
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import tracking
 from resilient_train.record.console import Terminal, duration, log
 from resilient_train.record.directory import RunDirectory, claim
+from resilient_train.record.incidents import INCIDENTS, IncidentBook, tags
+from resilient_train.record.journal import JOURNAL, Journal
 from resilient_train.record.summary import Summary
 from resilient_train.record.tracking import NullTracker, TrackedRun, Tracker
 from resilient_train.state.determinism import set_deterministic
@@ -36,7 +38,7 @@ class Ending:
 def run(composed: Composed) -> Ending:
     """Train as configured, in a directory of its own. An error becomes one line, a summary and an exit code."""
     config = composed.config
-    world = World(config.accelerate)
+    world = World.joined(config.accelerate)
     terminal = Terminal(is_main=world.is_main)
     held: list[DirectoryLock] = []
     try:
@@ -76,16 +78,19 @@ def _run(composed: Composed, world: World, terminal: Terminal, directory: RunDir
     config, started = composed.config, time.monotonic()
     tracker: Tracker = NullTracker()
     assembled: Run | None = None
+    book = IncidentBook(None, None)
     status, error = "failed", None
     try:
         if world.is_main:
             tracker = tracking.build(config.tracking, directory.path.name, Path("runs").absolute())
         _greet(directory, world)
-        assembled = assemble(config, world)
+        if world.is_main:
+            book = IncidentBook(directory.path, Journal(directory.path / JOURNAL))
+        assembled = assemble(config, world, book)
         log.info("%s", assembled)
         tracker.params(flattened(composed.resolved))
         tracker.artifact(directory.config)
-        display = terminal.display(steps=config.run.steps, done=assembled.clock.step)
+        display = terminal.display(steps=config.run.steps, done=assembled.guard.clock.step)
         try:
             train(assembled, display, tracker)
         finally:
@@ -96,13 +101,19 @@ def _run(composed: Composed, world: World, terminal: Terminal, directory: RunDir
         status = "completed"
     except BaseException as caught:  # a SystemExit in a user's code, too: it is not the end that was asked for
         error = caught
+        status = "gave_up" if isinstance(caught, GaveUp) else "failed"
+    book.close()
     seconds = time.monotonic() - started
     summary = _summary(status, _exit_code(error), seconds, assembled)
     _say(error, directory, world, assembled, seconds)
     if world.is_main:
         summary.write(directory.summary)  # before MLflow may take its time
         if summary.ticks:  # a mistake in a configuration is nothing to track
-            tracker.artifact(directory.log(0))
+            if assembled is not None:
+                tracker.tags(tags(assembled.guard.incidents))
+            for file in (directory.log(0), directory.path / INCIDENTS):
+                if file.exists():
+                    tracker.artifact(file)
             tracked = _finish(tracker, status)
             summary.mlflow = tracked.as_dict() if tracked else None
             summary.write(directory.summary)
@@ -148,7 +159,7 @@ def _say(error: BaseException | None, directory: RunDirectory, world: World, run
         assert run is not None
         loss = _rounded(run.tally.final_loss)
         evaluated = "".join(f", evaluation {name} {value:.4g}" for name, value in (run.evaluated or {}).items())
-        log.info("completed %d steps in %s: recent loss %s%s", run.clock.step, duration(seconds), loss, evaluated)
+        log.info("completed %d steps in %s: recent loss %s%s", run.guard.clock.step, duration(seconds), loss, evaluated)
         log.info("weights and summary in %s", directory.path)
     elif isinstance(error, TrainError):
         # Every rank finds the same fault in a configuration; rank 0 says it for all.
@@ -177,7 +188,7 @@ def _exit_code(error: BaseException | None) -> int:
 
 
 def _summary(status: str, exit_code: int, seconds: float, run: Run | None) -> Summary:
-    clock = run.clock if run else None
+    clock = run.guard.clock if run else None
     return Summary(
         status=status,
         exit_code=exit_code,
@@ -186,10 +197,10 @@ def _summary(status: str, exit_code: int, seconds: float, run: Run | None) -> Su
         steps_lost=clock.tick - clock.step if clock else 0,
         final_loss=run.tally.final_loss if run else None,
         eval=run.evaluated if run else None,
-        incidents={"total": 0, "recovered": 0, "by_cause": {}},
+        incidents=run.guard.tally() if run else {"total": 0, "recovered": 0, "by_cause": {}},
         seconds=round(seconds, 3),
         step_ms=run.tally.step_ms if run else None,
-        weights_sha256=run.state.weights_sha256() if run and status == "completed" else None,
-        state_sha256=run.state.sha256() if run and status == "completed" else None,
+        weights_sha256=run.guard.state.weights_sha256() if run and status == "completed" else None,
+        state_sha256=run.guard.state.sha256() if run and status == "completed" else None,
         mlflow=None,
     )

@@ -20,6 +20,9 @@ from resilient_train.update.schedule import CurveSchedule, ShadowSchedule, const
 from resilient_train.update.updater import Updater
 
 
+CPU = torch.device("cpu")
+
+
 def rates(curve: Any, warmup_steps: int, steps: range) -> list[float]:
     schedule = CurveSchedule([1.0], curve, warmup_steps)
     return [round(schedule.settings(step)[0]["lr"], 6) for step in steps]
@@ -121,7 +124,8 @@ def gradients(*values: float) -> list[nn.Parameter]:
 def test_clipping(max_norm: float | None, max_value: float | None, expected: list[float]) -> None:
     """By norm first, then by value; the norm that is told is the one from before."""
     weights = gradients(3.0, 4.0)
-    assert clip(weights, ClipConfig(max_norm, max_value)).item() == 5
+    norm, clipped_to = clip(weights, ClipConfig(max_norm, max_value))
+    assert (norm.item(), clipped_to) == (5, max_norm)
     assert [weight.grad.item() for weight in weights if weight.grad is not None] == pytest.approx(expected, rel=1e-4)
 
 
@@ -145,10 +149,10 @@ def test_rates_are_derived_and_never_compound() -> None:
     """A rate that somebody scaled in place is what the schedule says at the next update."""
     weight = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    updater = Updater([optimizer], [CurveSchedule([1.0], constant, 0)], ClipConfig(None, None))
+    updater = Updater([optimizer], [CurveSchedule([1.0], constant, 0)], ClipConfig(None, None), device=CPU)
     for step in range(3):
         weight.grad = torch.ones(())
-        assert updater.apply(step).lr == 1.0
+        assert updater.apply(step, torch.zeros(())).settings == [[{"lr": 1.0}]]
         assert weight.grad is None
         optimizer.param_groups[0]["lr"] *= 10
     assert weight.item() == -3
@@ -161,12 +165,12 @@ def test_an_overflow_skips_all_optimizers_and_is_not_accepted(fused: bool) -> No
     optimizers = [torch.optim.SGD([weight], lr=1.0, fused=fused) for weight in weights]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     schedules = [CurveSchedule([1.0], constant, 0) for _ in optimizers]
-    updater = Updater(optimizers, schedules, ClipConfig(None, None), scaler=scaler)
+    updater = Updater(optimizers, schedules, ClipConfig(None, None), device=CPU, scaler=scaler)
 
     def update(*factors: float) -> bool:
         for weight, factor in zip(weights, factors, strict=True):
             scaler.scale((weight * factor).sum()).backward()  # type: ignore[no-untyped-call]
-        return updater.apply(0).accepted
+        return bool(updater.apply(0, torch.zeros(())).measured[1].isfinite())
 
     assert update(1.0, 1.0)
     assert [weight.tolist() for weight in weights] == [[-1, -1], [-1, -1]]

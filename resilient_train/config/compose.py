@@ -106,7 +106,8 @@ def _label(raw: DictConfig, choices: Mapping[str, Any]) -> str:
         choice = str(choices.get(group, "custom"))
         return re.sub(r"\W+", "_", str(target).rpartition(".")[2]) if choice == "custom" and target else choice
 
-    return f"{word('model', raw.model.get('_target_'))}-{word('data', raw.data.train.get('_target_'))}"
+    words = [word("model", raw.model.get("_target_")), word("data", raw.data.train.get("_target_"))]
+    return "-".join([*words, str(choices.get("recovery", "custom"))])
 
 
 def _identity_unresolved(raw: DictConfig) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from typing import Any
 from resilient_train.data.build import DataConfig
 from resilient_train.ranks.world import AccelerateConfig
 from resilient_train.record.tracking import TrackingConfig
+from resilient_train.state.ring import MemoryConfig
 from resilient_train.update.clip import ClipConfig
+from resilient_train.watch.config import ChecksConfig
 
 
 @dataclass
@@ -26,6 +28,12 @@ class RunConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    memory: MemoryConfig
+    verify_after: int = field(metadata={"at_least": 1})
+
+
+@dataclass
 class Config:
     """A whole run. Nodes with a `_target_` stay plain: their keys are whatever their target takes."""
 
@@ -37,7 +45,11 @@ class Config:
     schedule: dict[str, Any]
     clip: ClipConfig
     accelerate: AccelerateConfig
+    checks: ChecksConfig
+    recovery: dict[str, Any]
+    checkpoint: CheckpointConfig
     tracking: TrackingConfig
+    drill: dict[str, Any]
     experiment: str | None = None
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing, Update
+from resilient_train.data.stream import Ranges
 from resilient_train.errors import TrainError
 from resilient_train.state.randomness import Purpose, mix, seed_host
 from resilient_train.state.tree import sha256
@@ -18,6 +20,16 @@ _log = logging.getLogger("resilient_train")
 
 _COMPARED = 4  # first rows of an update, whose digests with the last one's tell whether its place was found again
 _REMEMBERED = 10_000  # updates whose first rows are remembered: further back than anybody rewinds
+
+
+class _Read(NamedTuple):
+    """The rows of one update over all ranks, and where they were read."""
+
+    start: int
+    stop: int
+    epoch: int
+    row: int
+    rows: list[Any]
 
 
 class IterableSamples:
@@ -35,39 +47,74 @@ class IterableSamples:
         self._epoch = self._row = 0
         self._rows = self._iterator()
         self._state_is_exact = True  # until a rewind shows otherwise
-        self._first_rows: dict[int, str] = {}  # digests by position
+        self._first_rows: dict[tuple[int, int], str] = {}  # digests by positions
+        self._recent: deque[_Read] = deque(maxlen=2)
+        self._ahead: deque[_Read] = deque()  # to be served before the data set is read on
+        self.skipped = Ranges()
         self._require_repetition()
 
     def next_update(self) -> Update:
-        start, epoch, row = self.position, self._epoch, self._row
-        rows = self._read(self.slicing.samples)
-        digest = _digest(rows)
-        if self._first_rows.setdefault(start, digest) != digest:
-            rows = self._found_by_reading(epoch, row, self._first_rows[start])
-        if len(self._first_rows) > _REMEMBERED:
-            del self._first_rows[next(iter(self._first_rows))]
-        self.position += len(rows)
+        read = self._ahead.popleft() if self._ahead else self._read_update()
+        self._recent.append(read)
+        start, self.position = read.start, read.stop
         batches = []
-        for number, batch in enumerate(self.slicing.of_this_rank(rows)):
+        for number, batch in enumerate(self.slicing.of_this_rank(read.rows)):
             place = number * self.slicing.world + self.slicing.rank  # among the update's micro-batches on all ranks
             seed_host(mix(Purpose.COLLATE, self.seed, start, place))
             batches.append(self.collate(list(batch)))
         return Update(start, self.position, batches)
 
+    def go_back(self, update: Update) -> None:
+        """Take it from memory: finding a place in the data set again may mean to read an epoch."""
+        while self._recent and self._recent[-1].start >= update.start:
+            self._ahead.appendleft(self._recent.pop())
+        self.position = update.start
+
+    def skip(self, start: int, stop: int) -> None:
+        self.skipped.add(start, stop)
+        while self._ahead and start <= self._ahead[0].start < stop:
+            self.position = self._ahead.popleft().stop
+
     def state_dict(self) -> dict[str, Any]:
+        if self._ahead:  # the data set itself is further on than the run
+            ahead = self._ahead[0]
+            return {"position": ahead.start, "epoch": ahead.epoch, "row": ahead.row, "dataset": None}
         inner = copy.deepcopy(self.dataset.state_dict()) if self._state_is_exact else None
         return {"position": self.position, "epoch": self._epoch, "row": self._row, "dataset": inner}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._recent.clear()
+        self._ahead.clear()
         self.position, self._epoch, self._row = state["position"], state["epoch"], state["row"]
         # The data set's own state is trusted where the rows it brings back can be compared with those from before.
-        if self._state_is_exact and state["dataset"] is not None and self.position in self._first_rows:
+        if self._state_is_exact and state["dataset"] is not None and any(start == self.position for start, _ in reversed(self._first_rows)):
             self._begin(state["dataset"])
         else:
             self._begin_by_reading(state["epoch"], state["row"])
 
     def close(self) -> None:
         del self._rows
+
+    def _read_update(self) -> _Read:
+        start, epoch, row = self.position, self._epoch, self._row
+        stops = []  # how many rows to read, skipped ones included
+        at = start
+        taken = self.slicing.samples
+        while taken:
+            low, high = self.skipped.next(at)
+            end = at + taken if low is None else min(low, at + taken)
+            stops.append((at, end))
+            taken -= end - at
+            at = high if end == low else end
+        rows = self._read(at - start)
+        digest = _digest(rows)
+        known = self._first_rows.setdefault((start, at), digest)
+        if known != digest:
+            rows = self._found_by_reading(epoch, row, len(rows), known)
+        if len(self._first_rows) > _REMEMBERED:
+            del self._first_rows[next(iter(self._first_rows))]
+        kept = [one for low, high in stops for one in rows[low - start : high - start]]
+        return _Read(start, at, epoch, row, kept)
 
     def _read(self, count: int) -> list[Any]:
         return [self._next_row() for _ in range(count)]
@@ -102,7 +149,7 @@ class IterableSamples:
         self._begin(self._pristine)
         self._read(rows)
 
-    def _found_by_reading(self, epoch: int, row: int, expected: str) -> list[Any]:
+    def _found_by_reading(self, epoch: int, row: int, count: int, expected: str) -> list[Any]:
         """The rows from a place that the data set's own state did not bring back.
 
         The states of some data sets leave out what a shuffle buffer holds: after a rewind its rows would be missing
@@ -114,7 +161,7 @@ class IterableSamples:
             type(self.dataset).__name__,
         )
         self._begin_by_reading(epoch, row)
-        rows = self._read(self.slicing.samples)
+        rows = self._read(count)
         if _digest(rows) != expected:
             raise TrainError(f"data.train: this {type(self.dataset).__name__} gives other rows when it is read again")
         return rows

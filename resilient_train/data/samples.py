@@ -50,6 +50,12 @@ class Samples(Protocol):
     def next_update(self) -> Update:
         """Fetch the next update's samples and move behind them."""
 
+    def go_back(self, update: Update) -> None:
+        """Fetch this update, one of the last two, once more."""
+
+    def skip(self, start: int, stop: int) -> None:
+        """Pass over these positions from now on, after rewinds too."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the cursor stands."""
 
@@ -89,6 +95,13 @@ class MapSamples:
         assert span.start == self.position
         self.position = span.stop
         return Update(span.start, span.stop, batches)
+
+    def go_back(self, update: Update) -> None:
+        self.load_state_dict({"position": update.start})
+
+    def skip(self, start: int, stop: int) -> None:
+        self.stream.skip(start, stop)
+        self._batches = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}

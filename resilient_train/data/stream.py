@@ -31,6 +31,38 @@ class Span(NamedTuple):
     keys: list[Key]
 
 
+class Ranges:
+    """Ranges of positions, merged where they touch."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._ranges)
+
+    def add(self, start: int, stop: int) -> None:
+        """Include positions `[start, stop)`."""
+        if not 0 <= start < stop:
+            raise ValueError(f"cannot skip [{start}, {stop}): a range needs 0 <= start < stop")
+        insort(self._ranges, (start, stop))
+        merged: list[tuple[int, int]] = []
+        for low, high in self._ranges:
+            if merged and low <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+            else:
+                merged.append((low, high))
+        self._ranges = merged
+
+    def next(self, at: int) -> tuple[int | None, int]:
+        """Where the next range begins, which is `at` inside of one, and where it ends; None if there is no next."""
+        place = bisect_right(self._ranges, (at, at))
+        if place and self._ranges[place - 1][1] > at:
+            return at, self._ranges[place - 1][1]
+        if place < len(self._ranges):
+            return self._ranges[place]
+        return None, at
+
+
 class Stream:
     """Positions 0, 1, 2, ... of an endless stream over `rows` rows.
 
@@ -41,7 +73,7 @@ class Stream:
         if rows < 1:
             raise ValueError("a stream needs at least one row")
         self.rows, self.seed, self.shuffle = rows, seed, shuffle
-        self._skipped: list[tuple[int, int]] = []
+        self.skipped = Ranges()
         self._quarantined: frozenset[int] = frozenset()
         self._orders: dict[int, np.ndarray] = {}
 
@@ -50,7 +82,7 @@ class Stream:
         keys: list[Key] = []
         at = position
         while len(keys) < count:
-            stop, resume = self._run_from(at)
+            stop, resume = self.skipped.next(at)
             end = at + count - len(keys) if stop is None else min(stop, at + count - len(keys))
             keys += self._keys(at, end)
             at = resume if end == stop else end
@@ -58,16 +90,7 @@ class Stream:
 
     def skip(self, start: int, stop: int) -> None:
         """Pass over positions `[start, stop)` from now on."""
-        if not 0 <= start < stop:
-            raise ValueError(f"cannot skip [{start}, {stop}): a range needs 0 <= start < stop")
-        insort(self._skipped, (start, stop))
-        merged: list[tuple[int, int]] = []
-        for low, high in self._skipped:
-            if merged and low <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-            else:
-                merged.append((low, high))
-        self._skipped = merged
+        self.skipped.add(start, stop)
 
     def quarantine(self, rows: Iterable[int]) -> None:
         """Replace these rows by healthy ones from now on; every other place of the stream stays what it was."""
@@ -77,15 +100,6 @@ class Stream:
         if len(quarantined) == self.rows:
             raise ValueError(f"all {self.rows} rows would be in quarantine: nothing is left to train on")
         self._quarantined = quarantined
-
-    def _run_from(self, at: int) -> tuple[int | None, int]:
-        """Where the unskipped run that `at` lies in stops, and where the stream goes on behind the skipped range."""
-        place = bisect_right(self._skipped, (at, at))
-        if place and self._skipped[place - 1][1] > at:
-            return at, self._skipped[place - 1][1]
-        if place < len(self._skipped):
-            return self._skipped[place]
-        return None, at
 
     def _keys(self, start: int, stop: int) -> list[Key]:
         keys: list[Key] = []

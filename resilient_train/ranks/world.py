@@ -43,7 +43,14 @@ def is_lost_peer(error: BaseException) -> bool:
 class World:
     """This process among the others."""
 
-    def __init__(self, config: AccelerateConfig) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.rank, self.size = accelerator.process_index, accelerator.num_processes
+        self.is_main = self.rank == 0
+        self.device: torch.device = accelerator.device
+
+    @classmethod
+    def joined(cls, config: AccelerateConfig) -> World:
         """Join the group that the launcher made; alone, be a group of one."""
         if "WORLD_SIZE" not in os.environ:  # a sweep runs its jobs one after the other in this process
             AcceleratorState._reset_state(reset_partial_state=True)
@@ -55,7 +62,7 @@ class World:
                 "accelerate.ddp", config.ddp, str(error).removeprefix("DistributedDataParallelKwargs.")
             ) from error
         try:
-            self.accelerator = Accelerator(
+            accelerator = Accelerator(
                 cpu=config.cpu,
                 mixed_precision=config.mixed_precision,
                 gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -64,13 +71,11 @@ class World:
         except Exception as error:  # a rendezvous that fails, a device that is not there
             raise TrainError(f"the processes of the run cannot be joined: {in_one_line(error)}") from error
         # `accelerate launch` sets its own number in the environment, which would win without a word.
-        self.accelerator.gradient_accumulation_steps = config.gradient_accumulation_steps
-        if self.accelerator.mixed_precision == "fp16" and self.accelerator.device.type == "cpu":
+        accelerator.gradient_accumulation_steps = config.gradient_accumulation_steps
+        if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
             why = "needs a GPU: half precision has no loss scaling on a CPU; bf16 works there"
             raise ConfigError("accelerate.mixed_precision", "fp16", why)
-        self.rank, self.size = self.accelerator.process_index, self.accelerator.num_processes
-        self.is_main = self.rank == 0
-        self.device: torch.device = self.accelerator.device
+        return cls(accelerator)
 
     def mean(self, vector: torch.Tensor) -> torch.Tensor:
         """Average a vector over the ranks: the one reduction that vitals take."""
@@ -79,6 +84,14 @@ class World:
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
         """Add a vector up over the ranks."""
         return self.accelerator.reduce(vector, "sum") if self.size > 1 else vector
+
+    def max(self, vector: torch.Tensor) -> torch.Tensor:
+        """Take the largest of each element over the ranks; a NaN anywhere stays one."""
+        if self.size == 1:
+            return vector
+        largest = torch.nan_to_num(vector, nan=float("inf"), posinf=float("inf"))
+        torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+        return largest
 
     def union(self, names: Iterable[str]) -> list[str]:
         """Return every name that any rank knows, in the same order everywhere."""

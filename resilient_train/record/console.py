@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -26,7 +27,7 @@ class Display(Protocol):
     def step(self, step: int) -> None:
         """Take note of an update: called for every one, so it has to be cheap."""
 
-    def show(self, vitals: Vitals) -> None:
+    def show(self, vitals: Vitals, metrics: Mapping[str, float]) -> None:
         """Show the numbers of an update that was read back."""
 
     def close(self) -> None:
@@ -97,8 +98,9 @@ class PlainLines:
     def step(self, step: int) -> None:
         pass
 
-    def show(self, vitals: Vitals) -> None:
-        log.info(_line(vitals, self.steps, self.speed.at(vitals.step)), extra=PROGRESS)
+    def show(self, vitals: Vitals, metrics: Mapping[str, float]) -> None:
+        pace = _pace(self.steps - vitals.step, self.speed.at(vitals.step))
+        log.info("step %d/%d  %s  %s", vitals.step, self.steps, _numbers(vitals, metrics), pace, extra=PROGRESS)
 
     def close(self) -> None:
         pass
@@ -129,9 +131,9 @@ class LiveLine:
                 self.task, completed=step, where=f"step {step}/{self.steps}", numbers=f"{self.numbers}  {pace}".strip()
             )
 
-    def show(self, vitals: Vitals) -> None:
-        self.numbers = _numbers(vitals)
-        self.plain.show(vitals)
+    def show(self, vitals: Vitals, metrics: Mapping[str, float]) -> None:
+        self.numbers = _numbers(vitals, metrics)
+        self.plain.show(vitals, metrics)
 
     def close(self) -> None:
         self.drawn = 0.0
@@ -154,13 +156,9 @@ class _Speed:
         return (step - before) / (now - then) if now > then else 0.0
 
 
-def _line(vitals: Vitals, steps: int, speed: float) -> str:
-    return f"step {vitals.step}/{steps}  {_numbers(vitals)}  {_pace(steps - vitals.step, speed)}"
-
-
-def _numbers(vitals: Vitals) -> str:
-    metrics = "".join(f"  {name} {value:.4g}" for name, value in vitals.metrics.items() if math.isfinite(value))
-    return f"loss {vitals.loss:.4f}{metrics}  grad {vitals.grad_norm:.3g}  lr {vitals.lr:.2e}"
+def _numbers(vitals: Vitals, metrics: Mapping[str, float]) -> str:
+    told = "".join(f"  {name} {value:.4g}" for name, value in metrics.items() if math.isfinite(value))
+    return f"loss {vitals.loss:.4f}{told}  grad {vitals.grad_norm:.3g}  lr {vitals.lr:.2e}"
 
 
 def _pace(steps_left: int, speed: float) -> str:

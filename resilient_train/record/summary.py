@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -46,32 +45,42 @@ class Summary:
 class Tally:
     """What the summary needs from every step."""
 
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))  # with their steps
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMED))  # a mean for each lap
     _lap_started: float = 0.0
+    _lap_tick: int = 0
+    _last_tick: int = 0
 
-    def add(self, vitals: Iterable[Vitals]) -> None:
-        """Count in the losses of accepted updates."""
-        self.losses.extend(one.loss for one in vitals if one.accepted)
+    def add(self, vitals: Vitals | None) -> None:
+        """Count in the loss of an update, once; after a rewind the steps that were undone no longer count."""
+        if vitals is None or vitals.tick == self._last_tick:
+            return
+        self._last_tick = vitals.tick
+        if vitals.accepted:
+            while self.losses and self.losses[-1][0] >= vitals.step:
+                self.losses.pop()
+            self.losses.append((vitals.step, vitals.loss))
 
     def start_lap(self) -> None:
         """Begin to time the steps that follow."""
         self._lap_started = time.perf_counter()
 
-    def lap(self, steps: int) -> float:
-        """Return the mean seconds of the steps since the last lap, whose vitals have just been read.
+    def lap(self, tick: int) -> float:
+        """Return the mean seconds of the updates up to `tick` since the last lap; 0.0 if there were none.
 
         Between two readings the host runs ahead of a GPU; only at a reading do their clocks agree.
         """
         now = time.perf_counter()
-        seconds = (now - self._lap_started) / steps
+        ticks, self._lap_tick = tick - self._lap_tick, tick
+        seconds = (now - self._lap_started) / ticks if ticks else 0.0
         self._lap_started = now
-        self.step_seconds.append(seconds)
+        if ticks:
+            self.step_seconds.append(seconds)
         return seconds
 
     @property
     def final_loss(self) -> float | None:
-        return median(self.losses) if self.losses else None
+        return median(loss for _, loss in self.losses) if self.losses else None
 
     @property
     def step_ms(self) -> float | None:

@@ -20,6 +20,7 @@ class Purpose(IntEnum):
     ROW = 3
     COLLATE = 4
     PROBE = 5
+    BETWEEN = 6  # two updates
 
 
 def mix(purpose: Purpose, *parts: int) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from resilient_train.state import randomness
-from resilient_train.state.tree import Tree, copied, copy_into, sha256
+from resilient_train.state.tree import Tree, copied, copy_into, home, sha256
 
 
 class Stateful(Protocol):
@@ -72,13 +72,13 @@ class RunState:
 
     def capture(self) -> Snapshot:
         """Copy everything."""
-        return Snapshot(copied(self._live()))
+        return Snapshot(copied(self.live()))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Put everything back, in place: tensors keep their addresses. Gradients, if there are any, are dropped."""
         parts = snapshot.parts
-        if parts.keys() != self._live().keys():
-            odd = ", ".join(sorted(parts.keys() ^ self._live().keys()))
+        if parts.keys() != self.live().keys():
+            odd = ", ".join(sorted(parts.keys() ^ self.live().keys()))
             raise ValueError(f"the snapshot is of another run: {odd} in one of them only")
         for name, tensors in (("weights", self._weights()), ("buffers", self._buffers())):
             copy_into(list(tensors.values()), [parts[name][key] for key in tensors])
@@ -94,19 +94,23 @@ class RunState:
 
     def sha256(self) -> str:
         """Digest of everything that rewinds."""
-        return sha256(self._live())
+        return sha256(self.live())
 
     def weights_sha256(self) -> str:
         """Digest of the trainable weights: tied ones once, each under its first name and in its own dtype."""
         return sha256({name: weight for name, weight in self._weights().items() if weight.requires_grad})
 
-    def _live(self) -> dict[str, Tree]:
+    def live(self) -> dict[str, Tree]:
         """Every part by name, sharing its tensors with the run."""
         parts: dict[str, Tree] = {"weights": self._weights(), "buffers": self._buffers(), "clock": self.clock.step}
         for number, optimizer in enumerate(self.optimizers):
             parts[f"optimizer.{number}"] = _optimizer_tree(optimizer)
         parts |= {name: item.state_dict() for name, item in self._stateful.items()}
         return parts | {f"random.{name}": state for name, state in randomness.capture(self.device).items()}
+
+    def frozen(self) -> list[str]:
+        """Name the weights that training does not change."""
+        return [name for name, weight in self._weights().items() if not weight.requires_grad]
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return dict(self.model.named_parameters())
@@ -166,7 +170,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
                 targets.append(here)
                 sources.append(value)
             else:
-                live[key] = copied(value)
+                live[key] = _at_home(value)
     copy_into(targets, sources)
 
 
@@ -175,4 +179,10 @@ def _places(optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, home(other))
+
+
+def _at_home(value: Any) -> Any:
+    """A copy where the original was: a snapshot may lie in the host's memory."""
+    value_copied = copied(value)
+    return value_copied.to(home(value)) if isinstance(value, torch.Tensor) else value_copied

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,26 +16,56 @@ Tree = Any  # dict, list or tuple of trees; a leaf is a tensor, a numpy array or
 
 def copied(tree: Tree) -> Tree:
     """Return a copy that shares nothing with `tree`; all its tensors are copied in one go."""
+    copies, targets, sources = laid_out(tree, room=None, empty=torch.empty_like)
+    copy_into(targets, sources)
+    return copies
+
+
+def laid_out(
+    tree: Tree, *, room: Tree, empty: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[Tree, list[torch.Tensor], list[torch.Tensor]]:
+    """Lay out a copy of `tree` whose tensors are still to be filled: return it, its tensors, and what goes into them.
+
+    Tensors of `room`, an older copy that nobody needs any more, are used again where they fit.
+    """
     sources: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
 
-    def visit(node: Tree) -> Tree:
+    def visit(node: Tree, old: Tree) -> Tree:
         if isinstance(node, torch.Tensor):
             source = node.detach()
+            is_room = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (source.shape, source.dtype)
+            targets.append(old if is_room else empty(source))
             sources.append(source)
-            targets.append(torch.empty_like(source))
             return targets[-1]
         if isinstance(node, dict):
-            return {key: visit(value) for key, value in node.items()}
+            older = old if isinstance(old, dict) else {}
+            return {key: visit(value, older.get(key)) for key, value in node.items()}
         if type(node) is tuple and _is_long_and_plain(node):
             return node
         if type(node) in (list, tuple):
-            return type(node)(visit(value) for value in node)
-        return copy.deepcopy(node)
+            older = old if isinstance(old, list | tuple) and len(old) == len(node) else [None] * len(node)
+            return type(node)(visit(value, one) for value, one in zip(node, older, strict=True))
+        return node if isinstance(node, bool | int | float | str | None) else copy.deepcopy(node)
 
-    tree = visit(tree)
-    copy_into(targets, sources)
-    return tree
+    return visit(tree, room), targets, sources
+
+
+def pinned(source: torch.Tensor) -> torch.Tensor:
+    """Make room for a tensor of an accelerator in the host's memory, and note where it belongs."""
+    room = torch.empty_like(source, device="cpu", pin_memory=True)
+    room.home = source.device  # type: ignore[attr-defined]
+    return room
+
+
+def home(tensor: torch.Tensor) -> torch.device:
+    """Where the original of a copy is."""
+    return getattr(tensor, "home", tensor.device)
+
+
+def nbytes(tree: Tree) -> int:
+    """Count the bytes that the tensors of a tree hold."""
+    return sum(leaf.numel() * leaf.element_size() for _, leaf in _leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 @torch.no_grad()

@@ -16,12 +16,16 @@ class ClipConfig:
 
 
 @torch.no_grad()
-def clip(weights: Iterable[torch.Tensor], config: ClipConfig) -> torch.Tensor:
-    """Clip the gradients in place, by norm and then by value, and return their norm from before."""
+def clip(weights: Iterable[torch.Tensor], config: ClipConfig, tightened: float = 1.0) -> tuple[torch.Tensor, float | None]:
+    """Clip the gradients in place, by norm and then by value.
+
+    Returns their norm from before, and what it was clipped to if that can be said.
+    """
     weights = [weight for weight in weights if weight.grad is not None]
     norm = get_total_norm([weight.grad for weight in weights if weight.grad is not None])
-    if config.max_norm is not None:
-        clip_grads_with_norm_(weights, config.max_norm, norm)
+    max_norm = None if config.max_norm is None else config.max_norm * tightened
+    if max_norm is not None:
+        clip_grads_with_norm_(weights, max_norm, norm)
     if config.max_value is not None:
-        clip_grad_value_(weights, config.max_value)
-    return norm
+        clip_grad_value_(weights, config.max_value * tightened)
+    return norm, max_norm

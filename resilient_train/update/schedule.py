@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,6 +45,9 @@ class Schedule(Protocol):
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         """Return what each parameter group is set to."""
 
+    def advance(self, step: int) -> None:
+        """Take note that `step` updates are accepted: an attempt that is refused must leave no trace."""
+
     def state_dict(self) -> Any:
         """Return what `settings` depends on beside the step."""
 
@@ -61,6 +64,9 @@ class CurveSchedule:
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         factor = warmth(step, self.warmup_steps) * self.curve(max(step, self.warmup_steps))
         return [{"lr": rate * factor} for rate in self.rates]
+
+    def advance(self, step: int) -> None:
+        pass
 
     def state_dict(self) -> Any:
         return {}
@@ -83,11 +89,24 @@ class ShadowSchedule:
         self.warmup_steps = warmup_steps
         self._advanced = 0  # how often the scheduler was stepped
 
-    def settings(self, step: int) -> Sequence[dict[str, Any]]:
+    @classmethod
+    def of(cls, scheduler: LRScheduler, optimizer: Optimizer) -> ShadowSchedule:
+        """Move a scheduler that was made for `optimizer` over to a shadow of it."""
+
+        def moved(shadow: Optimizer) -> LRScheduler:
+            for one in _family(scheduler):
+                one.optimizer = shadow
+            return scheduler
+
+        return cls(optimizer, moved, warmup_steps=0)
+
+    def advance(self, step: int) -> None:
         while self._advanced < step - self.warmup_steps:
-            self.shadow.step()  # else torch warns that the scheduler steps before the optimizer
             self.scheduler.step()
             self._advanced += 1
+
+    def settings(self, step: int) -> Sequence[dict[str, Any]]:
+        self.advance(step)
         factor = warmth(step, self.warmup_steps)
         moved = [
             {key: value for key, value in group.items() if key == "lr" or value != untouched.get(key, value)}
@@ -108,6 +127,13 @@ class ShadowSchedule:
         return [{key: value for key, value in group.items() if key != "params"} for group in self.shadow.param_groups]
 
 
+def _family(scheduler: Any) -> Iterator[Any]:
+    """A scheduler and those it is chained from."""
+    yield scheduler
+    for one in getattr(scheduler, "_schedulers", []):
+        yield from _family(one)
+
+
 class _Shadow(Optimizer):
     """An optimizer with the settings of another one and nothing to optimize."""
 
@@ -120,6 +146,10 @@ class _Shadow(Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         pass
+
+    # Schedulers look for these two marks, and warn of an optimizer that never steps.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    _opt_called = True
 
 
 def _nothing() -> torch.Tensor:

@@ -1,25 +1,47 @@
-"""One update: unscale, clip, set the rates, step."""
+"""One update: unscale, clip, derive the rates from schedule and knobs, pass the gate, step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from resilient_train.update.clip import ClipConfig, clip
+from resilient_train.update.gate import Gate
 from resilient_train.update.schedule import Schedule
+
+Settings = Sequence[Sequence[Mapping[str, Any]]]  # by optimizer, by parameter group
+
+
+class Knobs(Protocol):
+    """Factors of the configured values, turned by remedies."""
+
+    lr: float
+    clip: float
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
-    """What came of an update."""
+class NoKnobs:
+    """Everything as configured."""
 
-    accepted: bool
-    grad_norm: torch.Tensor  # on the device, from before clipping
-    lr: float
+    lr: float = 1.0
+    clip: float = 1.0
+    eps: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An update that was sent to the gate."""
+
+    measured: torch.Tensor  # loss, gradient norm before clipping, then the loss scale if there is one
+    numbers: list[float] | None  # the same on the host, where the gate had to read it
+    settings: Settings
+    before: Settings  # what the groups were set to before it
+    max_norm: float | None  # that gradients were clipped to
 
 
 class Updater:
@@ -31,41 +53,85 @@ class Updater:
         schedules: Sequence[Schedule],
         clipping: ClipConfig,
         *,
+        device: torch.device,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         """`scaler` is the loss scale of half-precision training."""
         self.optimizers, self.schedules = list(optimizers), list(schedules)
         self.clipping, self.scaler = clipping, scaler
+        self.gate = Gate(optimizers, device)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._weights = [weight for group in groups for weight in group["params"]]
+        self.weights = [weight for group in groups for weight in group["params"]]
+        self._eps = [[group.get("eps") for group in optimizer.param_groups] for optimizer in optimizers]
 
-    def apply(self, step: int) -> Applied:
-        """Turn the gradients into update `step + 1` and drop them. All optimizers step, or none does."""
-        overflowed = self._unscale()
-        grad_norm = clip(self._weights, self.clipping)
-        settings: list[dict[str, Any]] = []
-        for optimizer, schedule in zip(self.optimizers, self.schedules, strict=True):
-            settings += (mine := schedule.settings(step))
-            for group, setting in zip(optimizer.param_groups, mine, strict=True):
-                group.update(setting)
+    def apply(self, step: int, loss: torch.Tensor, knobs: Knobs | None = None, *, rate: float = 1.0) -> Attempt:
+        """Send the gradients to the gate as update `step + 1`, and drop them. All optimizers step, or none does."""
+        knobs = knobs or NoKnobs()
+        scale = self._unscale()
+        grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip)
+        settings, before = self._set(step, knobs, rate)
+        measured = torch.stack([loss, grad_norm.float(), *scale])
+        numbers = self.gate.step(measured)
         for optimizer in self.optimizers:
-            if not overflowed:
-                optimizer.step()
             optimizer.zero_grad()
         if self.scaler is not None:
             self.scaler.update()
-        return Applied(not overflowed, grad_norm, settings[0]["lr"])
+        return Attempt(measured, numbers, settings, before, max_norm)
 
-    def _unscale(self) -> bool:
-        """Divide the gradients by the loss scale; say whether one of them had overflowed.
+    def accept(self, step: int) -> None:
+        """Let the schedules know that `step` updates are accepted."""
+        for schedule in self.schedules:
+            schedule.advance(step)
 
-        The scaler would step each optimizer by itself, and forget after the first that the others are unscaled
-        already. So its flag is read here, once for all of them: the host read that it costs anyway.
+    def undo(self, attempt: Attempt) -> None:
+        """Set the groups back to what they were before an attempt that was refused."""
+        for optimizer, settings in zip(self.optimizers, attempt.before, strict=True):
+            for group, setting in zip(optimizer.param_groups, settings, strict=True):
+                group.update(setting)
+
+    def clipped(self, grad_norm: float, max_norm: float | None) -> float | None:
+        """The norm that gradients had after clipping; None where clipping by value hides it."""
+        if self.clipping.max_value is not None:
+            return None
+        return grad_norm if max_norm is None else min(grad_norm, max_norm)
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that are not to land."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.clear()
+
+    def reset_moments(self) -> None:
+        """Let every optimizer begin anew."""
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+
+    def _set(self, step: int, knobs: Knobs, rate: float) -> tuple[Settings, Settings]:
+        """Derive the settings of all groups: nothing is scaled in place, so nothing compounds."""
+        settings: list[list[dict[str, Any]]] = []
+        before: list[list[dict[str, Any]]] = []
+        for optimizer, schedule, configured in zip(self.optimizers, self.schedules, self._eps, strict=True):
+            settings.append([])
+            before.append([])
+            for group, planned, eps in zip(optimizer.param_groups, schedule.settings(step), configured, strict=True):
+                setting = {**planned, "lr": planned["lr"] * knobs.lr * rate}
+                if isinstance(eps, float):
+                    setting["eps"] = eps * knobs.eps
+                before[-1].append({name: group.get(name) for name in setting})
+                settings[-1].append(setting)
+                group.update(setting)
+        return settings, before
+
+    def _unscale(self) -> list[torch.Tensor]:
+        """Divide the gradients by the loss scale, which is returned.
+
+        An overflow needs no flag: a gradient that is not finite makes a norm that passes no gate. The scaler's own
+        flags stay as they are, and `update` heeds them; its `step`, which would read them on the host, is not used.
         """
         if self.scaler is None:
-            return False
-        flags = []
+            return []
+        scale = self.scaler._get_scale_async()
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
-            flags += self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
-        return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).max().item())
+        return [torch.ones((), device=self.gate.device) if scale is None else scale.clone().reshape(())]

@@ -1,0 +1,245 @@
+"""Trees of tensors and plain values as two files: names, numbers and text, nothing that executes on loading.
+
+`tensors.safetensors` holds the tensors and arrays under their paths in the tree, so that the weights of a run open with
+plain safetensors as well. `tree.json` holds the rest: null, booleans, whole numbers, finite floats, text and lists as
+themselves, and what JSON has no word for as an object with one telling key:
+
+    {"dict": {"lr": 0.1}}   {"items": [[0, ...], ["a", ...]]}   {"tuple": [...]}   {"float": "nan"}   {"bytes": "AAE="}
+    {"tensor": "weights/head.bias", "dtype": "float32", "shape": [10]}   {"array": "random", ...}
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from resilient_train.files import commit, commit_text
+
+TENSORS, TREE = "tensors.safetensors", "tree.json"
+
+Tree = Any  # dict, list or tuple of trees; a leaf is a tensor, a numpy array or scalar, or a plain value
+Place = tuple[str | int, ...]  # the keys that lead to a node
+
+_PLAIN = (type(None), bool, int, str)
+
+# What safetensors writes since long; other dtypes (complex, float8 and what is yet to come) are written as their bytes.
+_COMMON = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+}
+_NAMES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_DTYPES = {name: one for one, name in _NAMES.items() if re.match("bool|u?int|b?float|complex", name)}  # none quantized
+_ARRAY_DTYPE = re.compile(r"[<>|][biufcSU][1-9]\d{0,8}")  # no objects, no structures
+
+_DAMAGED = (SafetensorError, ValueError, TypeError, OverflowError, RuntimeError)  # the last: nested too deep
+
+
+def save_tree(directory: Path, tree: Tree) -> None:
+    """Write `tree` to a directory that exists; TypeError names the path of what cannot be written.
+
+    Each file is committed, the pair is not: give it a directory of its own. Tensors that share memory come back apart.
+    """
+    writing = _Writing()
+    text = json.dumps(writing.node(tree, ()), allow_nan=False)
+    commit(directory / TENSORS, lambda path: save_file(writing.tensors, path, {"format": "pt"}))
+    commit_text(directory / TREE, text + "\n")
+
+
+def load_tree(directory: Path) -> Tree:
+    """Read what `save_tree` wrote, tensors on the CPU; ValueError says in one line what is damaged."""
+    try:
+        tensors = load_file(directory / TENSORS)
+        text = (directory / TREE).read_text(encoding="utf-8")
+        tree = _Reading(tensors).node(json.loads(text, object_pairs_hook=_once))
+        if tensors:
+            raise ValueError(f"{TREE} has no place for {min(tensors):.120}")
+    except FileNotFoundError as error:
+        raise ValueError(f"{directory} is damaged: a file is missing ({error})") from error
+    except _DAMAGED as error:
+        raise ValueError(f"{directory} is damaged: {' '.join(str(error).split())}") from error
+    return tree
+
+
+class _Writing:
+    """Turns a tree into JSON, and collects its tensors."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._storages: set[int] = set()
+
+    def node(self, node: Tree, path: Place) -> Any:
+        if type(node) in _PLAIN:
+            return node
+        if type(node) is float:
+            return node if math.isfinite(node) else {"float": repr(node)}
+        if type(node) is bytes:
+            return {"bytes": base64.b64encode(node).decode("ascii")}
+        if type(node) in (list, tuple):
+            values = [self.node(value, (*path, number)) for number, value in enumerate(node)]
+            return values if type(node) is list else {"tuple": values}
+        if type(node) is dict:
+            return self._dict(node, path)
+        if type(node) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            return self._tensor(node, path)
+        if type(node) is np.ndarray or isinstance(node, np.generic):
+            return self._array(node, path)
+        raise _unfit(path, f"is a {type(node).__module__}.{type(node).__qualname__}")
+
+    def _dict(self, node: dict[Any, Tree], path: Place) -> Any:
+        if odd := [key for key in node if type(key) not in (str, int)]:
+            raise _unfit(path, f"has the key {odd[0]!r:.60}")
+        values = {key: self.node(value, (*path, key)) for key, value in node.items()}
+        return {"dict": values} if all(type(key) is str for key in values) else {"items": list(values.items())}
+
+    def _tensor(self, tensor: torch.Tensor, path: Place) -> Any:
+        name, dtype = self._name(path), _NAMES[tensor.dtype]
+        if tensor.layout is not torch.strided or tensor.is_meta or dtype not in _DTYPES:
+            raise _unfit(path, f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}")
+        described: dict[str, Any] = {"tensor": name, "dtype": dtype, "shape": list(tensor.shape)}
+        if order := _order(tensor):
+            described["order"] = order
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        if tensor.dtype not in _COMMON:
+            plain = plain.reshape(-1).view(torch.uint8)
+        if plain.untyped_storage().data_ptr() in self._storages:
+            plain = plain.clone()  # safetensors refuses tensors that share memory
+        self._storages.add(plain.untyped_storage().data_ptr())
+        self.tensors[name] = plain
+        return described
+
+    def _array(self, array: np.ndarray[Any, Any] | np.generic, path: Place) -> Any:
+        name, dtype = self._name(path), array.dtype.str
+        if not _ARRAY_DTYPE.fullmatch(dtype):
+            raise _unfit(path, f"is a numpy array of {array.dtype}")
+        kind = "array" if isinstance(array, np.ndarray) else "scalar"
+        self.tensors[name] = torch.from_numpy(np.array(array, order="C").reshape(-1).view(np.uint8))
+        return {kind: name, "dtype": dtype, "shape": list(array.shape)}
+
+    def _name(self, path: Place) -> str:
+        """Return the path as a name that no other tensor has: 1 and "1", or a key with a slash, would read the same."""
+        name = "/".join(map(str, path)).encode("utf-8", "replace").decode() or "tensor"
+        unique, number = name, 2
+        while unique in self.tensors or unique == "__metadata__":  # a word of safetensors' own
+            unique, number = f"{name}#{number}", number + 1
+        return unique
+
+
+class _Reading:
+    """Turns JSON back into a tree, and takes each tensor it names, once."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def node(self, node: Any) -> Tree:
+        match node:
+            case dict():
+                return self._described(node)
+            case list():
+                return [self.node(value) for value in node]
+            case float() if not math.isfinite(node):
+                raise ValueError(f"it has a bare {node}")
+        return node
+
+    def _described(self, node: dict[str, Any]) -> Tree:
+        match node:
+            case {"dict": dict(values), **rest} if not rest:
+                return {key: self.node(value) for key, value in values.items()}
+            case {"items": list(items), **rest} if not rest:
+                return self._items(items)
+            case {"tuple": list(values), **rest} if not rest:
+                return tuple(self.node(value) for value in values)
+            case {"float": "nan" | "inf" | "-inf" as word, **rest} if not rest:
+                return float(word)
+            case {"bytes": str(text), **rest} if not rest:
+                return base64.b64decode(text, validate=True)
+            case {"tensor": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if rest.keys() <= {"order"}:
+                return self._tensor(name, dtype, shape, rest.get("order"))
+            case {"array": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if not rest:
+                return self._array(name, dtype, shape)
+            case {"scalar": str(name), "dtype": str(dtype), "shape": [], **rest} if not rest:
+                return self._array(name, dtype, [])[()]
+        raise ValueError(f"it has an object it should not have, {_short(node)}")
+
+    def _items(self, items: list[Any]) -> dict[str | int, Tree]:
+        tree: dict[str | int, Tree] = {}
+        for item in items:
+            match item:
+                case [str() | int() as key, value] if type(key) is not bool and key not in tree:
+                    tree[key] = self.node(value)
+                case _:
+                    raise ValueError(f"it has an item it should not have, {_short(item)}")
+        return tree
+
+    def _tensor(self, name: str, dtype_name: str, shape: list[Any], order: Any) -> torch.Tensor:
+        dtype = _DTYPES.get(dtype_name)
+        if dtype is None:
+            raise ValueError(f"{name} has a dtype that is unknown here, {dtype_name:.60}")
+        saved, count = self._take(name), _count(shape)
+        if dtype not in _COMMON and saved.dtype is torch.uint8 and saved.nbytes == count * dtype.itemsize:
+            saved = saved.clone().view(dtype).reshape(shape)  # cloned, as its bytes may begin anywhere in the file
+        if saved.dtype is not dtype or list(saved.shape) != shape:
+            raise ValueError(f"{name} is {saved.dtype}{list(saved.shape)}, not {dtype_name}{_short(shape)}")
+        if order is None:
+            return saved
+        if not isinstance(order, list) or sorted(map(repr, order)) != sorted(map(repr, range(saved.dim()))):
+            raise ValueError(f"{name} cannot have the order {_short(order)}")
+        inverse = [order.index(place) for place in range(saved.dim())]
+        return saved.permute(order).contiguous().permute(inverse)
+
+    def _array(self, name: str, dtype: str, shape: list[Any]) -> np.ndarray[Any, Any]:
+        if not _ARRAY_DTYPE.fullmatch(dtype):
+            raise ValueError(f"{name} has a dtype that is not allowed, {dtype:.60}")
+        saved = self._take(name)
+        kind = np.dtype(dtype)
+        if saved.dtype is not torch.uint8 or saved.numel() != _count(shape) * kind.itemsize:
+            raise ValueError(f"{name} is not {dtype}{_short(shape)}")
+        array: np.ndarray[Any, Any] = saved.reshape(-1).numpy().view(kind).reshape(shape).copy()
+        return array
+
+    def _take(self, name: str) -> torch.Tensor:
+        if name not in self.tensors:
+            raise ValueError(f"it names {name:.120}, which is not there")
+        return self.tensors.pop(name)
+
+
+def _order(tensor: torch.Tensor) -> list[int] | None:
+    """Return how the axes lie in memory if not in turn, as in channels_last; the last bit may depend on it."""
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def _count(shape: list[Any]) -> int:
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"it has the shape {_short(shape)}")
+    return math.prod(shape)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    read = dict(pairs)
+    if len(read) != len(pairs):
+        raise ValueError("it has a key twice")
+    return read
+
+
+def _unfit(path: Place, what: str) -> TypeError:
+    place = "".join(f"[{key!r}]" for key in path) or "the tree itself"
+    return TypeError(
+        f"{place} {what}: what is saved are tensors, numpy arrays, numbers, text, bytes, and trees of them"
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

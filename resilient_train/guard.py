@@ -1,0 +1,402 @@
+"""The conductor: puts the rooms around a model, its optimizer and its data.
+
+    k+1: take samples -> forward and backward of each micro-batch
+         -> hear the verdict on k, measured an update ago: an anomaly stops here, before k+1 lands
+         -> gate k+1 on the device -> step -> what it measured is on its way
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import send_to_device
+from torch import nn
+
+from resilient_train import fitting
+from resilient_train.data.rows import Collate
+from resilient_train.data.samples import Slicing, Update
+from resilient_train.drill import Drill, Place
+from resilient_train.errors import TrainError
+from resilient_train.events import Anomaly, Incident, Signal, Vitals
+from resilient_train.objective import Measured, Metrics, Objective
+from resilient_train.ranks.world import World
+from resilient_train.record.console import log
+from resilient_train.record.incidents import IncidentBook
+from resilient_train.state.backup import Backups
+from resilient_train.state.randomness import Purpose, mix, seed_all
+from resilient_train.state.ring import Held, MemoryConfig, Ring
+from resilient_train.state.run_state import Clock, RunState, Stateful
+from resilient_train.treatment import Treatment, Ward
+from resilient_train.update.clip import ClipConfig
+from resilient_train.update.precision import Precision
+from resilient_train.update.updater import Attempt, Updater
+from resilient_train.watch import pulse
+from resilient_train.watch.checks import Panel
+from resilient_train.watch.config import ChecksConfig
+from resilient_train.watch.metrics import Metrics as MetricsLog
+from resilient_train.watch.readback import Sent
+from resilient_train.watch.scans import Scans
+
+
+@dataclass
+class _Begun:
+    """An update whose forward and backward are under way."""
+
+    update: Update
+    tick: int
+    step: int  # that it would be
+    backup: list[torch.Tensor]  # of the buffers, from before
+    fed: list[Any]  # its micro-batches, as the model saw them
+
+
+@dataclass
+class _InFlight:
+    """An update that went to the gate and was not heard of yet."""
+
+    begun: _Begun
+    attempt: Attempt
+    limits: tuple[float, float]
+    sent: Sent
+    metrics: Metrics
+    held: Held | None  # the snapshot of the state after it, if one was taken
+
+
+class Guard:
+    """Gate, checks, rewinds, remedies and journal around a training loop."""
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        data: Any,
+        batch_size: int = 1,
+        schedule: Any = None,
+        objective: Objective | None = None,
+        recovery: Any = "balanced",
+        checks: ChecksConfig | str = "default",
+        run_dir: str | Path | None = None,
+        clip: ClipConfig | float | None = None,
+        memory: MemoryConfig | None = None,
+        verify_after: int = 20,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_workers: int = 0,
+        collate: Collate | None = None,
+        drill: Drill | None = None,
+        book: IncidentBook | None = None,
+    ) -> None:
+        """Take what a loop has: the model as Accelerate prepared it, the optimizer or several, a data set or a loader.
+
+        `objective` is `(model, batch) -> loss`. Without one the loop makes the loss, and hands it to `update`.
+        """
+        self.world, self.model, self.clock, self.seed, self.drill = World(accelerator), model, Clock(), seed, drill
+        self.objective = objective if isinstance(objective, Measured | None) else Measured(objective, "objective")
+        self.slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, self.world.rank, self.world.size)
+        device, scaler = self.world.device, accelerator.scaler
+        bare = accelerator.unwrap_model(model, keep_fp32_wrapper=True)
+        optimizers = fitting.optimizers(optimizer)
+        schedules = fitting.schedules(schedule, optimizers)
+        self.samples, caution = fitting.samples(
+            data,
+            self.slicing,
+            seed=seed,
+            shuffle=shuffle,
+            num_workers=num_workers,
+            collate=collate,
+            pin_memory=device.type == "cuda",
+        )
+        clipping, checks = fitting.clipping(clip), fitting.checks(checks)
+        self.state = RunState(bare, optimizers, schedules, self.samples, self.clock, device=device, scaler=scaler)
+        self._updater = Updater(optimizers, schedules, clipping, device=device, scaler=scaler)
+        self._backups = Backups(bare, scaler)
+        self._ring = Ring(self.state, memory or MemoryConfig(every=25, keep=4, max_gib=None))
+        self._verify_after = verify_after
+        self._panel = Panel(checks, clip_norm=clipping.max_norm)
+        self._scans = Scans(checks, bare, optimizers)
+        self._precision = Precision(bare, accelerator.mixed_precision)
+        ward = Ward(
+            world=self.world,
+            clock=self.clock,
+            samples=self.samples,
+            slicing=self.slicing,
+            state=self.state,
+            updater=self._updater,
+            ring=self._ring,
+            panel=self._panel,
+            scans=self._scans,
+            precision=self._precision,
+        )
+        self._treatment = Treatment(
+            ward,
+            fitting.policy(recovery),
+            book or fitting.book(run_dir, self.world),
+            recovered_after=max(verify_after, 50),
+        )
+        self._cautions = [caution] if caution else []
+        if waits := self._updater.gate.waits():
+            why = "the host waits for the device once an update, because it cannot be told there to refuse one"
+            self._cautions.append(f"gate: {' and '.join(waits)}: {why}")
+        if self.objective is None:
+            self._cautions.append("the loss is handed over: a bad update cannot be replayed, so causes stay coarse")
+        self.metrics = MetricsLog(self.world, device)
+        self.newest: Vitals | None = None  # the newest update that was heard of
+        self._begun: _Begun | None = None
+        self._losses: list[torch.Tensor] = []
+        self._reported: list[Metrics] = []
+        self._in_flight: _InFlight | None = None
+        self._scanned: tuple[int, int, Sent] | None = None  # step and tick of a scan whose numbers are on their way
+
+    # What a loop calls.
+
+    def keep(self, **items: Stateful) -> None:
+        """Let more rewind along, such as an average of the weights: anything with state_dict and load_state_dict."""
+        for name, item in items.items():
+            self.state.keep(name, item)
+
+    def batches(self, steps: int) -> Iterator[Any]:
+        """Yield micro-batches, on the device, until `steps` updates are accepted and the last one is proven."""
+        self._start()
+        while self._goes_on(steps):
+            update = self.samples.next_update()
+            self._begin(update)
+            for number, batch in enumerate(update.batches, start=1):
+                yield from self._fed(batch, is_last=number == len(update.batches))
+                if self._begun is not None and len(self._losses) < number:
+                    raise TrainError("a batch was not handed back: call guard.step(batch), or guard.update(loss)")
+        self._treatment.finish()
+
+    def step(self, batch: Any) -> bool:
+        """Forward, backward, gate, update. Says whether an update was attempted: not while gradients accumulate."""
+        if self.objective is None:
+            raise TypeError("guard.step needs an objective; without one make the loss and call guard.update(loss)")
+        loss, metrics = self.objective.for_training(self.model, batch)
+        if self.drill is not None:
+            loss = self.drill.on_loss(self._place(), loss)
+        self.world.accelerator.backward(loss)
+        self._reported.append(metrics)
+        return self.update(loss)
+
+    def update(self, loss: torch.Tensor) -> bool:
+        """Take over after the loop's own forward and backward of a batch."""
+        if self._begun is None:
+            raise TrainError(_TWICE)
+        self._losses.append(loss.detach().float().reshape(()))
+        if len(self._losses) < self.slicing.accumulation:
+            return False
+        return self._conclude()
+
+    def settle(self) -> bool:
+        """Hear the verdict on the last update now. False: it was an anomaly, and has been treated."""
+        return self._hear()
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """All incidents so far."""
+        return list(self._treatment.history.incidents)
+
+    def tally(self) -> dict[str, Any]:
+        """Count incidents for a summary."""
+        return self._treatment.history.tally()
+
+    @property
+    def attempted_step(self) -> int:
+        """Accepted updates, the one that was not heard of yet included."""
+        return self.clock.step + (self._in_flight is not None)
+
+    def on_device(self, batch: Any) -> Any:
+        """Move a batch of any shape to where the model is."""
+        return batch if self.world.device.type == "cpu" else send_to_device(batch, self.world.device, non_blocking=True)
+
+    # One update, from its samples to the gate.
+
+    def _start(self) -> None:
+        """Say what the run is protected by, and prove its first state."""
+        for line in self._cautions:
+            log.info("%s", line)
+        self._seed_between(self.samples.position)
+        if self.clock.step == 0 and (held := self._ring.take(0, verified=True)) is not None:
+            held.statistics = self._statistics()
+
+    def _goes_on(self, steps: int) -> bool:
+        """Say whether another update is wanted; at the end the last one is heard and scanned first."""
+        if self.attempted_step < steps:
+            return True
+        if self.settle() and self.clock.step >= steps and (anomaly := self._scan_now()) is not None:
+            self._treatment.treat(anomaly, self._newest_begun.update)
+        return self.clock.step < steps
+
+    def _begin(self, update: Update) -> None:
+        self._losses.clear()
+        self._reported.clear()
+        self._precision.be(higher=self._treatment.knobs.values.higher_precision)
+        begun = _Begun(update, self.clock.tick + 1, self.attempted_step + 1, self._backups.take(), [])
+        self._begun = self._newest_begun = begun
+        if self.drill is not None:
+            self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)
+        self._scans.arm(self.clock.step)
+        # Training randomness is a function of the place in the stream: a repeated update repeats its dropout.
+        seed_all(mix(Purpose.UPDATE, self.seed, update.start, self.world.rank), self.world.device)
+
+    def _fed(self, batch: Any, *, is_last: bool) -> Iterator[Any]:
+        """Yield one micro-batch while gradients stay here, if they may: they travel between ranks once an update."""
+        assert self._begun is not None
+        if self.drill is not None:
+            batch = self.drill.on_batch(self._place(), batch)
+        batch = self.on_device(batch)
+        self._begun.fed.append(batch)
+        stays_here = self.world.size > 1 and not is_last
+        with self.world.accelerator.no_sync(self.model) if stays_here else nullcontext():
+            yield batch
+
+    def _place(self) -> Place:
+        begun = self._newest_begun
+        return Place(begun.tick, begun.step, begun.update.start, len(self._losses), self.world.rank)
+
+    def _conclude(self) -> bool:
+        """The fixed point between backward and optimizer: hear of the last update, then send this one to the gate."""
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        if self.drill is not None:
+            self.drill.on_gradients(self._place(), self._updater.weights)
+        if not self._hear(begun):
+            return False
+        if self._scans.due(self.clock.step):
+            self._scanned = (self.clock.step, self.clock.tick, Sent(self.world.max(self._scans.measure())))
+        loss = self._losses[0] if len(self._losses) == 1 else pulse.mean(self._losses)
+        shares = None
+        if self.world.size > 1:
+            shares = self.world.sum(pulse.shares(loss, self.world.rank, self.world.size))
+            loss = shares[0]
+        rate = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
+        self._ring.before_change()
+        attempt = self._updater.apply(self.clock.step, loss, self._treatment.knobs.values, rate=rate)
+        measured = attempt.measured if shares is None else torch.cat([attempt.measured, shares[1:]])
+        numbers = attempt.numbers if shares is None else None
+        self.clock.tick += 1
+        self._seed_between(begun.update.stop)
+        held = self._ring.take(self.clock.step + 1) if self._ring.is_due(self.clock.step + 1) else None
+        self.metrics.note(pulse.mean_metrics(self._reported))
+        sent, metrics = Sent(measured, numbers), pulse.mean_metrics(self._reported)
+        self._in_flight = _InFlight(begun, attempt, self._updater.gate.limits, sent, metrics, held)
+        return True
+
+    def _seed_between(self, position: int) -> None:
+        """Between two updates random numbers are a function of the place, too: an undone update leaves no trace."""
+        seed_all(mix(Purpose.BETWEEN, self.seed, position, self.world.rank), self.world.device)
+
+    # One verdict, an update later.
+
+    def _hear(self, begun: _Begun | None = None) -> bool:
+        """Judge the update in flight. False: there was trouble, and `begun` is not to land."""
+        flight, self._in_flight = self._in_flight, None
+        if flight is None:
+            return True
+        vitals = self._vitals(flight)
+        self.newest = vitals
+        self.metrics.note(flight.metrics)
+        finding = self._panel.judge(vitals)
+        for remark in (*finding.remarks, *self._scans.remarks()):
+            log.info("note: %s", remark)
+        self._updater.gate.limit(*self._panel.limits)
+        if vitals.accepted:
+            self._accept(flight, vitals)
+        elif flight.held is not None:
+            self._ring.drop(flight.held)
+        anomaly = self._scan_heard() or finding.anomaly
+        if anomaly is None and not finding.repeat:
+            self._backups.let_go(flight.begun.backup)
+            self._ring.verify(
+                healthy_until=self.clock.step, scanned_until=self._scans.clean_step, after=self._verify_after
+            )
+            return True
+        self._undo(flight, begun, vitals)
+        if anomaly is not None:
+            self._treatment.treat(self._named(anomaly, flight), flight.begun.update)
+            self._updater.gate.limit(*self._panel.limits)
+        return False
+
+    def _vitals(self, flight: _InFlight) -> Vitals:
+        loss, grad_norm, *rest = flight.sent.read()
+        scale = rest.pop(0) if self._updater.scaler is not None else None
+        signal = pulse.why_refused(loss, grad_norm, flight.limits)
+        overflowed = scale is not None and signal is Signal.NONFINITE_GRAD
+        update = flight.begun.update
+        return Vitals(
+            tick=flight.begun.tick,
+            step=self.clock.step + (signal is None),
+            accepted=signal is None,
+            loss=loss,
+            grad_norm=grad_norm,
+            lr=flight.attempt.settings[0][0]["lr"],
+            start=update.start,
+            stop=update.stop,
+            refused=None if overflowed else signal,
+            overflowed=overflowed,
+            loss_scale=scale,
+            ranks=tuple(rank for rank, count in enumerate(rest) if count),
+        )
+
+    def _accept(self, flight: _InFlight, vitals: Vitals) -> None:
+        self.clock.step += 1
+        self._updater.accept(self.clock.step)
+        limit = flight.attempt.max_norm
+        self._scans.landed(self.clock.step, flight.attempt.settings, self._updater.clipped(vitals.grad_norm, limit))
+        self._treatment.passed(self.clock.step, flight.begun.update)
+        if flight.held is not None:
+            flight.held.statistics = self._statistics()
+
+    def _scan_heard(self) -> Anomaly | None:
+        """The verdict of a scan that was launched an update ago."""
+        if self._scanned is None:
+            return None
+        (step, tick, sent), self._scanned = self._scanned, None
+        return self._scans.judge(step, tick, sent.read())
+
+    def _scan_now(self) -> Anomaly | None:
+        """Look at everything at once and wait for it."""
+        self._scanned = None
+        return self._scans.judge(self.clock.step, self.clock.tick, self.world.max(self._scans.measure()).tolist())
+
+    def _named(self, anomaly: Anomaly, flight: _InFlight) -> Anomaly:
+        """Say more precisely what is wrong, now that time does not matter.
+
+        A rotten batch explains what followed from it, and so do rotten weights. Every rank comes here.
+        """
+        if anomaly.signal in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
+            rotten = torch.zeros(self.world.size, device=self.world.device)
+            rotten[self.world.rank] = not pulse.all_finite(flight.begun.fed)
+            ranks = tuple(rank for rank, flag in enumerate(self.world.sum(rotten).tolist()) if flag)
+            if ranks:
+                where = f" on rank {', '.join(map(str, ranks))}" if self.world.size > 1 else ""
+                evidence = f"the batch holds values that are not finite{where}; {anomaly.evidence}"
+                return dataclasses.replace(anomaly, signal=Signal.NONFINITE_BATCH, evidence=evidence, ranks=ranks)
+        return self._scan_now() or anomaly
+
+    def _undo(self, flight: _InFlight, begun: _Begun | None, vitals: Vitals) -> None:
+        """Take back what does not count: gradients, what forwards did to buffers, and the place in the data."""
+        self._updater.drop_gradients()
+        if not vitals.accepted:
+            self._updater.undo(flight.attempt)
+        first = flight.begun if not vitals.accepted else begun
+        if first is not None:
+            self._seed_between(first.update.start)
+            self._backups.put_back(first.backup)
+            self.samples.go_back(first.update)
+
+    def _statistics(self) -> dict[str, Any]:
+        return {"panel": self._panel.state_dict(), "scans": self._scans.state_dict()}
+
+
+_TWICE = (
+    "guard.update was called twice for one batch: losses that are stepped in turn, as in a GAN, are not supported; "
+    "add them up and give the guard all optimizers, which then step together"
+)

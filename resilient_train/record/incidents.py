@@ -1,0 +1,250 @@
+"""The incidents of a run: journalled as they unfold, and listed in incidents.jsonl once their outcome is known."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.files import commit_text
+from resilient_train.record.journal import JOURNAL, Entry, Journal, plain
+from resilient_train.record.telling import farewell, outcome_told, tags, told
+
+__all__ = ["INCIDENTS", "IncidentBook", "as_line", "farewell", "from_line", "outcome_told", "tags", "told"]
+
+INCIDENTS = "incidents.jsonl"  # its name in a run directory
+
+_log = logging.getLogger("resilient_train")
+
+_OPENED, _TREATED, _CLOSED = "incident_opened", "incident_treated", "incident_closed"
+_FIRED = "drill_fired"
+
+
+class IncidentBook:
+    """Keeps the incidents of a run and the drills that fired; on ranks without the run directory only in memory."""
+
+    def __init__(self, directory: Path | None, journal: Journal | None = None) -> None:
+        """Recall what the journal holds, by default that of the directory, and renew incidents.jsonl if it differs."""
+        self.directory = directory
+        self._file = None if directory is None else directory / INCIDENTS
+        self._journal = journal = None if directory is None else journal or Journal(directory / JOURNAL)
+        self._incidents: dict[int, Incident] = {}
+        self._lines: dict[int, str] = {}  # of incidents.jsonl, in the order of their outcomes
+        self._drills: set[int] = set()
+        for entry in journal.entries if journal else []:
+            self._recall(entry)
+        self._is_current = self._holds(self._file)
+        self._is_failing = False
+        self._renew()
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """All incidents, open ones included, in the order they were met."""
+        return [self._incidents[number] for number in sorted(self._incidents)]
+
+    @property
+    def next_id(self) -> int:
+        """The number of the next incident."""
+        return max(self._incidents, default=0) + 1
+
+    def opened(self, incident: Incident) -> None:
+        """Note an incident before anything is done about it."""
+        self._note(_OPENED, incident)
+
+    def treated(self, incident: Incident) -> None:
+        """Note what was done about an incident."""
+        self._note(_TREATED, incident)
+
+    def closed(self, incident: Incident) -> None:
+        """Note the outcome of an incident, and list it."""
+        assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
+        self._note(_CLOSED, incident)
+        line = self._list(incident)
+        if self._file is not None and self._is_current:
+            try:
+                with open(self._file, "a", encoding="utf-8") as file:
+                    file.write(line)
+            except OSError as error:
+                self._fell_behind(error)
+        else:
+            self._renew()
+
+    def fired(self, drill_number: int, name: str, tick: int) -> None:
+        """Note that a drill is about to fire: before it does, or a crash would fire again after every restart."""
+        self._drills.add(drill_number)
+        if self._journal is not None:
+            self._journal.write(_FIRED, drill=drill_number, name=name, tick=tick)
+
+    def has_fired(self, drill_number: int) -> bool:
+        """Say whether a drill fired already, in this process or one before it."""
+        return drill_number in self._drills
+
+    def close(self) -> None:
+        """Try a last time what could not be written."""
+        self._renew()
+        if self._journal is not None:
+            self._journal.close()
+
+    def _note(self, kind: str, incident: Incident) -> None:
+        self._incidents[incident.id] = incident
+        if self._journal is not None:
+            self._journal.write(kind, incident=as_line(incident))
+
+    def _recall(self, entry: Entry) -> None:
+        kind = entry["kind"]
+        if kind == _FIRED and type(entry.get("drill")) is int:
+            self._drills.add(entry["drill"])
+        elif kind in (_OPENED, _TREATED, _CLOSED):
+            try:
+                incident = from_line(entry.get("incident"))
+            except ValueError as error:
+                _log.warning("entry %d of the journal is left out: %s", entry["n"], error)
+                return
+            self._incidents[incident.id] = incident
+            if kind == _CLOSED:
+                self._list(incident)
+
+    def _list(self, incident: Incident) -> str:
+        self._lines[incident.id] = json.dumps(as_line(incident)) + "\n"
+        return self._lines[incident.id]
+
+    def _holds(self, file: Path | None) -> bool:
+        try:
+            return file is None or file.read_bytes() == "".join(self._lines.values()).encode()
+        except OSError:
+            return False
+
+    def _renew(self) -> None:
+        if self._file is None or self._is_current:
+            return
+        try:
+            commit_text(self._file, "".join(self._lines.values()))
+            self._is_current, self._is_failing = True, False
+        except OSError as error:
+            self._fell_behind(error)
+
+    def _fell_behind(self, error: OSError) -> None:
+        self._is_current = False
+        if not self._is_failing:
+            why = error.strerror or error
+            _log.warning("%s cannot be written (%s): it is made anew from the journal later", self._file, why)
+        self._is_failing = True
+
+
+def as_line(incident: Incident) -> dict[str, Any]:
+    """Return an incident as incidents.jsonl and the journal hold it: the contract's keys first, then the rest of it.
+
+    `rank` is the first of the ranks it began on, and null if it began on all of them at once.
+    """
+    anomaly, diagnosis, decision = incident.anomaly, incident.diagnosis, incident.decision
+    line = {
+        "id": incident.id,
+        "step": anomaly.step,
+        "tick": anomaly.tick,
+        "rank": min(anomaly.ranks, default=None),
+        "signal": anomaly.signal,
+        "cause": diagnosis.cause,
+        "culprit": diagnosis.culprit and {name: getattr(diagnosis.culprit, name) for name in Culprit.__slots__},
+        "rows": diagnosis.rows,
+        "advice": diagnosis.advice,
+        "actions": [{"remedy": action.remedy, **action.settings} for action in decision.actions],
+        "rewound_to": incident.rewound_to,
+        "steps_lost": incident.steps_lost,
+        "seconds": incident.seconds,
+        "outcome": incident.outcome,
+        "evidence": anomaly.evidence,
+        "ranks": anomaly.ranks,
+        "since": anomaly.since,
+        "landed": anomaly.landed,
+        "rung": decision.rung,
+        "gave_up": decision.gave_up,
+    }
+    return {key: plain(value) for key, value in line.items()}
+
+
+def from_line(line: Any) -> Incident:
+    """Return the incident that a line tells of; ValueError says which field is not what it should be.
+
+    Keys that are unknown are passed over. Nothing is looked up, imported or built but what `events` defines.
+    """
+    if not isinstance(line, Mapping):
+        raise ValueError(f"an incident cannot be {line!r:.60}")
+    step = _whole(line, "step")
+    anomaly = Anomaly(
+        signal=Signal(_take(line, "signal", str)),
+        step=step,
+        tick=_whole(line, "tick"),
+        since=_whole(line, "since", max(0, step - 1)),
+        evidence=_take(line, "evidence", str, default=""),
+        landed=_take(line, "landed", bool, default=True),
+        ranks=_wholes(line, "ranks"),
+    )
+    culprit = _take(line, "culprit", dict, None)
+    diagnosis = Diagnosis(
+        cause=Cause(_take(line, "cause", str)),
+        advice=_take(line, "advice", str),
+        culprit=None if culprit is None else _culprit(culprit),
+        rows=_wholes(line, "rows"),
+    )
+    decision = Decision(
+        actions=tuple(_action(action) for action in _dicts(line, "actions")),
+        rung=_whole(line, "rung", 0),
+        gave_up=_take(line, "gave_up", str, None, default=None),
+    )
+    outcome = _take(line, "outcome", str, None)
+    seconds = _take(line, "seconds", int, float)
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"an incident cannot have seconds={seconds}")
+    return Incident(
+        id=_whole(line, "id"),
+        anomaly=anomaly,
+        diagnosis=diagnosis,
+        decision=decision,
+        rewound_to=None if line.get("rewound_to") is None else _whole(line, "rewound_to"),
+        steps_lost=_whole(line, "steps_lost"),
+        seconds=float(seconds),
+        outcome=None if outcome is None else Outcome(outcome),
+    )
+
+
+def _culprit(line: Mapping[str, Any]) -> Culprit:
+    words = {name: _take(line, name, str) for name in ("phase", "op", "module", "file")}
+    return Culprit(**words, line=_whole(line, "line"), inputs=_dicts(line, "inputs"))
+
+
+def _action(line: Mapping[str, Any]) -> Action:
+    return Action(_take(line, "remedy", str), {key: value for key, value in line.items() if key != "remedy"})
+
+
+_NEEDED = object()
+
+
+def _take(line: Mapping[str, Any], name: str, *kinds: type | None, default: Any = _NEEDED) -> Any:
+    """Return a field that is exactly of one of `kinds`, where None stands for null; a bool is no whole number."""
+    value = line.get(name, default)
+    if value is _NEEDED:
+        raise ValueError(f"an incident lacks {name}")
+    if (None if value is None else type(value)) not in (*kinds, *([None] if default is None else [])):
+        raise ValueError(f"an incident cannot have {name}={value!r:.60}")
+    return value
+
+
+def _whole(line: Mapping[str, Any], name: str, default: Any = _NEEDED) -> int:
+    value: int = _take(line, name, int, default=default)
+    if value < 0:
+        raise ValueError(f"an incident cannot have {name}={value}")
+    return value
+
+
+def _wholes(line: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    values = _take(line, name, list, default=[])
+    return tuple(_whole({name: value}, name) for value in values)
+
+
+def _dicts(line: Mapping[str, Any], name: str) -> tuple[dict[str, Any], ...]:
+    values = _take(line, name, list, default=[])
+    return tuple(_take({name: value}, name, dict) for value in values)

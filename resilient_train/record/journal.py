@@ -1,0 +1,198 @@
+"""The journal of a run: what must not be forgotten, wherever a kill, a full disk or damage strikes.
+
+Each entry is one line of JSON with a checksum of its own:
+
+    {"n": 17, "at": 1767225600000, "kind": "incident_opened", "incident": {...}, "crc": "5f3a9c01"}
+
+`n` counts the entries, `at` is in milliseconds since 1970, `crc` is the CRC-32 of the line up to the comma before it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from resilient_train.errors import TrainError
+
+__all__ = ["JOURNAL", "Entry", "Journal", "plain", "read"]
+
+JOURNAL = "journal.jsonl"  # its name in a run directory
+
+Entry = dict[str, Any]
+
+_log = logging.getLogger("resilient_train")
+
+_OURS = {"n", "at", "kind", "crc"}
+_SEALED = re.compile(rb'(?P<body>\{.*), "crc": "(?P<crc>[0-9a-f]{8})"\}')
+
+
+class Journal:
+    """An append-only file that its one writer opens; everybody else calls `read`."""
+
+    def __init__(self, path: Path) -> None:
+        """Read back what is there, and cut off what a kill left half written."""
+        self.path = path
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            content = b""
+        except OSError as error:  # nothing is known of what it holds, so nothing may be written over it
+            why = error.strerror or error
+            raise TrainError(
+                f"{path} cannot be read ({why}): make it readable, or move it away to forget it"
+            ) from error
+        self.entries, self._end, damaged = _parse(content)
+        self._waiting: list[bytes] = []  # lines that are not on disk yet
+        self._is_failing = False
+        self._lock = threading.Lock()  # a watchdog may write as well
+        if damaged:
+            _log.warning("%s: %s damaged and left out", path, "1 line is" if damaged == 1 else f"{damaged} lines are")
+        if tail := len(content) - self._end:
+            _log.warning("%s: cut off the last %d bytes, which are no whole entry", path, tail)
+            with suppress(OSError):  # the next write cuts as well
+                os.truncate(path, self._end)
+
+    @property
+    def waiting(self) -> int:
+        """How many entries are in memory only, because the disk did not take them."""
+        return len(self._waiting)
+
+    def write(self, kind: str, /, **fields: Any) -> Entry:
+        """Add an entry: on disk when this returns, or, if the disk does not take it, in memory and tried again."""
+        assert not _OURS & fields.keys(), f"the journal itself sets {', '.join(sorted(_OURS & fields.keys()))}"
+        with self._lock:
+            number = self.entries[-1]["n"] + 1 if self.entries else 1
+            text = json.dumps(plain({"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, **fields}))
+            entry: Entry = json.loads(text)  # the same in memory as when it is read back
+            self.entries.append(entry)
+            self._waiting.append(_seal(text))
+            self._flush()
+        return entry
+
+    def close(self) -> None:
+        """Try a last time what could not be written, and say what is lost."""
+        with self._lock:
+            if self._waiting:
+                self._flush()
+            if self._waiting:
+                _log.error("%s lacks the last %s: the disk did not take them", self.path, _entries(len(self._waiting)))
+
+    def _flush(self) -> None:
+        try:
+            self._end = self._append()
+        except OSError as error:
+            if not self._is_failing:
+                why = error.strerror or error
+                what = "entries are kept in memory and tried again, but a kill would lose them"
+                _log.warning("%s cannot be written (%s): %s", self.path, why, what)
+            self._is_failing = True
+        else:
+            if self._is_failing:
+                _log.info("%s is written again: %s caught up", self.path, _entries(len(self._waiting)))
+            self._is_failing = False
+            self._waiting.clear()
+
+    def _append(self) -> int:
+        """Put the waiting lines behind the last whole entry, and return where they end."""
+        start, lines = self._end, b"".join(self._waiting)
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            size = os.fstat(file).st_size
+            if size < start:  # somebody emptied or removed it: writing on at the old place would leave a hole
+                start, lines = 0, b"".join(_seal(json.dumps(entry)) for entry in self.entries)
+            if size > start:  # a write that failed half way, perhaps only in its sync: nobody knows what it left
+                os.ftruncate(file, start)
+            end = start
+            while lines:  # short only on a disk that is about to say why
+                written = os.pwrite(file, lines, end)
+                lines, end = lines[written:], end + written
+            os.fsync(file)
+        finally:
+            os.close(file)
+        if start == 0:
+            _sync_directory(self.path.parent)
+        return end
+
+
+def read(path: Path) -> list[Entry]:
+    """Return the whole entries of a journal, also of one that is being written: nothing is changed."""
+    return _parse(path.read_bytes())[0] if path.exists() else []
+
+
+def plain(value: Any) -> Any:
+    """Return the nearest that every reader of JSON takes: NaN, infinities and strange objects become their text."""
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return str(value)  # of an enum only its text
+        case Mapping():
+            return {str(key): plain(one) for key, one in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [plain(one) for one in value]
+        case Integral():  # numpy's too
+            return int(value)
+        case Real():
+            number = float(value)
+            return number if math.isfinite(number) else str(number)
+    return str(value)
+
+
+def _parse(content: bytes) -> tuple[list[Entry], int, int]:
+    """Return the whole entries, where the last one ends, and how many lines before that are damaged.
+
+    What follows a damaged line is kept: each entry is a fact of its own that its checksum vouches for, and a drill that
+    is forgotten fires again. A damaged line in the middle stays in the file; it is a person's to look at.
+    """
+    entries: list[Entry] = []
+    damaged = suspects = offset = end = 0
+    for line in content.split(b"\n")[:-1]:  # an entry without its newline was never finished
+        offset += len(line) + 1
+        entry = _unseal(line)
+        if entry is None or (entries and entry["n"] <= entries[-1]["n"]):
+            suspects += 1
+            continue
+        entries.append(entry)
+        damaged, suspects, end = damaged + suspects, 0, offset
+    return entries, end, damaged
+
+
+def _seal(text: str) -> bytes:
+    body = text.encode()[:-1]  # without its closing brace
+    return b'%b, "crc": "%08x"}\n' % (body, zlib.crc32(body))
+
+
+def _unseal(line: bytes) -> Entry | None:
+    sealed = _SEALED.fullmatch(line)
+    if sealed is None or zlib.crc32(sealed["body"]) != int(sealed["crc"], 16):
+        return None
+    try:
+        entry = json.loads(sealed["body"] + b"}")
+    except (ValueError, RecursionError):  # a checksum is no proof of who wrote it
+        return None
+    is_entry = type(entry.get("n")) is int and type(entry.get("at")) is int and type(entry.get("kind")) is str
+    return entry if is_entry else None
+
+
+def _sync_directory(directory: Path) -> None:
+    with suppress(OSError):  # some file systems cannot: the entry itself is synced
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count:,} entries"

@@ -1,0 +1,250 @@
+"""Incidents in words: for the terminal, for the end of a run, for the tags of MLflow's list."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from resilient_train.events import Action, Anomaly, Culprit, Diagnosis, Incident, Outcome, Signal
+
+_NOTICED = {
+    Signal.NONFINITE_BATCH: "the batch is not finite",
+    Signal.NONFINITE_LOSS: "the loss is not finite",
+    Signal.NONFINITE_GRAD: "a gradient is not finite",
+    Signal.NONFINITE_WEIGHTS: "a weight is not finite",
+    Signal.NONFINITE_OPTIMIZER: "the optimizer's state is not finite",
+    Signal.LOSS_SPIKE: "the loss jumped",
+    Signal.GRAD_SPIKE: "the gradient norm jumped",
+    Signal.DIVERGENCE: "the loss is climbing",
+    Signal.WEIGHTS_JUMP: "the weights jumped",
+    Signal.OPTIMIZER_RANGE: "the optimizer's state is out of its range",
+    Signal.SCALE_COLLAPSE: "the loss scale collapsed",
+    Signal.EXCEPTION: "the step raised an exception",
+    Signal.OUT_OF_MEMORY: "the device ran out of memory",
+    Signal.HANG: "the step hung",
+    Signal.CRASH: "the process died",
+    Signal.DISK_FULL: "the disk is full",
+    Signal.CHECKPOINT_DAMAGED: "a checkpoint is damaged",
+    Signal.RANK_MISMATCH: "the ranks disagree",
+}
+
+_BESIDE_THE_WEIGHTS = {  # it makes no sense to say whether these reached the weights
+    Signal.EXCEPTION,
+    Signal.OUT_OF_MEMORY,
+    Signal.HANG,
+    Signal.CRASH,
+    Signal.DISK_FULL,
+    Signal.CHECKPOINT_DAMAGED,
+}
+
+
+def told(incident: Incident) -> str:
+    """Tell in two or three lines what was noticed and what was done about it, the moment it is handled."""
+    anomaly = incident.anomaly
+    lines = [f"! step {anomaly.step:,}: {_noticed(anomaly)}{_reached(anomaly)}"]
+    if anomaly.evidence:
+        lines.append(f"  {anomaly.evidence}")
+    lines.append(f"  {_cause(incident.diagnosis)}; {_done(incident)}")
+    return "\n".join(lines)
+
+
+def outcome_told(incident: Incident, healthy_steps: int | None = None) -> str:
+    """Tell in one line what became of an incident."""
+    name = f"incident {incident.id:,}"
+    match incident.outcome:
+        case Outcome.RECOVERED if healthy_steps is not None:
+            return f"{name} recovered: {_count(healthy_steps, 'healthy step')} since"
+        case Outcome.RECOVERED:
+            return f"{name} recovered"
+        case Outcome.RECURRED:
+            return f"{name} recurred: the same trouble is back, so what was done was not enough"
+        case Outcome.GAVE_UP:
+            return f"{name} could not be cured: {incident.decision.gave_up or 'the policy has nothing left'}"
+    return f"{name} is open: it counts as recovered once the run has stayed healthy"
+
+
+def farewell(incident: Incident, last_good: Path | None, before: Sequence[Incident] = ()) -> str:
+    """Tell at the end of a run that could not be cured: what happened, what was tried, what is left, what to do now."""
+    anomaly, diagnosis = incident.anomaly, incident.diagnosis
+    lines = [f"gave up at step {anomaly.step:,}: {_noticed(anomaly)}, {_cause(diagnosis)}", anomaly.evidence]
+    lines.append(f"why: {incident.decision.gave_up or 'the policy has nothing left'}")
+    tried = Counter(_remedies(one) for one in (*before, incident) if one.decision.actions)
+    times = [remedies if count == 1 else f"{remedies} ({count:,} times)" for remedies, count in tried.items()]
+    lines.append(f"tried: {'; '.join(times) or 'nothing, as the policy says'}")
+    lines.append(f"last good weights: {last_good or 'none on disk, the run never got that far'}")
+    lines.append(f"what to try next: {diagnosis.advice}" if diagnosis.advice else "")
+    return "\n  ".join(line for line in lines if line)
+
+
+def tags(incidents: Sequence[Incident]) -> dict[str, str]:
+    """Return the tags that MLflow's list of runs is filtered by; a run without incidents has only the first two."""
+    counted = {"resilience.status": _status(incidents), "resilience.incidents": str(len(incidents))}
+    if not incidents:
+        return counted
+    last = incidents[-1]
+    line = (
+        f"step {last.anomaly.step:,}: {_noticed(last.anomaly)}; {_cause(last.diagnosis)}; {_done(last)}; "
+        f"{(last.outcome or 'open').replace('_', ' ')}"
+    )
+    causes = dict.fromkeys(incident.diagnosis.cause for incident in incidents)
+    return {**counted, "resilience.last_incident": line, "resilience.cause": ", ".join(causes)}
+
+
+def _status(incidents: Sequence[Incident]) -> str:
+    if not incidents:
+        return "clean"
+    if incidents[-1].outcome is Outcome.GAVE_UP:
+        return "gave_up"
+    return "recovering" if any(incident.outcome is None for incident in incidents) else "recovered"
+
+
+def _noticed(anomaly: Anomaly) -> str:
+    ranks = [str(rank) for rank in sorted(anomaly.ranks)]
+    where = f" on {'rank' if len(ranks) == 1 else 'ranks'} {_and(ranks)}" if ranks else ""
+    return f"{_NOTICED[anomaly.signal]}{where} ({anomaly.signal})"
+
+
+def _reached(anomaly: Anomaly) -> str:
+    if anomaly.signal in _BESIDE_THE_WEIGHTS:
+        return ""
+    if not anomaly.landed:
+        return ", refused before it reached the weights"
+    first = anomaly.since + 1
+    return ", in the weights already" if first >= anomaly.step else f", in the weights since step {first:,}"
+
+
+def _cause(diagnosis: Diagnosis) -> str:
+    details = []
+    if diagnosis.culprit:
+        details.append(_culprit(diagnosis.culprit))
+    if diagnosis.rows:
+        details.append(_rows(diagnosis.rows))
+    return f"cause {diagnosis.cause}" + (f" ({'; '.join(details)})" if details else "")
+
+
+def _culprit(culprit: Culprit) -> str:
+    module = f" in {culprit.module}" if culprit.module else ""
+    return f"{culprit.op}{module}, {culprit.file}:{culprit.line}, {culprit.phase}"
+
+
+def _rows(rows: Sequence[int]) -> str:
+    shown = [str(row) for row in rows[:4]]  # indices are looked up, so they keep their plain form
+    if more := len(rows) - len(shown):
+        shown.append(f"{more:,} more")
+    return f"{'row' if len(rows) == 1 else 'rows'} {_and(shown)} of the data"
+
+
+def _done(incident: Incident) -> str:
+    if incident.decision.gave_up is not None:
+        return f"gave up: {incident.decision.gave_up}"
+    words = _remedies(incident)
+    if incident.rewound_to is not None:
+        words += f", in {_seconds(incident.seconds)}"
+    return f"{words or 'nothing was done'}{_lost(incident)}"
+
+
+def _lost(incident: Incident) -> str:
+    refused = not incident.anomaly.landed and incident.rewound_to is None
+    if incident.steps_lost <= refused:  # an attempt that was refused held nothing yet
+        return "; nothing was lost"
+    if incident.rewound_to is not None and incident.steps_lost == _rewound_steps(incident):
+        return ""  # the rewind has told it
+    return f"; {_count(incident.steps_lost, 'step')} lost"
+
+
+def _rewound_steps(incident: Incident) -> int:
+    return max(0, incident.anomaly.step - (incident.rewound_to or 0))
+
+
+def _remedies(incident: Incident) -> str:
+    return ", ".join(_remedy(action, incident) for action in incident.decision.actions)
+
+
+def _remedy(action: Action, incident: Incident) -> str:
+    if action.remedy == "rewind":
+        return _rewind(incident)
+    settings = dict(action.settings)
+    words = _WORDS.get(action.remedy)
+    said = words(settings) if words else action.remedy.replace("_", " ")
+    rest = ", ".join(f"{name.replace('_', ' ')} {_amount(value)}" for name, value in settings.items())
+    return f"{said} ({rest})" if rest else said
+
+
+def _rewind(incident: Incident) -> str:
+    if incident.rewound_to is None:
+        return "no rewind, as there was no state to go back to"
+    to = f"step {incident.rewound_to:,} (proven good)" if incident.rewound_to else "the start"
+    return f"rewound {_count(_rewound_steps(incident), 'step')} to {to}"
+
+
+Settings = dict[str, Any]  # what a phrase has told, it takes out; the rest is told behind it
+
+
+def _turned(what: str, verb: str) -> Callable[[Settings], str]:
+    """Return the phrase of a knob: its factor, or the value it is set to, how it comes back, and for how long."""
+
+    def phrase(settings: Settings) -> str:
+        if "factor" in settings:
+            said = f"{what} x{_amount(settings.pop('factor'))}"
+        elif "to" in settings:
+            said = f"{what} {verb} to {_amount(settings.pop('to'))}"
+        else:
+            said = f"{what} {verb}"
+        return said + _warm_up(settings) + _stretch(settings)
+
+    return phrase
+
+
+def _warm_up(settings: Settings) -> str:
+    rewarm = settings.pop("rewarm", None)
+    return f" with {_count(rewarm, 'step')} of warm-up" if rewarm else ""
+
+
+def _stretch(settings: Settings) -> str:
+    return f" for {_count(settings.pop('steps'), 'step')}" if "steps" in settings else ""
+
+
+def _skipped(settings: Settings) -> str:
+    for unit in ("sample", "batch", "update", "step"):
+        if (plural := _plural(unit)) in settings:
+            return f"skipped {_count(settings.pop(plural), unit)}" + (" of data" if unit in ("update", "step") else "")
+    return "skipped the samples to blame"
+
+
+_WORDS: dict[str, Callable[[Settings], str]] = {
+    "skip": _skipped,
+    "lower_lr": _turned("learning rate", "lowered"),
+    "tighten_clip": _turned("gradient clip", "tightened"),
+    "raise_eps": _turned("epsilon", "raised"),
+    "reset_moments": lambda settings: "reset the optimizer's moments",
+    "lower_loss_scale": _turned("loss scale", "lowered"),
+    "higher_precision": lambda settings: "full precision" + _stretch(settings),
+    "repeat": lambda settings: "repeated the update",
+    "report": lambda settings: "reported only",
+}
+
+
+def _count(number: Any, unit: str) -> str:
+    return f"{_amount(number)} {unit if number == 1 else _plural(unit)}"
+
+
+def _plural(unit: str) -> str:
+    return f"{unit}es" if unit.endswith("ch") else f"{unit}s"
+
+
+def _amount(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 60 else f"{seconds:,.0f} s"

@@ -1,0 +1,118 @@
+"""From an incident and all that came before it to what is done: pure, and the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident
+from resilient_train.recover.policy import UNLIMITED, Budget, Policy, Rung
+from resilient_train.recover.remedies import Applicable, Case, passes_over
+
+
+def decide(
+    policy: Policy, anomaly: Anomaly, diagnosis: Diagnosis, history: Sequence[Incident], tick: int, can: Applicable
+) -> Decision:
+    """Take the first rung of the cause's ladder that applies and has strikes left, if the budget allows it.
+
+    `history` holds the incidents before this one. A run that gave up and was taken up again starts with a clean slate.
+    """
+    cause = diagnosis.cause
+    if not (ladder := policy.ladder(cause)):
+        return Decision(gave_up=f"the policy has no remedy for {cause}")
+    if not anomaly.landed and _refused_in_a_row(anomaly, history) >= policy.budget.in_a_row:
+        return Decision(gave_up=f"{_count(policy.budget.in_a_row, 'update')} in a row were refused, and the next one too")
+    case = Case(anomaly, diagnosis, can, rewinds=False)
+    spent = 0
+    for place, rung in enumerate(ladder):
+        if not (actions := _applicable(rung, case)):
+            continue
+        allowed = policy.strikes_of(rung, cause)
+        if allowed == UNLIMITED or _strikes(policy, rung, place, case, history, tick) < allowed:
+            over = _over_budget(policy.budget, actions, anomaly, history, tick)
+            return Decision(actions, place) if over is None else Decision(rung=place, gave_up=over)
+        spent += 1
+    if spent:
+        return Decision(gave_up=f"the ladder for {cause} has no rung left, {_count(spent, 'rung')} did not help")
+    return Decision(gave_up=f"none of the remedies for {cause} can be applied here")
+
+
+def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
+    """What of a rung makes sense here."""
+    rewinds = any(one.action.remedy == "rewind" and one.remedy.applies(case) for one in rung.remedies)
+    beside = replace(case, rewinds=rewinds)
+    return tuple(one.action for one in rung.remedies if one.remedy.applies(beside))
+
+
+def _strikes(policy: Policy, rung: Rung, place: int, case: Case, history: Sequence[Incident], tick: int) -> int:
+    """How many incidents a rung has met that are not forgiven."""
+    cause = case.diagnosis.cause
+    if rung.within is None:
+        return _unforgiven(policy.forgive_after, place, cause, case.anomaly.step, history)
+    recent = _recent(tick - rung.within, history)
+    return sum(one.diagnosis.cause == cause and one.decision.rung == place for one in recent)
+
+
+def _unforgiven(forgive_after: int, place: int, cause: Cause, step: int, history: Sequence[Incident]) -> int:
+    """Count the incidents of a rung since the cause was last forgiven.
+
+    It is forgiven where the run gets well beyond the farthest step of the incidents that took this rung or a higher
+    one. In steps, which rewinds take back: who comes to the same place again and again has not got beyond it, however
+    many ticks that takes.
+    """
+    count, reached = 0, None
+    for incident in list(_taken_up(history))[::-1]:
+        if incident.diagnosis.cause != cause or incident.decision.rung < place:
+            continue
+        if reached is not None and incident.anomaly.step - reached >= forgive_after:
+            count = 0
+        reached = max(reached or 0, incident.anomaly.step)
+        count += incident.decision.rung == place
+    return 0 if reached is not None and step - reached >= forgive_after else count
+
+
+def _over_budget(
+    budget: Budget, actions: Sequence[Action], anomaly: Anomaly, history: Sequence[Incident], tick: int
+) -> str | None:
+    """Say which budget is used up, if one is. To tell of what landed costs nothing."""
+    recent = _recent(tick - budget.window, history)
+    if passes_over(actions):
+        refused = sum(not one.anomaly.landed and passes_over(one.decision.actions) for one in recent)
+        if not anomaly.landed and refused >= budget.refused:
+            return f"{_count(budget.refused, 'update')} of the last {budget.window:,} were refused, and the next one too"
+        return None
+    if sum(not passes_over(one.decision.actions) for one in recent) >= budget.incidents:
+        return f"the budget of {_count(budget.incidents, 'incident')} within {_count(budget.window, 'update')} is used up"
+    if sum(not passes_over(one.decision.actions) for one in _taken_up(history)) >= budget.run:
+        return f"the budget of {_count(budget.run, 'incident')} in a run is used up"
+    return None
+
+
+def _refused_in_a_row(anomaly: Anomaly, history: Sequence[Incident]) -> int:
+    """How many updates right before this one were refused as well."""
+    count, tick = 0, anomaly.tick
+    for incident in _taken_up(history):
+        if incident.anomaly.landed or tick - incident.anomaly.tick > 1:
+            break
+        count, tick = count + 1, incident.anomaly.tick
+    return count
+
+
+def _recent(oldest: int, history: Sequence[Incident]) -> Iterator[Incident]:
+    """The incidents since the tick `oldest`, the newest first."""
+    for incident in _taken_up(history):
+        if incident.anomaly.tick < oldest:
+            return
+        yield incident
+
+
+def _taken_up(history: Sequence[Incident]) -> Iterator[Incident]:
+    """The incidents since the run was last taken up after it had given up, the newest first."""
+    for incident in reversed(history):
+        if incident.decision.gave_up is not None:
+            return
+        yield incident
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

@@ -1,0 +1,84 @@
+"""Incidents from their opening to their outcome. Pure bookkeeping: it returns what changed, the caller writes it down."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from resilient_train.events import Anomaly, Decision, Diagnosis, Incident, Outcome
+
+
+class History:
+    """All incidents of a run in the order they were met."""
+
+    def __init__(self, incidents: Iterable[Incident] = (), *, recovered_after: int) -> None:
+        """Take up what was journalled: of several incidents with one id the last counts.
+
+        An incident that was open begins anew to wait for its `recovered_after` accepted updates.
+        """
+        self.recovered_after = recovered_after
+        self.incidents: list[Incident] = list({incident.id: incident for incident in incidents}.values())
+        self._places = {incident.id: place for place, incident in enumerate(self.incidents)}
+        self._accepted = 0  # updates as they were made: a rewind takes none of them back
+        self._open = {incident.id: 0 for incident in self.incidents if incident.outcome is None}  # id -> accepted then
+
+    def open(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> tuple[Incident, list[Incident]]:
+        """Add an incident; return it, and those whose outcome is known by it.
+
+        Where the decision is to give up, it is closed itself, and so is everything that was still open.
+        """
+        before = [self.incidents[self._places[number]] for number in self._open]
+        same = [one for one in before if _kind(one.diagnosis) == _kind(diagnosis)]
+        closed = [self._close(one, Outcome.RECURRED) for one in same]
+        number = max(self._places, default=0) + 1
+        incident = Incident(number, anomaly, diagnosis, decision)
+        if decision.gave_up is not None:
+            closed += [self._close(one, Outcome.GAVE_UP) for one in before if one not in same]
+            incident = dataclasses.replace(incident, outcome=Outcome.GAVE_UP)
+        else:
+            self._open[number] = self._accepted
+        self._places[number] = len(self.incidents)
+        self.incidents.append(incident)
+        return incident, closed
+
+    def treated(self, incident: Incident) -> None:
+        """Put an incident, of which more is known now, in its place."""
+        self.incidents[self._places[incident.id]] = incident
+
+    def accepted(self) -> Sequence[Incident]:
+        """Note an accepted and healthy update; return the incidents that have recovered by it."""
+        if not self._open:
+            return ()
+        self._accepted += 1
+        return self._recovered(self._accepted - self.recovered_after)
+
+    def finish(self) -> Sequence[Incident]:
+        """Note that the run has ended healthy; return the incidents that have recovered by it."""
+        return self._recovered(self._accepted)
+
+    def tally(self) -> dict[str, Any]:
+        """Count them: `{"total", "recovered", "by_cause"}`."""
+        by_cause: dict[str, int] = {}
+        for incident in self.incidents:
+            cause = str(incident.diagnosis.cause)
+            by_cause[cause] = by_cause.get(cause, 0) + 1
+        recovered = sum(incident.outcome is Outcome.RECOVERED for incident in self.incidents)
+        return {"total": len(self.incidents), "recovered": recovered, "by_cause": by_cause}
+
+    def _recovered(self, opened_until: int) -> list[Incident]:
+        ripe = [number for number, opened in self._open.items() if opened <= opened_until]
+        return [self._close(self.incidents[self._places[number]], Outcome.RECOVERED) for number in ripe]
+
+    def _close(self, incident: Incident, outcome: Outcome) -> Incident:
+        del self._open[incident.id]
+        closed = dataclasses.replace(incident, outcome=outcome)
+        self.treated(closed)
+        return closed
+
+
+def _kind(diagnosis: Diagnosis) -> tuple[object, ...]:
+    """What makes two incidents the same trouble: the cause and the line, not the values that it met there."""
+    culprit = diagnosis.culprit
+    line = culprit and (culprit.phase, culprit.op, culprit.module, culprit.file, culprit.line)
+    return diagnosis.cause, line

@@ -1,0 +1,147 @@
+"""Knobs: what a run trains with, as factors of what was configured. They outlive rewinds, and relax in healthy times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LOWEST_LR = 1e-4
+LOWEST_CLIP = 1e-3
+HIGHEST_EPS = 1e8
+LONGEST_PATIENCE = 64  # times `relax_after`
+
+_LOOSEN = 2**0.5  # lr and clip are multiplied by it in one step of relaxing: two steps take back a halving
+_SINK = 10**0.5  # eps is divided by it: two steps take back a tenfold
+
+
+@dataclass(frozen=True, slots=True)
+class KnobValues:
+    """What the next update is made with."""
+
+    lr: float = 1.0  # factor of the scheduled rate, re-warming included
+    clip: float = 1.0  # factor of the configured limits
+    eps: float = 1.0  # factor of the configured epsilon
+    higher_precision: bool = False  # without autocast
+
+
+class Knobs:
+    """Turned by remedies, read by every update, advanced by every healthy one."""
+
+    def __init__(self, relax_after: int = 50) -> None:
+        """`relax_after`: healthy updates between two steps of relaxing."""
+        assert relax_after >= 1
+        self.relax_after = relax_after
+        self._lr = self._clip = self._eps = 1.0
+        self._precise = 0  # steps left in higher precision
+        self._warmed, self._rewarm = 0, 0  # steps of the present re-warming, of so many
+        self._healthy = 0  # steps since the last trouble or relaxing
+        self._patience = 1  # how many times `relax_after` it takes now
+        self._relaxing = False  # it has relaxed since the last trouble
+        self._settle()
+
+    @property
+    def values(self) -> KnobValues:
+        """What the next update is made with: made when something changes, so that reading costs nothing."""
+        return self._values
+
+    def turn_lr(self, factor: float, rewarm: int = 0) -> None:
+        """Multiply the rate; with `rewarm`, let it climb there from zero over so many steps."""
+        self._lr = _bounded(self._lr * factor, LOWEST_LR, 1.0)
+        if rewarm:
+            self._warmed, self._rewarm = 0, rewarm
+        self._settle()
+
+    def turn_clip(self, factor: float) -> None:
+        """Multiply the limits of the clip."""
+        self._clip = _bounded(self._clip * factor, LOWEST_CLIP, 1.0)
+        self._settle()
+
+    def turn_eps(self, factor: float) -> None:
+        """Multiply epsilon."""
+        self._eps = _bounded(self._eps * factor, 1.0, HIGHEST_EPS)
+        self._settle()
+
+    def turn_precision(self, steps: int) -> None:
+        """Stay in higher precision for so many steps at least; 0: come back at once."""
+        self._precise = max(self._precise, steps) if steps else 0
+        self._settle()
+
+    def advance(self) -> None:
+        """Note an accepted and healthy update, and relax when there have been enough of them."""
+        if self._at_rest:
+            return
+        if self._precise:
+            self._precise -= 1
+        if self._rewarm:
+            self._warmed += 1
+            if self._warmed >= self._rewarm:
+                self._warmed, self._rewarm = 0, 0
+        else:
+            self._healthy += 1
+            if self._healthy >= self.relax_after * self._patience:
+                self._relax()
+        self._settle()
+
+    def trouble(self) -> None:
+        """Note an incident. One that comes while relaxing says that it was too early: the next time takes twice as long."""
+        if self._relaxing:
+            self._patience = min(2 * self._patience, LONGEST_PATIENCE)
+        self._healthy, self._relaxing = 0, False
+        self._settle()
+
+    def _relax(self) -> None:
+        self._healthy = 0
+        if self._lr == self._clip == self._eps == 1.0:  # relaxed long since, and healthy all the same
+            self._patience, self._relaxing = 1, False
+            return
+        self._lr = _bounded(self._lr * _LOOSEN, LOWEST_LR, 1.0)
+        self._clip = _bounded(self._clip * _LOOSEN, LOWEST_CLIP, 1.0)
+        self._eps = _bounded(self._eps / _SINK, 1.0, HIGHEST_EPS)
+        self._relaxing = True
+
+    def _settle(self) -> None:
+        warmth = (self._warmed + 1) / self._rewarm if self._rewarm else 1.0
+        self._values = KnobValues(max(LOWEST_LR, self._lr * warmth), self._clip, self._eps, self._precise > 0)
+        turned = self._values != KnobValues() or self._rewarm > 0
+        self._at_rest = not turned and self._patience == 1 and not self._relaxing
+
+    def __str__(self) -> str:
+        """What differs from the configuration: "lr x0.5, clip x0.5"."""
+        warming = f" (re-warming, {self._warmed} of {self._rewarm})" if self._rewarm else ""
+        said = [f"lr x{self._lr:.3g}{warming}"] if self._lr != 1.0 or warming else []
+        said += [f"clip x{self._clip:.3g}"] if self._clip != 1.0 else []
+        said += [f"eps x{self._eps:.3g}"] if self._eps != 1.0 else []
+        said += [f"higher precision for {self._precise} steps"] if self._precise else []
+        return ", ".join(said) or "as configured"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all there is to know, as plain data."""
+        return {
+            "lr": self._lr,
+            "clip": self._clip,
+            "eps": self._eps,
+            "higher_precision": self._precise,
+            "rewarm": [self._warmed, self._rewarm],
+            "healthy": self._healthy,
+            "patience": self._patience,
+            "relaxing": self._relaxing,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned; what lies beyond the bounds is brought inside."""
+        self._lr = _bounded(float(state["lr"]), LOWEST_LR, 1.0)
+        self._clip = _bounded(float(state["clip"]), LOWEST_CLIP, 1.0)
+        self._eps = _bounded(float(state["eps"]), 1.0, HIGHEST_EPS)
+        self._precise = max(0, int(state["higher_precision"]))
+        warmed, rewarm = state["rewarm"]
+        self._warmed, self._rewarm = (int(warmed), int(rewarm)) if 0 <= warmed < rewarm else (0, 0)
+        self._healthy = max(0, int(state["healthy"]))
+        self._patience = min(max(1, int(state["patience"])), LONGEST_PATIENCE)
+        self._relaxing = bool(state["relaxing"])
+        self._settle()
+
+
+def _bounded(value: float, lowest: float, highest: float) -> float:
+    """Keep a factor inside its bounds, and let one that is 1 but for rounding be 1."""
+    return 1.0 if abs(value - 1.0) < 1e-9 else min(max(value, lowest), highest)

@@ -1,0 +1,298 @@
+"""Remedies: small things with a name, settings, and what they do to a run. `KNOWN` lists those a policy can name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from resilient_train.events import Action, Anomaly, Diagnosis
+from resilient_train.recover.knobs import Knobs
+from resilient_train.recover.own import imported
+
+
+@dataclass(frozen=True, slots=True)
+class Applicable:
+    """What can be done in this run at this moment; the same on every rank."""
+
+    snapshots: int = 1  # proven states in reach that are not newer than the anomaly's `since`
+    skip: bool = True  # the data can be passed over
+    mixed_precision: bool = False
+    loss_scaler: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a remedy may know when it says whether it applies."""
+
+    anomaly: Anomaly
+    diagnosis: Diagnosis
+    can: Applicable
+    rewinds: bool  # another remedy of the same rung goes back to a good state
+
+
+class Patient(Protocol):
+    """What remedies may do to a run. Where nothing skips, a refused update is made again, of the same samples."""
+
+    @property
+    def knobs(self) -> Knobs:
+        """What the run trains with."""
+
+    def rewind(self, older: int = 0, steps: int = 0) -> None:
+        """Go back to the newest proven state not after `since`, `older` ones before it, at least `steps` steps back.
+
+        Where there is nothing so old, to the oldest.
+        """
+
+    def skip(self, updates: int | None = None) -> None:
+        """Pass over the samples from what is to blame up to the anomaly, or a window of `updates` from here."""
+
+    def reset_moments(self) -> None:
+        """Let the optimizers begin anew."""
+
+    def lower_loss_scale(self, factor: float) -> None:
+        """Multiply the loss scale."""
+
+
+@runtime_checkable
+class Remedy(Protocol):
+    """Something to do about an incident. Write your own as a frozen dataclass that inherits from this."""
+
+    name: ClassVar[str]
+    about: ClassVar[str]  # one line for a person
+
+    def applies(self, case: Case) -> bool:
+        """Say whether it makes sense here; what does not is passed over, without a strike."""
+        return True
+
+    def apply(self, patient: Patient) -> None:
+        """Do it."""
+
+    def undo(self, patient: Patient) -> str | None:
+        """Take it back, or say why that cannot be."""
+        return "cannot be undone"
+
+
+def limited(default: Any, **limits: float) -> Any:
+    """Declare a setting with its limits: `at_least`, `at_most`, `above`."""
+    return dataclasses.field(default=default, metadata=limits)
+
+
+@dataclass(frozen=True)
+class Rewind(Remedy):
+    """Everything that rewinds goes back; knobs, history and tick stay."""
+
+    name: ClassVar[str] = "rewind"
+    about: ClassVar[str] = "go back to the last state that is proven good, or to an older one"
+    older: int = limited(0, at_least=0)  # so many proven states before the last one
+    steps: int = limited(0, at_least=0)  # at least so many steps back
+
+    def applies(self, case: Case) -> bool:
+        """There has to be a state that is still to be trusted."""
+        return case.can.snapshots > 0
+
+    def apply(self, patient: Patient) -> None:
+        """Go back."""
+        patient.rewind(self.older, self.steps)
+
+    def undo(self, patient: Patient) -> str | None:
+        """The way from there is made anew."""
+        return "rewinding cannot be undone, and needs not: the run comes by there again"
+
+
+@dataclass(frozen=True)
+class Skip(Remedy):
+    """The samples to blame are not met again in this epoch."""
+
+    name: ClassVar[str] = "skip"
+    about: ClassVar[str] = "pass over the samples to blame, or over a window of updates"
+    updates: int | None = limited(None, at_least=1)  # the window; null: the samples to blame
+
+    def applies(self, case: Case) -> bool:
+        """Samples that landed lie behind the run, unless it goes back."""
+        return case.can.skip and (not case.anomaly.landed or case.rewinds or self.updates is not None)
+
+    def apply(self, patient: Patient) -> None:
+        """Pass over them."""
+        patient.skip(self.updates)
+
+    def undo(self, patient: Patient) -> str | None:
+        """The cursor moves on only."""
+        return "skipping cannot be undone, and needs not: the samples come by again in the next epoch"
+
+
+@dataclass(frozen=True)
+class LowerLr(Remedy):
+    """The knob relaxes by itself; a factor of 1 only warms up anew."""
+
+    name: ClassVar[str] = "lower_lr"
+    about: ClassVar[str] = "multiply the learning rate, and let it climb there from zero"
+    factor: float = limited(0.5, above=0, at_most=1)
+    rewarm: int = limited(0, at_least=0)  # steps of the climb
+
+    def apply(self, patient: Patient) -> None:
+        """Turn the knob."""
+        patient.knobs.turn_lr(self.factor, self.rewarm)
+
+    def undo(self, patient: Patient) -> str | None:
+        """Turn it back by as much."""
+        patient.knobs.turn_lr(1 / self.factor)
+        return None
+
+
+@dataclass(frozen=True)
+class TightenClip(Remedy):
+    """The knob relaxes by itself."""
+
+    name: ClassVar[str] = "tighten_clip"
+    about: ClassVar[str] = "multiply the limits of the gradient clip"
+    factor: float = limited(0.5, above=0, at_most=1)
+
+    def apply(self, patient: Patient) -> None:
+        """Turn the knob."""
+        patient.knobs.turn_clip(self.factor)
+
+    def undo(self, patient: Patient) -> str | None:
+        """Turn it back by as much."""
+        patient.knobs.turn_clip(1 / self.factor)
+        return None
+
+
+@dataclass(frozen=True)
+class RaiseEps(Remedy):
+    """One knob for every epsilon; it relaxes by itself."""
+
+    name: ClassVar[str] = "raise_eps"
+    about: ClassVar[str] = "multiply epsilon, the optimizer's and that of safe operations"
+    factor: float = limited(100.0, at_least=1)
+
+    def apply(self, patient: Patient) -> None:
+        """Turn the knob."""
+        patient.knobs.turn_eps(self.factor)
+
+    def undo(self, patient: Patient) -> str | None:
+        """Turn it back by as much."""
+        patient.knobs.turn_eps(1 / self.factor)
+        return None
+
+
+@dataclass(frozen=True)
+class ResetMoments(Remedy):
+    """Best with some re-warming: the first estimates are rough."""
+
+    name: ClassVar[str] = "reset_moments"
+    about: ClassVar[str] = "forget the optimizer's moments"
+
+    def apply(self, patient: Patient) -> None:
+        """Forget them."""
+        patient.reset_moments()
+
+    def undo(self, patient: Patient) -> str | None:
+        """New ones come of themselves."""
+        return "moments that were reset cannot be brought back, and need not: they build up again"
+
+
+@dataclass(frozen=True)
+class LowerLossScale(Remedy):
+    """The scaler finds its way down alone, an update at a time; this is at once."""
+
+    name: ClassVar[str] = "lower_loss_scale"
+    about: ClassVar[str] = "multiply the loss scale of half precision"
+    factor: float = limited(0.0625, above=0, at_most=1)
+
+    def applies(self, case: Case) -> bool:
+        """There has to be a loss scale."""
+        return case.can.loss_scaler
+
+    def apply(self, patient: Patient) -> None:
+        """Lower it."""
+        patient.lower_loss_scale(self.factor)
+
+    def undo(self, patient: Patient) -> str | None:
+        """The scaler does it."""
+        return "a loss scale needs not be raised again by hand: the scaler grows it by itself"
+
+
+@dataclass(frozen=True)
+class HigherPrecision(Remedy):
+    """Slower, and out of reach of what overflows in half precision."""
+
+    name: ClassVar[str] = "higher_precision"
+    about: ClassVar[str] = "train without autocast for a stretch"
+    steps: int = limited(50, at_least=1)
+
+    def applies(self, case: Case) -> bool:
+        """There has to be something higher."""
+        return case.can.mixed_precision
+
+    def apply(self, patient: Patient) -> None:
+        """Turn the knob."""
+        patient.knobs.turn_precision(self.steps)
+
+    def undo(self, patient: Patient) -> str | None:
+        """Come back at once."""
+        patient.knobs.turn_precision(0)
+        return None
+
+
+@dataclass(frozen=True)
+class Repeat(Remedy):
+    """For faults that come and go."""
+
+    name: ClassVar[str] = "repeat"
+    about: ClassVar[str] = "make the refused update once more, of the same samples"
+
+    def applies(self, case: Case) -> bool:
+        """What landed cannot be made once more."""
+        return not case.anomaly.landed and not case.rewinds
+
+    def apply(self, patient: Patient) -> None:
+        """A refused update that nothing skips is made again."""
+
+    def undo(self, patient: Patient) -> str | None:
+        """There is nothing to take back."""
+        return None
+
+
+@dataclass(frozen=True)
+class Report(Remedy):
+    """Of a refused update there is more to do than to tell it: it would come again for ever."""
+
+    name: ClassVar[str] = "report"
+    about: ClassVar[str] = "tell what reached the weights, and go on"
+
+    def applies(self, case: Case) -> bool:
+        """Only what landed can be left as it is."""
+        return case.anomaly.landed
+
+    def apply(self, patient: Patient) -> None:
+        """It is told with every incident."""
+
+    def undo(self, patient: Patient) -> str | None:
+        """There is nothing to take back."""
+        return None
+
+
+# In the order in which the remedies of a rung are applied; those of a user's own come last.
+_ALL: tuple[type[Remedy], ...] = (
+    *(Rewind, Skip, Repeat, Report, ResetMoments, LowerLr, TightenClip),
+    *(RaiseEps, LowerLossScale, HigherPrecision),
+)
+KNOWN: dict[str, type[Remedy]] = {kind.name: kind for kind in _ALL}
+ORDER = {name: place for place, name in enumerate(KNOWN)}
+
+
+def remedy(action: Action) -> Remedy:
+    """Return the remedy that an action of a policy names. Not for actions from a file: a dotted name is imported."""
+    kind = KNOWN.get(action.remedy) or imported(action.remedy, action.remedy)
+    built: Remedy = kind(**action.settings)
+    return built
+
+
+def passes_over(actions: Iterable[Action]) -> bool:
+    """Say whether a decision leaves the run as it was, but for samples that it passes over."""
+    return all(
+        action.remedy in (Repeat.name, Report.name) or (action.remedy == Skip.name and not action.settings)
+        for action in actions
+    )

@@ -1,0 +1,51 @@
+"""What one update measured, from the device's numbers to vitals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from resilient_train.events import Signal
+
+
+def shares(loss: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """This rank's share of what is summed over ranks: the loss, and for each rank whether its own is not finite."""
+    cells = torch.zeros(1 + size, dtype=torch.float32, device=loss.device)
+    cells[0] = loss / size
+    cells[1 + rank] = loss.isfinite().logical_not()
+    return cells
+
+
+def why_refused(loss: float, grad_norm: float, limits: tuple[float, float]) -> Signal | None:
+    """Name what the gate refused an update for; None if it let it pass."""
+    if not math.isfinite(loss):
+        return Signal.NONFINITE_LOSS
+    if not math.isfinite(grad_norm):
+        return Signal.NONFINITE_GRAD
+    if loss > limits[0]:
+        return Signal.LOSS_SPIKE
+    return Signal.GRAD_SPIKE if grad_norm > limits[1] else None
+
+
+def all_finite(batches: Iterable[Any]) -> bool:
+    """Look through batches of any shape. Asked after trouble only: batches with a masked NaN are no trouble."""
+    tensors = [leaf for leaf in tree_leaves(list(batches)) if isinstance(leaf, torch.Tensor)]
+    return all(bool(one.isfinite().all()) for one in tensors if one.is_floating_point() or one.is_complex())
+
+
+def mean(values: Sequence[torch.Tensor | float]) -> torch.Tensor:
+    """Average over micro-batches."""
+    device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
+    return torch.stack([torch.as_tensor(value, dtype=torch.float32, device=device) for value in values]).mean()
+
+
+def mean_metrics(reported: Sequence[Mapping[str, torch.Tensor | float]]) -> Mapping[str, torch.Tensor | float]:
+    """Average what the micro-batches of an update reported, each name over those that have it."""
+    if len(reported) < 2:
+        return reported[0] if reported else {}
+    names = sorted({name for one in reported for name in one})
+    return {name: mean([one[name] for one in reported if name in one]) for name in names}

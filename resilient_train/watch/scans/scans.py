@@ -1,0 +1,271 @@
+"""All scans of a run, each when it is due."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from resilient_train.events import Anomaly, Signal
+from resilient_train.watch.config import ChecksConfig
+from resilient_train.watch.hooks import Activations, BatchRange
+from resilient_train.watch.scans import measure
+from resilient_train.watch.scans.found import Found
+from resilient_train.watch.scans.layout import Layout
+from resilient_train.watch.scans.moments import Faded, Moment, Moments
+from resilient_train.watch.scans.reach import Path
+from resilient_train.watch.scans.weights import Weights
+
+_OFTEN = 2  # times the same finding at the same step is fought; then it must be on purpose
+# What explains the others comes first: a negative moment makes weights NaN, and those make all else NaN.
+_FIRST = (Signal.OPTIMIZER_RANGE, Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER, Signal.WEIGHTS_JUMP)
+
+
+@dataclass
+class _Pending:
+    """A measurement whose numbers are on their way, with what is needed to judge them."""
+
+    step: int
+    buffers: list[str] | None = None  # the weights were measured, and these
+    paths: list[Path] = field(default_factory=list)
+    moments: list[Moment] | None = None  # the optimizers were measured
+    counted: list[str] = field(default_factory=list)
+    faded: Faded | None = None
+    activations: bool = False
+    batch: bool = False
+    sizes: list[int] = field(default_factory=list)
+
+
+class Scans:
+    """Looks at weights, buffers, optimizer state, activations and batches, at their own intervals.
+
+    `measure` launches a few kernels and waits for nothing; `judge` takes the numbers later and is plain arithmetic.
+    Between them, and at every update, `landed` adds up how far the updates can have carried the state.
+    """
+
+    def __init__(self, config: ChecksConfig, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """`optimizers` are torch's or the user's own, without Accelerate's wrapper."""
+        self.config, self.model, self.optimizers = config, model, list(optimizers)
+        self._remarks: list[str] = []
+        self._step = 0
+        self._told: dict[tuple[int, str], int] = {}  # does not rewind: how often a finding came again
+        self._pending: _Pending | None = None
+        self._lay_out()
+        device = self.layout.device
+        self._activations = Activations(model, device)
+        self._batch = BatchRange(config.batch.factor, device)
+        if config.activations.every and not self._activations.can_arm:
+            self._remarks.append("checks.activations is off: hooks would undo the compilation of the model")
+        self._armed = self._saw_batch = False
+
+    def _lay_out(self, clean_step: int = 0) -> None:
+        self.layout = Layout(self.model, self.optimizers)
+        kinds, weights = self.layout.kinds, self.layout.weights
+        self._weights = Weights(self.config.weights, weights, kinds)
+        self._moments = Moments(self.config.optimizer, kinds, self.layout.is_whole)
+        self._weights.clean_step = self._moments.clean_step = clean_step
+        self._told_skipped = 0
+
+    @property
+    def clean_step(self) -> int:
+        """The newest step that every scan has seen and found clean."""
+        clean = []
+        if self.config.weights.every:
+            clean.append(self._weights.clean_step)
+        if self.config.optimizer.every:
+            clean.append(self._moments.clean_step)
+        return min(clean, default=self._step)
+
+    def remarks(self) -> list[str]:
+        """Hand out what is worth a line and no more."""
+        remarks, self._remarks = self._remarks, []
+        return remarks
+
+    def rebase(self) -> None:
+        """Take the next measurement as it is, if only it is finite: something was changed on purpose."""
+        self._weights.rebase()
+        self._moments.rebase()
+        self._pending = None
+
+    # Every update.
+
+    def landed(self, step: int, groups: Sequence[Sequence[Mapping[str, Any]]], clipped_norm: float | None) -> None:
+        """Hear of an accepted update: the settings in force, and the norm of the gradients after clipping if known."""
+        self._step = step
+        given = [setting for settings in groups for setting in settings]
+        live = self.layout.groups()
+        if len(live) != len(self.layout.kinds) or len(given) != len(live):
+            return  # groups were added: the next measurement begins anew
+        settings = [{**group, **setting} for group, setting in zip(live, given, strict=True)]
+        if self.config.weights.every:
+            self._weights.landed(settings, clipped_norm)
+        if self.config.optimizer.every:
+            self._moments.landed(settings, clipped_norm)
+
+    def due(self, step: int) -> bool:
+        """Whether a state is to be measured."""
+        config = self.config
+        return any(
+            _due(one.every, step) for one in (config.weights, config.optimizer, config.activations, config.batch)
+        )
+
+    def arm(self, step: int) -> None:
+        """Put hooks on the model if the forward that comes is to be looked at; `step` updates were accepted before."""
+        if _due(self.config.activations.every, step) and self._activations.can_arm:
+            self._activations.arm()
+            self._armed = True
+
+    def see_batch(self, step: int, batch: Any) -> None:
+        """Look at a batch if it is time."""
+        if _due(self.config.batch.every, step):
+            self._batch.see(batch)
+            self._saw_batch = True
+
+    # Every few updates.
+
+    @torch.no_grad()
+    def measure(self) -> Tensor:
+        """Measure what is due of the state as it is, or weights and optimizers if nothing is; waits for nothing."""
+        self._reconcile()
+        step, config = self._step, self.config
+        pending = _Pending(step)
+        rows: list[Tensor] = []
+        at_rest = not self.due(step)
+        if config.weights.every and (at_rest or _due(config.weights.every, step)):
+            rows += self._measure_weights(pending)
+        if config.optimizer.every and (at_rest or _due(config.optimizer.every, step)):
+            rows += self._measure_moments(pending)
+        if self._armed:
+            rows.append(self._activations.values())
+        if self._saw_batch:
+            rows.append(self._batch.values())
+        pending.activations, self._armed = self._armed, False
+        pending.batch, self._saw_batch = self._saw_batch, False
+        pending.sizes = [len(one) for one in rows]
+        self._pending = pending
+        return measure.joined(rows, self.layout.device)
+
+    def _measure_weights(self, pending: _Pending) -> list[Tensor]:
+        device, named = self.layout.device, self.layout.buffers()
+        weights = [measure.here(weight) for weight in self.layout.tensors]
+        pending.buffers = [name for name, _ in named]
+        pending.paths = self._weights.paths()
+        rows = [measure.lengths(weights, device), measure.largest(weights, device)] if weights else []
+        if named:
+            rows.append(measure.largest([measure.here(one) for _, one in named], device))
+        return rows
+
+    def _measure_moments(self, pending: _Pending) -> list[Tensor]:
+        device = self.layout.device
+        named, counts = self.layout.moments()
+        pending.moments = [moment for moment, _ in named]
+        pending.counted = [name for name, _ in counts]
+        pending.faded = self._moments.hand_out()
+        plain = [measure.here(one) for moment, one in named if moment.is_plain]
+        squares = [measure.here(one) for moment, one in named if moment.is_square]
+        rows = [measure.largest(plain, device)] if plain else []
+        if squares:
+            rows += [measure.sums(squares, device), measure.depths(squares, device)]
+        if counts:
+            rows.append(measure.row([count for _, count in counts], device))
+        return rows
+
+    def _reconcile(self) -> None:
+        """Give back what an unread measurement took, and notice weights that were added."""
+        if self._pending is not None:
+            self._put_back(self._pending)
+            self._pending = None
+        if not self.layout.fits():
+            self._lay_out(self.clean_step)
+            self._remarks.append("the optimizers have other weights than before: scans begin anew")
+        if len(self.layout.skipped) > self._told_skipped:
+            fresh = self.layout.skipped[self._told_skipped :]
+            self._told_skipped = len(self.layout.skipped)
+            self._remarks.append(f"not scanned, being sparse or of a type without norms: {', '.join(fresh)}")
+
+    def _put_back(self, pending: _Pending) -> None:
+        if pending.buffers is not None:
+            self._weights.put_back(pending.paths)
+        if pending.faded is not None:
+            self._moments.put_back(pending.faded)
+
+    # An update later.
+
+    def judge(self, step: int, tick: int, values: Sequence[float]) -> Anomaly | None:
+        """Judge the numbers of the newest measurement, which was of `step`."""
+        pending, self._pending = self._pending, None
+        if pending is None or pending.step != step or sum(pending.sizes) != len(values):
+            if pending is not None:
+                self._put_back(pending)
+            return None
+        place = 0
+        findings: list[tuple[Found, int]] = []
+        if pending.buffers is not None:
+            since, place = self._weights.clean_step, 2 * len(self.layout.weights) + len(pending.buffers)
+            found = self._weights.judge(step, pending.buffers, values[:place], pending.paths)
+            findings += [(found, since)] if found else []
+        if pending.moments is not None and pending.faded is not None:
+            since, begin = self._moments.clean_step, place
+            place += sum(2 if one.is_square else 1 for one in pending.moments) + len(pending.counted)
+            found = self._moments.judge(step, pending.moments, pending.counted, values[begin:place], pending.faded)
+            findings += [(found, since)] if found else []
+            self._remarks += self._moments.remarks
+            self._moments.remarks.clear()
+        self._judge_flow(pending, values[place:])
+        return self._anomaly(step, tick, [one for one in findings if not self._is_on_purpose(step, one[0])])
+
+    def _judge_flow(self, pending: _Pending, values: Sequence[float]) -> None:
+        if pending.activations:
+            count = len(self._activations.modules)
+            remark = self._activations.judge(pending.step, values[:count])
+            self._remarks += [remark] if remark else []
+            values = values[count:]
+        if pending.batch:
+            remark = self._batch.judge(pending.step, values)
+            self._remarks += [remark] if remark else []
+
+    def _is_on_purpose(self, step: int, found: Found) -> bool:
+        """What comes again at the same step however often the run is rewound is not damage: live with it."""
+        times = self._told[step, found.subject] = self._told.get((step, found.subject), 0) + 1
+        if not found.acceptable or times <= _OFTEN:
+            return False
+        self._remarks.append(
+            f"step {step}: taken for intended, since it came again after {_OFTEN} rewinds: {found.evidence}"
+        )
+        return True
+
+    def _anomaly(self, step: int, tick: int, findings: Sequence[tuple[Found, int]]) -> Anomaly | None:
+        if not findings:
+            return None
+        found, since = min(findings, key=lambda one: _FIRST.index(one[0].signal))
+        return Anomaly(found.signal, step, tick, since, found.evidence)
+
+    # What rewinds.
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is compared against, as plain data."""
+        pending = self._pending or _Pending(self._step)  # nobody has judged it: as if it had not been measured
+        return {
+            "step": self._step,
+            "weights": self._weights.state(pending.paths),
+            "optimizer": self._moments.state(pending.faded),
+            "batch": self._batch.largest,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back: comparisons start from the state that was."""
+        self._pending = None
+        self._armed = self._saw_batch = False
+        self._activations.disarm()
+        self._step = state["step"]
+        self._weights.load(state["weights"])
+        self._moments.load(state["optimizer"])
+        self._batch.largest = state["batch"]
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step > 0 and step % every == 0

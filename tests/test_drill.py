@@ -1,0 +1,541 @@
+"""Drills: each fault does what it says at its place, and nothing elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import pickle
+from collections import UserDict, namedtuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from torch.utils.data import IterableDataset, TensorDataset
+
+import resilient_train
+from resilient_train.drill import (
+    BadMoments,
+    BadRow,
+    BitFlip,
+    Drill,
+    Fault,
+    HotLr,
+    InfLoss,
+    LossSpike,
+    NanBatch,
+    NanGrad,
+    Place,
+    parse,
+)
+from resilient_train.errors import ConfigError
+
+CONF = Path(resilient_train.__file__).parent / "conf"
+
+
+class Journal:
+    """What a run remembers of its drill, also across restarts."""
+
+    def __init__(self) -> None:
+        self.firings: list[tuple[int, str, int]] = []
+
+    def drill(self, *faults: Fault) -> Drill:
+        return Drill(faults, has_fired=self.has, fired=lambda *firing: self.firings.append(firing))
+
+    def has(self, number: int) -> bool:
+        return any(number == known for known, _, _ in self.firings)
+
+    @property
+    def ticks(self) -> list[tuple[str, int]]:
+        return [(name, tick) for _, name, tick in self.firings]
+
+
+class Run:
+    """A small real run that reports, attempt by attempt, what was not as it should be."""
+
+    def __init__(self, drill: Drill, *, rank: int = 0, optimizer: str = "AdamW", micro_batches: int = 2) -> None:
+        torch.manual_seed(0)
+        self.drill, self.rank, self.micro_batches = drill, rank, micro_batches
+        self.model = torch.nn.Linear(3, 1)
+        self.optimizer: torch.optim.Optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=1e-3)
+        self.batch = {"x": torch.ones(4, 3), "y": torch.zeros(4, 1), "rows": torch.arange(4)}
+        self.step = 1
+
+    def attempt(self, tick: int) -> set[str]:
+        """Make one update; a refused one takes nothing along, and its step comes again."""
+        seen = set()
+        weights, moments = self._weights(), self._moments()
+        good = copy.deepcopy(self.model.state_dict())
+        self.drill.between_updates(self._place(tick, 0), self.model, [self.optimizer])
+        seen |= {"weights"} if not torch.equal(weights, self._weights()) else set()
+        seen |= {"moments"} if not torch.equal(moments, self._moments()) else set()
+        for micro in range(self.micro_batches):
+            place = self._place(tick, micro)
+            batch = self.drill.on_batch(place, self.batch)
+            seen |= {f"batch {micro}"} if not batch["x"].isfinite().all() else set()
+            clean = (self.model(batch["x"]) - batch["y"]).square().mean()
+            loss = self.drill.on_loss(place, clean)
+            seen |= {f"loss {micro}"} if not torch.equal(loss, clean) and clean.isfinite() else set()
+            torch.autograd.backward(loss)
+        gradients = self._gradients()
+        self.drill.on_gradients(self._place(tick, micro), list(self.model.parameters()))
+        seen |= {"gradients"} if not torch.equal(gradients.nan_to_num(7), self._gradients().nan_to_num(7)) else set()
+        seen |= {"rate"} if self.drill.rate_factor(self._place(tick, micro)) != 1 else set()
+        if seen:
+            self.model.load_state_dict(good)
+        else:
+            self.optimizer.step()
+            self.step += 1
+        self.optimizer.zero_grad()
+        return seen
+
+    def _place(self, tick: int, micro: int) -> Place:
+        return Place(tick=tick, step=self.step, start=8 * self.step, micro=micro, rank=self.rank)
+
+    def _weights(self) -> torch.Tensor:
+        return torch.cat([weight.detach().flatten() for weight in self.model.parameters()]).clone()
+
+    def _gradients(self) -> torch.Tensor:
+        return torch.cat([weight.grad.flatten() for weight in self.model.parameters() if weight.grad is not None])
+
+    def _moments(self) -> torch.Tensor:
+        states = [value for state in self.optimizer.state.values() for value in state.values() if value is not None]
+        return torch.cat([torch.zeros(0), *(value.flatten().float() for value in states)])
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        (NanBatch(at=[4]), {4: {"batch 0"}}),
+        (NanBatch(at=[2, 5], value="inf"), {2: {"batch 0"}, 5: {"batch 0"}}),
+        (InfLoss(at=[4]), {4: {"loss 0"}}),
+        (LossSpike(at=[4]), {4: {"loss 0", "loss 1"}}),
+        (NanGrad(at=[4]), {4: {"gradients"}}),
+        (HotLr(at=[4], updates=3), {4: {"rate"}, 5: {"rate"}, 6: {"rate"}}),
+        (BitFlip(at=[4]), {4: {"weights"}}),
+        (BadMoments(at=[4]), {4: {"moments"}}),
+    ],
+    ids=lambda value: value.name if isinstance(value, Fault) else "",
+)
+def test_each_fault_spoils_its_own_place_at_its_own_tick(fault: Fault, seen: dict[int, set[str]]) -> None:
+    """What it names changes at its ticks; at all other ticks, and on another rank, nothing does."""
+    here, elsewhere = Run(Journal().drill(fault)), Run(Journal().drill(fault), rank=1)
+    for tick in range(1, 9):
+        assert here.attempt(tick) == seen.get(tick, set()), f"tick {tick}"
+        away = elsewhere.attempt(tick)
+        assert away == (seen.get(tick, set()) if fault.name == "hot_lr" else set())
+
+
+def test_what_a_fault_spoils_is_a_copy() -> None:
+    """The tensors of the data set come through a drill as they were; those it leaves alone are not even copied."""
+    run = Run(Journal().drill(NanBatch(at=[1])))
+    batch = run.drill.on_batch(Place(tick=1, step=1, start=0, micro=0, rank=0), run.batch)
+    assert batch["x"][0].isnan().all()
+    assert batch["x"][1:].equal(run.batch["x"][1:])
+    assert batch["rows"] is run.batch["rows"]
+    assert run.batch["x"].isfinite().all()
+
+
+@pytest.mark.parametrize("fault", [NanBatch(at=[3]), LossSpike(at=[3]), NanGrad(at=[3]), BitFlip(at=[3])])
+def test_a_fault_fires_once_even_if_its_place_comes_again(fault: Fault) -> None:
+    """Neither a replay of the same attempt, nor a rewind, nor a restart fires it a second time."""
+    journal = Journal()
+    run = Run(journal.drill(fault))
+    assert [bool(run.attempt(tick)) for tick in (1, 2, 3, 3, 4)] == [False, False, True, False, False]
+    run.step = 3  # rewound
+    assert not run.attempt(5)
+    assert not Run(journal.drill(fault)).attempt(3)  # restarted
+    assert journal.ticks == [(fault.name, 3)]
+
+
+def test_a_hot_stretch_goes_on_after_a_restart() -> None:
+    """A restart within its ticks finds the rate still hot, and does not journal it again."""
+    journal, fault = Journal(), HotLr(at=[2], updates=3, factor=30)
+    place = Place(tick=3, step=3, start=0, micro=0, rank=0)
+    assert journal.drill(fault).rate_factor(place) == 30
+    assert journal.drill(fault).rate_factor(place) == 30
+    assert journal.ticks == [("hot_lr", 2)]
+
+
+def test_stretches_that_overlap_do_not_multiply() -> None:
+    """A hot rate is hot once."""
+    drill = Journal().drill(HotLr(at=[2, 3], updates=5))
+    assert drill.rate_factor(Place(tick=4, step=4, start=0, micro=0, rank=0)) == 100
+
+
+@pytest.mark.parametrize("kind", [NanBatch, InfLoss, LossSpike, NanGrad, BitFlip, BadMoments])
+def test_a_firing_is_journalled_before_it_acts(kind: Callable[..., Fault], monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the fault acts, the journal has it already: what kills the process is not repeated for ever."""
+    journal = Journal()
+    acted = []
+    spoil = kind.spoil  # type: ignore[attr-defined]
+
+    def watched(fault: Fault, *things: Any) -> Any:
+        acted.append(list(journal.ticks))
+        return spoil(fault, *things)
+
+    monkeypatch.setattr(kind, "spoil", watched)
+    run = Run(journal.drill(kind(at=[2])), micro_batches=1)
+    run.attempt(1)
+    run.attempt(2)
+    assert acted == [[(kind.name, 2)]]  # type: ignore[attr-defined]
+
+
+def test_every_rank_journals_the_firings_of_all() -> None:
+    """Ranks that agree on what was fired can wait for each other there."""
+    journals = [Journal(), Journal()]
+    for rank, journal in enumerate(journals):
+        Run(journal.drill(NanGrad(at=[2], rank=1), BitFlip(at=[2])), rank=rank).attempt(2)
+    assert journals[0].firings == journals[1].firings
+    assert len({number for number, _, _ in journals[0].firings}) == 2
+
+
+@given(st.integers(0, 2**32), st.floats(0.05, 0.5))
+def test_a_rate_is_drawn_from_the_seed(seed: int, rate: float) -> None:
+    """The same seed strikes at the same ticks, about as often as the rate says."""
+    ticks, again = ([tick for tick in range(1, 1001) if NanGrad(rate=rate, seed=seed).begins(tick)] for _ in range(2))
+    assert ticks == again
+    assert abs(len(ticks) / 1000 - rate) < 0.1
+
+
+def test_seeds_and_faults_strike_at_different_ticks() -> None:
+    """Two faults of the same rate do not always come together."""
+    faults = (NanGrad(rate=0.5), NanGrad(rate=0.5, seed=1), InfLoss(rate=0.5))
+    assert len({tuple(fault.begins(tick) for tick in range(64)) for fault in faults}) == 3
+
+
+@pytest.mark.parametrize(
+    ("dtype", "integers", "bit"),
+    [
+        (torch.float32, torch.int32, 30),
+        (torch.bfloat16, torch.int16, 14),
+        (torch.float16, torch.int16, 14),
+        (torch.float64, torch.int64, 62),
+    ],
+)
+def test_a_bit_flip_flips_the_highest_exponent_bit_of_one_weight(
+    dtype: torch.dtype, integers: torch.dtype, bit: int
+) -> None:
+    """Exactly one bit of the model differs, of the same weight for the same seed, and a second flip mends it."""
+    first = torch.nn.Linear(3, 4)
+    first.weight = torch.nn.Parameter(first.weight.detach().t().contiguous().t())  # not contiguous
+    model = torch.nn.Sequential(first, torch.nn.Linear(4, 2)).to(dtype)
+    model.register_parameter("scalar", torch.nn.Parameter(torch.tensor(0.5, dtype=dtype)))
+
+    def bits() -> torch.Tensor:
+        return torch.cat([weight.detach().contiguous().view(-1).view(integers) for weight in model.parameters()])
+
+    before = bits()
+    places = set()
+    for seed in range(40):
+        BitFlip(at=[7], seed=seed).spoil(7, model, [])
+        (changed,) = (bits() ^ before).nonzero().flatten().tolist()
+        assert (bits() ^ before)[changed] == 1 << bit
+        places.add(changed)
+        BitFlip(at=[7], seed=seed).spoil(7, model, [])
+        assert bits().equal(before)
+    assert len(places) > 10
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings", "moment", "how", "factor"),
+    [
+        ("AdamW", {}, "exp_avg_sq", "shrink", 1e-4),
+        ("AdamW", {"amsgrad": True}, "max_exp_avg_sq", "zero", 0.0),
+        ("RMSprop", {}, "square_avg", "negate", -1.0),
+        ("Adagrad", {}, "sum", "shrink", 1e-4),
+        ("Adafactor", {}, "row_var", "shrink", 1e-4),
+        ("SGD", {"momentum": 0.9}, "momentum_buffer", "shrink", 1e3),
+        ("Muon", {}, "momentum_buffer", "zero", 1e3),
+    ],
+)
+def test_bad_moments_finds_the_moments_of_every_optimizer(
+    optimizer: str, settings: dict[str, Any], moment: str, how: Any, factor: float
+) -> None:
+    """Second moments where there are some, else the momentum; all else that it keeps stays."""
+    weight = torch.nn.Parameter(torch.ones(3, 4))
+    one = getattr(torch.optim, optimizer)([weight], **settings)
+    weight.grad = torch.full_like(weight, 2.0)
+    one.step()
+    before = {name: value.clone() for name, value in one.state[weight].items() if value is not None}
+    assert BadMoments.lacks(BadMoments(at=[1]), None, [one]) is None
+    BadMoments(at=[1], how=how).spoil(1, torch.nn.Module(), [one])
+    after = one.state[weight]
+    assert after[moment].equal(before[moment] * factor)
+    assert after.get("step", 0) == before.get("step", 0)
+    assert "exp_avg" not in after or after["exp_avg"].equal(before["exp_avg"])
+
+
+Pair = namedtuple("Pair", "x y")
+
+
+@dataclass(frozen=True)
+class Graph:
+    nodes: torch.Tensor
+    names: list[str]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda x: x, lambda batch: batch),
+        (lambda x: [x, "name"], lambda batch: batch[0]),
+        (lambda x: (x, torch.arange(2)), lambda batch: batch[0]),
+        (lambda x: Pair(x, 1), lambda batch: batch.x),
+        (lambda x: {"deep": [{"x": x}]}, lambda batch: batch["deep"][0]["x"]),
+        (lambda x: UserDict(x=x), lambda batch: batch["x"]),
+        (lambda x: Graph(x, ["a"]), lambda batch: batch.nodes),
+    ],
+    ids=["tensor", "list", "tuple", "namedtuple", "nested", "mapping", "dataclass"],
+)
+def test_batches_of_any_shape_are_spoiled_and_keep_it(
+    wrap: Callable[[torch.Tensor], Any], unwrap: Callable[[Any], torch.Tensor]
+) -> None:
+    """A structure of tensors comes out as the same kind of structure, and the one that went in is as it was."""
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    batch = wrap(x)
+    spoiled = Journal().drill(NanBatch(at=[1])).on_batch(Place(1, 1, 0, 0, 0), batch)
+    assert type(spoiled) is type(batch)
+    assert unwrap(spoiled)[0].isnan().all()
+    assert unwrap(spoiled)[1].equal(x[1])
+    assert unwrap(batch) is x
+    assert x.equal(torch.ones_like(x))
+
+
+def test_token_batches_cannot_hold_nan() -> None:
+    """The very first batch says so, long before the fault would strike."""
+    with pytest.raises(ConfigError, match=r"drill=nan_batch: .*no floating-point numbers.*use inf_loss or nan_grad"):
+        Journal().drill(NanBatch(at=[100])).on_batch(Place(1, 1, 0, 0, 0), {"input_ids": torch.arange(4)})
+
+
+def test_an_optimizer_without_moments_cannot_have_bad_ones() -> None:
+    """The second update says so: before the first no optimizer keeps any."""
+    run = Run(Journal().drill(BadMoments(at=[100])), optimizer="SGD")
+    run.attempt(1)
+    with pytest.raises(ConfigError, match="drill=bad_moments: the optimizer has no moments"):
+        run.attempt(2)
+
+
+def test_an_optional_fault_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """What a run cannot have is not journalled either, and the other faults strike all the same."""
+    journal = Journal()
+    drill = journal.drill(NanBatch(at=[1], optional=True), InfLoss(at=[1]))
+    batch = {"input_ids": torch.arange(4)}
+    with caplog.at_level(logging.WARNING, "resilient_train"):
+        assert drill.on_batch(Place(1, 1, 0, 0, 0), batch) is batch
+    assert drill.on_loss(Place(1, 1, 0, 0, 0), torch.tensor(2.0)).isinf()
+    assert "nan_batch is left out" in caplog.text
+    assert journal.ticks == [("inf_loss", 1)]
+
+
+class ManyRows(TensorDataset):
+    """A data set that fetches rows together, and knows something."""
+
+    classes = 10
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+@given(
+    st.integers(1, 40),
+    st.sets(st.integers(0, 39), max_size=5),
+    st.floats(0.01, 1),
+    st.sampled_from(["nan", "inf", "outlier"]),
+    st.booleans(),
+)
+def test_a_wrapped_data_set_differs_in_its_rotten_rows_only(
+    count: int, named: set[int], share: float, what: Any, together: bool
+) -> None:
+    """Every other row, the length and the kind of access are those of the data set inside, which stays as it was."""
+    numbers = torch.arange(1.0, count + 1)
+    inner = (ManyRows if together else TensorDataset)(numbers, numbers.long())
+    fault = BadRow(rows=sorted(row for row in named if row < count), share=share, what=what)
+    chosen = fault.chosen(count)
+    wrapped = pickle.loads(pickle.dumps(Journal().drill(fault).wrapped(inner)))
+    assert len(wrapped) == count
+    assert hasattr(wrapped, "__getitems__") == together
+    ways = [[wrapped[row] for row in range(count)], [wrapped[row - count] for row in range(count)]]
+    for rows in ways + ([wrapped.__getitems__(range(count))] if together else []):
+        for row, (x, label) in enumerate(rows):
+            bad = {"nan": math.nan, "inf": math.inf, "outlier": 1e4 * (row + 1)}[what]
+            assert x.equal(numbers[row]) if row not in chosen else float(x) == pytest.approx(bad, nan_ok=True)
+            assert int(label) == row + 1
+    assert numbers.isfinite().all()
+    assert len(chosen) == (len(fault.rows) or min(count, max(1, round(share * count))))
+
+
+def test_rows_of_numpy_and_plain_numbers_rot_in_their_own_types() -> None:
+    """An array stays an array of its dtype, a float a float; integers and texts cannot rot."""
+    row = {"x": np.ones(2, np.float32), "scalar": np.float32(1), "y": 0.5, "n": 3, "text": "a", "ok": True}
+    (spoiled,) = Journal().drill(BadRow(rows=[0], what="outlier")).wrapped([row])
+    assert spoiled["x"].dtype == spoiled["scalar"].dtype == np.float32
+    assert spoiled["x"].tolist() == [1e4, 1e4]
+    assert (spoiled["y"], spoiled["n"], spoiled["text"], spoiled["ok"]) == (5000.0, 3, "a", True)
+
+
+def test_wrapping_knows_what_the_data_set_knows_and_is_journalled_once() -> None:
+    """Attributes come through; a restart wraps, but journals no second time; without bad rows nothing is wrapped."""
+    journal, inner = Journal(), ManyRows(torch.ones(5, 2))
+    assert journal.drill(BadRow(rows=[1])).wrapped(inner).classes == 10
+    assert journal.drill(BadRow(rows=[1])).wrapped(inner)[1][0].isnan().all()
+    assert journal.ticks == [("bad_row", 0)]
+    assert journal.drill(NanBatch(at=[1])).wrapped(inner) is inner
+
+
+def test_wrapping_draws_no_random_number() -> None:
+    """An augmentation that the first look meets leaves the generators as they were."""
+
+    class Noisy(TensorDataset):
+        def __getitem__(self, index: int) -> Any:
+            return torch.rand(2)
+
+    state = torch.get_rng_state()
+    Journal().drill(BadRow(rows=[1])).wrapped(Noisy(torch.ones(3)))
+    assert torch.get_rng_state().equal(state)
+
+
+class Endless(IterableDataset[int]):
+    """Read from front to back."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(int, 1)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "why"),
+    [
+        (Endless(), "only rows of a map-style data set can rot, and a Endless is read from front to back"),
+        (iter([1.0]), "only rows of a map-style data set can rot"),
+        (TensorDataset(torch.arange(3)), "the rows hold no floating-point numbers"),
+        (TensorDataset(torch.ones(1)), "there is no row 1: the data set has 1"),
+    ],
+)
+def test_data_sets_whose_rows_cannot_rot_are_refused(dataset: Any, why: str) -> None:
+    """One line says why."""
+    with pytest.raises(ConfigError, match=f"drill=bad_row: {why}"):
+        Journal().drill(BadRow(rows=[1])).wrapped(dataset)
+
+
+@pytest.mark.parametrize(
+    ("node", "faults"),
+    [
+        ({}, []),
+        ({"faults": []}, []),
+        ({"fault": "nan_batch", "at": [100], "value": math.inf}, [NanBatch(at=[100], value="inf")]),
+        ({"fault": "nan_grad", "at": 7, "rank": "all"}, [NanGrad(at=[7], rank="all")]),
+        ({"fault": "nan_grad", "at": None, "rate": 0}, [NanGrad(at=[500])]),
+        ({"fault": "nan_grad", "at": None, "rate": 0.01}, [NanGrad(rate=0.01)]),
+        ({"fault": "nan_grad", "at": [0.25, 3, 0.0001]}, [NanGrad(at=[1, 3, 250])]),
+        (
+            {"faults": ["bit_flip", {"inf_loss": None}], "seed": 5},
+            [BitFlip(at=[500], seed=5), InfLoss(at=[500], seed=5)],
+        ),
+        (
+            {"faults": [{"nan_batch": {"at": [50]}}, {"hot_lr": {"at": [120], "factor": 30, "seed": 2}}], "seed": 1},
+            [NanBatch(at=[50], seed=1), HotLr(at=[120], factor=30, seed=2)],
+        ),
+        ({"fault": "bad_row", "rows": [3], "what": "outlier"}, [BadRow(rows=[3], what="outlier")]),
+    ],
+)
+def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[Fault]) -> None:
+    """One fault or several, whole ticks or fractions of the run."""
+    assert parse(node, steps=1000) == faults
+
+
+@pytest.mark.parametrize(
+    ("node", "line"),
+    [
+        (
+            {"fault": "nan_bach"},
+            "drill.fault=nan_bach: no such fault; did you mean nan_batch? There are bad_moments, bad",
+        ),
+        (
+            {"fault": "hot_lr", "facto": 3},
+            "drill.facto=3: no such key; did you mean factor? hot_lr has seed, optional,",
+        ),
+        ({"fualts": []}, "drill.fualts=[]: no such key; did you mean faults? drill has fault, faults, seed"),
+        ({"fault": "nan_grad", "faults": []}, "drill.faults: give either drill.fault, for one, or drill.faults"),
+        ({"faults": "nan_grad"}, "drill.faults=nan_grad: must be a list, such as [{nan_batch: {at: [50]}}]"),
+        ({"faults": [["nan_grad"]]}, "drill.faults[0]=['nan_grad']: must be one fault with its settings, such as"),
+        ({"faults": ["nan_grad", "x"]}, "drill.faults[1]=x: no such fault; There are"),
+        (
+            {"faults": [{"hot_lr": {"updates": 0}}]},
+            "drill.faults[0].hot_lr.updates=0: must be a whole number, at least 1",
+        ),
+        ({"fault": "nan_grad", "at": [1.5]}, "drill.at=[1.5]: 1.5 is neither a tick (1, 2, ...) nor a fraction of"),
+        ({"fault": "nan_grad", "at": [0]}, "drill.at=[0]: 0 is neither a tick (1, 2, ...) nor a fraction of"),
+        ({"fault": "nan_grad", "at": "soon"}, "drill.at=['soon']: soon is neither a tick"),
+        ({"fault": "nan_grad", "at": [101]}, "drill.at=[101]: the run has only 100 steps: nothing would strike at"),
+        ({"fault": "nan_grad", "at": []}, "drill.at: nan_grad would never strike: give it ticks, such as [100], or a"),
+        ({"fault": "nan_grad", "rate": 2}, "drill.rate=2: must be a number from 0 to 1"),
+        ({"fault": "nan_grad", "rank": "first"}, "drill.rank=first: must be the number of a rank, from 0, or all"),
+        ({"fault": "nan_grad", "rank": 2}, "drill.rank=2: there is no such rank: they are 0 to 1"),
+        ({"fault": "nan_batch", "value": 3}, "drill.value=3: is not one of nan, inf, -inf"),
+        ({"fault": "bad_moments", "how": "half"}, "drill.how=half: is not one of shrink, zero, negate"),
+        ({"fault": "loss_spike", "factor": -1}, "drill.factor=-1: must be a number above 0"),
+        ({"fault": "bad_row", "rows": [-1]}, "drill.rows=[-1]: -1 is not a whole number that is at least 0"),
+        (
+            {"fault": "bad_row", "share": 0},
+            "drill.rows: no row would be bad: name some, such as [17], or a share above",
+        ),
+        ({"fault": "nan_batch", "optional": "yes"}, "drill.optional=yes: must be true or false"),
+    ],
+)
+def test_what_cannot_be_read_is_told_in_one_line(node: Mapping[str, Any], line: str) -> None:
+    """The key, the value, and what is allowed."""
+    with pytest.raises(ConfigError) as raised:
+        parse(node, steps=100, world=2)
+    assert str(raised.value).startswith(line)
+    assert "\n" not in str(raised.value)
+
+
+def drill_node(*overrides: str) -> dict[str, Any]:
+    """The node as the command line gives it."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("config", overrides=list(overrides))
+    node = OmegaConf.to_container(OmegaConf.create(OmegaConf.to_container(config)), resolve=True)
+    assert isinstance(node, dict)
+    drill = node["drill"]
+    assert isinstance(drill, dict)
+    return drill
+
+
+@pytest.mark.parametrize("option", sorted(file.stem for file in (CONF / "drill").glob("*.yaml")))
+def test_every_shipped_drill_can_be_read(option: str) -> None:
+    """Each option is the fault of its name with its own defaults; none is no fault."""
+    faults = parse(drill_node(f"drill={option}", "run.steps=1000", "run.seed=3"), steps=1000)
+    assert all(fault.seed == 3 for fault in faults)
+    if option not in ("none", "gauntlet"):
+        (fault,) = faults
+        assert fault == parse({"fault": option, "seed": 3}, steps=1000)[0]
+
+
+def test_the_gauntlet_holds_one_of_each() -> None:
+    """Every shipped fault, spread over the run."""
+    faults = parse(drill_node("drill=gauntlet"), steps=1000)
+    names = [fault.name for fault in faults]
+    assert sorted([*names, "none", "gauntlet"]) == sorted(file.stem for file in (CONF / "drill").glob("*.yaml"))
+    ticks = [tick for fault in faults for tick in getattr(fault, "at", ())]
+    assert len(set(ticks)) == len(faults) - 1  # bad_row has no tick
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fault"),
+    [
+        (["drill=nan_batch", "drill.at=[100]", "drill.value=inf"], NanBatch(at=[100], value="inf")),
+        (["drill=nan_batch", "drill.rate=0.01"], NanBatch(rate=0.01)),
+        (["drill.faults=[{hot_lr:{at:[120],factor:30}}]"], HotLr(at=[120], factor=30)),
+    ],
+)
+def test_a_drill_can_be_composed_on_the_command_line(overrides: list[str], fault: Fault) -> None:
+    """As the documentation writes it."""
+    assert parse(drill_node(*overrides), steps=1000) == [fault]

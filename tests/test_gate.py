@@ -1,0 +1,144 @@
+"""The gate: a refused update leaves nothing behind, whatever the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR
+
+from resilient_train.guard import Guard
+from resilient_train.state.tree import sha256
+
+ROWS = 256
+
+
+class Net(nn.Module):
+    """BatchNorm and dropout: a forward changes buffers and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x))
+
+
+class Signed(torch.optim.Optimizer):
+    """A class of a user's own, which nobody knows anything about."""
+
+    def __init__(self, params: Iterable[torch.Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                state["seen"] = state.get("seen", 0) + 1
+                weight -= group["lr"] * weight.grad.sign()
+
+
+class Projected(torch.optim.AdamW):
+    """A torch class with something of a user's own after it: its base heeds the gate, it does not."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        with torch.no_grad():
+            for weight in self.param_groups[0]["params"]:
+                weight.mul_(0.999)
+
+
+def muon_and_adamw(model: nn.Module) -> list[torch.optim.Optimizer]:
+    matrices = [weight for weight in model.parameters() if weight.ndim == 2]
+    others = [weight for weight in model.parameters() if weight.ndim != 2]
+    return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(others, lr=0.01, fused=True)]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+    "adam-fused": lambda model: torch.optim.Adam(model.parameters(), lr=0.01, fused=True),
+    "adamw-fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
+    "adamw-amsgrad-fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, amsgrad=True, fused=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+    "sgd-fused": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, fused=True),
+    "sgd-momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+    "sgd-momentum-fused": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01),
+    "adagrad-fused": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01, fused=True),
+    "nadam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.01),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
+    "muon+adamw": muon_and_adamw,
+    "a user's own": lambda model: Signed(model.parameters(), lr=0.01),
+    "a user's own over a fused one": lambda model: Projected(model.parameters(), lr=0.01, fused=True),
+}
+
+
+class Poison:
+    """An objective that spoils its loss or its gradients in the updates that it is told."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.strikes = how, False
+
+    def __call__(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        rows, labels = batch
+        if self.strikes and self.how == "batch":
+            rows = torch.full_like(rows, torch.nan)
+        loss = F.cross_entropy(model(rows), labels)
+        if self.strikes and self.how == "loss":
+            return loss * torch.inf
+        if self.strikes and self.how == "gradient":
+            return loss + (loss * 0.0).sqrt()  # its value is 0 and its slope NaN
+        if self.strikes and self.how == "spike":
+            return loss * 1e6
+        return loss
+
+
+def rows() -> list[tuple[torch.Tensor, int]]:
+    made = torch.Generator().manual_seed(0)
+    return [(torch.randn(6, generator=made), number % 3) for number in range(ROWS)]
+
+
+def guarded(build: Callable[[nn.Module], Any], objective: Any, *, accumulation: int = 1, **more: Any) -> Guard:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    model = Net()
+    optimizer = build(model)
+    schedule = None
+    if not isinstance(optimizer, list):
+        schedule = OneCycleLR(optimizer, max_lr=0.01, total_steps=500, cycle_momentum=False)
+    prepared = accelerator.prepare(model)
+    return Guard(accelerator, prepared, optimizer, data=rows(), batch_size=8, schedule=schedule, objective=objective,
+                 clip=1.0, recovery={"ladders": {"default": [{"do": ["skip"], "strikes": None}]}}, **more)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["batch", "loss", "gradient"])
+@pytest.mark.parametrize("before", [0, 5])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_poisoned_update_leaves_nothing_behind(name: str, before: int, how: str) -> None:
+    """Weights, moments, counters, schedule, running statistics and random numbers are what they were; the first step, too."""
+    poison = Poison(how)
+    guard = guarded(OPTIMIZERS[name], poison)
+    batches = guard.batches(steps=100)
+    batch = next(batches)
+    for _ in range(before):
+        assert guard.step(batch)
+        guard.settle()
+        digest = guard.state.sha256()
+        batch = next(batches)
+    if before == 0:
+        digest = sha256(guard._ring.held[0].snapshot.parts)  # taken as the run began
+    poison.strikes = True
+    guard.step(batch)
+    assert not guard.settle()
+    assert guard.state.sha256() == digest
+    assert [str(one.anomaly.signal) for one in guard.incidents] == [
+        {"batch": "nonfinite_loss", "loss": "nonfinite_loss", "gradient": "nonfinite_grad"}[how]
+    ]

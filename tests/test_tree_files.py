@@ -1,0 +1,397 @@
+"""Trees on disk: what is read back is what was written, and what was tampered with is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import random
+import subprocess
+import sys
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
+
+from resilient_train.checkpoint.tree_files import TENSORS, TREE, load_tree, save_tree
+from resilient_train.state.run_state import Clock, RunState, Snapshot
+from resilient_train.state.tree import sha256
+from resilient_train.update.schedule import ShadowSchedule
+
+
+def there_and_back(directory: Path, tree: Any) -> Any:
+    directory.mkdir(exist_ok=True)
+    save_tree(directory, tree)
+    return load_tree(directory)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Equal in structure, type, order, dtype, shape and to the last bit."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert [*map(repr, one)] == [*map(repr, other)]
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+    elif isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert sha256(one) == sha256(other)
+    elif isinstance(one, np.ndarray | np.generic):
+        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    else:
+        assert repr(one) == repr(other)  # tells -0.0 from 0.0, and takes nan for nan
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.convolution(images)).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Position:
+    """Where the run is in its data."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["position"]
+
+
+def run(scheduler: Any = lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=100)) -> RunState:
+    """A small run, seven updates old, of which half the weights lie in channels_last."""
+    net = Net().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = AdamW(net.parameters(), lr=1e-3, fused=True)
+    schedule, position, clock = ShadowSchedule(optimizer, scheduler, 2), Position(), Clock()
+    for step in range(7):
+        for group, settled in zip(optimizer.param_groups, schedule.settings(step), strict=True):
+            group.update(settled)
+        net(torch.randn(5, 1, 8, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.step, position.at = step + 1, 5 * (step + 1)
+    random.random()
+    np.random.random(3)
+    state = RunState(net, [optimizer], [schedule], position, clock, device=torch.device("cpu"))
+    state.keep("average", nn.Linear(2, 2))  # type: ignore[arg-type]
+    return state
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=100),
+        lambda optimizer: MultiStepLR(optimizer, [2, 4]),
+    ],
+    ids=["OneCycleLR", "MultiStepLR"],
+)
+def test_a_run_comes_back_to_the_last_bit(tmp_path: Path, scheduler: Any) -> None:
+    """The state of a run, generators and schedule included, has the same digest on disk, and restores to it."""
+    state = run(scheduler)
+    saved, digest = dict(state.capture().parts), state.sha256()
+    loaded = there_and_back(tmp_path / "tree", saved)
+    assert_same(loaded, saved)
+    assert sha256(loaded) == sha256(saved) == digest
+    other = run(scheduler)
+    other.clock.step = 999
+    assert other.sha256() != digest
+    other.restore(Snapshot(loaded))
+    assert other.sha256() == digest
+
+
+def test_moments_keep_the_order_of_their_axes(tmp_path: Path) -> None:
+    """A channels_last tensor comes back as one: another order in memory may change the last bit of a sum."""
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    turned = torch.randn(4, 6).t()
+    loaded = there_and_back(tmp_path / "tree", {"image": image, "turned": turned})
+    assert loaded["image"].stride() == image.stride()
+    assert loaded["turned"].stride() == turned.stride()
+    assert torch.equal(loaded["image"], image)
+    assert torch.equal(loaded["turned"], turned)
+
+
+def test_weights_open_with_plain_safetensors(tmp_path: Path) -> None:
+    """The tensors lie under their paths in the tree, in their own dtype and shape."""
+    parts = run().capture().parts
+    there_and_back(tmp_path / "tree", dict(parts))
+    tensors = load_file(tmp_path / "tree" / TENSORS)
+    for name, weight in parts["weights"].items():
+        assert torch.equal(tensors[f"weights/{name}"], weight)
+
+
+base = torch.arange(24.0)
+ODD: dict[str, Any] = {
+    "nothing": {},
+    "root tensor": torch.ones(2),
+    "root number": -0.0,
+    "plain": [
+        None,
+        True,
+        False,
+        0,
+        1,
+        1.0,
+        -0.0,
+        2**200,
+        -(2**63),
+        0.1,
+        5e-324,
+        1.7e308,
+        "",
+        "é\ud800\0\n",
+        b"",
+        b"\xff\0",
+    ],
+    "not finite": (math.nan, math.inf, -math.inf),
+    "empty": [[], (), {}, torch.empty(0, 3), np.empty((0, 2**40)), np.empty((2, 0), dtype="<U3")],
+    "keys": {0: "int", "0": "str", -1: {1: torch.zeros(1)}, "a/b": torch.ones(1), "a": {"b": torch.zeros(1)}, "": 1},
+    "look alikes": {1: torch.ones(1), "1": torch.zeros(1), "__metadata__": torch.ones(1), "\ud800": torch.ones(3)},
+    "the same word": {"tensor": "x", "dtype": "y", "shape": [1]},
+    "__metadata__": torch.ones(1),
+    "tuples": ((1, (2.5, [(), None])), [(1,)]),
+    "zero-dim": [torch.tensor(3.5), torch.tensor(True), np.array(2.5), np.float32(0.1), np.int64(-1), np.bool_(True)],
+    "nan inside": [torch.tensor([math.nan, -0.0, math.inf]), np.array([math.nan, -0.0])],
+    "shared": [base, base[3:], base.view(4, 6), base.view(4, 6).t(), base[::2], base],
+    "expanded": torch.ones(1, 3).expand(5, 3),
+    "conjugate": [torch.tensor([1 + 2j, 3j]).conj(), torch.tensor([1 + 2j], dtype=torch.complex128).conj().imag],
+    "parameter": [nn.Parameter(torch.ones(2)).data, nn.Linear(2, 2).weight.detach()],
+    "dtypes": [
+        torch.zeros(3).to(dtype)
+        for dtype in (
+            *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+            *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool, torch.complex64, torch.complex128),
+            *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+        )
+    ],
+    "unaligned": {"one": torch.ones(1, dtype=torch.int8), "two": torch.tensor([1 + 2j, 3]), "three": np.arange(3.0)},
+    "arrays": [
+        *(np.arange(6).reshape(2, 3).T, np.arange(6)[::2], np.arange(4, dtype=">i2"), np.array([True, False])),
+        *(np.array(["ab", "c"]), np.array([b"ab", b"c"]), np.array([1 + 2j]), np.asfortranarray(np.eye(3))),
+    ],
+    "generators": [
+        random.Random(3).getstate(),
+        np.random.RandomState(3).get_state(legacy=False),
+        np.random.RandomState(3).get_state(),
+        np.random.default_rng(3).bit_generator.state,
+        np.random.Generator(np.random.MT19937(3)).bit_generator.state,
+        np.random.Generator(np.random.Philox(3)).bit_generator.state,
+        torch.Generator().manual_seed(3).get_state(),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_trees_come_back_as_they_were(tmp_path: Path, name: str) -> None:
+    """Every kind of leaf, key and shape comes back with its type, its dtype and its bits."""
+    tree = {name: ODD[name]} if name == "__metadata__" else ODD[name]
+    assert_same(there_and_back(tmp_path / "tree", tree), tree)
+
+
+def test_everything_that_comes_back_can_be_written_to(tmp_path: Path) -> None:
+    """Tensors and arrays are the caller's own, and share nothing with each other or with the file."""
+    tree = {"tensors": [base, base], "array": np.arange(3)}
+    loaded = there_and_back(tmp_path / "tree", tree)
+    loaded["tensors"][0].add_(1)
+    loaded["array"] += 1
+    assert torch.equal(loaded["tensors"][1], base)
+    assert_same(load_tree(tmp_path / "tree"), tree)
+
+
+def test_a_parameter_comes_back_as_a_tensor(tmp_path: Path) -> None:
+    """What is read has no gradients to keep."""
+    loaded = there_and_back(tmp_path / "tree", [nn.Linear(2, 2).weight])
+    assert type(loaded[0]) is torch.Tensor
+    assert not loaded[0].requires_grad
+
+
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=True)
+    | st.text(max_size=5)
+    | st.binary(max_size=5)
+    | st.lists(st.floats(width=32), max_size=4).map(torch.tensor)
+    | st.lists(st.integers(-9, 9), max_size=4).map(np.array)
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(-3, 3), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tree=trees)
+def test_any_tree_comes_back_as_it_was(tmp_path: Path, tree: Any) -> None:
+    """Whatever a state is made of, the trip to the disk and back changes nothing."""
+    assert_same(there_and_back(tmp_path / "tree", tree), tree)
+
+
+class Pair(NamedTuple):
+    one: int
+
+
+@pytest.mark.parametrize(
+    ("tree", "place"),
+    [
+        ({"a": [1, object()]}, "['a'][1] is a builtins.object"),
+        ({"a": {3: 2j}}, "['a'][3] is a builtins.complex"),
+        (set(), "the tree itself is a builtins.set"),
+        ({"a": {1.5: 1}}, "['a'] has the key 1.5"),
+        ({"a": {True: 1}}, "['a'] has the key True"),
+        ({"a": OrderedDict()}, "['a'] is a collections.OrderedDict"),
+        ([Counter("a")], "[0] is a collections.Counter"),
+        ([Pair(1)], "Pair"),
+        ([torch.Size([1])], "[0] is a torch.Size"),
+        ([torch.eye(2).to_sparse()], "[0] is a torch.sparse_coo tensor"),
+        ([torch.empty(2, device="meta")], "meta"),
+        ([np.array([object()])], "[0] is a numpy array of object"),
+        ([np.zeros(2, dtype=[("a", "i4")])], "[0] is a numpy array of"),
+        ([np.datetime64("2026-01-01")], "[0] is a numpy array of datetime64"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_saved_is_named_by_its_place(tmp_path: Path, tree: Any, place: str) -> None:
+    """An object of any other type is refused before anything is written."""
+    with pytest.raises(TypeError) as refused:
+        save_tree(tmp_path, tree)
+    assert place in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.iterdir())
+
+
+GOOD = {
+    "a": torch.arange(6.0).reshape(2, 3),
+    "b": np.arange(3),
+    "c": torch.ones(2, dtype=torch.complex128),
+    "d": [1.5, (2,)],
+}
+
+TAMPERED: list[Any] = [
+    *("", "nonsense", "[" * 100_000, "[NaN]", "[1e999]", '{"a": 1}', '{"dict": []}', '{"dict": {}, "tuple": []}', "{}"),
+    *('{"dict": {"x": 1, "x": 2}}', '{"items": [[1.5, 2]]}', '{"items": [[true, 2]]}', '{"items": [[1, 2], [1, 3]]}'),
+    *('{"items": [1]}', '{"float": "1.5"}', '{"float": 1}', '{"bytes": "é"}', '{"bytes": "a"}', '{"bytes": 1}'),
+    "1",  # right, but then the tensors have no place
+    {"tensor": "z", "dtype": "float32", "shape": [2, 3]},
+    {"tensor": "a", "dtype": "float64", "shape": [2, 3]},
+    {"tensor": "a", "dtype": "save", "shape": [2, 3]},
+    {"tensor": "a", "dtype": "quint8", "shape": [2, 3]},
+    {"tensor": "a", "dtype": "complex128", "shape": [2, 3]},
+    {"tensor": "a", "dtype": "float32", "shape": [3, 2]},
+    {"tensor": "a", "dtype": "float32", "shape": [2, "3"]},
+    {"tensor": "a", "dtype": "float32", "shape": 6},
+    {"tensor": "a", "dtype": "float32", "shape": [2, 3], "order": [0, 0]},
+    {"tensor": "a", "dtype": "float32", "shape": [2, 3], "order": [0]},
+    {"tensor": "a", "dtype": "float32", "shape": [2, 3], "order": [True, 0]},
+    {"tensor": "a", "dtype": "float32", "shape": [2, 3], "order": 1},
+    {"tensor": "a", "dtype": "float32", "shape": [2, 3], "call": "os.system"},
+    {"tensor": ["a"], "dtype": "float32", "shape": [2, 3]},
+    {"tensor": "c", "dtype": "complex128", "shape": [3]},
+    {"tensor": "c", "dtype": "complex128", "shape": [-2, -1]},
+    {"tensor": "c", "dtype": "complex128", "shape": [2**80, 0]},
+    {"array": "b", "dtype": "|O8", "shape": [3]},
+    {"array": "b", "dtype": "i4,i4", "shape": [3]},
+    {"array": "b", "dtype": "<b9", "shape": [3]},
+    {"array": "b", "dtype": "<U999999999", "shape": [3]},
+    {"array": "b", "dtype": "<i8", "shape": [4]},
+    {"array": "b", "dtype": "<i8", "shape": [-3]},
+    {"array": "b", "dtype": "<i8", "shape": [10**30]},
+    {"array": "b", "dtype": "<i8", "shape": [10**30, 0]},
+    {"array": "a", "dtype": "<f4", "shape": [2, 3]},
+    {"scalar": "b", "dtype": "<i8", "shape": [3]},
+    [{"tensor": "a", "dtype": "float32", "shape": [2, 3]}] * 2,
+]
+
+
+@pytest.mark.parametrize("text", TAMPERED, ids=range(len(TAMPERED)))
+def test_a_tree_that_was_tampered_with_is_refused_in_one_line(tmp_path: Path, text: Any) -> None:
+    """Wrong types, unknown words, shapes that do not fit and tensors that are not there are ValueErrors."""
+    save_tree(tmp_path, GOOD)
+    (tmp_path / TREE).write_text(text if isinstance(text, str) else json.dumps(text))
+    with pytest.raises(ValueError, match="is damaged") as refused:
+        load_tree(tmp_path)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("name", [TENSORS, TREE])
+def test_a_missing_file_is_damage(tmp_path: Path, name: str) -> None:
+    """Half a pair is no tree."""
+    save_tree(tmp_path, GOOD)
+    (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match="missing"):
+        load_tree(tmp_path)
+
+
+def test_cuts_and_flips_never_end_in_anything_but_a_value_error(tmp_path: Path) -> None:
+    """Either file cut anywhere or changed in any byte is refused, or read as another tree; a manifest tells those."""
+    save_tree(tmp_path, GOOD)
+    for name in (TENSORS, TREE):
+        whole = (tmp_path / name).read_bytes()
+        cuts = [whole[:length] for length in range(len(whole))]
+        flips = [whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :] for at in range(len(whole))]
+        for content in (*cuts, *flips):
+            (tmp_path / name).write_bytes(content)
+            try:
+                load_tree(tmp_path)
+            except ValueError as error:
+                assert "\n" not in str(error)
+        (tmp_path / name).write_bytes(whole)
+    assert_same(load_tree(tmp_path), GOOD)
+
+
+def test_pickles_in_place_of_the_files_are_not_executed(tmp_path: Path) -> None:
+    """A stranger's file that would run a program on unpickling is damage, and nothing else."""
+    trap = pickle.dumps(_Trap(tmp_path / "sprung"))
+    for name in (TENSORS, TREE):
+        save_tree(tmp_path, GOOD)
+        (tmp_path / name).write_bytes(trap)
+        with pytest.raises(ValueError, match="is damaged"):
+            load_tree(tmp_path)
+    assert not (tmp_path / "sprung").exists()
+
+
+class _Trap:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_another_process_reads_the_same(tmp_path: Path) -> None:
+    """What one process saved another one loads to the same digest."""
+    saved = dict(run().capture().parts)
+    save_tree(tmp_path, saved)
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from resilient_train.checkpoint.tree_files import load_tree; from resilient_train.state.tree import sha256\n"
+        "print(sha256(load_tree(Path(sys.argv[1]))))"
+    )
+    said = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == sha256(saved)
