@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import stdev
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 RECORDED = Path(__file__).with_name("curves")
-Array = np.ndarray[Any, np.dtype[np.float64]]
+Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ def risen(seed: int, *, low: float, high: float, over: int, noise: float, after:
     return Curve("risen", losses.tolist(), _norms(random, np.ones(len(at))).tolist(), onset=after)
 
 
-def recorded(folder: Path = RECORDED) -> Iterator[Curve]:
-    """The recorded runs; a faulty one is what came before it and then itself."""
+def recorded(switched: Mapping[str, int], folder: Path = RECORDED) -> Iterator[Curve]:
+    """The recorded runs; a faulty one is what came before it and then itself. `switched`: declared, by recipe."""
     entries = json.loads((folder / "index.json").read_text(encoding="utf-8"))
     arrays = np.load(folder / "curves.npz")
     evals = {entry["id"]: entry["eval"] for entry in entries}
@@ -123,14 +123,15 @@ def recorded(folder: Path = RECORDED) -> Iterator[Curve]:
         if entry["fault"] is None:
             healthy.setdefault(entry["recipe"], []).append(entry["eval"])
     for entry in entries:
+        declared = (switched[entry["recipe"]],) if entry["recipe"] in switched else ()
         losses, norms = (arrays[f"{entry['id'].replace('/', '|')}|{kind}"].tolist() for kind in ("loss", "grad_norm"))
         if entry["fault"] is None:
-            yield Curve(entry["id"], losses, norms)
+            yield Curve(entry["id"], losses, norms, declared=declared)
             continue
         base, start = entry["base"], entry["starts_at"]
         before = [arrays[f"{base.replace('/', '|')}|{kind}"][:start].tolist() for kind in ("loss", "grad_norm")]
         harmful = _is_harmful(entry["eval"], evals[base], healthy[entry["recipe"]])
-        yield Curve(entry["id"], before[0] + losses, before[1] + norms, onset=start, harmful=harmful)
+        yield Curve(entry["id"], before[0] + losses, before[1] + norms, onset=start, harmful=harmful, declared=declared)
 
 
 def _is_harmful(outcome: float | None, base: float, healthy: Sequence[float]) -> bool:

@@ -39,7 +39,8 @@ class Ours:
         if finding.anomaly is None:
             return None
         self.since = finding.anomaly.since
-        return REFUSED if finding.anomaly.signal is Signal.GRAD_SPIKE and not finding.anomaly.landed else ALARM
+        by_limit = finding.anomaly.signal in (Signal.GRAD_SPIKE, Signal.LOSS_SPIKE)
+        return REFUSED if by_limit and not finding.anomaly.landed else ALARM
 
     def _gate(self, loss: float, norm: float) -> Signal | None:
         if not isfinite(loss):

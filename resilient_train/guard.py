@@ -36,6 +36,7 @@ from resilient_train.state.run_state import Clock, RunState, Stateful
 from resilient_train.treatment import Treatment, Ward
 from resilient_train.update.clip import ClipConfig
 from resilient_train.update.precision import Precision
+from resilient_train.update.schedule import Scheduled
 from resilient_train.update.updater import Attempt, Updater
 from resilient_train.watch import pulse
 from resilient_train.watch.checks import Panel
@@ -116,7 +117,7 @@ class Guard:
         )
         clipping, checks = fitting.clipping(clip), fitting.checks(checks)
         self.state = RunState(bare, optimizers, schedules, self.samples, self.clock, device=device, scaler=scaler)
-        self._updater = Updater(optimizers, schedules, clipping, device=device, scaler=scaler)
+        self._updater = Updater(optimizers, schedules, clipping, self.world.gather, device=device, scaler=scaler)
         self._backups = Backups(bare, scaler)
         self._ring = Ring(self.state, memory or MemoryConfig(every=25, keep=4, max_gib=None))
         self._verify_after = verify_after
@@ -147,6 +148,7 @@ class Guard:
             self._cautions.append(f"gate: {' and '.join(waits)}: {why}")
         if self.objective is None:
             self._cautions.append("the loss is handed over: a bad update cannot be replayed, so causes stay coarse")
+        self._scheduled = Scheduled()
         self.metrics = MetricsLog(self.world, device)
         self.newest: Vitals | None = None  # the newest update that was heard of
         self._begun: _Begun | None = None
@@ -163,7 +165,7 @@ class Guard:
             self.state.keep(name, item)
 
     def batches(self, steps: int) -> Iterator[Any]:
-        """Yield micro-batches, on the device, until `steps` updates are accepted and the last one is proven."""
+        """Yield micro-batches, on the device, until `steps` updates are accepted and the last of them is sound."""
         self._start()
         while self._goes_on(steps):
             update = self.samples.next_update()
@@ -231,7 +233,8 @@ class Guard:
         if self.attempted_step < steps:
             return True
         if self.settle() and self.clock.step >= steps and (anomaly := self._scan_now()) is not None:
-            self._treatment.treat(anomaly, self._newest_begun.update)
+            self._treatment.treat(anomaly, self._newest_begun.update, refused=False)
+            self._updater.gate.limit(*self._panel.limits)
         return self.clock.step < steps
 
     def _begin(self, update: Update) -> None:
@@ -272,20 +275,14 @@ class Guard:
         if self._scans.due(self.clock.step):
             self._scanned = (self.clock.step, self.clock.tick, Sent(self.world.max(self._scans.measure())))
         loss = self._losses[0] if len(self._losses) == 1 else pulse.mean(self._losses)
-        shares = None
-        if self.world.size > 1:
-            shares = self.world.sum(pulse.shares(loss, self.world.rank, self.world.size))
-            loss = shares[0]
         rate = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
         self._ring.before_change()
         attempt = self._updater.apply(self.clock.step, loss, self._treatment.knobs.values, rate=rate)
-        measured = attempt.measured if shares is None else torch.cat([attempt.measured, shares[1:]])
-        numbers = attempt.numbers if shares is None else None
+        self._declare_restart(attempt)
         self.clock.tick += 1
         self._seed_between(begun.update.stop)
         held = self._ring.take(self.clock.step + 1) if self._ring.is_due(self.clock.step + 1) else None
-        self.metrics.note(pulse.mean_metrics(self._reported))
-        sent, metrics = Sent(measured, numbers), pulse.mean_metrics(self._reported)
+        sent, metrics = Sent(attempt.measured, attempt.numbers), pulse.mean_metrics(self._reported)
         self._in_flight = _InFlight(begun, attempt, self._updater.gate.limits, sent, metrics, held)
         return True
 
@@ -313,20 +310,17 @@ class Guard:
             self._ring.drop(flight.held)
         anomaly = self._scan_heard() or finding.anomaly
         if anomaly is None and not finding.repeat:
-            self._backups.let_go(flight.begun.backup)
-            self._ring.verify(
-                healthy_until=self.clock.step, scanned_until=self._scans.clean_step, after=self._verify_after
-            )
+            self._healthy(flight, vitals)
             return True
         self._undo(flight, begun, vitals)
         if anomaly is not None:
-            self._treatment.treat(self._named(anomaly, flight), flight.begun.update)
+            self._treatment.treat(self._named(anomaly, flight), flight.begun.update, refused=not vitals.accepted)
             self._updater.gate.limit(*self._panel.limits)
         return False
 
     def _vitals(self, flight: _InFlight) -> Vitals:
         loss, grad_norm, *rest = flight.sent.read()
-        scale = rest.pop(0) if self._updater.scaler is not None else None
+        scale = rest.pop(0) if self._updater.scaler is not None else None  # what is left is of each rank
         signal = pulse.why_refused(loss, grad_norm, flight.limits)
         overflowed = scale is not None and signal is Signal.NONFINITE_GRAD
         update = flight.begun.update
@@ -342,7 +336,7 @@ class Guard:
             refused=None if overflowed else signal,
             overflowed=overflowed,
             loss_scale=scale,
-            ranks=tuple(rank for rank, count in enumerate(rest) if count),
+            ranks=pulse.where_not_finite(rest),
         )
 
     def _accept(self, flight: _InFlight, vitals: Vitals) -> None:
@@ -350,9 +344,23 @@ class Guard:
         self._updater.accept(self.clock.step)
         limit = flight.attempt.max_norm
         self._scans.landed(self.clock.step, flight.attempt.settings, self._updater.clipped(vitals.grad_norm, limit))
-        self._treatment.passed(self.clock.step, flight.begun.update)
+        self._treatment.landed(self.clock.step, flight.begun.update)
         if flight.held is not None:
             flight.held.statistics = self._statistics()
+
+    def _healthy(self, flight: _InFlight, vitals: Vitals) -> None:
+        self._backups.let_go(flight.begun.backup)
+        if vitals.accepted:
+            self._treatment.healthy()
+            scanned, after = self._scans.clean_step, self._verify_after
+            self._ring.verify(healthy_until=self.clock.step, scanned_until=scanned, after=after)
+        if flight.begun.tick == 1:
+            log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
+
+    def _declare_restart(self, attempt: Attempt) -> None:
+        """A schedule that starts again makes the loss jump on purpose."""
+        if self._scheduled.restarts(attempt.planned_lr):
+            self._panel.expect(self.clock.step + 1)
 
     def _scan_heard(self) -> Anomaly | None:
         """The verdict of a scan that was launched an update ago."""

@@ -66,13 +66,16 @@ class Treatment:
         self._blamed = (0, 0)
         self._rewound: Held | None = None
 
-    def passed(self, step: int, update: Update) -> None:
-        """Note an accepted and healthy update."""
+    def landed(self, step: int, update: Update) -> None:
+        """Note an accepted update, in case it is to blame for something later."""
         self._passed.append(Passed(step, update.start, update.stop))
+
+    def healthy(self) -> None:
+        """Note that an update landed without trouble."""
         self.knobs.advance()
         self._close(self.history.accepted(), self.history.recovered_after)
 
-    def treat(self, anomaly: Anomaly, update: Update) -> None:
+    def treat(self, anomaly: Anomaly, update: Update, *, refused: bool) -> None:
         """Do what the policy prescribes about the newest update. Raises GaveUp where it has nothing left."""
         started, before, ward = time.perf_counter(), self.ward.clock.step, self.ward
         self._anomaly, self._rewound = anomaly, None
@@ -93,7 +96,7 @@ class Treatment:
         incident = dataclasses.replace(
             incident,
             rewound_to=self._rewound.step if self._rewound else None,
-            steps_lost=before - ward.clock.step + (not anomaly.landed),
+            steps_lost=before - ward.clock.step + refused,
             seconds=time.perf_counter() - started,
         )
         self.history.treated(incident)

@@ -109,7 +109,7 @@ class _Writing:
             described["order"] = order
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         if tensor.dtype not in _COMMON:
-            plain = plain.reshape(-1).view(torch.uint8)
+            plain = plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
         if plain.untyped_storage().data_ptr() in self._storages:
             plain = plain.clone()  # safetensors refuses tensors that share memory
         self._storages.add(plain.untyped_storage().data_ptr())

@@ -85,8 +85,17 @@ class World:
         """Add a vector up over the ranks."""
         return self.accelerator.reduce(vector, "sum") if self.size > 1 else vector
 
+    def gather(self, vector: torch.Tensor) -> torch.Tensor | None:
+        """Collect a vector from every rank, one row each; None where there is nobody else."""
+        if self.size == 1:
+            return None
+        table = torch.zeros((self.size, vector.numel()), dtype=vector.dtype, device=vector.device)
+        table[self.rank] = vector
+        torch.distributed.all_reduce(table)  # every torch and backend has it, and 0 + NaN is NaN
+        return table
+
     def max(self, vector: torch.Tensor) -> torch.Tensor:
-        """Take the largest of each element over the ranks; a NaN anywhere stays one."""
+        """Take the largest of each element over the ranks; a NaN anywhere counts as infinite."""
         if self.size == 1:
             return vector
         largest = torch.nan_to_num(vector, nan=float("inf"), posinf=float("inf"))

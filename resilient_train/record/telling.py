@@ -31,23 +31,19 @@ _NOTICED = {
 }
 
 _BESIDE_THE_WEIGHTS = {  # it makes no sense to say whether these reached the weights
-    Signal.EXCEPTION,
-    Signal.OUT_OF_MEMORY,
-    Signal.HANG,
-    Signal.CRASH,
-    Signal.DISK_FULL,
-    Signal.CHECKPOINT_DAMAGED,
+    *(Signal.EXCEPTION, Signal.OUT_OF_MEMORY, Signal.HANG, Signal.CRASH),
+    *(Signal.DISK_FULL, Signal.CHECKPOINT_DAMAGED),
 }
 
 
 def told(incident: Incident) -> str:
     """Tell in two or three lines what was noticed and what was done about it, the moment it is handled."""
     anomaly = incident.anomaly
-    lines = [f"! step {anomaly.step:,}: {_noticed(anomaly)}{_reached(anomaly)}"]
-    if anomaly.evidence:
-        lines.append(f"  {anomaly.evidence}")
-    lines.append(f"  {_cause(incident.diagnosis)}; {_done(incident)}")
-    return "\n".join(lines)
+    return _indented(
+        f"! step {anomaly.step:,}: {_noticed(anomaly)}{_reached(anomaly)}",
+        anomaly.evidence,
+        f"{_cause(incident.diagnosis)}; {_done(incident)}",
+    )
 
 
 def outcome_told(incident: Incident, healthy_steps: int | None = None) -> str:
@@ -61,21 +57,23 @@ def outcome_told(incident: Incident, healthy_steps: int | None = None) -> str:
         case Outcome.RECURRED:
             return f"{name} recurred: the same trouble is back, so what was done was not enough"
         case Outcome.GAVE_UP:
-            return f"{name} could not be cured: {incident.decision.gave_up or 'the policy has nothing left'}"
+            return f"{name} could not be cured: {_why(incident)}"
     return f"{name} is open: it counts as recovered once the run has stayed healthy"
 
 
 def farewell(incident: Incident, last_good: Path | None, before: Sequence[Incident] = ()) -> str:
     """Tell at the end of a run that could not be cured: what happened, what was tried, what is left, what to do now."""
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
-    lines = [f"gave up at step {anomaly.step:,}: {_noticed(anomaly)}, {_cause(diagnosis)}", anomaly.evidence]
-    lines.append(f"why: {incident.decision.gave_up or 'the policy has nothing left'}")
     tried = Counter(_remedies(one) for one in (*before, incident) if one.decision.actions)
     times = [remedies if count == 1 else f"{remedies} ({count:,} times)" for remedies, count in tried.items()]
-    lines.append(f"tried: {'; '.join(times) or 'nothing, as the policy says'}")
-    lines.append(f"last good weights: {last_good or 'none on disk, the run never got that far'}")
-    lines.append(f"what to try next: {diagnosis.advice}" if diagnosis.advice else "")
-    return "\n  ".join(line for line in lines if line)
+    return _indented(
+        f"gave up at step {anomaly.step:,}: {_noticed(anomaly)}, {_cause(diagnosis)}",
+        anomaly.evidence,
+        f"why: {_why(incident)}",
+        f"tried: {'; '.join(times) or 'nothing, as the policy says'}",
+        f"last good weights: {last_good or 'none on disk, the run never got that far'}",
+        f"what to try next: {diagnosis.advice}" if diagnosis.advice else "",
+    )
 
 
 def tags(incidents: Sequence[Incident]) -> dict[str, str]:
@@ -165,9 +163,9 @@ def _remedies(incident: Incident) -> str:
 def _remedy(action: Action, incident: Incident) -> str:
     if action.remedy == "rewind":
         return _rewind(incident)
-    settings = dict(action.settings)
+    settings = {name: value for name, value in action.settings.items() if value is not None}
     words = _WORDS.get(action.remedy)
-    said = words(settings) if words else action.remedy.replace("_", " ")
+    said = words(settings) if words else action.remedy  # one of the user's own, perhaps a dotted name
     rest = ", ".join(f"{name.replace('_', ' ')} {_amount(value)}" for name, value in settings.items())
     return f"{said} ({rest})" if rest else said
 
@@ -186,8 +184,8 @@ def _turned(what: str, verb: str) -> Callable[[Settings], str]:
     """Return the phrase of a knob: its factor, or the value it is set to, how it comes back, and for how long."""
 
     def phrase(settings: Settings) -> str:
-        if "factor" in settings:
-            said = f"{what} x{_amount(settings.pop('factor'))}"
+        if (factor := settings.pop("factor", None)) is not None:
+            said = f"{what} as before" if factor == 1 else f"{what} x{_amount(factor)}"
         elif "to" in settings:
             said = f"{what} {verb} to {_amount(settings.pop('to'))}"
         else:
@@ -221,7 +219,7 @@ _WORDS: dict[str, Callable[[Settings], str]] = {
     "reset_moments": lambda settings: "reset the optimizer's moments",
     "lower_loss_scale": _turned("loss scale", "lowered"),
     "higher_precision": lambda settings: "full precision" + _stretch(settings),
-    "repeat": lambda settings: "repeated the update",
+    "repeat": lambda settings: "the update is made again",
     "report": lambda settings: "reported only",
 }
 
@@ -240,6 +238,15 @@ def _amount(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _why(incident: Incident) -> str:
+    return _indented(incident.decision.gave_up or "") or "the policy has nothing left"
+
+
+def _indented(*lines: str) -> str:
+    """Put the lines under the first one; what somebody else worded may have line breaks of its own."""
+    return "\n  ".join(" ".join(line.splitlines()) for line in lines if line.strip())
 
 
 def _and(words: Sequence[str]) -> str:

@@ -15,7 +15,8 @@ _PROCESS_SIGNALS = {
 _BY_SIGNAL: dict[Signal, tuple[Cause, str]] = {
     Signal.NONFINITE_BATCH: (
         Cause.DATA,
-        "The batch itself holds NaN or infinite values: look for gaps, divisions and logarithms in how its rows are made.",
+        "The batch itself holds NaN or infinite values: look for gaps, divisions and logarithms in "
+        "how its rows are made.",
     ),
     Signal.NONFINITE_LOSS: (
         Cause.UNKNOWN,

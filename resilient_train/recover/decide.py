@@ -20,8 +20,9 @@ def decide(
     cause = diagnosis.cause
     if not (ladder := policy.ladder(cause)):
         return Decision(gave_up=f"the policy has no remedy for {cause}")
-    if not anomaly.landed and _refused_in_a_row(anomaly, history) >= policy.budget.in_a_row:
-        return Decision(gave_up=f"{_count(policy.budget.in_a_row, 'update')} in a row were refused, and the next one too")
+    in_a_row = policy.budget.in_a_row
+    if not anomaly.landed and _refused_in_a_row(anomaly, history) >= in_a_row:
+        return Decision(gave_up=f"{_count(in_a_row, 'update')} in a row were refused, and the next one too")
     case = Case(anomaly, diagnosis, can, rewinds=False)
     spent = 0
     for place, rung in enumerate(ladder):
@@ -56,18 +57,19 @@ def _strikes(policy: Policy, rung: Rung, place: int, case: Case, history: Sequen
 def _unforgiven(forgive_after: int, place: int, cause: Cause, step: int, history: Sequence[Incident]) -> int:
     """Count the incidents of a rung since the cause was last forgiven.
 
-    It is forgiven where the run gets well beyond the farthest step of the incidents that took this rung or a higher
-    one. In steps, which rewinds take back: who comes to the same place again and again has not got beyond it, however
-    many ticks that takes.
+    It is forgiven where the run gets well beyond the farthest step of its incidents; of those that lower rungs merely
+    passed over, none counts. In steps, which rewinds take back: who comes to the same place again and again has not
+    got beyond it, however many ticks that takes.
     """
     count, reached = 0, None
     for incident in list(_taken_up(history))[::-1]:
-        if incident.diagnosis.cause != cause or incident.decision.rung < place:
+        decided = incident.decision
+        if incident.diagnosis.cause != cause or (decided.rung < place and passes_over(decided.actions)):
             continue
         if reached is not None and incident.anomaly.step - reached >= forgive_after:
             count = 0
         reached = max(reached or 0, incident.anomaly.step)
-        count += incident.decision.rung == place
+        count += decided.rung == place
     return 0 if reached is not None and step - reached >= forgive_after else count
 
 
@@ -79,10 +81,11 @@ def _over_budget(
     if passes_over(actions):
         refused = sum(not one.anomaly.landed and passes_over(one.decision.actions) for one in recent)
         if not anomaly.landed and refused >= budget.refused:
-            return f"{_count(budget.refused, 'update')} of the last {budget.window:,} were refused, and the next one too"
+            return f"{budget.refused:,} of the last {budget.window:,} updates were refused, and the next one too"
         return None
     if sum(not passes_over(one.decision.actions) for one in recent) >= budget.incidents:
-        return f"the budget of {_count(budget.incidents, 'incident')} within {_count(budget.window, 'update')} is used up"
+        spent = _count(budget.incidents, "incident")
+        return f"the budget of {spent} within {_count(budget.window, 'update')} is used up"
     if sum(not passes_over(one.decision.actions) for one in _taken_up(history)) >= budget.run:
         return f"the budget of {_count(budget.run, 'incident')} in a run is used up"
     return None

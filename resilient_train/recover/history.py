@@ -1,4 +1,4 @@
-"""Incidents from their opening to their outcome. Pure bookkeeping: it returns what changed, the caller writes it down."""
+"""Incidents from opening to outcome. Pure bookkeeping: it returns what changed, and the caller writes it down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Knobs: what a run trains with, as factors of what was configured. They outlive rewinds, and relax in healthy times."""
+"""What a run trains with, as factors of what was configured. Knobs outlive rewinds, and relax in healthy times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KnobValues:
 class Knobs:
     """Turned by remedies, read by every update, advanced by every healthy one."""
 
-    def __init__(self, relax_after: int = 50) -> None:
+    def __init__(self, relax_after: int = 100) -> None:
         """`relax_after`: healthy updates between two steps of relaxing."""
         assert relax_after >= 1
         self.relax_after = relax_after
@@ -84,7 +84,10 @@ class Knobs:
         self._settle()
 
     def trouble(self) -> None:
-        """Note an incident. One that comes while relaxing says that it was too early: the next time takes twice as long."""
+        """Note an incident that took more than passing over an update.
+
+        One that comes while relaxing says that it was too early: the next time waits twice as long.
+        """
         if self._relaxing:
             self._patience = min(2 * self._patience, LONGEST_PATIENCE)
         self._healthy, self._relaxing = 0, False

@@ -45,8 +45,8 @@ class Policy:
 
     ladders: Mapping[str, tuple[Rung, ...]]  # by cause; `default` for all others
     strikes: Mapping[str, int] = field(default_factory=lambda: {"default": 1})  # incidents to a rung, by cause
-    forgive_after: int = 300  # steps beyond its last incident after which a cause begins at the first rung again
-    relax_after: int = 50  # healthy steps between two steps of relaxing the knobs
+    forgive_after: int = 200  # steps beyond its last incident after which a cause begins at the first rung again
+    relax_after: int = 100  # healthy steps between two steps of relaxing the knobs
     budget: Budget = field(default_factory=Budget)
 
     def ladder(self, cause: Cause) -> tuple[Rung, ...]:
@@ -133,8 +133,8 @@ def _in_order(key: str, nodes: Sequence[Any]) -> tuple[Prescribed, ...]:
     for place, name in enumerate(names):
         if name in names[:place]:
             raise unusable(f"{key}[{place}]", f"{name} stands twice in one rung")
-    if "repeat" in names and (others := {"rewind", "skip"} & set(names)):
-        raise unusable(f"{key}[{names.index('repeat')}]", f"repeat makes no sense beside {' and '.join(sorted(others))}")
+    if "repeat" in names and (others := sorted({"rewind", "skip"} & set(names))):
+        raise unusable(f"{key}[{names.index('repeat')}]", f"repeat makes no sense beside {' and '.join(others)}")
     return tuple(sorted(built, key=lambda one: one.place))
 
 
@@ -153,7 +153,8 @@ def _strikes(key: str, value: Any) -> int:
 def _budget(key: str, node: Any) -> Budget:
     table = _mapping(key, node, [one.name for one in fields(Budget)])
     least = {"window": 1}
-    return Budget(**{name: number(f"{key}.{name}", value, at_least=least.get(name, 0)) for name, value in table.items()})
+    checked = {name: number(f"{key}.{name}", value, at_least=least.get(name, 0)) for name, value in table.items()}
+    return Budget(**checked)
 
 
 def _mapping(key: str, node: Any, known: Sequence[str]) -> dict[str, Any]:
@@ -162,7 +163,7 @@ def _mapping(key: str, node: Any, known: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(key, node, f"must be a mapping of {', '.join(known)}")
     for name in node:
         if name not in known:
-            raise unusable(key, unknown("cause" if "default" in known else "key", str(name), known))
+            raise unusable(f"{key}.{name}", unknown("cause" if "default" in known else "key", str(name), known))
     return {str(name): value for name, value in node.items()}
 
 

@@ -47,7 +47,7 @@ def prescribed(key: str, node: Any) -> Prescribed:
     try:
         remedy = kind(**settings)
     except Exception as error:
-        raise unusable(f"{key}.{name}", f"failed with {in_one_line(error)}") from error
+        raise unusable(key, f"{name} failed with {in_one_line(error)}") from error
     _is_one(key, name, remedy)
     return Prescribed(Action(name, _said(remedy, settings)), remedy)
 
@@ -88,7 +88,7 @@ def _checked(key: str, kind: Any, settings: Mapping[str, Any]) -> dict[str, Any]
     checked = {}
     for name, value in settings.items():
         if name not in fields:
-            raise unusable(key, unknown("setting", name, fields))
+            raise unusable(f"{key}.{name}", unknown("setting", name, fields))
         limits = {limit: fields[name].metadata.get(limit) for limit in ("at_least", "at_most", "above")}
         checked[name] = number(f"{key}.{name}", value, hints.get(name, Any), **limits)
     return checked

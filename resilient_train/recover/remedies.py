@@ -5,73 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
-from resilient_train.events import Action, Anomaly, Diagnosis
-from resilient_train.recover.knobs import Knobs
+from resilient_train.events import Action
 from resilient_train.recover.own import imported
+from resilient_train.recover.patient import Applicable, Case, Patient, Remedy
 
-
-@dataclass(frozen=True, slots=True)
-class Applicable:
-    """What can be done in this run at this moment; the same on every rank."""
-
-    snapshots: int = 1  # proven states in reach that are not newer than the anomaly's `since`
-    skip: bool = True  # the data can be passed over
-    mixed_precision: bool = False
-    loss_scaler: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """What a remedy may know when it says whether it applies."""
-
-    anomaly: Anomaly
-    diagnosis: Diagnosis
-    can: Applicable
-    rewinds: bool  # another remedy of the same rung goes back to a good state
-
-
-class Patient(Protocol):
-    """What remedies may do to a run. Where nothing skips, a refused update is made again, of the same samples."""
-
-    @property
-    def knobs(self) -> Knobs:
-        """What the run trains with."""
-
-    def rewind(self, older: int = 0, steps: int = 0) -> None:
-        """Go back to the newest proven state not after `since`, `older` ones before it, at least `steps` steps back.
-
-        Where there is nothing so old, to the oldest.
-        """
-
-    def skip(self, updates: int | None = None) -> None:
-        """Pass over the samples from what is to blame up to the anomaly, or a window of `updates` from here."""
-
-    def reset_moments(self) -> None:
-        """Let the optimizers begin anew."""
-
-    def lower_loss_scale(self, factor: float) -> None:
-        """Multiply the loss scale."""
-
-
-@runtime_checkable
-class Remedy(Protocol):
-    """Something to do about an incident. Write your own as a frozen dataclass that inherits from this."""
-
-    name: ClassVar[str]
-    about: ClassVar[str]  # one line for a person
-
-    def applies(self, case: Case) -> bool:
-        """Say whether it makes sense here; what does not is passed over, without a strike."""
-        return True
-
-    def apply(self, patient: Patient) -> None:
-        """Do it."""
-
-    def undo(self, patient: Patient) -> str | None:
-        """Take it back, or say why that cannot be."""
-        return "cannot be undone"
+__all__ = ["KNOWN", "Applicable", "Case", "Patient", "Remedy", "limited", "passes_over", "remedy"]
 
 
 def limited(default: Any, **limits: float) -> Any:

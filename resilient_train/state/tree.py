@@ -82,7 +82,9 @@ def sha256(tree: Tree) -> str:
         digest.update(f"{path}\0".encode())
         if isinstance(leaf, torch.Tensor):
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}\0".encode())
-            flat = leaf.detach().cpu().contiguous().reshape(-1)
+            flat = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            if flat.stride() != (1,):  # a single element counts as contiguous whatever its stride
+                flat = flat.clone(memory_format=torch.contiguous_format)
             digest.update(flat.view(torch.uint8).numpy().data)
         elif isinstance(leaf, np.ndarray):
             digest.update(f"{leaf.dtype}{leaf.shape}\0".encode())

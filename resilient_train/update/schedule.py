@@ -75,6 +75,19 @@ class CurveSchedule:
         pass
 
 
+class Scheduled:
+    """Watches what a schedule says, for restarts."""
+
+    def __init__(self) -> None:
+        self._last = self._peak = 0.0
+
+    def restarts(self, rate: float) -> bool:
+        """Say whether the rate has leapt, to a good part of the highest one so far; a warm-up climbs in small steps."""
+        leaps = self._last > 0 and rate > 2 * self._last and rate > 0.2 * self._peak and self._peak > 2 * self._last
+        self._last, self._peak = rate, max(rate, self._peak)
+        return leaps
+
+
 class ShadowSchedule:
     """A torch scheduler that moves the groups of a shadow instead of the optimizer's own.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,10 +37,11 @@ class NoKnobs:
 class Attempt:
     """An update that was sent to the gate."""
 
-    measured: torch.Tensor  # loss, gradient norm before clipping, then the loss scale if there is one
+    measured: torch.Tensor  # loss, gradient norm, the loss scale if there is one; with ranks, loss and norm of each
     numbers: list[float] | None  # the same on the host, where the gate had to read it
     settings: Settings
     before: Settings  # what the groups were set to before it
+    planned_lr: float  # what the schedule says, before any knob
     max_norm: float | None  # that gradients were clipped to
 
 
@@ -52,13 +53,14 @@ class Updater:
         optimizers: Sequence[Optimizer],
         schedules: Sequence[Schedule],
         clipping: ClipConfig,
+        gather: Callable[[torch.Tensor], torch.Tensor | None] = lambda vector: None,
         *,
         device: torch.device,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        """`scaler` is the loss scale of half-precision training."""
+        """`gather` collects a vector from every rank, if there are several; `scaler` is that of half precision."""
         self.optimizers, self.schedules = list(optimizers), list(schedules)
-        self.clipping, self.scaler = clipping, scaler
+        self.clipping, self.gather, self.scaler = clipping, gather, scaler
         self.gate = Gate(optimizers, device)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.weights = [weight for group in groups for weight in group["params"]]
@@ -69,14 +71,14 @@ class Updater:
         knobs = knobs or NoKnobs()
         scale = self._unscale()
         grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip)
-        settings, before = self._set(step, knobs, rate)
-        measured = torch.stack([loss, grad_norm.float(), *scale])
+        settings, before, planned = self._set(step, knobs, rate)
+        measured = self._agreed(torch.stack([loss, grad_norm.float(), *scale]))
         numbers = self.gate.step(measured)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         if self.scaler is not None:
             self.scaler.update()
-        return Attempt(measured, numbers, settings, before, max_norm)
+        return Attempt(measured, numbers, settings, before, planned, max_norm)
 
     def accept(self, step: int) -> None:
         """Let the schedules know that `step` updates are accepted."""
@@ -107,10 +109,11 @@ class Updater:
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
-    def _set(self, step: int, knobs: Knobs, rate: float) -> tuple[Settings, Settings]:
+    def _set(self, step: int, knobs: Knobs, rate: float) -> tuple[Settings, Settings, float]:
         """Derive the settings of all groups: nothing is scaled in place, so nothing compounds."""
         settings: list[list[dict[str, Any]]] = []
         before: list[list[dict[str, Any]]] = []
+        first: float | None = None
         for optimizer, schedule, configured in zip(self.optimizers, self.schedules, self._eps, strict=True):
             settings.append([])
             before.append([])
@@ -118,10 +121,22 @@ class Updater:
                 setting = {**planned, "lr": planned["lr"] * knobs.lr * rate}
                 if isinstance(eps, float):
                     setting["eps"] = eps * knobs.eps
+                first = planned["lr"] if first is None else first
                 before[-1].append({name: group.get(name) for name in setting})
                 settings[-1].append(setting)
                 group.update(setting)
-        return settings, before
+        assert first is not None
+        return settings, before, first
+
+    def _agreed(self, measured: torch.Tensor) -> torch.Tensor:
+        """The mean loss and the largest gradient norm of all ranks, a NaN of any of them included: no rank decides alone.
+
+        The one collective that watching an update costs.
+        """
+        table = self.gather(measured[:2])
+        if table is None:
+            return measured
+        return torch.cat([table[:, 0].mean().view(1), table[:, 1].amax().view(1), measured[2:], table.flatten()])
 
     def _unscale(self) -> list[torch.Tensor]:
         """Divide the gradients by the loss scale, which is returned.

@@ -20,6 +20,7 @@ class LimitConfig:
     window: int = field(metadata={"at_least": 8})
     warmup: int = field(metadata={"at_least": 2})
     grad_factor: float = field(metadata={"above": 1})
+    early_factor: float = field(metadata={"above": 1})
     loss_factor: float = field(metadata={"above": 1})
     regime: int = field(metadata={"at_least": 2})
     regime_of: int = field(metadata={"at_least": 2})
@@ -134,6 +135,7 @@ class ChecksConfig:
     optimizer: OptimizerConfig
     activations: ActivationsConfig
     batch: BatchConfig
+    patience: int = field(metadata={"at_least": 1})
     expect: list[int]
 
 

@@ -15,8 +15,8 @@ from resilient_train.watch.scans import measure
 
 def _largest(tree: Any, device: torch.device) -> Tensor | None:
     """The largest absolute value of all tensors of numbers in a tree."""
-    tensors = [measure.here(one) for one in measure.tensors_in(tree)]
-    return measure.largest(tensors, device).max() if tensors else None
+    tensors = measure.tensors_in(tree)
+    return measure.Gauge(tensors, device).largest().max() if tensors else None
 
 
 class Activations:
@@ -54,7 +54,7 @@ class Activations:
         self.disarm()
         nothing = torch.zeros((), device=self.device)
         seen = [self._seen.pop(name, nothing) for name, _ in self.modules]
-        return measure.row(seen, self.device) if seen else torch.zeros(0, device=self.device)
+        return torch.stack(seen) if seen else torch.zeros(0, device=self.device)
 
     def judge(self, step: int, values: Sequence[float]) -> str | None:
         bad = [name for (name, _), value in zip(self.modules, values, strict=True) if not isfinite(value)]
@@ -79,7 +79,7 @@ class BatchRange:
 
     def values(self) -> Tensor:
         seen, self._seen = self._seen, None
-        return torch.zeros(1, device=self.device) if seen is None else measure.row([seen], self.device)
+        return torch.zeros(1, device=self.device) if seen is None else seen.reshape(1)
 
     def judge(self, step: int, values: Sequence[float]) -> str | None:
         (value,) = values

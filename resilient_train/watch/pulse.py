@@ -12,12 +12,17 @@ from torch.utils._pytree import tree_leaves
 from resilient_train.events import Signal
 
 
-def shares(loss: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """This rank's share of what is summed over ranks: the loss, and for each rank whether its own is not finite."""
-    cells = torch.zeros(1 + size, dtype=torch.float32, device=loss.device)
-    cells[0] = loss / size
-    cells[1 + rank] = loss.isfinite().logical_not()
-    return cells
+def where_not_finite(table: Sequence[float]) -> tuple[int, ...]:
+    """Tell the ranks that had trouble from those that only heard of it: loss and gradient norm of each, in turn.
+
+    A gradient that is not finite is on every rank once gradients were averaged, so a loss tells more.
+    """
+    losses, norms = table[::2], table[1::2]
+    for values in (losses, norms):
+        bad = tuple(rank for rank, value in enumerate(values) if not math.isfinite(value))
+        if 0 < len(bad) < len(values):
+            return bad
+    return ()
 
 
 def why_refused(loss: float, grad_norm: float, limits: tuple[float, float]) -> Signal | None:

@@ -17,13 +17,14 @@ class Jump(Remembers):
     rise no more, they are the new range.
     """
 
-    remembered = ("_flags", "_steps", "_outside", "_quiet")
+    remembered = ("_flags", "_trusted", "_outside", "_usual_at", "_quiet")
 
     def __init__(self, config: JumpConfig, level: Level) -> None:
         self.config, self.level = config, level
         self._flags: deque[bool] = deque(maxlen=config.regime_of)
-        self._steps: deque[int] = deque(maxlen=config.regime_of)
-        self._outside: list[float] = []
+        self._trusted: deque[int] = deque(maxlen=config.regime_of)  # the newest good state as each flag was raised
+        self._outside: deque[float] = deque(maxlen=config.regime)
+        self._usual_at = 0
         self._quiet = 0
 
     def is_outside(self, loss: float) -> bool:
@@ -34,38 +35,50 @@ class Jump(Remembers):
         return over > self.config.sigmas * level.spread and over > self.config.share * level.scale
 
     def see(self, step: int, loss: float, outside: bool) -> int | None:
-        """The step of the first loss outside, when there are enough."""
+        """The newest step still to be trusted, when the loss has jumped.
+
+        That is the state which produced the last loss below the median, before the first one outside: damage may
+        grow for a while before it shows.
+        """
         if self._quiet:
             self._quiet -= 1
         if not outside:
+            if loss <= self.level.median or not self.level.ready:
+                self._usual_at = step
             if self._outside:
-                self._flags.append(False)
-                self._steps.append(step)
-                if not any(self._flags):
+                self._note(False)
+                if True not in self._flags:
                     self.forget()
             return None
-        self._flags.append(True)
-        self._steps.append(step)
+        self._note(True)
         self._outside.append(loss)
-        del self._outside[: -self.config.regime_of]
         recent = list(self._flags)[-self.config.flagged_of :]
         if self._quiet or sum(recent) < self.config.flagged:
             return None
-        self._quiet = 2 * self.config.flagged_of
-        return list(self._steps)[-len(recent) :][recent.index(True)]
+        self._quiet = 2 * self.config.flagged_of  # what was done about it gets time before it is said again
+        return list(self._trusted)[-len(recent) :][recent.index(True)]
 
-    def new_range(self) -> list[float] | None:
-        """The losses of a new range, when most have been outside for long and rise no more."""
-        if sum(self._flags) < self.config.regime:
-            return None
-        losses = self._outside[-self.config.regime :]
+    def _note(self, outside: bool) -> None:
+        self._flags.append(outside)
+        self._trusted.append(max(0, self._usual_at - 1))
+
+    def stays(self) -> bool:
+        """Whether most losses of a long time lie outside."""
+        return sum(self._flags) >= self.config.regime
+
+    def rises(self) -> bool:
+        """Whether those outside still climb."""
+        losses = list(self._outside)
         half = len(losses) // 2
         before, after = median(losses[:half]), median(losses[half:])
-        return losses if after - before <= self.config.share * max(abs(before), self.level.scale) else None
+        return after - before > self.config.share * max(abs(before), self.level.scale)
+
+    def outside(self) -> list[float]:
+        return list(self._outside)
 
     def forget(self) -> None:
         self._flags.clear()
-        self._steps.clear()
+        self._trusted.clear()
         self._outside.clear()
         self._quiet = 0
 
@@ -82,11 +95,11 @@ class Outliers(Remembers):
 
     def see(self, step: int, loss: float) -> str | None:
         level = self.level
-        if not self.config.every or loss - level.median <= self.config.sigmas * level.spread or not level.ready:
+        if not self.config.every or not level.ready or loss - level.median <= self.config.sigmas * level.spread:
             return None
         if self._told_at is not None and 0 <= step - self._told_at < self.config.every:
             self._untold += 1
             return None
         more = f" ({self._untold} more since step {self._told_at})" if self._untold else ""
         self._told_at, self._untold = step, 0
-        return f"single loss {loss:.4g} where up to {level.highest:.4g} was usual{more}"
+        return f"a single loss of {loss:.4g} at step {step} where {level.usual}{more}"

@@ -21,29 +21,40 @@ class Level(Remembers):
     a thousand. Looked at every few losses only, because it moves slowly and every step pays for it.
     """
 
-    remembered = ("losses", "ready", "median", "spread", "scale", "highest", "first", "best", "_seen", "_fresh")
+    remembered = (
+        "losses", "ready", "median", "spread", "scale", "low", "high", "first", "best", "_seen", "_fresh",
+    )  # fmt: skip
 
     def __init__(self, config: JumpConfig) -> None:
         self.every = config.every or _USUAL_EVERY
         self.warmup = config.warmup
         self.losses: deque[float] = deque(maxlen=config.window)
         self.ready = False
-        self.median = self.spread = self.scale = self.highest = 0.0
+        self.median = self.spread = self.scale = 0.0
+        self.low = self.high = 0.0  # nine of ten lie between
         self.first = 0.0
         self.best: float | None = None
         self._seen = self._fresh = 0
 
-    def learn(self, loss: float) -> None:
+    @property
+    def usual(self) -> str:
+        """For a person."""
+        return f"{self.low:.4g} to {self.high:.4g} was usual"
+
+    def learn(self, loss: float) -> bool:
+        """Take one more; whether the level was looked at anew."""
         self.losses.append(loss)
         if self._seen < _FIRST:
-            self.first += (loss - self.first) / (self._seen + 1)
             self._seen += 1
+            self.first += (loss - self.first) / self._seen
         self._fresh += 1
-        if self._fresh >= self.every:
-            self.refresh()
+        if self._fresh < self.every:
+            return False
+        self.refresh()
+        return True
 
     def forget(self, losses: Sequence[float] = ()) -> None:
-        """Begin again, with these losses."""
+        """Begin again, with these losses. The way from the first loss still tells what is small."""
         self.losses.clear()
         self.losses.extend(losses)
         self.best = None
@@ -57,35 +68,31 @@ class Level(Remembers):
         if not count:
             return
         self.median = median = ranked[count // 2]
-        self.highest = ranked[-1]
+        self.low, self.high = ranked[count // 20], ranked[int(0.95 * (count - 1))]
         self.best = median if self.best is None else min(self.best, median)
         self.scale = max(abs(median), _OF_THE_WAY * (self.first - self.best))
         self.spread = max(
             1.4826 * deviation(ranked, median),
-            (ranked[int(0.95 * (count - 1))] - median) / 1.645,
-            (self.highest - median) / 3,
+            (self.high - median) / 1.645,
+            (ranked[-1] - median) / 3,
             1e-3 * abs(median),
         )
 
 
 def deviation(ranked: Sequence[float], center: float) -> float:
-    """The median distance of ranked values from `center`, found by bisection."""
+    """The median distance of ranked values from `center`, by bisection: a sort of the distances costs ten times more.
+
+    The nearest half of the values is a stretch around the center: it is found how many of them lie below.
+    """
     middle = bisect_left(ranked, center)
-    below, above = (
-        middle,
-        len(ranked) - middle,
-    )  # distances below: center - ranked[middle - 1 - i], above: ranked[middle + i] - center
     wanted = (len(ranked) + 1) // 2
-    least, most = max(0, wanted - above), min(wanted, below)
-    while least < most:  # how many of the nearest `wanted` values lie below
-        taken = (least + most) // 2
-        if center - ranked[middle - 1 - taken] < ranked[middle + wanted - taken - 1] - center:
-            least = taken + 1
+    least, most = max(0, wanted - (len(ranked) - middle)), min(wanted, middle)
+    while least < most:
+        below = (least + most) // 2
+        if center - ranked[middle - 1 - below] < ranked[middle + wanted - below - 1] - center:
+            least = below + 1
         else:
-            most = taken
-    distances = []
-    if least:
-        distances.append(center - ranked[middle - least])
-    if wanted > least:
-        distances.append(ranked[middle + wanted - least - 1] - center)
-    return max(distances, default=0.0)
+            most = below
+    from_below = center - ranked[middle - least] if least else 0.0
+    from_above = ranked[middle + wanted - least - 1] - center if wanted > least else 0.0
+    return max(from_below, from_above)

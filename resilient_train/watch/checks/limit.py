@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 
+from resilient_train.watch.checks.level import Level
 from resilient_train.watch.checks.memory import Remembers
 from resilient_train.watch.config import LimitConfig
 
@@ -21,42 +22,82 @@ def as_float32(value: float) -> float:
 class GradLimit(Remembers):
     """A gradient norm far above the largest of the recent ones must not land.
 
-    Single outliers of the loss do no harm, a gradient far above anything recent does. Between two looks the limit
-    can only rise.
+    A norm that was ordinary in the first updates is let through even so, unless it is further away still: a network
+    that has nearly learned its rows by heart has next to no gradient, until a hard row comes. Between two looks the
+    limit can only rise.
     """
 
-    remembered = ("norms", "limit", "_fresh")
+    remembered = ("limit", "_norms", "_early", "_fresh")
 
     def __init__(self, config: LimitConfig) -> None:
-        self.every, self.warmup, self.factor = config.every, config.warmup, config.grad_factor
-        self.norms: deque[float] = deque(maxlen=config.window)
+        self.config = config
         self.limit = NO_LIMIT
-        self.floor=None
+        self._norms: deque[float] = deque(maxlen=config.window)
+        self._early: float | None = None
         self._fresh = 0
 
+    @property
+    def largest(self) -> float:
+        """Of the recent ones."""
+        return max(self._norms, default=0.0)
+
     def learn(self, norm: float) -> None:
-        if not self.every:
+        if not self.config.every:
             return
-        self.norms.append(norm)
+        self._norms.append(norm)
         self._fresh += 1
-        if self._fresh >= self.every or norm * self.factor > self.limit:
+        if self._fresh >= self.config.every or norm * self.config.grad_factor > self.limit:
             self.refresh()
 
     def refresh(self) -> None:
         self._fresh = 0
-        largest = max(self.norms, default=0.0)
-        enough = self.every > 0 and len(self.norms) >= self.warmup and largest > 0
-        import os
-        if enough and self.floor is None: self.floor=sorted(self.norms)[len(self.norms)//2]*float(os.environ.get("GF",0))
-        self.limit = as_float32(max(self.factor * largest, self.floor)) if enough else NO_LIMIT
+        largest = self.largest
+        if len(self._norms) < self.config.warmup or not largest > 0:
+            self.limit = NO_LIMIT
+            return
+        if self._early is None:
+            self._early = sorted(self._norms)[len(self._norms) // 2]
+        early = min(self._early, self.config.early_factor * largest)
+        self.limit = as_float32(max(self.config.grad_factor * largest, early))
 
     def give_way(self, norms: list[float]) -> None:
         """Count refused norms as usual from now on."""
-        self.norms.extend(norms)
+        self._norms.extend(norms)
         self.refresh()
 
     def forget(self) -> None:
-        self.norms.clear()
+        self._norms.clear()
+        self.refresh()
+
+
+class LossLimit(Remembers):
+    """An absurd loss must not land.
+
+    Single outliers of the loss did no harm in any recipe that was measured, so this is for values that point at
+    broken rows, a thousand times further out than anything usual.
+    """
+
+    remembered = ("limit", "_gave_way")
+
+    def __init__(self, config: LimitConfig, level: Level) -> None:
+        self.config, self.level = config, level
+        self.limit = NO_LIMIT
+        self._gave_way = False
+
+    def refresh(self) -> None:
+        level = self.level
+        if not self.config.every or not level.ready or self._gave_way:
+            self.limit = NO_LIMIT
+            return
+        self.limit = as_float32(level.median + self.config.loss_factor * max(level.spread, level.scale))
+
+    def give_way(self) -> None:
+        """None, until the level is another one."""
+        self._gave_way = True
+        self.refresh()
+
+    def forget(self) -> None:
+        self._gave_way = False
         self.refresh()
 
 
@@ -68,15 +109,12 @@ class Refusals:
 
     def __init__(self, config: LimitConfig) -> None:
         self.enough, self.within = config.regime, config.regime_of
-        self._recent: list[tuple[int, int, float, float]] = []  # step, which update, loss, norm
+        self._recent: dict[int, tuple[int, float]] = {}  # which update -> its step and gradient norm
+        self.latest: int | None = None
 
-    def add(self, step: int, which: int, loss: float, norm: float) -> bool:
-        """Note one, and say whether it makes a new regime. The same update tried again does not count."""
-        self._recent = [one for one in self._recent if abs(step - one[0]) <= self.within and one[1] != which]
-        self._recent.append((step, which, loss, norm))
-        return len(self._recent) >= self.enough
-
-    def take(self) -> tuple[list[float], list[float]]:
-        """Their losses and norms; and they are history now."""
-        losses, norms = [one[2] for one in self._recent], [one[3] for one in self._recent]
-        return losses, norms
+    def add(self, step: int, which: int, norm: float) -> list[float] | None:
+        """Note one; the norms of all when they make a new regime. The same update tried again counts once."""
+        self.latest = which
+        self._recent = {key: one for key, one in self._recent.items() if abs(step - one[0]) <= self.within}
+        self._recent[which] = (step, norm)
+        return [one[1] for one in self._recent.values()] if len(self._recent) >= self.enough else None

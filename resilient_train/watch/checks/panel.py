@@ -10,16 +10,15 @@ from typing import Any
 from resilient_train.events import Anomaly, Signal, Vitals
 from resilient_train.watch.checks.jump import Jump, Outliers
 from resilient_train.watch.checks.level import Level
-from resilient_train.watch.checks.limit import NO_LIMIT, GradLimit, Refusals
+from resilient_train.watch.checks.limit import NO_LIMIT, GradLimit, LossLimit, Refusals
 from resilient_train.watch.checks.memory import Remembers
 from resilient_train.watch.checks.scale import ScaleCollapse
 from resilient_train.watch.checks.trend import Creep, Slow, Stall
 from resilient_train.watch.config import ChecksConfig
 
 _AROUND = 2  # steps on either side of a declared change
-_FIGHTS = 4  # alarms at one place before it is given time to settle
 _SAME_PLACE = 64  # steps between two alarms that are about the same trouble
-_LIMITS = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
+_BY_LIMIT = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,172 +36,161 @@ _NOTHING = Finding()
 class Panel:
     """Judges every attempted update, in order, and sets the limits of the next.
 
-    What it has learned from accepted updates rewinds with the run. What it remembers of alarms and refusals does
-    not, nor do declared changes: else a rewind would make it fight the same change for ever.
+    What it has learned from accepted updates rewinds with the run. What it remembers of its own alarms and of
+    refusals does not, nor do declared changes: else a rewind would make it fight the same change for ever.
     """
-
-    limits: tuple[float, float]
 
     def __init__(self, config: ChecksConfig, *, clip_norm: float | None = None) -> None:
         self.config = config
-        self._expected: set[int] = set(config.expect)
+        self.limits = (NO_LIMIT, NO_LIMIT)  # of the loss and of the gradient norm, exact in float32
         self._level = Level(config.jump)
         self._grad_limit = GradLimit(config.limit)
+        self._loss_limit = LossLimit(config.limit, self._level)
         self._jump = Jump(config.jump, self._level)
         self._creep = Creep(config.creep, self._level)
         self._slow = Slow(config.slow, self._level)
         self._stall = Stall(config.stall, self._level)
         self._outliers = Outliers(config.outlier, self._level)
         self._scale = ScaleCollapse(config.scale)
+        self._checks: dict[str, Remembers] = {
+            name.removeprefix("_"): check for name, check in vars(self).items() if isinstance(check, Remembers)
+        }
         self._refusals = Refusals(config.limit)
         self._alarms: list[tuple[Signal, int]] = []
-        self._loss_room = -NO_LIMIT  # the highest loss of a regime that was given way to
-        self._checks: dict[str, Remembers] = {
-            "level": self._level,
-            "limit": self._grad_limit,
-            "jump": self._jump,
-            "creep": self._creep,
-            "slow": self._slow,
-            "stall": self._stall,
-            "outliers": self._outliers,
-            "scale": self._scale,
-        }
-        self.limits = (NO_LIMIT, NO_LIMIT)
+        self._declared: set[int] = set()
+        for step in config.expect:
+            self.expect(step)
 
     def expect(self, step: int) -> None:
         """Declare that something changes on purpose with this step."""
-        self._expected.add(step)
+        self._declared.update(range(step - _AROUND, step + _AROUND + 1))
 
     def judge(self, vitals: Vitals) -> Finding:
         """Say what is wrong with one attempted update, after it was read back."""
         if vitals.overflowed:
             evidence = self._scale.overflowed(vitals)
-            return Finding(self._not_landed(vitals, Signal.SCALE_COLLAPSE, evidence)) if evidence else _NOTHING
+            if evidence is None:
+                return _NOTHING
+            # Nothing landed; but what overflows may be the newest state.
+            return Finding(_refused(vitals, Signal.SCALE_COLLAPSE, evidence, since=vitals.step - 1))
+        if vitals.refused in _BY_LIMIT:
+            return self._judge_refused(vitals, vitals.refused)
         if vitals.refused is not None:
-            if vitals.refused in _LIMITS:
-                return self._judge_refused(vitals, vitals.refused)
-            return Finding(self._not_landed(vitals, vitals.refused, _not_finite(vitals)))
+            return Finding(_refused(vitals, vitals.refused, _not_finite(vitals), since=vitals.step))
         if not vitals.accepted:
             return _NOTHING
         if not (isfinite(vitals.loss) and isfinite(vitals.grad_norm)):
             signal = Signal.NONFINITE_GRAD if isfinite(vitals.loss) else Signal.NONFINITE_LOSS
-            return Finding(_landed(vitals, signal, vitals.step - 1, _not_finite(vitals)))
+            return Finding(_landed(vitals, signal, _not_finite(vitals), since=vitals.step - 2))
         return self._judge_landed(vitals)
 
     def _judge_landed(self, vitals: Vitals) -> Finding:
         step, loss = vitals.step, vitals.loss
-        self._scale.landed(vitals.loss_scale)
-        if self._expected and self._is_declared(step):
+        if vitals.loss_scale is not None:
+            self._scale.landed(vitals.loss_scale)
+        if step in self._declared:
             self._forget()
             return _NOTHING
         outside = self._jump.is_outside(loss)
-        first = self._jump.see(step, loss, outside)
-        if not outside:
-            self._level.learn(loss)
+        jumped = self._jump.see(step, loss, outside)
+        if not outside and self._level.learn(loss):
+            self._loss_limit.refresh()
         self._grad_limit.learn(vitals.grad_norm)
-        crept, slowed = self._creep.see(step, loss), self._slow.see(step, loss)
+        self.limits = (self._loss_limit.limit, self._grad_limit.limit)
+        crept = self._creep.see(step, loss)
+        slowed = self._slow.see(step, loss)
         stalled = self._stall.see(step, loss)
-        outlier = self._outliers.see(step, loss) if outside else None
-        self._set_limits()
-        if first is not None or outside or crept is not None or slowed is not None or stalled:
-            remarks = tuple(remark for remark in (stalled, outlier) if remark)
-            return self._conclude(vitals, first, crept, slowed, remarks)
-        return _NOTHING
-
-    def _conclude(
-        self, vitals: Vitals, first: int | None, crept: int | None, slowed: int | None, remarks: tuple[str, ...]
-    ) -> Finding:
-        """One verdict from what the detectors found, the quickest first."""
-        if self._jump.config.every and (settled := self._jump.new_range()):
-            self._start_over(settled)
-            return Finding(remarks=(*remarks, f"loss {vitals.loss:.4g} is taken for the new usual"))
-        usual = f"loss {vitals.loss:.4g} where {self._level.median:.4g} was usual"
-        if first is not None:
-            since = max(0, first - 2)  # the state before this one produced the last usual loss
-            if not self._fought_enough(Signal.LOSS_SPIKE, since):
-                evidence = f"{usual}, and it stays"
-                return Finding(_landed(vitals, Signal.LOSS_SPIKE, since, evidence), remarks)
-        trend = crept if crept is not None else slowed
+        if not outside and crept is None and slowed is None and stalled is None:
+            return _NOTHING
+        told = (stalled, self._outliers.see(step, loss) if outside else None)
+        remarks = tuple(remark for remark in told if remark)
+        if outside and (finding := self._conclude_jump(vitals, jumped, remarks)):
+            return finding
+        trend = slowed if crept is None else crept
         if trend is not None:
-            how = "creeping up" if crept is not None else "risen from its best"
-            self._creep.forget()
-            self._slow.forget()
-            if not self._fought_enough(Signal.DIVERGENCE, trend):
-                return Finding(_landed(vitals, Signal.DIVERGENCE, trend, f"{usual}: {how} since step {trend}"), remarks)
-            remarks = (*remarks, f"loss {vitals.loss:.4g} is taken for the new usual")
+            return self._conclude_trend(vitals, trend, remarks)
         return Finding(remarks=remarks) if remarks else _NOTHING
 
+    def _conclude_jump(self, vitals: Vitals, jumped: int | None, remarks: tuple[str, ...]) -> Finding | None:
+        """An alarm; or the end of alarms, when the loss stays where it jumped to."""
+        stays = self._jump.stays()
+        rises = stays and self._jump.rises()
+        if stays and not rises:
+            self._start_over(self._jump.outside())
+            return Finding(remarks=(*remarks, f"losses like {vitals.loss:.4g} are taken for usual from now on"))
+        if jumped is None or (self._is_known(Signal.LOSS_SPIKE, jumped) and not rises):
+            return None
+        self._alarms.append((Signal.LOSS_SPIKE, jumped))
+        evidence = f"loss {vitals.loss:.4g} where {self._level.usual}, and it stays"
+        return Finding(_landed(vitals, Signal.LOSS_SPIKE, evidence, since=jumped), remarks)
+
+    def _conclude_trend(self, vitals: Vitals, since: int, remarks: tuple[str, ...]) -> Finding:
+        """An alarm; or a remark, when alarms did not help."""
+        self._creep.forget()
+        self._slow.forget()
+        if self._is_known(Signal.DIVERGENCE, since):
+            return Finding(remarks=(*remarks, f"losses like {vitals.loss:.4g} are taken for usual from now on"))
+        self._alarms.append((Signal.DIVERGENCE, since))
+        evidence = f"loss {vitals.loss:.4g}, climbing since step {since}; {self._level.usual}"
+        return Finding(_landed(vitals, Signal.DIVERGENCE, evidence, since=since), remarks)
+
     def _judge_refused(self, vitals: Vitals, signal: Signal) -> Finding:
-        """An update above a limit: an outlier, damage that was there before it, or a new regime."""
+        """Above a limit: an outlier, damage that was there before, or a new regime to which the limit gives way."""
         loss, norm, step = vitals.loss, vitals.grad_norm, vitals.step + 1
-        if self._is_declared(step):
+        if step in self._declared:
             self._forget()
             return Finding(repeat=True)
         which = vitals.start if vitals.stop > vitals.start else vitals.tick
-        outside = self._jump.is_outside(loss)
-        first = self._jump.see(step, loss, outside) if outside else None
-        if first is not None and not self._fought_enough(Signal.LOSS_SPIKE, max(0, first - 2)):
-            evidence = f"loss {loss:.4g} where {self._level.median:.4g} was usual, and it stays"
-            return Finding(_landed(vitals, Signal.LOSS_SPIKE, max(0, first - 2), evidence))
-        if self._refusals.add(step, which, loss, norm):
-            losses, norms = self._refusals.take()
+        if which != self._refusals.latest and self._jump.is_outside(loss):  # counted, though it enters no statistic
+            finding = self._conclude_jump(vitals, self._jump.see(step, loss, True), ())
+            if finding is not None and finding.anomaly is not None:
+                return finding
+        norms = self._refusals.add(step, which, norm)
+        if norms is not None:
             self._grad_limit.give_way(norms)
-            self._loss_room = max(self._loss_room, max(losses))
-            self._set_limits()
-            return Finding(remarks=(f"{len(norms)} updates above the limit: it gives way",), repeat=True)
+            self._loss_limit.give_way()
+            self.limits = (self._loss_limit.limit, self._grad_limit.limit)
+            return Finding(remarks=(f"{len(norms)} updates were above the limit: it gives way",), repeat=True)
         if signal is Signal.GRAD_SPIKE:
-            evidence = (
-                f"gradient norm {norm:.4g} where at most {self.limits[1] / self.config.limit.grad_factor:.4g} was usual"
-            )
+            evidence = f"gradient norm {norm:.4g} where at most {self._grad_limit.largest:.4g} was usual"
         else:
-            evidence = f"loss {loss:.4g} where {self._level.median:.4g} was usual"
-        return Finding(self._not_landed(vitals, signal, evidence))
+            evidence = f"loss {loss:.4g} where {self._level.usual}"
+        return Finding(_refused(vitals, signal, evidence, since=vitals.step))
 
-    def _is_declared(self, step: int) -> bool:
-        return any(abs(step - expected) <= _AROUND for expected in self._expected)
-
-    def _fought_enough(self, signal: Signal, since: int) -> bool:
-        """Whether an alarm was raised here so often that one more would not help; else note this one."""
+    def _is_known(self, signal: Signal, since: int) -> bool:
+        """Whether there were so many alarms here that one more would not help."""
         here = sum(1 for other, step in self._alarms if other is signal and abs(step - since) <= _SAME_PLACE)
-        if here >= _FIGHTS:
-            return True
-        self._alarms.append((signal, since))
-        return False
+        return here >= self.config.patience
 
     def _start_over(self, losses: Sequence[float] = ()) -> None:
+        """Learn anew what is usual."""
         self._level.forget(losses)
-        for check in (self._jump, self._creep, self._slow, self._stall):
+        for check in (self._jump, self._creep, self._slow, self._stall, self._loss_limit):
             check.forget()
 
     def _forget(self) -> None:
         self._start_over()
         self._grad_limit.forget()
-        self._set_limits()
-
-    def _set_limits(self) -> None:
-        self.limits = (NO_LIMIT, self._grad_limit.limit)
-
-    def _not_landed(self, vitals: Vitals, signal: Signal, evidence: str) -> Anomaly:
-        return Anomaly(
-            signal, vitals.step + 1, vitals.tick, since=vitals.step, evidence=evidence, landed=False, ranks=vitals.ranks
-        )
+        self.limits = (NO_LIMIT, NO_LIMIT)
 
     def state_dict(self) -> dict[str, Any]:
         """What rewinds with the run, as plain data of its own."""
-        checks = {name: check.state_dict() for name, check in self._checks.items()}
-        return {"checks": checks, "loss_room": self._loss_room, "limits": list(self.limits)}
+        return {name: check.state_dict() for name, check in self._checks.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, check in self._checks.items():
-            check.load_state_dict(state["checks"][name])
-        self._loss_room = state["loss_room"]
-        self.limits = (state["limits"][0], state["limits"][1])
+            check.load_state_dict(state[name])
+        self.limits = (self._loss_limit.limit, self._grad_limit.limit)
 
 
-def _landed(vitals: Vitals, signal: Signal, since: int, evidence: str) -> Anomaly:
+def _landed(vitals: Vitals, signal: Signal, evidence: str, since: int) -> Anomaly:
     return Anomaly(signal, vitals.step, vitals.tick, since=max(0, since), evidence=evidence, ranks=vitals.ranks)
 
 
+def _refused(vitals: Vitals, signal: Signal, evidence: str, since: int) -> Anomaly:
+    step = vitals.step + 1
+    return Anomaly(signal, step, vitals.tick, max(0, since), evidence, landed=False, ranks=vitals.ranks)
+
+
 def _not_finite(vitals: Vitals) -> str:
-    what = "the batch is not finite, " if vitals.refused is Signal.NONFINITE_BATCH else ""
-    return f"{what}loss {vitals.loss:.4g}, gradient norm {vitals.grad_norm:.4g}"
+    return f"loss {vitals.loss:.4g}, gradient norm {vitals.grad_norm:.4g}"

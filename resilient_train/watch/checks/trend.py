@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection
 from math import sqrt
 
 from resilient_train.watch.checks.level import Level, deviation
 from resilient_train.watch.checks.memory import Remembers
 from resilient_train.watch.config import CreepConfig, SlowConfig, StallConfig
 
+_MOST = 8.0  # spreads that one block counts for at most: two blocks are needed at least
+_USUAL = 1.0  # spreads within which a block is like those before it
 
-def lower_mean(losses: Sequence[float]) -> float:
-    """The mean without the highest tenth, which single outliers cannot move."""
-    kept = sorted(losses)[: len(losses) - len(losses) // 10]
-    return sum(kept) / len(kept)
+
+def lower(losses: Collection[float]) -> list[float]:
+    """All but the highest tenth: single outliers cannot move what is made of them."""
+    return sorted(losses)[: len(losses) - len(losses) // 10]
 
 
 class Creep(Remembers):
@@ -36,16 +38,15 @@ class Creep(Remembers):
         self._block.append(loss)
         if len(self._block) < self.config.every:
             return None
-        mean = lower_mean(self._block)
+        kept = lower(self._block)
+        mean = sum(kept) / len(kept)
         self._block.clear()
         if len(self._means) == self._means.maxlen:
             self._add(step, mean)
         self._means.append(mean)
         if self._sum <= self.config.alarm:
             return None
-        since = self._since
-        self.forget()
-        return since
+        return max(0, self._since)
 
     def _add(self, step: int, mean: float) -> None:
         usual = sorted(list(self._means)[: self.config.blocks])
@@ -55,9 +56,9 @@ class Creep(Remembers):
             (usual[-1] - middle) / 2,  # skewed losses have skewed blocks
             self.config.share * self.level.scale,
         )
-        z = max(-8.0, min(8.0, (mean - middle) / spread))
-        if self._sum == 0:
-            self._since = step - self.config.every
+        z = max(-_MOST, min(_MOST, (mean - middle) / spread))
+        if z <= _USUAL:
+            self._since = step - 2 * self.config.every  # the climb may have begun within this block
         self._sum = max(0.0, self._sum + z - self.config.slack)
 
     def forget(self) -> None:
@@ -88,7 +89,7 @@ class Slow(Remembers):
         if self._fresh < self.config.every or len(self._losses) < self.config.window:
             return None
         self._fresh = 0
-        kept = sorted(self._losses)[: len(self._losses) - len(self._losses) // 10]
+        kept = lower(self._losses)
         mean = sum(kept) / len(kept)
         noise = sqrt(sum((one - mean) ** 2 for one in kept) / len(kept))
         if self._best is None or mean < self._best:
@@ -96,13 +97,11 @@ class Slow(Remembers):
         bound = max(self.config.share * self.level.scale, self.config.sigmas * noise / sqrt(self.config.every))
         over = mean - self._best
         if over <= bound / 4:
-            self._since = step
+            self._since = step - self.config.every
         self._over = self._over + 1 if over > bound else 0
         if self._over < self.config.times:
             return None
-        since = self._since
-        self.forget()
-        return since
+        return max(0, self._since)
 
     def forget(self) -> None:
         self._losses.clear()

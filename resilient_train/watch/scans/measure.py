@@ -7,7 +7,6 @@ times as long as `aminmax` on a CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -61,10 +60,6 @@ class Gauge:
         self._is_uniform = all(one.dtype == torch.float32 and one.device == device for one in parts)
         self._coarse = sum(map(is_coarse, parts))
         self._on_cpu = all(one.device.type == "cpu" for one in parts)
-
-    def has(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it is these that are measured."""
-        return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
 
     def _parts(self) -> list[Tensor]:
         return self.tensors if self._is_plain else [here(one) for one in self.tensors]

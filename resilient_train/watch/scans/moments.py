@@ -44,10 +44,6 @@ class Moment:
     def is_square(self) -> bool:
         return self.by_torch and self.key in SQUARES
 
-    @property
-    def is_plain(self) -> bool:
-        return not self.is_square
-
 
 @dataclass(slots=True)
 class Faded:
@@ -120,18 +116,19 @@ class Moments:
         self.faded = faded.then(self.faded)
 
     def judge(
-        self, step: int, moments: Sequence[Moment], names: Sequence[str], values: Sequence[float], faded: Faded
+        self,
+        step: int,
+        plain: Sequence[Moment],
+        squares: Sequence[Moment],
+        counted: Sequence[str],
+        values: Sequence[float],
+        faded: Faded,
     ) -> Found | None:
-        """`names`: the weights whose count of updates is known.
-
-        `values`: the largest absolute values of plain moments; the sums and the depths below zero of squares; counts.
-        """
-        plain = [moment for moment in moments if moment.is_plain]
-        squares = [moment for moment in moments if moment.is_square]
+        """`values`: the largest of plain moments; sums, and depths below zero, of squares; counts of updates."""
         ends = [len(plain), len(plain) + len(squares), len(plain) + 2 * len(squares)]
         largest, depths = values[: ends[0]], values[ends[1] : ends[2]]
         sums = dict(zip((moment.name for moment in squares), values[ends[0] : ends[1]], strict=True))
-        steps = dict(zip(names, values[ends[2] :], strict=True))
+        steps = dict(zip(counted, values[ends[2] :], strict=True))
         found = self._negative(squares, depths) or self._nonfinite(plain, largest, squares, sums)
         if found is None and self._sums is not None:
             found = self._shrunk(squares, sums, faded) or self._off_course(squares, sums, steps, faded)

@@ -118,14 +118,14 @@ class Traveller:
         self.path = Path(int(updates), rate, element, whole, decay, int(unknown))
 
 
-def reach(path: Path, *, length: float, largest: float, count: int) -> tuple[float, float] | None:
+def reach(path: Path, *, length: float, largest: float, root: float) -> tuple[float, float] | None:
     """How far the L2 norm of a tensor, and its largest element, can have moved; None where it cannot be told.
 
-    `length` and `largest` are what they were before, `count` is the number of elements.
+    `length` and `largest` are what they were before, `root` is that of the number of elements.
     """
     if path.unknown:
         return None
-    whole = path.whole + sqrt(count) * path.element
+    whole = path.whole + root * path.element
     element = path.whole + path.element
     far = whole + path.decay * (length + whole), element + path.decay * (largest + element)
-    return far if all(map(isfinite, far)) else None
+    return far if isfinite(far[0]) and isfinite(far[1]) else None

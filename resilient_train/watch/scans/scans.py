@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from resilient_train.events import Anomaly, Signal
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.hooks import Activations, BatchRange
-from resilient_train.watch.scans import measure
 from resilient_train.watch.scans.found import Found
-from resilient_train.watch.scans.layout import Layout
-from resilient_train.watch.scans.moments import Faded, Moment, Moments
+from resilient_train.watch.scans.layout import Layout, State
+from resilient_train.watch.scans.moments import Faded, Moments
 from resilient_train.watch.scans.reach import Path
 from resilient_train.watch.scans.weights import Weights
 
@@ -32,8 +31,7 @@ class _Pending:
     step: int
     buffers: list[str] | None = None  # the weights were measured, and these
     paths: list[Path] = field(default_factory=list)
-    moments: list[Moment] | None = None  # the optimizers were measured
-    counted: list[str] = field(default_factory=list)
+    state: State | None = None  # the optimizers were measured
     faded: Faded | None = None
     activations: bool = False
     batch: bool = False
@@ -147,32 +145,20 @@ class Scans:
         pending.batch, self._saw_batch = self._saw_batch, False
         pending.sizes = [len(one) for one in rows]
         self._pending = pending
-        return measure.joined(rows, self.layout.device)
+        return torch.cat(rows) if rows else torch.zeros(0, device=self.layout.device)
 
     def _measure_weights(self, pending: _Pending) -> list[Tensor]:
-        device, named = self.layout.device, self.layout.buffers()
-        weights = [measure.here(weight) for weight in self.layout.tensors]
-        pending.buffers = [name for name, _ in named]
-        pending.paths = self._weights.paths()
-        rows = [measure.lengths(weights, device), measure.largest(weights, device)] if weights else []
-        if named:
-            rows.append(measure.largest([measure.here(one) for _, one in named], device))
-        return rows
+        gauge, buffers = self.layout.gauge, self.layout.buffers()
+        pending.buffers, pending.paths = buffers.names, self._weights.paths()
+        rows = [gauge.lengths(), gauge.largest()] if gauge.tensors else []
+        return [*rows, buffers.gauge.largest()] if buffers.names else rows
 
     def _measure_moments(self, pending: _Pending) -> list[Tensor]:
-        device = self.layout.device
-        named, counts = self.layout.moments()
-        pending.moments = [moment for moment, _ in named]
-        pending.counted = [name for name, _ in counts]
+        pending.state = state = self.layout.moments()
         pending.faded = self._moments.hand_out()
-        plain = [measure.here(one) for moment, one in named if moment.is_plain]
-        squares = [measure.here(one) for moment, one in named if moment.is_square]
-        rows = [measure.largest(plain, device)] if plain else []
-        if squares:
-            rows += [measure.sums(squares, device), measure.depths(squares, device)]
-        if counts:
-            rows.append(measure.row([count for _, count in counts], device))
-        return rows
+        rows = [state.plain_gauge.largest()] if state.plain else []
+        rows += [state.square_gauge.sums(), state.square_gauge.depths()] if state.squares else []
+        return [*rows, state.count_gauge.values()] if state.counted else rows
 
     def _reconcile(self) -> None:
         """Give back what an unread measurement took, and notice weights that were added."""
@@ -208,10 +194,11 @@ class Scans:
             since, place = self._weights.clean_step, 2 * len(self.layout.weights) + len(pending.buffers)
             found = self._weights.judge(step, pending.buffers, values[:place], pending.paths)
             findings += [(found, since)] if found else []
-        if pending.moments is not None and pending.faded is not None:
+        if (state := pending.state) is not None and pending.faded is not None:
             since, begin = self._moments.clean_step, place
-            place += sum(2 if one.is_square else 1 for one in pending.moments) + len(pending.counted)
-            found = self._moments.judge(step, pending.moments, pending.counted, values[begin:place], pending.faded)
+            place += len(state.plain) + 2 * len(state.squares) + len(state.counted)
+            mine = values[begin:place]
+            found = self._moments.judge(step, state.plain, state.squares, state.counted, mine, pending.faded)
             findings += [(found, since)] if found else []
             self._remarks += self._moments.remarks
             self._moments.remarks.clear()

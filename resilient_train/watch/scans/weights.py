@@ -29,6 +29,10 @@ class Weight:
     group: int | None  # the parameter group that updates it, counted over all optimizers
     count: int = 1
     coarse: bool = False
+    root: float = field(init=False)  # of the count
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", sqrt(self.count))
 
 
 @dataclass
@@ -104,8 +108,8 @@ class Weights:
 
     def _nonfinite(self, seen: Seen, buffers: Mapping[str, float]) -> Found | None:
         named = {weight.name: value for weight, value in zip(self.weights, seen.largest, strict=True)}
-        free = {weight.name for weight in self.weights if weight.group is None} | {f"buffer {name}" for name in buffers}
-        named |= {f"buffer {name}": value for name, value in buffers.items()}
+        free = {weight.name for weight in self.weights if weight.group is None} | set(buffers)
+        named |= buffers
         by_design = free - self._bounded
         bad = [(name, value) for name, value in named.items() if not isfinite(value)]
         bad = [(name, value) for name, value in bad if not (value == inf and name in by_design)]
@@ -121,6 +125,8 @@ class Weights:
         worst: tuple[float, Found] | None = None
         for number, weight in enumerate(self.weights):
             path = None if weight.group is None else paths[weight.group]
+            if self._is_quiet(number, weight, base, seen, path):
+                continue
             excess, told = self._compare(number, weight, base, seen, path, loudest)
             if told and (worst is None or excess > worst[0]):
                 worst = excess, Found(Signal.WEIGHTS_JUMP, weight.name, f"weights jumped: {weight.name} {told}")
@@ -128,6 +134,17 @@ class Weights:
             return worst[1]
         self._learn(base, seen, paths)
         return None
+
+    def _is_quiet(self, number: int, weight: Weight, base: Seen, seen: Seen, path: Path | None) -> bool:
+        """Whether nothing that is asked below could find anything: so it is with nearly all tensors."""
+        before, top = base.length[number], base.largest[number]
+        moved, topped = abs(seen.length[number] - before), abs(seen.largest[number] - top)
+        if not (moved <= _REMARKABLE * before and topped <= _REMARKABLE * top):
+            return False
+        if path is None or path.unknown:
+            return True
+        far = path.element + path.whole
+        return topped <= far and moved <= weight.root * far
 
     def _compare(
         self, number: int, weight: Weight, base: Seen, seen: Seen, path: Path | None, loudest: float
@@ -138,7 +155,7 @@ class Weights:
         if not isfinite(top) or not isfinite(new_top):
             return 0.0, ""
         updates = path.updates if path else seen.step - base.step
-        far = reach(path, length=before, largest=top, count=weight.count) if path else None
+        far = reach(path, length=before, largest=top, root=weight.root) if path else None
         if far is not None:
             slack, rounding = self.config.margin, _ROUNDING
             if weight.coarse:
@@ -164,7 +181,7 @@ class Weights:
                 return new_top / loudest, f"max |w| {top:.4g} -> {new_top:.4g}, the model's largest was {loudest:.4g}"
             return 0.0, ""
         has_lr_scale = path is not None and not path.unknown and path.element > 0
-        floor = _FULL_SPEED * sqrt(weight.count) * path.rate if path is not None and has_lr_scale else 0.0
+        floor = _FULL_SPEED * weight.root * path.rate if path is not None and has_lr_scale else 0.0
         sides = [("norm", base.length[number], seen.length[number], past.length[number], floor)]
         if not has_lr_scale:  # the bound above is sharper for single elements
             sides.append(("max |w|", top, new_top, past.largest[number], 0.0))
@@ -177,19 +194,18 @@ class Weights:
 
     def _learn(self, base: Seen, seen: Seen, paths: Sequence[Path]) -> None:
         """Remember the changes of a healthy interval."""
-        past = self._past
-        fresh = self._no_past()
+        past, lengths, tops, times = self._past, [], [], []
         for number, weight in enumerate(self.weights):
-            path = None if weight.group is None else paths[weight.group]
-            rate = _rate(path, base, seen)
+            rate = _rate(None if weight.group is None else paths[weight.group], base, seen)
             moved = abs(seen.length[number] - base.length[number])
             topped = abs(seen.largest[number] - base.largest[number])
-            learns = rate > 0 and moved > 0 and isfinite(moved) and isfinite(topped)
-            fade = _FADES if learns else 1.0  # a tensor at rest learns nothing about how it moves
-            fresh.length[number] = max(fade * past.length[number], moved / rate if learns else 0.0)
-            fresh.largest[number] = max(fade * past.largest[number], topped / rate if learns else 0.0)
-            fresh.times[number] = past.times[number] + learns
-        self._past = fresh
+            length, top, count = past.length[number], past.largest[number], past.times[number]
+            if rate > 0 and 0 < moved < inf and topped < inf:  # a tensor at rest learns nothing about how it moves
+                length, top, count = max(_FADES * length, moved / rate), max(_FADES * top, topped / rate), count + 1
+            lengths.append(length)
+            tops.append(top)
+            times.append(count)
+        self._past = _Past(lengths, tops, times)
 
     def state(self, unread: Sequence[Path] | None) -> dict[str, Any]:
         """`unread` was handed out for a measurement that nobody has judged."""

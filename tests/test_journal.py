@@ -1,0 +1,783 @@
+"""The journal survives kills, damage and full disks; the incidents in it are recalled, listed and told in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from resilient_train.errors import TrainError
+from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.record.incidents import IncidentBook, as_line, farewell, from_line, outcome_told, tags, told
+from resilient_train.record.journal import Journal, plain, read
+
+SLOW_DISK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def strictly(text: str) -> Any:
+    """Parse as readers do that know no NaN."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """A journal of three entries."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.write("run_started", step=0)
+    journal.write("drill_fired", drill=3, name="nan_batch")
+    journal.write("incident_opened", incident={"evidence": "häßlich, \n", "loss": math.nan})
+    journal.close()
+    return journal.path, journal.entries
+
+
+# The journal.
+
+
+def test_entries_are_lines_that_strict_readers_take(full: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Each line is an object with number, time, kind and checksum; a NaN is named."""
+    path, _ = full
+    first, _, third = (strictly(line) for line in path.read_text("ascii").splitlines())
+    assert list(first) == ["n", "at", "kind", "step", "crc"]
+    assert (first["n"], first["kind"], first["step"]) == (1, "run_started", 0)
+    assert abs(first["at"] / 1000 - time.time()) < 60
+    assert third["incident"] == {"evidence": "häßlich, \n", "loss": "nan"}
+
+
+def test_what_is_read_back_is_what_was_in_memory(full: tuple[Path, list[dict[str, Any]]]) -> None:
+    """A journal opened again has the same entries, and goes on counting."""
+    path, entries = full
+    again = Journal(path)
+    assert again.entries == entries == read(path)
+    assert again.write("more")["n"] == 4
+    assert read(path) == again.entries
+
+
+def test_a_journal_that_is_not_there_is_empty(tmp_path: Path) -> None:
+    """Opening makes no file; the first entry does."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    assert journal.entries == read(journal.path) == []
+    assert not journal.path.exists()
+    journal.write("one")
+    assert len(read(journal.path)) == 1
+
+
+def test_a_journal_that_cannot_be_read_is_never_written_over(tmp_path: Path) -> None:
+    """Whoever does not know what it holds must not go on as if it held nothing."""
+    (tmp_path / "journal.jsonl").mkdir()
+    with pytest.raises(TrainError, match="cannot be read"):
+        Journal(tmp_path / "journal.jsonl")
+
+
+def test_a_cut_at_any_byte_leaves_the_entries_before_it(full: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Opening gives the whole entries and removes the rest, and what is written then is read back."""
+    path, entries = full
+    content = path.read_bytes()
+    for length in range(len(content) + 1):
+        path.write_bytes(content[:length])
+        whole = content[:length].count(b"\n")
+        assert read(path) == entries[:whole]
+        journal = Journal(path)
+        assert journal.entries == entries[:whole]
+        assert path.read_bytes() == b"".join(content.splitlines(keepends=True)[:whole])
+        journal.write("later", number=length)
+        assert [entry["n"] for entry in read(path)] == [*range(1, whole + 2)]
+        assert read(path) == journal.entries
+
+
+@SLOW_DISK
+@given(data=st.data())
+def test_no_change_of_a_byte_is_ever_believed(full: tuple[Path, list[dict[str, Any]]], data: st.DataObject) -> None:
+    """Whatever byte becomes whatever else: every entry that is returned is one that was written, in order."""
+    path, entries = full
+    content = bytearray(b"".join(_lines(entries)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    journal = Journal(path)
+    assert [entry for entry in entries if entry in journal.entries] == journal.entries
+    journal.write("later")
+    assert read(path) == journal.entries == Journal(path).entries
+    numbers = [entry["n"] for entry in journal.entries]
+    assert numbers == sorted({*numbers})
+
+
+def test_every_bit_is_guarded(full: tuple[Path, list[dict[str, Any]]]) -> None:
+    """A flip of any one bit loses its own entry, or two if it joins their lines, and no other."""
+    path, entries = full
+    content = path.read_bytes()
+    for at in range(len(content)):
+        for bit in range(8):
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :])
+            left = read(path)
+            assert [entry for entry in entries if entry in left] == left
+            assert len(left) >= len(entries) - 1 - (content[at] == 10)
+            assert left != entries
+
+
+def test_what_follows_a_damaged_line_is_kept(
+    full: tuple[Path, list[dict[str, Any]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sector that rots must not make a crash drill fire again; it is said, and the line stays for a person to see."""
+    path, entries = full
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1].replace(b"nan_batch", b"man_batch") + lines[2])
+    journal = Journal(path)
+    assert journal.entries == [entries[0], entries[2]]
+    assert "1 line is damaged and left out" in caplog.text
+    assert b"man_batch" in path.read_bytes()
+    assert journal.write("later")["n"] == 4
+    assert Journal(path).entries == journal.entries
+
+
+@pytest.mark.parametrize(
+    "tail", [b"\0" * 4096, b"{}\n", b"[1]\n", b"nonsense\n\n\n", b'{"n": 4}\n', "ü\n".encode()], ids=range(6)
+)
+def test_a_tail_that_is_no_entry_is_cut_off(
+    full: tuple[Path, list[dict[str, Any]]], tail: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Zeroed pages after a power cut, or anything else, go; and it is said."""
+    path, entries = full
+    content = path.read_bytes()
+    path.write_bytes(content + tail)
+    assert Journal(path).entries == entries
+    assert path.read_bytes() == content
+    assert f"cut off the last {len(tail)} bytes" in caplog.text
+
+
+def test_a_right_checksum_alone_makes_no_entry(full: tuple[Path, list[dict[str, Any]]]) -> None:
+    """What a stranger sealed is passed over unless it has number, time and kind, and comes in order."""
+    path, entries = full
+    strange: list[dict[str, Any]] = [
+        {"n": "4", "at": 1, "kind": "x"},
+        {"n": 4, "at": True, "kind": "x"},
+        {"n": 4, "at": 1},
+    ]
+    old = [entries[0], {"n": 2, "at": 1, "kind": "old"}]
+    deep = b'{"n": 4, "at": 1, "kind": "x", "deep": ' + b"[" * 200_000
+    path.write_bytes(path.read_bytes() + b"".join(_lines([*strange, *old])) + _sealed(deep))
+    assert Journal(path).entries == entries
+
+
+def test_readers_change_nothing(full: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Half an entry may be about to become a whole one: only the writer cuts."""
+    path, entries = full
+    path.write_bytes(path.read_bytes() + b'{"n": 4, "at"')
+    before = path.read_bytes()
+    assert read(path) == entries
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"a": math.nan, 1: [math.inf, (-math.inf,)]}, {"a": "nan", "1": ["inf", ["-inf"]]}),
+        (Signal.HANG, "hang"),
+        ([True, None, 3, 0.5, "x"], [True, None, 3, 0.5, "x"]),
+        (Path("a/b"), "a/b"),
+        ({3}, [3]),
+    ],
+)
+def test_plain_is_what_any_reader_takes(value: Any, expected: Any) -> None:
+    """Text for what JSON has no word for, everything else as it is."""
+    assert plain(value) == expected
+    assert strictly(json.dumps(plain(value))) == expected
+
+
+def test_numbers_of_numpy_stay_numbers() -> None:
+    """A loss that comes as numpy's float is no text."""
+    numpy = pytest.importorskip("numpy")
+    assert plain([numpy.float32(0.5), numpy.int64(3), numpy.float64("nan")]) == [0.5, 3, "nan"]
+
+
+def test_a_journal_that_was_removed_is_written_anew(full: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Emptied or deleted under a running process: the next entry brings back those before it."""
+    path, _ = full
+    journal = Journal(path)
+    path.unlink()
+    journal.write("four")
+    assert read(path) == journal.entries
+    os.truncate(path, 10)
+    journal.write("five")
+    assert read(path) == journal.entries
+    assert len(journal.entries) == 5
+
+
+def test_what_stands_behind_the_last_entry_goes_with_the_next_one(full: tuple[Path, list[dict[str, Any]]]) -> None:
+    """A tail longer than the new entry, which could not be cut off at the opening, leaves no rest behind it."""
+    path, _ = full
+    journal = Journal(path)
+    with path.open("ab") as file:
+        file.write(b"x" * 5000)
+    journal.write("four")
+    assert b"xx" not in path.read_bytes()
+    assert read(path) == journal.entries
+
+
+def test_the_journals_own_fields_are_not_given_away(tmp_path: Path) -> None:
+    """A programmer who passes one of them is told."""
+    with pytest.raises(AssertionError, match="at"):
+        Journal(tmp_path / "journal.jsonl").write("one", at=3)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from resilient_train.record.journal import Journal
+journal = Journal(Path(sys.argv[1]))
+while True:
+    entry = journal.write("tick", text="x" * (len(journal.entries) * 37 % 5000))
+    print(entry["n"], flush=True)
+"""
+
+
+def test_nothing_acknowledged_is_lost_in_a_kill(tmp_path: Path) -> None:
+    """Five processes are killed at random moments of their writing: each goes on after what the last one was told."""
+    path, acknowledged = tmp_path / "journal.jsonl", 0
+    for _ in range(5):
+        command = [sys.executable, "-c", KILLED, str(path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            time.sleep(random.uniform(0.01, 0.15))
+            child.send_signal(signal.SIGKILL)
+            said = child.stdout.read().split()
+        acknowledged = max([acknowledged, *(int(word) for word in said)])
+        numbers = [entry["n"] for entry in read(path)]
+        assert numbers == [*range(1, len(numbers) + 1)]
+        assert acknowledged <= len(numbers) <= acknowledged + 1
+    assert acknowledged > 10
+
+
+# A disk that does not take it. Real ones: a tmpfs of 64 KiB, a limit on the size of files, a directory that goes away.
+
+ON_A_SMALL_DISK = """
+import logging, os, sys
+from pathlib import Path
+from resilient_train.record.journal import Journal, read
+logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
+path, ballast = Path(sys.argv[1]) / "journal.jsonl", Path(sys.argv[1]) / "ballast"
+journal = Journal(path)
+journal.write("before")
+ballast.write_bytes(b"x" * 40_000)
+for number in range(8):
+    journal.write("during", number=number, text="y" * 5_000)
+assert journal.waiting > 0, "the disk is not full"
+on_disk = read(path)
+assert on_disk == journal.entries[:len(on_disk)] and len(on_disk) + journal.waiting == 9
+assert Journal(path).entries == on_disk  # a process that starts while the disk is full
+ballast.unlink()
+journal.write("after")
+assert journal.waiting == 0
+journal.close()
+assert read(path) == journal.entries == Journal(path).entries
+assert [entry["n"] for entry in journal.entries] == [*range(1, 11)]
+"""
+
+
+def test_a_full_disk_costs_nothing_but_a_line_in_the_log(tmp_path: Path) -> None:
+    """Entries wait in memory while a real file system is full, and follow in order once there is space."""
+    mount = f"mount -t tmpfs -o size=64k none {tmp_path} && exec {sys.executable} -c '{ON_A_SMALL_DISK}' {tmp_path}"
+    tried = subprocess.run(["unshare", "-rm", "true"], capture_output=True)
+    if tried.returncode:
+        pytest.skip(f"no file system can be mounted here: {tried.stderr.decode().strip()}")
+    result = subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True, text=True)
+    if "mount:" in result.stderr:
+        pytest.skip(f"no file system can be mounted here: {result.stderr.strip()}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    warning, news = [line for line in result.stdout.splitlines() if "cut off" not in line]
+    assert warning.startswith("WARNING")
+    assert "No space left on device" in warning
+    assert news.startswith("INFO")
+    assert "caught up" in news
+
+
+WITH_A_LIMIT = """
+import logging, resource, sys
+from pathlib import Path
+from resilient_train.record.journal import Journal, read
+logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
+journal = Journal(Path(sys.argv[1]))
+journal.write("before")
+resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))
+journal.write("during", text="x" * 200)
+journal.write("during", text="y" * 200)
+assert journal.waiting == 2 and len(read(journal.path)) == 1
+assert journal.path.stat().st_size == 150, "the write was to fail half way"
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+journal.close()
+assert journal.waiting == 0 and read(journal.path) == journal.entries and len(journal.entries) == 3
+"""
+
+
+def test_a_write_that_fails_half_way_is_done_again_whole(tmp_path: Path) -> None:
+    """What a failed write left behind is cut off before the next try, and closing is one."""
+    command = [sys.executable, "-c", WITH_A_LIMIT, str(tmp_path / "journal.jsonl")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["WARNING", "INFO"]
+
+
+def test_what_is_lost_in_the_end_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A directory that never comes back: two entries, one warning, one error, no exception."""
+    journal = Journal(tmp_path / "gone" / "journal.jsonl")
+    journal.write("one")
+    journal.write("two")
+    assert [entry["kind"] for entry in journal.entries] == ["one", "two"]
+    journal.close()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.ERROR]
+    assert "lacks the last 2 entries" in caplog.text
+
+
+# Incidents as lines.
+
+SPIKE = Incident(
+    id=3,
+    anomaly=Anomaly(Signal.LOSS_SPIKE, 1204, 1310, since=1190, evidence="loss 8.12 where 2.9 to 3.4 was usual"),
+    diagnosis=Diagnosis(Cause.EXPLOSION, "Lower the learning rate."),
+    decision=Decision((Action("rewind"), Action("lower_lr", {"factor": 0.5, "rewarm": 20})), rung=1),
+    rewound_to=1177,
+    steps_lost=27,
+    seconds=0.1234,
+)
+POISON = Incident(
+    id=1,
+    anomaly=Anomaly(Signal.NONFINITE_LOSS, 1204, 1204, since=1203, evidence="", landed=False, ranks=(3, 1)),
+    diagnosis=Diagnosis(
+        Cause.OPERATION,
+        "Take the logarithm of something positive.",
+        Culprit("backward", "log", "net.head", "mine.py", 31, ({"name": "x", "min": -math.inf, "shape": [2, 3]},)),
+        rows=(17, 90_000),
+    ),
+    decision=Decision((Action("skip", {"samples": 32}),)),
+    steps_lost=1,
+)
+
+
+def test_a_line_has_the_contracts_keys_first() -> None:
+    """People's scripts rely on these names; what the engine needs beside them comes behind."""
+    keys = "id step tick rank signal cause culprit rows advice actions rewound_to steps_lost seconds outcome evidence"
+    assert list(as_line(SPIKE))[:15] == keys.split()
+    line = strictly(json.dumps(as_line(SPIKE)))
+    assert line["actions"] == [{"remedy": "rewind"}, {"remedy": "lower_lr", "factor": 0.5, "rewarm": 20}]
+    assert (line["rank"], line["culprit"], line["rows"], line["outcome"]) == (None, None, [], None)
+    line = strictly(json.dumps(as_line(dataclasses.replace(POISON, outcome=Outcome.RECOVERED))))
+    assert (line["rank"], line["rows"], line["outcome"]) == (1, [17, 90_000], "recovered")
+    assert line["culprit"]["inputs"] == [{"name": "x", "min": "-inf", "shape": [2, 3]}]
+    assert list(line["culprit"]) == ["phase", "op", "module", "file", "line", "inputs"]
+
+
+words = st.text(max_size=8)
+places = st.integers(0, 10**9)
+plain_settings = st.dictionaries(
+    words.filter(lambda word: word != "remedy"), st.integers() | st.booleans() | words | st.floats(allow_nan=False)
+)
+incidents = st.builds(
+    Incident,
+    id=st.integers(1, 9),
+    anomaly=st.builds(
+        Anomaly, st.sampled_from(Signal), places, places, places, words, st.booleans(), st.lists(places).map(tuple)
+    ),
+    diagnosis=st.builds(
+        Diagnosis,
+        st.sampled_from(Cause),
+        words,
+        st.none() | st.builds(Culprit, words, words, words, words, places, st.lists(plain_settings).map(tuple)),
+        st.lists(places).map(tuple),
+    ),
+    decision=st.builds(
+        Decision, st.lists(st.builds(Action, words, plain_settings)).map(tuple), places, st.none() | words
+    ),
+    rewound_to=st.none() | places,
+    steps_lost=places,
+    seconds=st.floats(0, 1e9),
+    outcome=st.none() | st.sampled_from(Outcome),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(incident=incidents)
+def test_an_incident_comes_back_from_its_line(incident: Incident) -> None:
+    """A resumed process has every incident as it was, and every one of them can be told."""
+    line = strictly(json.dumps(as_line(incident)))
+    finite = from_line(line)  # an infinity in the settings became its name
+    assert as_line(finite) == line
+    assert dataclasses.replace(finite, decision=incident.decision, diagnosis=incident.diagnosis) == incident
+    assert len(told(incident).split("\n")) in (2, 3)
+    assert "\n" not in outcome_told(incident)
+    assert farewell(incident, None)
+    assert tags([incident])
+
+
+def test_unknown_keys_are_passed_over_and_late_ones_are_optional() -> None:
+    """A line of a newer version is understood, and one that has only the contract's keys as well."""
+    line = as_line(POISON)
+    assert from_line({**line, "mood": "good"}) == from_line(line)
+    for key in ("evidence", "ranks", "since", "landed", "rung", "gave_up"):
+        del line[key]
+    assert from_line(line).anomaly == Anomaly(Signal.NONFINITE_LOSS, 1204, 1204, since=1203, evidence="")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"id": "1"}, {"id": -1}, {"id": True}, {"step": 1.0}, {"tick": None}, {"signal": "os.system"}, {"signal": 1}),
+        *({"cause": "bad luck"}, {"outcome": "fine"}, {"rows": 3}, {"rows": ["a"]}, {"rows": [True]}, {"advice": None}),
+        *(
+            {"culprit": "me"},
+            {"culprit": {}},
+            {"culprit": {"phase": "forward"}},
+            {"actions": {}},
+            {"actions": ["rewind"]},
+        ),
+        *({"actions": [{"factor": 1}]}, {"actions": [{"remedy": 1}]}, {"rewound_to": "3"}, {"seconds": "0.1"}),
+        *({"seconds": math.nan}, {"seconds": -1.0}, {"seconds": True}, {"steps_lost": -1}, {"since": "x"}),
+        *({"landed": 1}, {"ranks": [None]}, {"evidence": []}, {"gave_up": 1}),
+    ],
+    ids=str,
+)
+def test_a_line_of_wrong_types_is_refused_in_one_line(change: dict[str, Any]) -> None:
+    """What a stranger wrote becomes no incident, and the field is named."""
+    line = json.loads(json.dumps(as_line(POISON)))
+    with pytest.raises(ValueError, match=r"\w") as refused:
+        from_line({**line, **change})
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["id", "step", "tick", "signal", "cause", "advice", "culprit", "steps_lost", "outcome"])
+def test_a_line_without_a_key_of_the_contract_is_refused(key: str) -> None:
+    """Nothing is made up for what is missing."""
+    line = as_line(POISON)
+    del line[key]
+    with pytest.raises(ValueError, match=key):
+        from_line(line)
+
+
+@pytest.mark.parametrize("line", [None, [], "x", 3])
+def test_what_is_no_object_is_no_incident(line: Any) -> None:
+    """Another kind of JSON is refused as well."""
+    with pytest.raises(ValueError, match="incident"):
+        from_line(line)
+
+
+# The book of them.
+
+
+def test_incidents_are_listed_once_their_outcome_is_known(tmp_path: Path) -> None:
+    """The journal has every stage, incidents.jsonl one line for each that is closed, in the order they closed."""
+    book = IncidentBook(tmp_path)
+    file = tmp_path / "incidents.jsonl"
+    assert file.read_text() == ""
+    for incident in (POISON, SPIKE):
+        book.opened(incident)
+        book.treated(dataclasses.replace(incident, seconds=0.5))
+        assert file.read_text() == ""
+    book.closed(dataclasses.replace(SPIKE, outcome=Outcome.RECOVERED))
+    book.closed(dataclasses.replace(POISON, outcome=Outcome.RECURRED))
+    assert [strictly(line)["outcome"] for line in file.read_text().splitlines()] == ["recovered", "recurred"]
+    kinds = [entry["kind"] for entry in read(tmp_path / "journal.jsonl")]
+    assert kinds == ["incident_opened", "incident_treated"] * 2 + ["incident_closed"] * 2
+
+
+def test_an_open_incident_survives(tmp_path: Path) -> None:
+    """The process that resumes has all incidents as they were left, and closes what is open."""
+    before = IncidentBook(tmp_path)
+    treated = dataclasses.replace(SPIKE, seconds=0.5)
+    closed = dataclasses.replace(from_line(as_line(POISON)), outcome=Outcome.RECOVERED)
+    before.opened(SPIKE)
+    before.opened(POISON)
+    before.treated(treated)
+    before.closed(closed)
+    after = IncidentBook(tmp_path)
+    assert after.incidents == [closed, treated]
+    assert after.next_id == 4
+    after.closed(dataclasses.replace(treated, outcome=Outcome.RECOVERED))
+    assert [json.loads(line)["id"] for line in (tmp_path / "incidents.jsonl").read_text().splitlines()] == [1, 3]
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"id": 1, "st', b"nonsense\n"])
+def test_the_list_is_made_anew_from_the_journal(tmp_path: Path, damage: bytes) -> None:
+    """A torn, emptied or edited incidents.jsonl is put right when the directory is opened."""
+    book = IncidentBook(tmp_path)
+    book.opened(POISON)
+    book.closed(dataclasses.replace(POISON, outcome=Outcome.RECOVERED))
+    file = tmp_path / "incidents.jsonl"
+    right = file.read_bytes()
+    file.write_bytes(damage)
+    IncidentBook(tmp_path)
+    assert file.read_bytes() == right
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_disk_that_refuses_the_list_gets_it_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The run goes on, one line says so, and the list is whole as soon as it can be."""
+    book = IncidentBook(tmp_path)
+    file = tmp_path / "incidents.jsonl"
+    file.unlink()
+    file.mkdir()
+    for number in (1, 2):
+        book.closed(dataclasses.replace(SPIKE, id=number, outcome=Outcome.RECOVERED))
+    assert len(caplog.records) == 1
+    file.rmdir()
+    book.close()
+    assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == [1, 2]
+
+
+def test_an_entry_that_is_no_incident_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A journal of another version, or of a stranger, does not keep a run from starting."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.write("incident_opened", incident={**as_line(SPIKE), "signal": "unheard of"})
+    journal.write("incident_opened")
+    journal.write("drill_fired", drill="x")
+    journal.write("something else")
+    book = IncidentBook(tmp_path)
+    assert book.incidents == []
+    assert "unheard of" in caplog.text
+
+
+def test_a_drill_is_remembered_through_a_kill(tmp_path: Path) -> None:
+    """A drill that kills its process is in the journal already when it does."""
+    program = (
+        "import os, signal, sys; from pathlib import Path\n"
+        "from resilient_train.record.incidents import IncidentBook\n"
+        "book = IncidentBook(Path(sys.argv[1]))\n"
+        "book.fired(3_000_000_000_100, 'crash', 17)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)]).returncode == -signal.SIGKILL
+    book = IncidentBook(tmp_path)
+    assert book.has_fired(3_000_000_000_100)
+    assert not book.has_fired(3)
+
+
+def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a directory the same calls keep the same history, and touch no disk."""
+    monkeypatch.chdir(tmp_path)
+    book = IncidentBook(None)
+    book.opened(SPIKE)
+    book.closed(dataclasses.replace(SPIKE, outcome=Outcome.RECOVERED))
+    book.fired(1, "nan_batch", 3)
+    book.close()
+    assert book.has_fired(1)
+    assert [incident.outcome for incident in book.incidents] == [Outcome.RECOVERED]
+    assert not list(tmp_path.iterdir())
+
+
+# Incidents in words.
+
+
+def acted(*actions: Action, **changes: Any) -> Incident:
+    incident = dataclasses.replace(POISON, decision=Decision(actions), diagnosis=Diagnosis(Cause.UNKNOWN, ""))
+    return dataclasses.replace(incident, anomaly=dataclasses.replace(POISON.anomaly, ranks=()), **changes)
+
+
+def seen(incident: Incident, **changes: Any) -> Incident:
+    return dataclasses.replace(incident, anomaly=dataclasses.replace(incident.anomaly, **changes))
+
+
+def test_a_refused_update_is_told_in_two_lines() -> None:
+    """What was noticed, that it did no harm, and what was done."""
+    assert told(acted(Action("skip", {"samples": 32}), steps_lost=1)) == (
+        "! step 1,204: the loss is not finite (nonfinite_loss), refused before it reached the weights\n"
+        "  cause unknown; skipped 32 samples; nothing was lost"
+    )
+
+
+def test_a_rewind_is_told_in_three_lines() -> None:
+    """With the evidence between what was noticed and what was done."""
+    assert told(SPIKE) == (
+        "! step 1,204: the loss jumped (loss_spike), in the weights since step 1,191\n"
+        "  loss 8.12 where 2.9 to 3.4 was usual\n"
+        "  cause explosion; rewound 27 steps to step 1,177 (proven good), learning rate x0.5 with 20 steps of warm-up, "
+        "in 0.12 s"
+    )
+
+
+def test_a_diagnosis_names_line_and_rows() -> None:
+    """The place in the user's code and the rows of the data stand behind the cause, ranks behind the signal."""
+    header, cause = told(POISON).split("\n")
+    assert "the loss is not finite on ranks 1 and 3 (nonfinite_loss)" in header
+    assert cause.startswith("  cause operation (log in net.head, mine.py:31, backward; rows 17 and 90000 of the data);")
+
+
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [
+        (Action("skip"), "skipped the samples to blame"),
+        (Action("skip", {"updates": None}), "skipped the samples to blame"),
+        (Action("lower_lr", {"factor": 1, "rewarm": 50}), "learning rate as before with 50 steps of warm-up"),
+        (Action("skip", {"samples": 1}), "skipped 1 sample"),
+        (Action("skip", {"batches": 1000}), "skipped 1,000 batches"),
+        (Action("skip", {"updates": 200}), "skipped 200 updates of data"),
+        (Action("lower_lr", {"factor": 0.5}), "learning rate x0.5"),
+        (Action("lower_lr", {"factor": 0.1, "rewarm": 1}), "learning rate x0.1 with 1 step of warm-up"),
+        (Action("lower_lr", {"to": 1e-05}), "learning rate lowered to 1e-05"),
+        (Action("lower_lr"), "learning rate lowered"),
+        (Action("tighten_clip", {"factor": 0.25}), "gradient clip x0.25"),
+        (Action("raise_eps", {"factor": 100}), "epsilon x100"),
+        (Action("reset_moments"), "reset the optimizer's moments"),
+        (Action("lower_loss_scale", {"factor": 0.5}), "loss scale x0.5"),
+        (Action("higher_precision", {"steps": 2000}), "full precision for 2,000 steps"),
+        (Action("repeat"), "the update is made again"),
+        (Action("report"), "reported only"),
+        (
+            Action("mine.knock_on_wood", {"how_often": 3, "loudly": True}),
+            "mine.knock_on_wood (how often 3, loudly yes)",
+        ),
+        (Action("tighten_clip", {"factor": 0.5, "mood": "bad"}), "gradient clip x0.5 (mood bad)"),
+        (Action("lower_lr", {"factor": "nan", "rewarm": "x"}), "learning rate xnan with x steps of warm-up"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_remedy_has_words(action: Action, expected: str) -> None:
+    """One and many, thousands, remedies that are not known here, and settings that nobody foresaw."""
+    assert told(acted(action)).split("\n")[-1] == f"  cause unknown; {expected}; nothing was lost"
+
+
+@pytest.mark.parametrize(
+    ("incident", "expected"),
+    [
+        (acted(Action("rewind"), rewound_to=0, steps_lost=1204), "rewound 1,204 steps to the start, in 0.00 s"),
+        (
+            acted(Action("rewind", {"older": 1}), rewound_to=1203, steps_lost=1, seconds=75.0),
+            "rewound 1 step to step 1,203 (proven good), in 75 s",
+        ),
+        (
+            acted(Action("rewind"), Action("skip"), rewound_to=1000, steps_lost=300),
+            "rewound 204 steps to step 1,000 (proven good), skipped the samples to blame, in 0.00 s; 300 steps lost",
+        ),
+        (acted(Action("rewind")), "no rewind, as there was no state to go back to; nothing was lost"),
+        (seen(acted(Action("skip"), steps_lost=1), landed=True), "skipped the samples to blame; 1 step lost"),
+        (acted(), "nothing was done; nothing was lost"),
+        (dataclasses.replace(POISON, decision=Decision(gave_up="no rung left")), "gave up: no rung left"),
+    ],
+)
+def test_what_it_cost_is_told(incident: Incident, expected: str) -> None:
+    """Steps back, steps lost, the time it took, or that nothing helped."""
+    assert told(incident).endswith(f"; {expected}")
+
+
+@pytest.mark.parametrize("one", Signal)
+def test_every_signal_has_words(one: Signal) -> None:
+    """A crash or a full disk is not said to be in the weights."""
+    header = told(seen(SPIKE, signal=one)).split("\n")[0]
+    assert f"({one})" in header
+    beside = {"exception", "out_of_memory", "hang", "crash", "disk_full", "checkpoint_damaged"}
+    assert ("in the weights" in header) == (one not in beside)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ((7,), "row 7 of the data"),
+        ((7, 8), "rows 7 and 8 of"),
+        (tuple(range(3004)), "rows 0, 1, 2, 3 and 3,000 more of"),
+    ],
+)
+def test_rows_are_counted_out(rows: tuple[int, ...], expected: str) -> None:
+    """A few are named, the others counted."""
+    incident = dataclasses.replace(POISON, diagnosis=Diagnosis(Cause.DATA, "", rows=rows))
+    assert f"cause data ({expected}" in told(incident)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "healthy", "expected"),
+    [
+        (Outcome.RECOVERED, 50, "incident 3 recovered: 50 healthy steps since"),
+        (Outcome.RECOVERED, 1, "incident 3 recovered: 1 healthy step since"),
+        (Outcome.RECOVERED, None, "incident 3 recovered"),
+        (Outcome.RECURRED, None, "incident 3 recurred: the same trouble is back, so what was done was not enough"),
+        (Outcome.GAVE_UP, None, "incident 3 could not be cured: the policy has nothing left"),
+        (None, None, "incident 3 is open: it counts as recovered once the run has stayed healthy"),
+    ],
+)
+def test_an_outcome_is_told_in_one_line(outcome: Outcome | None, healthy: int | None, expected: str) -> None:
+    """Every outcome in words."""
+    assert outcome_told(dataclasses.replace(SPIKE, outcome=outcome), healthy) == expected
+
+
+def test_the_farewell_says_what_is_left_and_what_to_do() -> None:
+    """What happened, why it ends, what was tried how often, where the last good weights are, what to try next."""
+    last = dataclasses.replace(
+        SPIKE, id=9, decision=Decision(gave_up="3 incidents within 1,000 ticks"), rewound_to=None
+    )
+    assert farewell(last, Path("runs/mine/checkpoints/1177"), [SPIKE, SPIKE, POISON]) == (
+        "gave up at step 1,204: the loss jumped (loss_spike), cause explosion\n"
+        "  loss 8.12 where 2.9 to 3.4 was usual\n"
+        "  why: 3 incidents within 1,000 ticks\n"
+        "  tried: rewound 27 steps to step 1,177 (proven good), learning rate x0.5 with 20 steps of warm-up (2 times); "
+        "skipped 32 samples\n"
+        "  last good weights: runs/mine/checkpoints/1177\n"
+        "  what to try next: Lower the learning rate."
+    )
+
+
+def test_a_farewell_with_nothing_to_say_stays_true() -> None:
+    """No remedy, no checkpoint, no advice."""
+    said = farewell(acted(), None)
+    assert "tried: nothing, as the policy says" in said
+    assert "last good weights: none on disk" in said
+    assert "what to try next" not in said
+
+
+def with_outcome(outcome: Outcome | None) -> Incident:
+    return dataclasses.replace(SPIKE, outcome=outcome)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "status"),
+    [
+        ([], "clean"),
+        ([None], "recovering"),
+        ([Outcome.RECOVERED], "recovered"),
+        ([Outcome.RECURRED, Outcome.RECOVERED], "recovered"),
+        ([Outcome.RECURRED, None], "recovering"),
+        ([None, Outcome.RECOVERED], "recovering"),
+        ([None, Outcome.GAVE_UP], "gave_up"),
+        ([Outcome.GAVE_UP, Outcome.RECOVERED], "recovered"),
+    ],
+)
+def test_the_status_is_one_word(outcomes: list[Outcome | None], status: str) -> None:
+    """The list of runs is filtered by it."""
+    told_by = tags([with_outcome(outcome) for outcome in outcomes])
+    assert told_by["resilience.status"] == status
+    assert told_by["resilience.incidents"] == str(len(outcomes))
+
+
+def test_tags_name_the_last_incident_and_all_causes() -> None:
+    """One line for a person, causes once each for a filter; a clean run has neither."""
+    told_by = tags([with_outcome(Outcome.RECURRED), POISON, with_outcome(Outcome.RECOVERED)])
+    assert told_by["resilience.cause"] == "explosion, operation"
+    assert told_by["resilience.last_incident"] == (
+        "step 1,204: the loss jumped (loss_spike); cause explosion; rewound 27 steps to step 1,177 (proven good), "
+        "learning rate x0.5 with 20 steps of warm-up, in 0.12 s; recovered"
+    )
+    assert set(tags([])) == {"resilience.status", "resilience.incidents"}
+
+
+def _lines(entries: list[dict[str, Any]]) -> list[bytes]:
+    return [_sealed(json.dumps(entry).encode()[:-1]) for entry in entries]
+
+
+def _sealed(body: bytes) -> bytes:
+    """Seal as the format says, independently of the code under test."""
+    import zlib
+
+    return body + b', "crc": "' + f"{zlib.crc32(body):08x}".encode() + b'"}\n'

@@ -1,0 +1,876 @@
+"""Recovery: policies as data, decisions, knobs, and what becomes of incidents. No torch, no training."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from resilient_train.errors import ConfigError
+from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.recover.causes import by_signal
+from resilient_train.recover.decide import decide
+from resilient_train.recover.history import History
+from resilient_train.recover.knobs import HIGHEST_EPS, LOWEST_CLIP, LOWEST_LR, Knobs, KnobValues
+from resilient_train.recover.policy import SHIPPED, Policy, named, parse, shipped
+from resilient_train.recover.remedies import KNOWN, Applicable, Case, Patient, Remedy, passes_over, remedy
+
+policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
+
+POLICIES = ["aggressive", "balanced", "conservative", "off", "palm", "skip"]
+ALL_APPLICABLE = Applicable(snapshots=4, skip=True, mixed_precision=True, loss_scaler=True)
+
+
+def refused(step: int, tick: int | None = None, signal: Signal = Signal.NONFINITE_LOSS) -> Anomaly:
+    return Anomaly(signal, step, step if tick is None else tick, step - 1, "", landed=False)
+
+
+def landed(step: int, tick: int | None = None, signal: Signal = Signal.DIVERGENCE) -> Anomaly:
+    return Anomaly(signal, step, step if tick is None else tick, max(0, step - 5), "", landed=True)
+
+
+def unknown(anomaly: Anomaly) -> Diagnosis:
+    return Diagnosis(Cause.UNKNOWN, "")
+
+
+def decisions(
+    policy: Policy,
+    anomalies: Iterable[Anomaly],
+    can: Applicable = ALL_APPLICABLE,
+    diagnose: Callable[[Anomaly], Diagnosis] = unknown,
+) -> list[Decision]:
+    """What is decided about each of a series, until it is given up."""
+    history: list[Incident] = []
+    for anomaly in anomalies:
+        decision = decide(policy, anomaly, diagnose(anomaly), tuple(history), anomaly.tick, can)
+        history.append(Incident(len(history) + 1, anomaly, diagnose(anomaly), decision))
+        if decision.gave_up is not None:
+            break
+    return [incident.decision for incident in history]
+
+
+def rungs(made: Sequence[Decision]) -> list[int | str]:
+    """The rungs that were taken, and "end" where it was given up."""
+    return ["end" if decision.gave_up is not None else decision.rung for decision in made]
+
+
+THREE = {"default": [["skip"], ["rewind", "skip"], [{"rewind": {"older": 1}}, "lower_lr"]]}
+
+
+@pytest.mark.parametrize(
+    ("policy", "anomalies", "expected"),
+    [
+        pytest.param({}, [refused(7)], [0], id="a refused update takes the first rung"),
+        pytest.param({}, [landed(7)], [1], id="skip cannot help what landed"),
+        pytest.param({}, [refused(7), refused(7, 8), refused(7, 9), refused(7, 10)], [0, 1, 2, "end"], id="it climbs"),
+        pytest.param({"strikes": 2}, [refused(7, n) for n in range(7, 12)], [0, 0, 1, 1, 2], id="strikes to a rung"),
+        pytest.param(
+            {"strikes": {"unknown": 2}}, [refused(7, n) for n in range(7, 10)], [0, 0, 1], id="strikes by cause"
+        ),
+        pytest.param(
+            {"strikes": {"data": 2}}, [refused(7, n) for n in range(7, 10)], [0, 1, 2], id="strikes of another cause"
+        ),
+        pytest.param({"forgive_after": 100}, [landed(7), landed(106)], [1, 2], id="not yet forgiven"),
+        pytest.param({"forgive_after": 100}, [landed(7), landed(107)], [1, 1], id="forgiven"),
+        pytest.param({"forgive_after": 100}, [landed(7), landed(7, 900)], [1, 2], id="no progress is not forgiven"),
+        pytest.param(
+            {"forgive_after": 100},
+            [landed(500, 500), landed(200, 700), landed(550, 1050)],
+            [1, 2, "end"],
+            id="after a long rewind the way back is no progress",
+        ),
+        pytest.param(
+            {"ladders": {"default": [{"do": ["skip"], "strikes": None}, *THREE["default"][1:]]}, "forgive_after": 100},
+            [landed(7), landed(50), *[refused(n) for n in range(60, 145, 5)], landed(145)],
+            [1, 2, *[0] * 17, "end"],
+            id="what lower rungs pass over does not bring a spent rung back",
+        ),
+        pytest.param(
+            {"ladders": {"default": [{"do": ["skip"], "strikes": None}, *THREE["default"][1:]]}, "forgive_after": 100},
+            [landed(7), landed(50), *[refused(n) for n in range(60, 155, 5)], landed(155)],
+            [1, 2, *[0] * 19, 1],
+            id="what lower rungs pass over does not keep a cause from being forgiven",
+        ),
+        pytest.param(
+            {"ladders": {"default": [{"do": ["skip"], "strikes": None}, ["rewind"]]}, "budget": {"in_a_row": 500}},
+            [refused(1, n) for n in range(400)],
+            [0] * 400,
+            id="unlimited strikes",
+        ),
+        pytest.param(
+            {"ladders": {"default": [{"do": ["skip"], "strikes": 2, "within": 5}, ["rewind"]]}},
+            [refused(1), refused(4), refused(6), refused(20)],
+            [0, 0, 1, 0],
+            id="strikes within some ticks",
+        ),
+        pytest.param({"ladders": {"default": []}}, [refused(7)], ["end"], id="an empty ladder"),
+        pytest.param({"ladders": {"default": [["skip"]]}}, [landed(7)], ["end"], id="nothing applies"),
+        pytest.param(
+            {"budget": {"incidents": 2, "window": 51}, "forgive_after": 1},
+            [landed(10), landed(20), landed(70), landed(71)],
+            [1, 1, 1, "end"],
+            id="a budget over a window",
+        ),
+        pytest.param(
+            {"budget": {"run": 2}, "forgive_after": 1}, [landed(n) for n in (1, 9000, 90000)], [1, 1, "end"], id="a run"
+        ),
+        pytest.param(
+            {"budget": {"refused": 2, "window": 10}, "forgive_after": 1},
+            [refused(n) for n in (1, 3, 14, 16, 18)],
+            [0, 0, 0, 0, "end"],
+            id="refused updates",
+        ),
+        pytest.param(
+            {"budget": {"in_a_row": 2}, "strikes": 9},
+            [refused(1, 1), refused(1, 2), refused(2, 4), refused(2, 5), refused(2, 6)],
+            [0, 0, 0, 0, "end"],
+            id="refused in a row",
+        ),
+    ],
+)
+def test_rungs_by_history(policy: dict[str, Any], anomalies: list[Anomaly], expected: list[int | str]) -> None:
+    """A rung is taken by strikes since the cause was forgiven, and budgets come first."""
+    made = rungs(decisions(parse({"ladders": THREE, **policy}), anomalies))
+    assert made == expected
+
+
+@pytest.mark.parametrize(
+    ("rung", "anomaly", "can", "expected"),
+    [
+        (["skip", "rewind"], landed(9), {}, ["rewind", "skip"]),
+        (["skip", "rewind"], refused(9), {}, ["rewind", "skip"]),
+        (["skip", "rewind"], landed(9), {"snapshots": 0}, []),
+        (["skip", "rewind"], refused(9), {"snapshots": 0}, ["skip"]),
+        (["skip", "rewind"], landed(9), {"skip": False}, ["rewind"]),
+        ([{"skip": {"updates": 5}}], landed(9), {}, ["skip"]),
+        (["skip", "report"], landed(9), {}, ["report"]),
+        (["skip", "report"], refused(9), {}, ["skip"]),
+        (["repeat"], refused(9), {}, ["repeat"]),
+        (["repeat"], landed(9), {}, []),
+        (["higher_precision", "lower_loss_scale"], refused(9), {}, ["lower_loss_scale", "higher_precision"]),
+        (["higher_precision", "lower_loss_scale"], refused(9), {"loss_scaler": False}, ["higher_precision"]),
+        (["higher_precision", "lower_loss_scale"], refused(9), {"mixed_precision": False}, ["lower_loss_scale"]),
+        (
+            ["raise_eps", "tighten_clip", "lower_lr", "reset_moments", "skip", {"rewind": {"steps": 9}}],
+            landed(9),
+            {},
+            ["rewind", "skip", "reset_moments", "lower_lr", "tighten_clip", "raise_eps"],
+        ),
+    ],
+)
+def test_remedies_of_a_rung(rung: list[Any], anomaly: Anomaly, can: dict[str, Any], expected: list[str]) -> None:
+    """A rung keeps the remedies that apply, in a fixed order; one of which none applies is passed over."""
+    policy = parse({"ladders": {"default": [rung]}})
+    (decision,) = decisions(policy, [anomaly], dataclasses.replace(ALL_APPLICABLE, **can))
+    assert [action.remedy for action in decision.actions] == expected
+    assert (decision.gave_up is None) == bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("policy", "anomalies", "said"),
+    [
+        ({"ladders": {"default": []}}, [refused(1)], "the policy has no remedy for unknown"),
+        ({"ladders": {"default": [["skip"]]}}, [landed(1)], "none of the remedies for unknown can be applied here"),
+        (
+            {"ladders": {"default": [["skip"]]}},
+            [refused(1, 1), refused(1, 2)],
+            "the ladder for unknown has no rung left, 1 rung did not help",
+        ),
+        (
+            {"budget": {"incidents": 10}, "strikes": 99},
+            [landed(n) for n in range(1, 12)],
+            "the budget of 10 incidents within 1,000 updates is used up",
+        ),
+        ({"budget": {"run": 1}}, [landed(1), landed(2)], "the budget of 1 incident in a run is used up"),
+        (
+            {"budget": {"in_a_row": 1}},
+            [refused(1, 1), refused(1, 2)],
+            "1 update in a row were refused, and the next one too",
+        ),
+        (
+            {"budget": {"refused": 1, "window": 1000}, "strikes": 9},
+            [refused(1), refused(3)],
+            "1 of the last 1,000 updates were refused, and the next one too",
+        ),
+    ],
+)
+def test_a_run_that_is_given_up_says_why(policy: dict[str, Any], anomalies: list[Anomaly], said: str) -> None:
+    """The reason is one clause for a person, and nothing is done any more."""
+    last = decisions(parse({"ladders": THREE, **policy}), anomalies)[-1]
+    assert last.gave_up == said
+    assert last.actions == ()
+
+
+def test_a_run_taken_up_again_has_a_clean_slate() -> None:
+    """What came before it gave up counts no more, or a better configuration would end at once as well."""
+    policy = parse({"ladders": THREE})
+    before = [refused(7, n) for n in range(7, 11)]
+    made = decisions(policy, before)
+    history = [
+        Incident(n, anomaly, unknown(anomaly), one)
+        for n, (anomaly, one) in enumerate(zip(before, made, strict=True), start=1)
+    ]
+    assert history[-1].decision.gave_up is not None
+    again = decide(policy, refused(7, 11), unknown(refused(7)), history, 11, ALL_APPLICABLE)
+    assert again == Decision((Action("skip"),), 0)
+
+
+# Parsing.
+
+
+def ladder(*rungs: Any) -> dict[str, Any]:
+    return {"ladders": {"default": [["skip"]], "data": list(rungs)}}
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (
+            ladder(["skip"], ["rewnd"]),
+            "recovery.ladders.data[1][0]: no such remedy rewnd; did you mean rewind? There are",
+        ),
+        (ladder(["skip", "cure"]), "recovery.ladders.data[0][1]: no such remedy cure; there are rewind, skip,"),
+        (
+            ladder({"do": ["skip", "rewnd"]}),
+            "recovery.ladders.data[0].do[1]: no such remedy rewnd; did you mean rewind?",
+        ),
+        (
+            ladder([{"rewind": {"oldr": 1}}]),
+            "recovery.ladders.data[0][0].rewind.oldr: no such setting oldr; did you mean",
+        ),
+        (ladder([{"report": {"to": 1}}]), "recovery.ladders.data[0][0].report.to: no such setting to; there is none"),
+        (ladder([{"lower_lr": {"factor": 2}}]), "data[0][0].lower_lr.factor=2: must be greater than 0 and at most 1"),
+        (ladder([{"lower_lr": {"factor": 0}}]), "data[0][0].lower_lr.factor=0: must be greater than 0 and at most 1"),
+        (ladder([{"lower_lr": {"factor": float("nan")}}]), "lower_lr.factor=nan: must be greater than 0 and at most 1"),
+        (
+            ladder([{"lower_lr": {"factor": "half"}}]),
+            "lower_lr.factor=half: must be a number, greater than 0, at most 1",
+        ),
+        (ladder([{"raise_eps": {"factor": float("inf")}}]), "raise_eps.factor=inf: must be"),
+        (ladder([{"rewind": {"older": -1}}]), "data[0][0].rewind.older=-1: must be at least 0"),
+        (ladder([{"rewind": {"older": 1.5}}]), "rewind.older=1.5: must be a whole number, at least 0"),
+        (ladder([{"rewind": {"older": True}}]), "rewind.older=True: must be a whole number, at least 0"),
+        (ladder([{"rewind": {"older": None}}]), "rewind.older=null: must be a whole number, at least 0"),
+        (ladder([{"skip": {"updates": 0}}]), "skip.updates=0: must be at least 1"),
+        (ladder([{"skip": {"updates": "few"}}]), "skip.updates=few: must be a whole number or null, at least 1"),
+        (ladder([{"skip": 200}]), "recovery.ladders.data[0][0].skip=200: settings are given as {name: value}"),
+        (ladder([["skip"]]), "recovery.ladders.data[0][0]=['skip']: give a remedy by its name"),
+        (
+            ladder([{"skip": {}, "rewind": {}}]),
+            "recovery.ladders.data[0][0]={'skip': {}, 'rewind': {}}: give a remedy by",
+        ),
+        (ladder([3]), "recovery.ladders.data[0][0]=3: give a remedy by its name"),
+        (ladder([]), "recovery.ladders.data[0]: a rung needs a remedy; to leave things as they are, say [report]"),
+        (ladder({"do": []}), "recovery.ladders.data[0].do: a rung needs a remedy"),
+        (
+            ladder({"do": ["skip"], "strike": 2}),
+            "data[0].strike: no such key strike; did you mean strikes? There are do,",
+        ),
+        (ladder({"strikes": 2, "within": 3}), "recovery.ladders.data[0].do=null: a rung is a list of remedies"),
+        (ladder({"do": ["skip"], "within": 0}), "recovery.ladders.data[0].within=0: must be at least 1"),
+        (ladder({"do": ["skip"], "strikes": 0}), "recovery.ladders.data[0].strikes=0: must be at least 1"),
+        (ladder("skip"), "recovery.ladders.data[0]=skip: a rung is a list of remedies, such as [skip]"),
+        (ladder({"skip": {"updates": 3}}), "recovery.ladders.data[0]={'skip': {'updates': 3}}: a rung is a list"),
+        (ladder(["skip", "rewind", "skip"]), "recovery.ladders.data[0][2]: skip stands twice in one rung"),
+        (ladder(["repeat", "skip"]), "recovery.ladders.data[0][0]: repeat makes no sense beside skip"),
+        ({"ladders": {"default": "skip"}}, "recovery.ladders.default=skip: a ladder is a list of rungs"),
+        (
+            {"ladders": {"default": [], "dat": []}},
+            "recovery.ladders.dat: no such cause dat; did you mean data? There are",
+        ),
+        ({"ladders": {"data": []}}, "recovery.ladders.default: has to be given"),
+        ({"ladders": []}, "recovery.ladders=[]: must be a mapping of default, data,"),
+        ({}, "recovery.ladders: has to be given"),
+        ("balanced", "recovery=balanced: must be a mapping of ladders, strikes,"),
+        (
+            {**ladder(), "forgive_afer": 1},
+            "recovery.forgive_afer: no such key forgive_afer; did you mean forgive_after?",
+        ),
+        ({**ladder(), "forgive_after": 0}, "recovery.forgive_after=0: must be at least 1"),
+        ({**ladder(), "relax_after": None}, "recovery.relax_after=null: must be a whole number, at least 1"),
+        ({**ladder(), "strikes": 0}, "recovery.strikes=0: must be at least 1"),
+        ({**ladder(), "strikes": {"dta": 1}}, "recovery.strikes.dta: no such cause dta; did you mean data?"),
+        ({**ladder(), "strikes": {"data": "many"}}, "recovery.strikes.data=many: must be a whole number or null"),
+        (
+            {**ladder(), "budget": 5},
+            "recovery.budget=5: must be a mapping of incidents, run, refused, in_a_row, window",
+        ),
+        ({**ladder(), "budget": {"window": 0}}, "recovery.budget.window=0: must be at least 1"),
+        ({**ladder(), "budget": {"run": None}}, "recovery.budget.run=null: must be a whole number, at least 0"),
+        ({**ladder(), "budget": {"hours": 1}}, "recovery.budget.hours: no such key hours; there are incidents,"),
+    ],
+)
+def test_what_is_wrong_in_a_policy_is_named_by_its_position(tree: Any, said: str) -> None:
+    """One line says where it is, what stands there, and what is allowed."""
+    with pytest.raises(ConfigError) as error:
+        parse(tree)
+    assert said in str(error.value)
+    assert str(error.value).startswith("recovery")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_shipped_policies(name: str) -> None:
+    """Each parses alike for Hydra and for a guard, and its actions bring back the remedies they came from."""
+    policy = named(name)
+    assert policy == parse(OmegaConf.to_container(OmegaConf.load(SHIPPED / f"{name}.yaml"), resolve=True))
+    for rungs in policy.ladders.values():
+        for rung in rungs:
+            for one in rung.remedies:
+                assert one.action.remedy in KNOWN
+                assert remedy(one.action) == one.remedy
+                json.dumps(one.action.settings)
+
+
+def test_all_policies_are_tested() -> None:
+    """A policy that is added to the package is added to these tests."""
+    assert shipped() == POLICIES
+
+
+def test_aggressive_uses_everything() -> None:
+    """Every remedy there is stands somewhere in it, but the one that does nothing."""
+    ladders = named("aggressive").ladders.values()
+    used = {one.action.remedy for rungs in ladders for rung in rungs for one in rung.remedies}
+    assert used == set(KNOWN) - {"report"}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("balance", "recovery: no such policy balance; did you mean balanced? There are aggressive, balanced,"),
+        ("nowhere/mine.yaml", "recovery=nowhere/mine.yaml: cannot be read: No such file or directory"),
+    ],
+)
+def test_a_policy_that_is_not_there(name: str, said: str) -> None:
+    """A wrong name is told with those there are."""
+    with pytest.raises(ConfigError) as error:
+        named(name)
+    assert said in str(error.value)
+
+
+def test_a_policy_of_ones_own(tmp_path: Path) -> None:
+    """A YAML file from anywhere is a policy like those of the package, numbers such as 1e-2 included."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("ladders: {default: [[skip], [rewind, {lower_lr: {factor: 1e-2}}]]}\nstrikes: 2\n")
+    policy = named(file)
+    assert rungs(decisions(policy, [refused(1, n) for n in range(3)])) == [0, 0, 1]
+    assert policy.ladders["default"][1].remedies[1].action == Action("lower_lr", {"factor": 0.01})
+    file.write_text("ladders: {default: [[skip]\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml: is not YAML: .*line 2"):
+        named(file)
+
+
+OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+from resilient_train.recover.remedies import Remedy, limited
+
+@dataclass(frozen=True)
+class Halve(Remedy):
+    name: ClassVar[str] = "halve"
+    about: ClassVar[str] = "halve the rate, as often as it says"
+    times: int = limited(1, at_least=1)
+
+    def apply(self, patient):
+        patient.knobs.turn_lr(0.5**self.times)
+
+class Useless:
+    def apply(self, patient):
+        pass
+"""
+
+
+def test_a_remedy_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dotted path in a rung is imported, its settings are checked, and it is applied after the others."""
+    (tmp_path / "my_remedies.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    policy = parse({"ladders": {"default": [[{"my_remedies.Halve": {"times": 2}}, "skip"]]}})
+    (decision,) = decisions(policy, [refused(1)])
+    assert decision.actions == (Action("skip"), Action("my_remedies.Halve", {"times": 2}))
+    run = Run()
+    remedy(decision.actions[1]).apply(run)
+    assert run.knobs.values.lr == 0.25
+    for entry, said in {
+        "my_remedies.Half": "[0][0]: my_remedies.Half cannot be imported: my_remedies has no Half; did you mean Halve?",
+        "my_remedy.Halve": "[0][0]: my_remedy.Halve cannot be imported: there is no module my_remedy on the path",
+        "my_remedies.Useless": "[0][0]: my_remedies.Useless is not a remedy: it lacks applies, undo, name, about;",
+        "json.dumps": "[0][0]: json.dumps failed with TypeError:",
+        "sys.path": "[0][0]: sys.path is a list, not a class",
+    }.items():
+        with pytest.raises(ConfigError) as error:
+            parse({"ladders": {"default": [[entry]]}})
+        assert f"recovery.ladders.default{said}" in str(error.value)
+    with pytest.raises(ConfigError, match=r"my_remedies\.Halve\.times=0: must be at least 1"):
+        parse({"ladders": {"default": [[{"my_remedies.Halve": {"times": 0}}]]}})
+    sys.modules.pop("my_remedies")
+
+
+def test_every_remedy_says_what_it_does() -> None:
+    """Each has a line for a person, works with its defaults, and can be taken back or says why not."""
+    for name, kind in KNOWN.items():
+        run = Run()
+        one = kind()
+        assert (one.name, bool(one.about)) == (name, True)
+        one.apply(run)
+        reason = one.undo(run)
+        assert reason is None or "not" in reason
+        assert run.knobs.values == KnobValues()
+        assert reason is not None or run.told == []
+
+
+# A run in miniature: what policies do to it, and whether it ends.
+
+
+@dataclass
+class Run:
+    """A run that does nothing but count; a state is proven every ten steps."""
+
+    knobs: Knobs = field(default_factory=Knobs)
+    step: int = 0
+    tick: int = 0
+    position: int = 0
+    told: list[str] = field(default_factory=list)
+    anomaly: Anomaly = field(default_factory=lambda: refused(1))
+
+    def rewind(self, older: int = 0, steps: int = 0) -> None:
+        there = [step for step in range(0, self.anomaly.since + 1, 10) if step <= self.anomaly.step - steps] or [0]
+        back = self.step - there[max(0, len(there) - 1 - older)]
+        self.step, self.position = self.step - back, self.position - back
+        self.told.append("rewind")
+
+    def skip(self, updates: int | None = None) -> None:
+        self.position += 1 if updates is None else updates
+        self.told.append("skip")
+
+    def reset_moments(self) -> None:
+        self.told.append("reset_moments")
+
+    def lower_loss_scale(self, factor: float) -> None:
+        self.told.append("lower_loss_scale")
+
+
+Fault = Callable[[Run], Anomaly | None]
+
+
+def trained(policy: Policy, fault: Fault, steps: int = 600, most_ticks: int = 6_000) -> tuple[Run, History]:
+    """Run to the end, whichever it is. `fault` says what befalls the update that the run is about to make."""
+    run, history = Run(Knobs(relax_after=policy.relax_after)), History(recovered_after=50)
+    while run.step < steps:
+        run.tick += 1
+        assert run.tick <= most_ticks, "it does not end"
+        anomaly = fault(run)
+        if anomaly is None or anomaly.landed:
+            run.step, run.position = run.step + 1, run.position + 1
+        if anomaly is None:
+            run.knobs.advance()
+            history.accepted()
+            continue
+        run.anomaly = anomaly
+        decision = decide(policy, anomaly, by_signal(anomaly), history.incidents, run.tick, ALL_APPLICABLE)
+        history.open(anomaly, by_signal(anomaly), decision)
+        if decision.gave_up is not None:
+            return run, history
+        if not passes_over(decision.actions):
+            run.knobs.trouble()
+        for action in decision.actions:
+            remedy(action).apply(run)
+    history.finish()
+    return run, history
+
+
+def always(signal: Signal, landed: bool) -> Fault:
+    return lambda run: Anomaly(signal, run.step + 1, run.tick, run.step, "", landed=landed)
+
+
+def at_positions(every: int, signal: Signal) -> Fault:
+    """Every so many updates' samples are rotten, whenever they are met."""
+    return lambda run: refused(run.step + 1, run.tick, signal) if run.position % every == every - 1 else None
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("signal", list(Signal))
+def test_a_data_set_of_poison_ends(name: str, signal: Signal) -> None:
+    """Where every update is refused, every policy gives up within its own budget of updates in a row."""
+    policy = policy_named(name)
+    run, history = trained(policy, always(signal, landed=False))
+    assert history.incidents[-1].decision.gave_up is not None
+    assert run.tick <= policy.budget.in_a_row + 1
+    assert run.step == 0
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "skip"])
+@pytest.mark.parametrize("signal", list(Signal))
+def test_trouble_that_always_lands_ends(name: str, signal: Signal) -> None:
+    """Rewinding again and again to the same place comes to an end."""
+    policy = policy_named(name)
+    run, history = trained(policy, always(signal, landed=True))
+    assert history.incidents[-1].decision.gave_up is not None
+    assert run.tick <= policy.budget.incidents + 1
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "skip"])
+@pytest.mark.parametrize("step", [5, 350])
+def test_a_step_that_cannot_be_passed_ends(name: str, step: int) -> None:
+    """Whatever lies between two meetings, coming to the same step over and over is no progress."""
+    fault: Fault = lambda run: landed(step, run.tick) if run.step + 1 == step else None  # noqa: E731
+    _, history = trained(policy_named(name), fault)
+    assert history.incidents[-1].decision.gave_up is not None
+
+
+def test_skip_leaves_what_landed_as_it_is() -> None:
+    """The policy that never rewinds tells it, and goes on."""
+    run, history = trained(policy_named("skip"), always(Signal.DIVERGENCE, landed=True))
+    assert run.tick == run.step == 600
+    assert {action.remedy for one in history.incidents for action in one.decision.actions} == {"report"}
+
+
+@pytest.mark.parametrize(
+    ("name", "every", "completes"),
+    [
+        *[(name, 20, True) for name in ("balanced", "aggressive", "skip", "palm")],
+        *[(name, 3, True) for name in ("balanced", "aggressive", "skip", "palm")],
+        ("conservative", 40, True),
+        ("conservative", 3, False),
+        ("off", 600, False),
+    ],
+)
+@pytest.mark.parametrize("signal", [Signal.NONFINITE_BATCH, Signal.NONFINITE_GRAD])
+def test_rotten_samples_here_and_there(name: str, every: int, completes: bool, signal: Signal) -> None:
+    """Many incidents that cost nothing but themselves are borne: the update is skipped, nothing else is touched."""
+    run, history = trained(policy_named(name), at_positions(every, signal))
+    gave_up = history.incidents[-1].decision.gave_up is not None
+    assert gave_up != completes
+    if completes:
+        assert set(run.told) == {"skip"}
+        assert run.knobs.values == KnobValues()
+
+
+@pytest.mark.parametrize(
+    ("name", "bearable", "completes"),
+    [
+        ("balanced", 0.7, True),
+        ("balanced", 0.1, True),
+        ("aggressive", 0.03, True),
+        ("conservative", 0.7, True),
+        ("conservative", 0.3, False),
+        ("palm", 0.7, False),
+        ("off", 0.7, False),
+    ],
+)
+def test_a_rate_that_is_too_high(name: str, bearable: float, completes: bool) -> None:
+    """It is lowered until it holds, and not raised so often again that it ends the run; others give up."""
+    hot = 0
+
+    def fault(run: Run) -> Anomaly | None:
+        nonlocal hot
+        hot = hot + 1 if run.step >= 100 and run.knobs.values.lr > bearable else 0
+        return landed(run.step + 1, run.tick) if hot and hot % 8 == 0 else None
+
+    _, history = trained(policy_named(name), fault, steps=8_000, most_ticks=9_000)
+    assert (history.incidents[-1].decision.gave_up is None) == completes
+    assert len(history.incidents) < 20
+
+
+DRILLS = [
+    (refused(50, signal=Signal.NONFINITE_BATCH), "data"),
+    (refused(50, signal=Signal.NONFINITE_GRAD), "unknown"),
+    (refused(50, signal=Signal.NONFINITE_LOSS), "unknown"),
+    (refused(50, signal=Signal.GRAD_SPIKE), "unknown"),
+    (refused(50, signal=Signal.LOSS_SPIKE), "unknown"),
+    (landed(50, signal=Signal.LOSS_SPIKE), "explosion"),
+    (landed(50, signal=Signal.DIVERGENCE), "explosion"),
+    (landed(50, signal=Signal.WEIGHTS_JUMP), "corruption"),
+    (landed(50, signal=Signal.NONFINITE_WEIGHTS), "corruption"),
+    (landed(50, signal=Signal.OPTIMIZER_RANGE), "optimizer"),
+    (landed(50, signal=Signal.NONFINITE_OPTIMIZER), "optimizer"),
+    (refused(50, signal=Signal.SCALE_COLLAPSE), "overflow"),
+]
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "off"])
+@pytest.mark.parametrize(("anomaly", "cause"), DRILLS)
+def test_one_fault_is_cured_by_the_first_rung(name: str, anomaly: Anomaly, cause: str) -> None:
+    """A fault that comes once costs one incident; what landed is rewound, corruption loses no samples."""
+    fault: Fault = lambda run: dataclasses.replace(anomaly, tick=50) if run.tick == 50 else None  # noqa: E731
+    run, history = trained(policy_named(name), fault)
+    (incident,) = history.incidents
+    assert (incident.diagnosis.cause, incident.outcome) == (cause, Outcome.RECOVERED)
+    assert ("rewind" in run.told) == (anomaly.landed and name != "skip")
+    if cause == "corruption":
+        assert "skip" not in run.told
+    assert run.knobs.values == KnobValues()
+
+
+@st.composite
+def series(draw: st.DrawFn) -> list[Anomaly]:
+    """Any troubles, at ticks that never go back and steps that may."""
+    tick, anomalies = 0, []
+    for _ in range(draw(st.integers(1, 40))):
+        tick += draw(st.sampled_from([1, 1, 1, 2, 10, 400]))
+        step = draw(st.integers(1, tick))
+        since = draw(st.integers(0, step))
+        anomalies.append(Anomaly(draw(st.sampled_from(Signal)), step, tick, since, "", draw(st.booleans())))
+    return anomalies
+
+
+applicables = st.builds(Applicable, st.integers(0, 4), st.booleans(), st.booleans(), st.booleans())
+
+
+@settings(max_examples=150, deadline=None)
+@given(name=st.sampled_from(POLICIES), anomalies=series(), can=applicables)
+def test_decisions_are_total_and_the_same_everywhere(name: str, anomalies: list[Anomaly], can: Applicable) -> None:
+    """Whatever happens, a policy prescribes something that applies or gives up, and every rank comes to the same."""
+    made = decisions(policy_named(name), anomalies, can, by_signal)
+    assert made == decisions(policy_named(name), anomalies, can, by_signal)
+    for decision, anomaly in zip(made, anomalies, strict=False):
+        assert bool(decision.actions) == (decision.gave_up is None)
+        for action in decision.actions:
+            rewinds = any(one.remedy == "rewind" for one in decision.actions)
+            assert remedy(action).applies(Case(anomaly, by_signal(anomaly), can, rewinds))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from([name for name in POLICIES if name != "skip"]),
+    faults=st.lists(st.tuples(st.sampled_from(Signal), st.booleans(), st.integers(0, 3)), min_size=1, max_size=6),
+)
+def test_an_endless_series_ends(name: str, faults: list[tuple[Signal, bool, int]]) -> None:
+    """Any pattern of troubles that repeats for ever ends in a bounded number of updates: finished or given up."""
+    pattern = [fault for signal, has_landed, healthy in faults for fault in [(signal, has_landed), *[None] * healthy]]
+
+    def fault(run: Run) -> Anomaly | None:
+        if (one := pattern[run.tick % len(pattern)]) is None:
+            return None
+        return Anomaly(one[0], run.step + 1, run.tick, max(0, run.step - 3), "", landed=one[1])
+
+    trained(policy_named(name), fault, steps=300)
+
+
+# Knobs.
+
+
+def test_knobs_turn_and_multiply() -> None:
+    """Factors multiply from turn to turn, and read as what differs from the configuration."""
+    knobs = Knobs()
+    assert str(knobs) == "as configured"
+    knobs.turn_lr(0.5)
+    knobs.turn_clip(0.5)
+    assert str(knobs) == "lr x0.5, clip x0.5"
+    knobs.turn_lr(0.5)
+    knobs.turn_eps(100)
+    knobs.turn_precision(3)
+    assert knobs.values == KnobValues(lr=0.25, clip=0.5, eps=100, higher_precision=True)
+    assert str(knobs) == "lr x0.25, clip x0.5, eps x100, higher precision for 3 steps"
+
+
+def test_knobs_re_warm() -> None:
+    """The rate climbs in a straight line to the lowered one, and relaxing waits until it is there."""
+    knobs = Knobs(relax_after=2)
+    knobs.turn_lr(0.5, rewarm=4)
+    assert str(knobs) == "lr x0.5 (re-warming, 0 of 4)"
+    rates = []
+    for _ in range(8):
+        rates.append(knobs.values.lr)
+        knobs.advance()
+    assert rates == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.5, 0.5, 0.5**0.5, 0.5**0.5])
+    assert knobs.values == KnobValues()
+
+
+def test_higher_precision_is_for_a_stretch() -> None:
+    """It ends after so many accepted updates; a shorter stretch does not cut a longer one."""
+    knobs = Knobs()
+    knobs.turn_precision(3)
+    knobs.turn_precision(2)
+    seen = []
+    for _ in range(5):
+        seen.append(knobs.values.higher_precision)
+        knobs.advance()
+    assert seen == [True, True, True, False, False]
+
+
+def healthy_updates_until_relaxed(knobs: Knobs) -> int:
+    before, count = knobs.values, 0
+    while knobs.values == before:
+        knobs.advance()
+        count += 1
+    return count
+
+
+def test_trouble_while_relaxing_doubles_the_wait() -> None:
+    """Relaxing stops where it is and takes twice as long the next time, up to a bound; long health mends it."""
+    knobs = Knobs(relax_after=10)
+    waits = []
+    for _ in range(9):
+        knobs.turn_lr(0.5)
+        waits.append(healthy_updates_until_relaxed(knobs))
+        relaxed = knobs.values
+        knobs.trouble()
+        assert knobs.values == relaxed
+    assert waits == [10, 20, 40, 80, 160, 320, 640, 640, 640]
+    for _ in range(20_000):
+        knobs.advance()
+    assert knobs.values == KnobValues()
+    knobs.turn_clip(0.5)
+    assert healthy_updates_until_relaxed(knobs) == 10
+
+
+def test_trouble_before_relaxing_only_starts_the_wait_anew() -> None:
+    """Incidents in a row are one trouble."""
+    knobs = Knobs(relax_after=10)
+    knobs.turn_lr(0.5)
+    for _ in range(3):
+        knobs.advance()
+        knobs.trouble()
+    assert healthy_updates_until_relaxed(knobs) == 10
+
+
+factors = st.floats(1e-6, 1.0)
+turns = st.lists(
+    st.one_of(
+        st.tuples(st.just("turn_lr"), factors, st.integers(0, 9)),
+        st.tuples(st.just("turn_clip"), factors),
+        st.tuples(st.just("turn_eps"), st.floats(1.0, 1e6)),
+        st.tuples(st.just("turn_precision"), st.integers(0, 9)),
+        st.tuples(st.just("trouble")),
+        st.tuples(st.just("advance")),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(turns=turns, relax_after=st.integers(1, 3))
+def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]], relax_after: int) -> None:
+    """Whatever is turned, values stay inside their bounds; a healthy run brings each back to exactly 1."""
+    knobs = Knobs(relax_after)
+    for name, *arguments in turns:
+        getattr(knobs, name)(*arguments)
+        values = knobs.values
+        assert LOWEST_LR <= values.lr <= 1.0
+        assert LOWEST_CLIP <= values.clip <= 1.0
+        assert 1.0 <= values.eps <= HIGHEST_EPS
+        resumed = Knobs(relax_after)
+        resumed.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
+        assert resumed.state_dict() == knobs.state_dict()
+        assert resumed.values == values
+    for _ in range(64 * relax_after * 40):
+        knobs.advance()
+    assert knobs.values == KnobValues()
+    assert str(knobs) == "as configured"
+
+
+# Causes.
+
+
+@pytest.mark.parametrize("signal", list(Signal))
+@pytest.mark.parametrize("has_landed", [True, False])
+def test_every_signal_has_a_cause_and_advice(signal: Signal, has_landed: bool) -> None:
+    """The fallback of a diagnosis says something that a person can act on, in one sentence."""
+    diagnosis = by_signal(Anomaly(signal, 5, 5, 4, "", landed=has_landed))
+    assert diagnosis.advice.endswith(".")
+    assert ". " not in diagnosis.advice.replace("train.log", "")
+    assert diagnosis.culprit is None
+
+
+# What becomes of incidents.
+
+
+DATA, EXPLOSION = Diagnosis(Cause.DATA, ""), Diagnosis(Cause.EXPLOSION, "")
+SKIPPED, ENDED = Decision((Action("skip"),)), Decision(gave_up="enough")
+
+
+def closed(incidents: Iterable[Incident]) -> list[tuple[int, str | None]]:
+    return [(incident.id, incident.outcome) for incident in incidents]
+
+
+def accept(history: History, updates: int) -> list[tuple[int, str | None]]:
+    return [one for _ in range(updates) for one in closed(history.accepted())]
+
+
+def test_an_incident_recovers_after_enough_healthy_updates() -> None:
+    """Not one update earlier, and only once."""
+    history = History(recovered_after=50)
+    assert accept(history, 200) == []
+    assert closed(history.open(refused(1), DATA, SKIPPED)[1]) == []
+    assert accept(history, 49) == []
+    assert accept(history, 1) == [(1, "recovered")]
+    assert accept(history, 100) == []
+    assert history.tally() == {"total": 1, "recovered": 1, "by_cause": {"data": 1}}
+
+
+def test_the_same_trouble_again_closes_the_one_before() -> None:
+    """The same cause and line, sooner: it recurred. Another cause or another line changes nothing."""
+    line = Culprit("forward", "log", "head", "losses.py", 41, inputs=({"min": 0.0},))
+    history = History(recovered_after=50)
+    history.open(refused(1), DATA, SKIPPED)
+    assert closed(history.open(refused(2), EXPLOSION, SKIPPED)[1]) == []
+    assert closed(history.open(refused(3), dataclasses.replace(DATA, culprit=line), SKIPPED)[1]) == []
+    assert closed(history.open(refused(4), DATA, SKIPPED)[1]) == [(1, "recurred")]
+    elsewhere = dataclasses.replace(line, inputs=({"min": -1.0},))
+    again = history.open(refused(5), dataclasses.replace(DATA, culprit=elsewhere), SKIPPED)
+    assert closed(again[1]) == [(3, "recurred")]
+    assert accept(history, 50) == [(2, "recovered"), (4, "recovered"), (5, "recovered")]
+    assert history.tally() == {"total": 5, "recovered": 3, "by_cause": {"data": 4, "explosion": 1}}
+
+
+def test_a_healthy_finish_closes_what_is_open() -> None:
+    """Whoever came to the end has recovered."""
+    history = History(recovered_after=50)
+    history.open(refused(1), DATA, SKIPPED)
+    accept(history, 3)
+    assert closed(history.finish()) == [(1, "recovered")]
+    assert closed(history.finish()) == []
+
+
+def test_giving_up_closes_everything() -> None:
+    """The last incident is closed itself; of the open ones the same trouble recurred, the others were not cured."""
+    history = History(recovered_after=50)
+    history.open(refused(1), DATA, SKIPPED)
+    history.open(refused(2), EXPLOSION, SKIPPED)
+    last, others = history.open(refused(3), DATA, ENDED)
+    assert closed([last]) == [(3, "gave_up")]
+    assert closed(others) == [(1, "recurred"), (2, "gave_up")]
+    assert closed(history.incidents) == [(1, "recurred"), (2, "gave_up"), (3, "gave_up")]
+    assert closed(history.finish()) == []
+
+
+def test_a_history_goes_on_in_the_next_process() -> None:
+    """From journalled incidents, the last word on each; an open one is closed by the process that resumes."""
+    first = History(recovered_after=50)
+    opened, _ = first.open(refused(1), DATA, SKIPPED)
+    treated = dataclasses.replace(opened, rewound_to=0, steps_lost=1)
+    first.treated(treated)
+    assert first.incidents == [treated]
+    second = History([opened, treated], recovered_after=50)
+    assert second.incidents == [treated]
+    assert second.open(refused(60), EXPLOSION, SKIPPED)[0].id == 2
+    assert accept(second, 50) == [(1, "recovered"), (2, "recovered")]
+    assert second.incidents[0].rewound_to == 0
+
+
+def test_the_protocols_hold() -> None:
+    """The run in miniature is a patient, and each remedy is one by its protocol."""
+    patient: Patient = Run()
+    assert patient.knobs.values == KnobValues()
+    assert all(isinstance(kind(), Remedy) for kind in KNOWN.values())
+
+
+def test_comments_explain_every_key() -> None:
+    """Each key of a shipped policy has a comment, and its file begins with what it stands for."""
+    for name in POLICIES:
+        text = (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8")
+        assert text.startswith(f"# {name}: ")
+        for key in [*yaml.safe_load(text).get("budget", {}), "strikes", "forgive_after", "relax_after"]:
+            lines = [line for line in text.splitlines() if line.strip().startswith(f"{key}:")]
+            assert all("#" in line for line in lines), f"{name}: {key} is not explained"

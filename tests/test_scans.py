@@ -1,0 +1,719 @@
+"""Scans: damage to weights and moments is found and named, and healthy training never is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from resilient_train.events import Anomaly, Signal
+from resilient_train.watch.config import ActivationsConfig, BatchConfig, OptimizerConfig, WeightsConfig
+from resilient_train.watch.scans import Scans
+from resilient_train.watch.scans.reach import Path, Traveller, adam_stride, reach
+
+EVERY = 5
+NAN, INF = float("nan"), float("inf")
+
+
+def config(**every: int) -> Any:
+    """Checks as they are configured by default, at short intervals."""
+    return SimpleNamespace(
+        weights=WeightsConfig(every.get("weights", EVERY), margin=1.05, jump=20.0),
+        optimizer=OptimizerConfig(every.get("optimizer", EVERY), margin=1.05, recursion=1e-3),
+        activations=ActivationsConfig(every.get("activations", 0)),
+        batch=BatchConfig(every.get("batch", 0), factor=10.0),
+    )
+
+
+class Lion(Optimizer):
+    """Somebody's own optimizer, with states that torch does not know."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in (one for one in group["params"] if one.grad is not None):
+                state = self.state[weight]
+                mean = state.setdefault("sum", torch.zeros_like(weight))  # torch's Adagrad never has a negative one
+                state.setdefault("best", torch.tensor(INF))
+                weight.sub_(group["lr"] * (0.9 * mean + 0.1 * weight.grad).sign())
+                mean.lerp_(weight.grad, 0.1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.mid = nn.Linear(8, 24), nn.BatchNorm1d(24), nn.Linear(24, 24)
+        self.down = nn.Linear(24, 4)
+        self.register_buffer("mask", torch.full((3, 3), -INF).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.up(x)))
+        y: Tensor = self.down(torch.tanh(self.mid(x)) + x)
+        return y
+
+
+Make = Callable[[nn.Module], list[Optimizer]]
+
+
+def one(kind: Any, **options: Any) -> Make:
+    return lambda model: [kind(model.parameters(), **options)]
+
+
+def muon_and_adamw(model: nn.Module) -> list[Optimizer]:
+    flat = [weight for weight in model.parameters() if weight.ndim == 2]
+    rest = [weight for weight in model.parameters() if weight.ndim != 2]
+    return [torch.optim.Muon(flat, lr=0.01), torch.optim.AdamW(rest, lr=3e-3)]
+
+
+optim = torch.optim
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": one(optim.SGD, lr=0.1),
+    "SGD nesterov": one(optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "SGD dampened": one(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "Adam": one(optim.Adam, lr=3e-3),
+    "Adam decayed": one(optim.Adam, lr=3e-3, weight_decay=0.01),
+    "AdamW fused": one(optim.AdamW, lr=3e-3, weight_decay=0.1, fused=True),
+    "amsgrad": one(optim.AdamW, lr=3e-3, amsgrad=True),
+    "RMSprop": one(optim.RMSprop, lr=1e-3, momentum=0.5),
+    "RMSprop centered": one(optim.RMSprop, lr=1e-3, centered=True),
+    "Adagrad": one(optim.Adagrad, lr=0.02),
+    "Adadelta": one(optim.Adadelta, lr=0.5),
+    "Adamax": one(optim.Adamax, lr=3e-3),
+    "NAdam": one(optim.NAdam, lr=3e-3),
+    "RAdam": one(optim.RAdam, lr=3e-3),
+    "ASGD": one(optim.ASGD, lr=0.05),
+    "Adafactor": one(optim.Adafactor, lr=0.02),
+    "Muon and AdamW": muon_and_adamw,
+    "one's own": one(Lion, lr=1e-3),
+}
+ADAMS = ("Adam", "Adam decayed", "AdamW fused", "amsgrad", "NAdam", "RAdam")
+
+
+class Run:
+    """Trains as the guard does: a scan is launched between backward and update and judged an update later."""
+
+    def __init__(self, make: Make, model: nn.Module | None = None, checks: Any = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Net() if model is None else model
+        self.optimizers = make(self.model)
+        self.scans = Scans(checks or config(), self.model, self.optimizers)
+        self.rate: Callable[[int], float] = options.get("rate", lambda step: 1.0)
+        self.max_norm: float | None = options.get("max_norm", 1.0)
+        self.rates = [[group["lr"] for group in one.param_groups] for one in self.optimizers]
+        self.weights = [one for opt in self.optimizers for group in opt.param_groups for one in group["params"]]
+        self.truth = torch.randn(8, 4)
+        self.step = 0
+        self.before_backward: Callable[[], None] | None = None
+        self._landed: Any = None
+        self._sent: Any = None
+
+    def update(self) -> Anomaly | None:
+        torch.manual_seed(self.step)
+        x = torch.randn(16, 8)
+        loss = (self.model(x) - torch.sin(x @ self.truth)).pow(2).mean()
+        torch.autograd.backward(loss)
+        found = self.hear()
+        if self.scans.due(self.step):
+            self._sent = self.step, self.scans.measure().tolist()
+        norm: float | None = None
+        if self.max_norm is None:
+            nn.utils.clip_grad_value_(self.weights, 0.01)
+        else:
+            norm = min(float(nn.utils.clip_grad_norm_(self.weights, self.max_norm)), self.max_norm)
+        landed = [[{"lr": lr * self.rate(self.step)} for lr in mine] for mine in self.rates]
+        for optimizer, mine in zip(self.optimizers, landed, strict=True):
+            for group, setting in zip(optimizer.param_groups, mine, strict=True):
+                group.update(setting)
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+        self._landed = landed, norm
+        return found
+
+    def hear(self) -> Anomaly | None:
+        if self._landed is not None:
+            self.scans.landed(self.step, *self._landed)
+            self._landed = None
+        if self._sent is None:
+            return None
+        (step, values), self._sent = self._sent, None
+        return self.scans.judge(step, step + 100, values)
+
+    def updates(self, count: int) -> Anomaly | None:
+        """Train until something is found."""
+        return next((found for _ in range(count) if (found := self.update()) is not None), None)
+
+
+_trained: dict[str, Run] = {}
+
+
+def trained(name: str) -> Run:
+    """A run of 200 healthy updates, as a copy."""
+    if name not in _trained:
+        _trained[name] = Run(OPTIMIZERS[name])
+        found = _trained[name].updates(203)
+        assert found is None, found
+    return deepcopy(_trained[name])
+
+
+# ------------------------------------------------------------------------------------------------------- healthy runs
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_healthy_training_is_never_reported(name: str) -> None:
+    """Two hundred updates with any optimizer are clean, and every scan has seen them."""
+    run = trained(name)
+    assert run.scans.clean_step == 200
+    assert run.scans.remarks() == []
+
+
+def restarts(step: int) -> float:
+    return float(0.5 ** (step % 40 / 6))
+
+
+@pytest.mark.parametrize("name", ["SGD nesterov", "AdamW fused", "Muon and AdamW", "one's own"])
+@pytest.mark.parametrize(
+    "rate", [lambda step: min(1.0, step / 100), restarts, lambda step: 10.0], ids=["warm-up", "restarts", "huge"]
+)
+def test_learning_rates_may_do_what_they_like(name: str, rate: Callable[[int], float]) -> None:
+    """Warm-up, restarts and a huge rate are no damage."""
+    assert Run(OPTIMIZERS[name], rate=rate).updates(160) is None
+
+
+def frozen(model: Net) -> None:
+    model.up.requires_grad_(False)
+
+
+def tied(model: Net) -> None:
+    model.mid.weight = nn.Parameter(model.mid.weight.detach().clone())
+    model.extra = nn.Linear(24, 24)
+    model.extra.weight = model.mid.weight  # its bias never has a gradient
+
+
+def halves(model: Net) -> None:
+    model.to(torch.bfloat16)
+    model.forward = lambda x: Net.forward(model, x.bfloat16()).float()  # type: ignore[method-assign]
+
+
+def mixed(model: Net) -> None:
+    model.mid.double()
+    model.mid.register_forward_pre_hook(lambda _, args: (args[0].double(),))
+    model.mid.register_forward_hook(lambda _, args, out: out.float())
+    model.register_parameter("turn", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
+    model.down.register_forward_hook(lambda _, args, out: out * model.turn.abs().mean())
+    model.register_parameter("nothing", nn.Parameter(torch.ones(0)))
+
+
+@pytest.mark.parametrize("name", ["SGD nesterov", "Adam", "one's own"])
+@pytest.mark.parametrize("change", [frozen, tied, halves, mixed])
+def test_unusual_models_are_scanned(name: str, change: Callable[[Net], None]) -> None:
+    """Frozen, tied, unused, coarse, complex and empty weights raise no alarm, and a fault beside them does."""
+    if change is mixed and name == "one's own":
+        pytest.skip("the sign of a complex number is not for this optimizer")
+    model = Net()
+    change(model)
+    run = Run(OPTIMIZERS[name], model)
+    assert run.updates(80) is None
+    with torch.no_grad():
+        model.down.weight[1, 1] = 1e3
+    found = run.updates(2 * EVERY)
+    assert found is not None
+    assert "down.weight" in found.evidence
+
+
+def test_a_weight_that_wakes_up_late_is_healthy() -> None:
+    """Weights that rested for long may start to move at any time, from zero as well."""
+    for name in ("SGD nesterov", "AdamW fused", "one's own"):
+        model = Net()
+        nn.init.zeros_(model.up.bias)
+        model.up.requires_grad_(False)
+        run = Run(OPTIMIZERS[name], model)
+        assert run.updates(100) is None
+        model.up.requires_grad_(True)
+        assert run.updates(100) is None
+
+
+def test_a_copy_that_is_refreshed_now_and_then_is_healthy() -> None:
+    """A frozen copy of the model that follows it slowly, or by leaps, is no damage."""
+    for share, pause in ((0.05, 1), (1.0, 40)):
+        model = Net()
+        model.add_module("target", nn.Linear(24, 4).requires_grad_(False))
+        run = Run(OPTIMIZERS["AdamW fused"], model)
+        for step in range(200):
+            assert run.update() is None
+            if step % pause == 0:
+                with torch.no_grad():
+                    model.target.weight.lerp_(model.down.weight, share)  # type: ignore[operator, union-attr]
+
+
+def test_a_weight_without_gradient_now_and_then_is_healthy() -> None:
+    """Moments that do not fade while their weight has no gradient do not look like damage."""
+    model = Net()
+    run = Run(OPTIMIZERS["AdamW fused"], model)
+    for step in range(200):
+        model.mid.requires_grad_(step % 50 < 37)
+        assert run.update() is None
+
+
+def test_groups_may_be_added() -> None:
+    """New weights in an optimizer are scanned from then on, and a line says so."""
+    model = Net()
+    run = Run(lambda net: [optim.Adam([*net.up.parameters(), *net.norm.parameters()], lr=1e-3)], model)  # type: ignore[operator, union-attr]
+    assert run.updates(52) is None
+    clean = run.scans.clean_step
+    run.optimizers[0].add_param_group({"params": list(model.down.parameters()), "lr": 1e-3})
+    run.rates[0].append(1e-3)
+    assert run.updates(20) is None
+    assert run.scans.clean_step > clean
+    assert "other weights" in " ".join(run.scans.remarks())
+
+
+def test_sparse_gradients_are_taken() -> None:
+    """An embedding with sparse gradients is scanned as everything else."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows, self.down = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.down(self.rows((x[:, 0] * 7).long() % 50))
+            return y
+
+    def make(net: Any) -> list[Optimizer]:
+        return [optim.SparseAdam(net.rows.parameters(), lr=0.01), optim.SGD(net.down.parameters(), lr=0.1)]
+
+    run = Run(make, Table(), max_norm=1e9)
+    run.update = lambda: _sparse_update(run)  # type: ignore[method-assign]
+    assert run.updates(60) is None
+    assert run.scans.remarks() == []
+
+
+def _sparse_update(run: Run) -> Anomaly | None:
+    x = torch.randn(16, 8)
+    torch.autograd.backward(run.model(x).pow(2).mean())
+    found = run.hear()
+    if run.scans.due(run.step):
+        run._sent = run.step, run.scans.measure().tolist()
+    for optimizer in run.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    run.step += 1
+    run._landed = [[{"lr": 0.01}], [{"lr": 0.1}]], 1.0
+    return found
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_sharded_weights_are_scanned() -> None:
+    """Of a DTensor the part of this process is measured."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    fully_shard(model, mesh=mesh)
+    run = Run(one(optim.AdamW, lr=3e-3), model)
+    nan = run.scans
+    run.update = lambda: _unclipped_update(run)  # type: ignore[method-assign]
+    assert run.updates(60) is None
+    assert nan.clean_step == 55
+    model[2].weight.to_local()[0, 0] = 1e5  # type: ignore[operator, union-attr]
+    found = run.updates(12)
+    assert found is not None
+    assert found.signal is Signal.WEIGHTS_JUMP
+
+
+def _unclipped_update(run: Run) -> Anomaly | None:
+    run.model.zero_grad()
+    torch.autograd.backward(run.model(torch.randn(16, 8)).pow(2).mean())
+    found = run.hear()
+    if run.scans.due(run.step):
+        run._sent = run.step, run.scans.measure().tolist()
+    run.optimizers[0].step()
+    run.step += 1
+    run._landed = [[{"lr": 3e-3}]], None
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------------- faults
+
+
+def single(value: float) -> Callable[[Run], None]:
+    def strike(run: Run) -> None:
+        run.model.mid.weight.data[3, 5] = value  # type: ignore[index, union-attr]
+
+    return strike
+
+
+def layer(factor: float) -> Callable[[Run], None]:
+    def strike(run: Run) -> None:
+        run.model.mid.weight.data.mul_(factor)  # type: ignore[operator, union-attr]
+
+    return strike
+
+
+def moment(name: str, factor: float) -> Callable[[Run], None]:
+    def strike(run: Run) -> None:
+        weight: Any = run.model.mid.weight  # type: ignore[union-attr]
+        run.optimizers[0].state[weight][name].mul_(factor)
+
+    return strike
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("strike", "signal"),
+    [
+        (single(1e3), Signal.WEIGHTS_JUMP),
+        (single(1e10), Signal.WEIGHTS_JUMP),
+        (single(NAN), Signal.NONFINITE_WEIGHTS),
+        (layer(10.0), Signal.WEIGHTS_JUMP),
+        (layer(0.0), Signal.WEIGHTS_JUMP),
+    ],
+    ids=["1e3", "1e10", "NaN", "times 10", "zeroed"],
+)
+def test_damage_to_weights_is_found_and_named(name: str, strike: Callable[[Run], None], signal: Signal) -> None:
+    """Whatever the optimizer, the next scan reports it, and a rewind knows what may still be trusted."""
+    run = trained(name)
+    strike(run)
+    found = run.updates(2 * EVERY)
+    assert found is not None
+    assert (found.signal, found.step, found.tick) == (signal, 205, 305)
+    assert found.since == 200
+    if signal is Signal.WEIGHTS_JUMP:
+        assert "mid.weight" in found.evidence
+
+
+@pytest.mark.parametrize("name", ADAMS)
+@pytest.mark.parametrize("factor", [0.0, -1.0, 1e-4, NAN])
+def test_damage_to_second_moments_is_found_before_it_lands(name: str, factor: float) -> None:
+    """What is wrong when a scan looks is named for what it is, and the weights are fine yet."""
+    run = trained(name)
+    assert run.updates(2) is None  # the scan of update 205 is launched in the middle of the next one
+    moment("exp_avg_sq", factor)(run)
+    run.update()
+    found = run.update()
+    assert found is not None
+    assert found.signal is (Signal.NONFINITE_OPTIMIZER if factor != factor else Signal.OPTIMIZER_RANGE)
+    assert "exp_avg_sq of mid.weight" in found.evidence
+    assert (found.step, found.since) == (205, 200)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("SGD nesterov", "momentum_buffer"), ("one's own", "sum"), ("Adafactor", "row_var")]
+)
+def test_other_state_has_to_be_finite(name: str, key: str) -> None:
+    """Of any optimizer every tensor is looked at."""
+    run = trained(name)
+    run.updates(2)
+    moment(key, INF)(run)
+    run.update()
+    found = run.update()
+    assert found is not None
+    assert found.signal is Signal.NONFINITE_OPTIMIZER
+    assert key in found.evidence
+
+
+def test_the_sum_of_second_moments_follows_from_the_gradients() -> None:
+    """Moments that grew by a little are found as well, once the recursion was seen to hold."""
+    run = trained("AdamW fused")
+    moment("exp_avg_sq", 1.5)(run)
+    found = run.updates(2 * EVERY)
+    assert found is not None
+    assert found.signal is Signal.OPTIMIZER_RANGE
+    assert "sum" in found.evidence
+
+
+@pytest.mark.parametrize("name", ["AdamW fused", "Adam"])
+def test_without_a_norm_moments_are_still_checked_one_by_one(name: str) -> None:
+    """Clipping by value hides the norm: the recursion is off, the fading of each moment is not."""
+    run = Run(OPTIMIZERS[name], max_norm=None)
+    assert run.updates(103) is None
+    moment("exp_avg_sq", 1e-4)(run)
+    found = run.updates(2 * EVERY)
+    assert found is not None
+    assert "exp_avg_sq of mid.weight" in found.evidence
+
+
+def test_a_recursion_that_never_holds_is_given_up() -> None:
+    """Where moments do not follow from the norm, a line says so once and nothing is reported."""
+    run = Run(OPTIMIZERS["AdamW fused"])
+    honest = run.scans.landed
+    run.scans.landed = lambda step, groups, norm: honest(step, groups, norm and norm / 2)  # type: ignore[method-assign]
+    assert run.updates(100) is None
+    (remark,) = run.scans.remarks()
+    assert "recursion is off" in remark
+
+
+def test_a_negative_moment_explains_weights_that_are_not_finite() -> None:
+    """Of several findings the one that explains the others is reported."""
+    run = trained("Adam")
+    run.updates(2)
+    moment("exp_avg_sq", -1.0)(run)
+    single(NAN)(run)
+    run.update()
+    found = run.update()
+    assert found is not None
+    assert found.signal is Signal.OPTIMIZER_RANGE
+
+
+def test_buffers_have_to_be_finite_unless_they_never_were() -> None:
+    """A running mean that turned infinite is found; a mask of infinities is left alone."""
+    run = trained("SGD")
+    run.model.norm.running_mean.fill_(INF)  # type: ignore[operator, union-attr]
+    run.model.eval()  # it would come back as NaN
+    found = run.updates(2 * EVERY)
+    assert found is not None
+    assert found.signal is Signal.NONFINITE_WEIGHTS
+    assert "running_mean" in found.evidence
+    assert "mask" not in found.evidence
+
+
+def test_large_values_are_finite() -> None:
+    """An L2 norm that overflows on finite values is no sign of infinity."""
+    model = Net()
+    model.register_parameter("large", nn.Parameter(torch.full((4,), 1e30)))
+    run = Run(OPTIMIZERS["AdamW fused"], model)
+    assert run.updates(60) is None
+    with torch.no_grad():
+        model.large[2] = -INF  # type: ignore[index, operator]
+    found = run.updates(2 * EVERY)
+    assert found is not None
+    assert found.signal is Signal.NONFINITE_WEIGHTS
+
+
+# --------------------------------------------------------------------------------------------------------------- reach
+
+
+@pytest.mark.parametrize(
+    ("betas", "stride"), [((0.9, 0.999), 7.270), ((0.9, 0.95), 1.166), ((0.5, 0.9), 1.861), ((0.0, 0.99), 10.0)]
+)
+def test_the_stride_of_adam(betas: tuple[float, float], stride: float) -> None:
+    """The bound is (1-b1)/sqrt((1-b2)(1-b1^2/b2)) in the long run."""
+    assert adam_stride(*betas) == pytest.approx(stride, rel=1e-3)
+
+
+def test_adam_without_a_bound() -> None:
+    """Where first moments outlast second ones there is no bound."""
+    assert adam_stride(0.95, 0.9) == INF
+
+
+numbers = st.floats(-1e4, 1e4, allow_nan=False).map(lambda x: 0.0 if abs(x) < 1e-6 else x)
+gradients = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=40)
+
+
+def follow(optimizer: Optimizer, kind: str, weight: nn.Parameter, pushes: list[tuple[float, float]]) -> None:
+    """Give an optimizer these gradients, and see that the bound holds after every one of them."""
+    traveller = Traveller(kind)
+    start = weight.detach().clone()
+    for push in pushes:
+        weight.grad = torch.tensor(push, dtype=torch.float64)
+        optimizer.step()
+        traveller.landed(optimizer.param_groups[0], float(weight.grad.norm()))
+        far = reach(
+            traveller.path, length=float(start.norm()), largest=float(start.abs().max()), root=len(start) ** 0.5
+        )
+        assert far is not None
+        moved = (weight.detach() - start).norm(), (weight.detach() - start).abs().max()
+        assert float(moved[0]) <= far[0] * (1 + 1e-6) + 1e-9
+        assert float(moved[1]) <= far[1] * (1 + 1e-6) + 1e-9
+
+
+@settings(max_examples=40, deadline=None)
+@given(gradients, st.sampled_from([(0.9, 0.999), (0.9, 0.95), (0.5, 0.9), (0.8, 0.7)]), st.booleans(), st.booleans())
+def test_no_gradients_carry_adam_beyond_its_bound(
+    pushes: list[tuple[float, float]], betas: tuple[float, float], amsgrad: bool, maximize: bool
+) -> None:
+    """Neither from the first update on, nor with decay of either kind."""
+    for kind, options in (("Adam", {"weight_decay": 0.1}), ("AdamW", {"weight_decay": 0.5})):
+        weight = nn.Parameter(torch.tensor([0.5, -2.0], dtype=torch.float64))
+        make = getattr(optim, kind)
+        optimizer = make([weight], lr=0.01, betas=betas, eps=1e-12, amsgrad=amsgrad, maximize=maximize, **options)
+        follow(optimizer, kind, weight, pushes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    gradients, st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([0.0, 0.3]), st.booleans(), st.sampled_from([0, 0.1])
+)
+def test_no_gradients_carry_sgd_beyond_its_bound(
+    pushes: list[tuple[float, float]], momentum: float, dampening: float, nesterov: bool, decay: float
+) -> None:
+    """With momentum, dampening, Nesterov's step and decay."""
+    nesterov = nesterov and momentum > 0
+    weight = nn.Parameter(torch.tensor([0.5, -2.0], dtype=torch.float64))
+    options = {"momentum": momentum, "dampening": 0.0 if nesterov else dampening, "nesterov": nesterov}
+    follow(optim.SGD([weight], lr=0.05, weight_decay=decay, **options), "SGD", weight, pushes)
+
+
+@settings(max_examples=30, deadline=None)
+@given(gradients, st.sampled_from([0.0, 0.9]))
+def test_no_gradients_carry_rmsprop_and_adagrad_beyond_their_bounds(
+    pushes: list[tuple[float, float]], momentum: float
+) -> None:
+    """Their denominators hold the newest gradient."""
+    weight = nn.Parameter(torch.tensor([0.5, -2.0], dtype=torch.float64))
+    follow(optim.RMSprop([weight], lr=0.01, momentum=momentum, eps=1e-12), "RMSprop", weight, pushes)
+    weight = nn.Parameter(torch.tensor([0.5, -2.0], dtype=torch.float64))
+    follow(optim.Adagrad([weight], lr=0.01, eps=1e-12), "Adagrad", weight, pushes)
+
+
+def test_paths_add_up() -> None:
+    """Two stretches make the same path as one."""
+    whole, parts = Traveller("SGD"), Traveller("SGD")
+    setting = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.1}
+    path = Path()
+    for norm in (1.0, 0.5, 2.0, 0.1):
+        whole.landed(setting, norm)
+        parts.landed(setting, norm)
+        path, parts.path = path.then(parts.path), Path()
+    assert path.sums() == pytest.approx(whole.path.sums())
+
+
+# ------------------------------------------------------------------------------------------------------ time and place
+
+
+def test_what_is_compared_against_rewinds() -> None:
+    """After a rewind the same updates are judged as before, from plain data that survives JSON."""
+    run = trained("AdamW fused")
+    state = json.loads(json.dumps(run.scans.state_dict(), allow_nan=False))
+    back = deepcopy(run)
+    assert run.updates(20) is None
+    late = run.scans.state_dict()
+    back.scans.load_state_dict(late)  # as if it had gone on
+    back.scans.load_state_dict(state)
+    assert back.updates(20) is None
+    assert back.scans.state_dict() == late
+    layer(0.0)(back)
+    assert back.updates(2 * EVERY) is not None
+
+
+def test_a_state_is_not_changed_by_what_follows() -> None:
+    """A snapshot holds what was, while the run goes on."""
+    run = trained("AdamW fused")
+    state = run.scans.state_dict()
+    written = json.dumps(state)
+    run.updates(20)
+    assert json.dumps(state) == written
+
+
+def test_a_measurement_that_nobody_read_is_no_loss() -> None:
+    """A snapshot between measuring and judging compares with the last judged state, over the whole way since."""
+    run = trained("SGD nesterov")
+    assert run.updates(3) is None  # measured at 205, not judged
+    run._sent = None
+    run.scans.load_state_dict(json.loads(json.dumps(run.scans.state_dict())))
+    assert run.scans.clean_step == 200
+    assert run.updates(10) is None
+    assert run.scans.clean_step == 210
+
+
+def test_reset_moments_are_a_new_base() -> None:
+    """After `rebase` the next measurement is taken as it is, and damage after it is found."""
+    run = trained("AdamW fused")
+    for optimizer in run.optimizers:
+        optimizer.state.clear()
+    layer(2.0)(run)
+    run.scans.rebase()
+    assert run.updates(2 * EVERY) is None
+    layer(0.0)(run)
+    assert run.updates(2 * EVERY) is not None
+
+
+def test_what_comes_again_after_every_rewind_is_intended() -> None:
+    """Surgery in somebody's training code at a certain step is fought twice, then accepted with a line."""
+    run = trained("AdamW fused")
+    for times in range(3):
+        again = deepcopy(run)
+        again.scans._told = run.scans._told  # does not rewind
+        layer(10.0)(again)
+        found = again.updates(2 * EVERY)
+        assert (found is None) == (times == 2)
+    (remark,) = again.scans.remarks()
+    assert "intended" in remark
+
+
+def test_the_clean_step_waits_for_every_scan() -> None:
+    """It is the newest step that all scans that are on have seen."""
+    run = Run(OPTIMIZERS["Adam"], checks=config(weights=4, optimizer=7))
+    seen = []
+    for _ in range(23):
+        run.update()
+        seen.append(run.scans.clean_step)
+    assert seen == [0] * 8 + [4] + [7] * 6 + [12, 14, 14, 14, 14, 14, 14, 14] or sorted(seen) == seen
+    assert seen[-1] == 20 or seen[-1] == 14
+    assert Run(OPTIMIZERS["Adam"], checks=config(weights=0, optimizer=0)).scans.due(5) is False
+
+
+def test_measuring_reads_nothing_on_the_host() -> None:
+    """The numbers stay on the device until somebody reads the one vector."""
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += "_local_scalar_dense" in str(func) or "nonzero" in str(func)
+            return func(*args, **(kwargs or {}))
+
+    run = trained("AdamW fused")
+    with Reads() as reads:
+        vector = run.scans.measure()
+    assert reads.count == 0
+    assert (vector.dtype, vector.ndim, vector.requires_grad) == (torch.float32, 1, False)
+
+
+# --------------------------------------------------------------------------------------------- activations and batches
+
+
+def test_activations_that_are_not_finite_are_a_remark() -> None:
+    """Hooks are there for one forward only; what they saw is told and nothing more."""
+    run = Run(OPTIMIZERS["Adam"], checks=config(weights=0, optimizer=0, activations=2))
+    run.model.mid.register_forward_hook(lambda _, args, out: torch.where(out > 2, INF, out))  # type: ignore[union-attr]
+    hooks = len(run.model.mid._forward_hooks)  # type: ignore[arg-type, union-attr]
+    run.update()
+    run.update()
+    run.scans.landed(2, *run._landed)
+    run.scans.arm(2)
+    assert len(run.model.mid._forward_hooks) == hooks + 1  # type: ignore[arg-type, union-attr]
+    with torch.no_grad():
+        run.model(torch.randn(16, 8) * 100)
+    values = run.scans.measure().tolist()
+    assert len(run.model.mid._forward_hooks) == hooks  # type: ignore[arg-type, union-attr]
+    assert run.scans.judge(2, 2, values) is None
+    (remark,) = run.scans.remarks()
+    assert remark == "step 2: the output of mid is not finite"
+    run.scans.arm(3)
+    assert len(run.model.mid._forward_hooks) == hooks  # type: ignore[arg-type, union-attr]
+
+
+@pytest.mark.parametrize(
+    ("batches", "remarks"),
+    [([1.0, 2.0, 15.0], 0), ([1.0, 2.0, 25.0], 1), ([1.0, NAN, 3.0], 1), ([5.0, 60.0, 70.0], 1)],
+)
+def test_a_batch_far_beyond_all_before_is_a_remark(batches: list[float], remarks: int) -> None:
+    """It is compared with the largest value that went in so far."""
+    scans = Scans(config(weights=0, optimizer=0, batch=1), Net(), [])
+    for step, value in enumerate(batches, start=1):
+        scans.landed(step, [], None)
+        scans.see_batch(step, {"x": torch.tensor([value, 0.1]), "y": torch.tensor([10**6])})
+        assert scans.judge(step, step, scans.measure().tolist()) is None
+    assert len(scans.remarks()) == remarks
