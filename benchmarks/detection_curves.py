@@ -97,10 +97,11 @@ FAMILIES: dict[str, Callable[[np.random.Generator, int], Curve]] = {
     "decay with noise": decay,
     "heavy-tailed noise": heavy_tails,
     "periodic": periodic,
-    "warm restarts": restarts,
-    "warm restarts, declared": lambda random, steps: restarts(random, steps, rise=1.5, declared=True),
+    "warm restarts +150 %, declared by the schedule": lambda random, steps: restarts(random, steps, 1.5, declared=True),
     "negative likelihood": negative,
-    "fitted": fitted,
+    "fitted: rows known by heart": fitted,
+    "warm restarts +10 %, not declared": lambda random, steps: restarts(random, steps, 0.1),
+    "warm restarts +25 %, not declared": lambda random, steps: restarts(random, steps, 0.25),
 }
 
 

@@ -287,12 +287,13 @@ def layer_times(factor: float) -> Fault:
     """All weights that a module has itself; a layer that is zero as yet has nothing to lose."""
 
     def strike(run: Run, rng: random.Random) -> str:
-        layers = [(name, list(module.parameters(recurse=False))) for name, module in run.model.named_modules()]
+        modules = run.model.named_modules()
+        layers = [(name, list(module.parameters(recurse=False))) for name, module in modules]
         layers = [(name, own) for name, own in layers if any(bool(weight.any()) for weight in own)]
         name, own = rng.choice(layers)
         for weight in own:
             weight.data.mul_(factor)
-        return name
+        return str(name)
 
     return strike
 

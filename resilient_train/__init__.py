@@ -1,6 +1,24 @@
 """A training run that looks after itself.
 
-Importing this package loads neither Hydra nor MLflow: the rooms below are imported by those who need them.
+Importing this package loads neither Hydra nor MLflow, and torch only where a guard is asked for.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from resilient_train.errors import GaveUp as GaveUp
+    from resilient_train.guard import Guard as Guard
+
+__all__ = ["GaveUp", "Guard"]
+
 __version__ = "0.1.0"
+
+_HOMES = {"Guard": "resilient_train.guard", "GaveUp": "resilient_train.errors"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Mapping
+import logging
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, default_collate
@@ -17,25 +25,113 @@ from resilient_train.data import build
 from resilient_train.data.foreign import ForeignSamples
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
+from resilient_train.errors import ConfigError, TrainError, unusable
+from resilient_train.objective import Measured
 from resilient_train.ranks.world import World
-from resilient_train.record.incidents import IncidentBook
-from resilient_train.record.journal import JOURNAL, Journal
+from resilient_train.record.console import log
+from resilient_train.record.incidents import INCIDENTS, IncidentBook
+from resilient_train.record.journal import JOURNAL
 from resilient_train.recover import policy as policies
 from resilient_train.recover.policy import Policy
 from resilient_train.update.clip import ClipConfig
-from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule, constant
+from resilient_train.update.schedule import Curve, CurveSchedule, Schedule, ShadowSchedule, constant
 from resilient_train.watch import config as checks_config
 from resilient_train.watch.config import ChecksConfig
 
 
-def optimizers(given: Any) -> list[Optimizer]:
+def world(accelerator: Any) -> World:
+    """Take the processes as the loop's Accelerator has joined them."""
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(f"accelerator: an accelerate.Accelerator is wanted, not a {type(accelerator).__name__}")
+    return World(accelerator)
+
+
+def bare(model: Any, world: World) -> nn.Module:
+    """Take a model out of what Accelerate wrapped around it; with several processes it has to be wrapped."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: a torch.nn.Module is wanted, not a {type(model).__name__}")
+    prepared = [getattr(model, "_orig_mod", model), model]
+    if world.size > 1 and not any(one is other for one in world.accelerator._models for other in prepared):
+        why = "each process would train a model of its own: give what accelerator.prepare(model) returns"
+        raise ValueError(f"model: it is not prepared for {world.size} processes, so {why}")
+    unwrapped: nn.Module = world.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
+    return unwrapped
+
+
+def objective(given: Any) -> Measured | None:
+    """Take a callable `(model, batch) -> loss`, or nothing where the loop makes the loss."""
+    if given is None or isinstance(given, Measured):
+        return given
+    if not callable(given):
+        raise TypeError(f"objective: a callable (model, batch) -> loss is wanted, not a {type(given).__name__}")
+    return Measured(given, getattr(given, "__qualname__", type(given).__name__))
+
+
+def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
     """Take one optimizer or several, out of Accelerate's wrappers: in those a gate is ignored without a word."""
     several = list(given) if isinstance(given, list | tuple) else [given]
-    bare = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in several]
-    for one in bare:
+    if not several:
+        raise ValueError("optimizer: the list is empty")
+    unwrapped = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in several]
+    for one in unwrapped:
         if not isinstance(one, Optimizer):
-            raise TypeError(f"optimizer: a torch.optim.Optimizer or a list of them is wanted, not a {type(one).__name__}")
-    return bare
+            wanted = "a torch.optim.Optimizer or a list of them is wanted"
+            raise TypeError(f"optimizer: {wanted}, not a {type(one).__name__}")
+    known = {id(weight) for weight in model.parameters()}
+    for one in unwrapped:
+        strangers = sum(id(weight) not in known for group in one.param_groups for weight in group["params"])
+        if strangers:
+            what = f"{strangers} of the weights that {type(one).__name__} trains are not the model's"
+            why = (
+                "they would not rewind: put all modules that are trained into one nn.Module, and give that as the model"
+            )
+            raise ValueError(f"optimizer: {what}, so {why}")
+    return unwrapped
+
+
+class Turn:
+    """Whose turn it is: while the loop has a batch in hand, nobody but the guard may step."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        """Make a step that the loop takes by itself, past the gate, an error."""
+        self._is_loops = False
+        for optimizer in optimizers:
+            optimizer.step = self._watched(optimizer.step)  # type: ignore[method-assign]
+
+    @contextmanager
+    def of_loop(self) -> Iterator[None]:
+        """It is the loop's."""
+        with self._being(True):
+            yield
+
+    @contextmanager
+    def of_guard(self) -> Iterator[None]:
+        """It is the guard's, for as long as this lasts."""
+        with self._being(False):
+            yield
+
+    @contextmanager
+    def _being(self, is_loops: bool) -> Iterator[None]:
+        before, self._is_loops = self._is_loops, is_loops
+        try:
+            yield
+        finally:
+            self._is_loops = before
+
+    def _watched(self, step: Any) -> Any:
+        plain = getattr(step, "plain", step)  # an earlier guard's watch is replaced
+
+        @functools.wraps(plain)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._is_loops:
+                raise TrainError(
+                    "the loop stepped an optimizer itself, past the gate: remove optimizer.step(), "
+                    "guard.step and guard.update do it"
+                )
+            return plain(*args, **kwargs)
+
+        watched.plain = plain  # type: ignore[attr-defined]
+        return watched
 
 
 def schedules(given: Any, steppers: list[Optimizer]) -> list[Schedule]:
@@ -47,51 +143,176 @@ def schedules(given: Any, steppers: list[Optimizer]) -> list[Schedule]:
 
 
 def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
-    given = given.scheduler if isinstance(given, AcceleratedScheduler) else given
-    if isinstance(given, ReduceLROnPlateau):
-        raise TypeError("schedule: ReduceLROnPlateau follows a metric, not the step, and is not supported")
-    if isinstance(given, LRScheduler):
-        return ShadowSchedule.of(given, optimizer)
+    if isinstance(given, AcceleratedScheduler):
+        return _Strided(_torch_schedule(given.scheduler, optimizer), _stride(given))
+    if isinstance(given, LRScheduler | ReduceLROnPlateau):
+        return _torch_schedule(given, optimizer)
     if hasattr(given, "settings") and hasattr(given, "state_dict"):
         return given  # type: ignore[no-any-return]
-    curve = constant if given is None else given
-    if not callable(curve):
-        raise TypeError(f"schedule: a torch scheduler or a callable (step) -> factor is wanted, not a {type(given).__name__}")
+    curve: Curve = constant if given is None else given
+    try:
+        first = curve(0)
+        is_curve = isinstance(first, int | float) and math.isfinite(first)
+    except TypeError:
+        is_curve = False
+    if not is_curve:
+        wanted = "a torch scheduler or a callable (step) -> factor of the configured rate is wanted"
+        raise TypeError(f"schedule: {wanted}, not {given!r:.80}")
     return CurveSchedule([group["lr"] for group in optimizer.param_groups], curve, 0)
 
 
+def _torch_schedule(given: Any, optimizer: Optimizer) -> ShadowSchedule:
+    if isinstance(given, ReduceLROnPlateau):
+        raise TypeError("schedule: ReduceLROnPlateau follows a metric, not the step, and is not supported")
+    its_own = getattr(given, "optimizer", None)
+    if (its_own.optimizer if isinstance(its_own, AcceleratedOptimizer) else its_own) is not optimizer:
+        several = "give a list with a schedule for each optimizer, in their order, None for a constant rate"
+        raise ValueError(f"schedule: this {type(given).__name__} was made for another optimizer; {several}")
+    return _OnlyOurs.of(given, optimizer)
+
+
+class _OnlyOurs(ShadowSchedule):
+    """Notices when the loop goes on stepping the scheduler that it has handed over."""
+
+    _left: list[Any] | None = None  # where the scheduler stood when we were done with it
+
+    def advance(self, step: int) -> None:
+        if self._left is not None and self._left != self._counts():
+            raise TrainError(
+                "the loop stepped the scheduler itself: remove scheduler.step(), the guard does it when an update is "
+                "accepted"
+            )
+        super().advance(step)
+        self._left = self._counts()
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self._left = self._counts()
+
+    def _counts(self) -> list[Any]:
+        several = [self.scheduler, *getattr(self.scheduler, "_schedulers", [])]
+        return [getattr(one, "last_epoch", None) for one in several]
+
+
+class _Strided:
+    """A schedule that goes so many steps for one update, as Accelerate's schedulers do with several processes."""
+
+    def __init__(self, inner: ShadowSchedule, stride: int) -> None:
+        self.inner, self.stride = inner, stride
+        self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
+
+    def settings(self, step: int) -> Sequence[dict[str, Any]]:
+        return self.inner.settings(self._at(step))
+
+    def advance(self, step: int) -> None:
+        self.inner.advance(self._at(step))
+
+    def _at(self, step: int) -> int:
+        """Not beyond what a one-cycle schedule was made for: it would raise."""
+        return min(step * self.stride, getattr(self.inner.scheduler, "total_steps", sys.maxsize))
+
+
+def _stride(given: AcceleratedScheduler) -> int:
+    alone = given.split_batches or not given.step_with_optimizer
+    return 1 if alone else int(PartialState().num_processes)
+
+
+def batch_size(given: int | None, data: Any, world: World) -> int:
+    """Take the number of rows in a batch; loaders bring their own."""
+    if given is None and is_foreign(data):
+        over_all = getattr(data, "total_batch_size", None)  # of a loader that Accelerate has prepared
+        own = over_all // world.size if isinstance(over_all, int) else getattr(data, "batch_size", None)
+        return own if isinstance(own, int) and own > 0 else 1
+    if given is None:
+        raise TypeError("batch_size: has to be given for a data set: how many rows are a batch of one process")
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise unusable("batch_size", f"{given!r} is no whole number of at least 1")
+    return given
+
+
+def is_foreign(data: Any) -> bool:
+    """Say whether these are batches of somebody else's loader rather than rows of a data set."""
+    if hasattr(data, "next_update"):
+        return False
+    return isinstance(data, DataLoader) or not (hasattr(data, "__getitem__") or hasattr(data, "state_dict"))
+
+
 def samples(
-    given: Any, slicing: Slicing, *, seed: int, shuffle: bool, num_workers: int, collate: Collate | None, pin_memory: bool
+    given: Any,
+    slicing: Slicing,
+    *,
+    seed: int,
+    shuffle: bool,
+    num_workers: int,
+    collate: Collate | None,
+    pin_memory: bool,
 ) -> tuple[Samples, str | None]:
     """Put a cursor into a data set, or take a loader as it is and say what that costs."""
     if hasattr(given, "next_update"):
         return given, None
-    if isinstance(given, DataLoader) or not (hasattr(given, "__getitem__") or hasattr(given, "state_dict")):
+    if is_foreign(given):
         if not isinstance(given, Iterable):
             raise TypeError(f"data: a data set or a loader is wanted, not a {type(given).__name__}")
-        told = "data: this loader is not ours and does not rewind: after a rewind the run goes on with the batches that come next"
+        told = "data: this loader is not ours and does not rewind: after a rewind come the batches that come next"
         return ForeignSamples(given, slicing), told
     name = type(given).__name__
     config = build.DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
-    return build.samples(given, config, slicing, seed=seed, collate=collate or default_collate, pin_memory=pin_memory), None
+    try:
+        fitted = build.samples(
+            given, config, slicing, seed=seed, collate=collate or default_collate, pin_memory=pin_memory
+        )
+    except ConfigError as error:  # worded for a configuration; here the argument is called data
+        value = error.value if error.key.endswith("num_workers") else name
+        raise ConfigError("num_workers" if value is not name else "data", value, error.why) from error
+    return fitted, None
 
 
 def clipping(given: ClipConfig | float | None) -> ClipConfig:
     """Take a whole configuration, a norm, or nothing: no clipping."""
-    return given if isinstance(given, ClipConfig) else ClipConfig(max_norm=given, max_value=None)
+    if isinstance(given, ClipConfig):
+        return given
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or not given > 0):
+        raise unusable("clip", f"{given!r} is no number above 0, the norm to clip gradients to")
+    return ClipConfig(max_norm=given, max_value=None)
+
+
+def keepable(name: str, item: Any, *, has_begun: bool) -> None:
+    """Raise where something cannot rewind along."""
+    lacks = [verb for verb in ("state_dict", "load_state_dict") if not callable(getattr(item, verb, None))]
+    if lacks:
+        raise TypeError(
+            f"keep({name}=...): a {type(item).__name__} has no {' and no '.join(lacks)}, so it cannot rewind"
+        )
+    if has_begun:
+        raise TrainError(f"keep({name}=...): the run has begun, and its first state is kept without it: keep it before")
 
 
 def book(run_dir: str | Path | None, world: World) -> IncidentBook:
-    """Begin a journal in a run directory: the named one, or beside it if that holds a journal already."""
-    if run_dir is None or not world.is_main:
-        return IncidentBook(None, None)
-    path = Path(run_dir).absolute()
+    """Begin a journal in a run directory: the named one, or beside it if that holds a run already."""
+    if run_dir is None:
+        return IncidentBook(None)
+    path = world.on_main(lambda: _claimed(Path(run_dir)))
+    if path != Path(run_dir).absolute():
+        log.info("%s holds another run: this one writes to %s", run_dir, path)
+    return IncidentBook(path if world.is_main else None)
+
+
+def _claimed(wanted: Path) -> Path:
+    """Make the journal in the first directory that holds no run, in one step: two runs may begin at a time."""
+    path = wanted = wanted.absolute()
     for number in itertools.count(2):
-        if not (path / JOURNAL).exists():
-            break
-        path = path.with_name(f"{Path(run_dir).name}-{number}")
-    path.mkdir(parents=True, exist_ok=True)
-    return IncidentBook(path, Journal(path / JOURNAL))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if not (path / INCIDENTS).exists():
+                os.close(os.open(path / JOURNAL, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                return path
+        except FileExistsError:
+            if not path.is_dir():
+                raise ConfigError("run_dir", wanted, "is a file, where a directory is wanted") from None
+        except OSError as error:
+            raise ConfigError("run_dir", wanted, f"cannot be written: {error.strerror}") from error
+        path = wanted.with_name(f"{wanted.name}-{number}")
+    raise AssertionError
 
 
 def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
@@ -101,8 +322,31 @@ def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
     return policies.parse(given) if isinstance(given, Mapping) else policies.named(str(given))
 
 
-def checks(given: ChecksConfig | str) -> ChecksConfig:
-    """Take checks, or the name of a set that comes with the package."""
-    return checks_config.named(given) if isinstance(given, str) else given
+def checks(given: ChecksConfig | Mapping[str, Any] | str) -> ChecksConfig:
+    """Take checks, all their values, or the name of a set that comes with the package."""
+    if isinstance(given, ChecksConfig):
+        return given
+    if not isinstance(given, Mapping | str):
+        raise TypeError(f"checks: the name of a set of checks is wanted, not a {type(given).__name__}")
+    return checks_config.named(given) if isinstance(given, str) else checks_config.checks_from(dict(given))
 
 
+def speak_up(world: World) -> None:
+    """Make incidents visible in a program that has not set up logging; one that has decides for itself."""
+    if log.handlers or log.level != logging.NOTSET or logging.getLogger().handlers:
+        return
+    log.setLevel(logging.INFO if world.is_main else logging.ERROR)  # the others would only say the same
+    log.addHandler(_LastResort())
+
+
+class _LastResort(logging.Handler):
+    """Prints plain lines to stderr, above tqdm's bars, and falls silent when the program sets up logging after all."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers:
+            return
+        line = f"resilient_train: {record.getMessage()}"
+        if tqdm := sys.modules.get("tqdm"):
+            tqdm.tqdm.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr)

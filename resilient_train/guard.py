@@ -1,8 +1,8 @@
 """The conductor: puts the rooms around a model, its optimizer and its data.
 
-    k+1: take samples -> forward and backward of each micro-batch
-         -> hear the verdict on k, measured an update ago: an anomaly stops here, before k+1 lands
-         -> gate k+1 on the device -> step -> what it measured is on its way
+k+1: take samples -> forward and backward of each micro-batch
+     -> hear the verdict on k, measured an update ago: an anomaly stops here, before k+1 lands
+     -> gate k+1 on the device -> step -> what it measured is on its way
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -25,8 +25,7 @@ from resilient_train.data.samples import Slicing, Update
 from resilient_train.drill import Drill, Place
 from resilient_train.errors import TrainError
 from resilient_train.events import Anomaly, Incident, Signal, Vitals
-from resilient_train.objective import Measured, Metrics, Objective
-from resilient_train.ranks.world import World
+from resilient_train.objective import Metrics, Objective
 from resilient_train.record.console import log
 from resilient_train.record.incidents import IncidentBook
 from resilient_train.state.backup import Backups
@@ -35,6 +34,7 @@ from resilient_train.state.ring import Held, MemoryConfig, Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
 from resilient_train.treatment import Treatment, Ward
 from resilient_train.update.clip import ClipConfig
+from resilient_train.update.gate import NO_LIMIT
 from resilient_train.update.precision import Precision
 from resilient_train.update.schedule import Scheduled
 from resilient_train.update.updater import Attempt, Updater
@@ -66,11 +66,13 @@ class _InFlight:
     limits: tuple[float, float]
     sent: Sent
     metrics: Metrics
-    held: Held | None  # the snapshot of the state after it, if one was taken
+    held: Held | None = None  # the snapshot of the state after it, if one was taken
 
 
 class Guard:
     """Gate, checks, rewinds, remedies and journal around a training loop."""
+
+    _newest: ClassVar[int] = 0  # which update was begun last, by any guard of this process
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class Guard:
         optimizer: Any,
         *,
         data: Any,
-        batch_size: int = 1,
+        batch_size: int | None = None,
         schedule: Any = None,
         objective: Objective | None = None,
         recovery: Any = "balanced",
@@ -99,12 +101,16 @@ class Guard:
 
         `objective` is `(model, batch) -> loss`. Without one the loop makes the loss, and hands it to `update`.
         """
-        self.world, self.model, self.clock, self.seed, self.drill = World(accelerator), model, Clock(), seed, drill
-        self.objective = objective if isinstance(objective, Measured | None) else Measured(objective, "objective")
+        self.world = fitting.world(accelerator)
+        self.model, self.clock, self.seed, self.drill = model, Clock(), seed, drill
+        if book is None:
+            fitting.speak_up(self.world)
+        self.objective = fitting.objective(objective)
+        batch_size = fitting.batch_size(batch_size, data, self.world)
         self.slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, self.world.rank, self.world.size)
         device, scaler = self.world.device, accelerator.scaler
-        bare = accelerator.unwrap_model(model, keep_fp32_wrapper=True)
-        optimizers = fitting.optimizers(optimizer)
+        bare = fitting.bare(model, self.world)
+        optimizers = fitting.optimizers(optimizer, bare)
         schedules = fitting.schedules(schedule, optimizers)
         self.samples, caution = fitting.samples(
             data,
@@ -151,6 +157,8 @@ class Guard:
         self._scheduled = Scheduled()
         self.metrics = MetricsLog(self.world, device)
         self.newest: Vitals | None = None  # the newest update that was heard of
+        self._turn = fitting.Turn(optimizers)
+        self._has_begun = False
         self._begun: _Begun | None = None
         self._losses: list[torch.Tensor] = []
         self._reported: list[Metrics] = []
@@ -162,12 +170,14 @@ class Guard:
     def keep(self, **items: Stateful) -> None:
         """Let more rewind along, such as an average of the weights: anything with state_dict and load_state_dict."""
         for name, item in items.items():
+            fitting.keepable(name, item, has_begun=self._has_begun)
             self.state.keep(name, item)
 
     def batches(self, steps: int) -> Iterator[Any]:
         """Yield micro-batches, on the device, until `steps` updates are accepted and the last of them is sound."""
         self._start()
         while self._goes_on(steps):
+            self._snapshot()
             update = self.samples.next_update()
             self._begin(update)
             for number, batch in enumerate(update.batches, start=1):
@@ -180,6 +190,7 @@ class Guard:
         """Forward, backward, gate, update. Says whether an update was attempted: not while gradients accumulate."""
         if self.objective is None:
             raise TypeError("guard.step needs an objective; without one make the loss and call guard.update(loss)")
+        self._require_batch("step")
         loss, metrics = self.objective.for_training(self.model, batch)
         if self.drill is not None:
             loss = self.drill.on_loss(self._place(), loss)
@@ -189,12 +200,17 @@ class Guard:
 
     def update(self, loss: torch.Tensor) -> bool:
         """Take over after the loop's own forward and backward of a batch."""
-        if self._begun is None:
-            raise TrainError(_TWICE)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
+            raise TypeError(f"guard.update takes the loss as a scalar tensor, not one of {what}")
+        self._require_batch("update")
         self._losses.append(loss.detach().float().reshape(()))
         if len(self._losses) < self.slicing.accumulation:
             return False
-        return self._conclude()
+        if all(weight.grad is None for weight in self._updater.weights):
+            raise TrainError("no weight has a gradient: call accelerator.backward(loss) before guard.update(loss)")
+        with self._turn.of_guard():
+            return self._conclude()
 
     def settle(self) -> bool:
         """Hear the verdict on the last update now. False: it was an anomaly, and has been treated."""
@@ -222,8 +238,15 @@ class Guard:
 
     def _start(self) -> None:
         """Say what the run is protected by, and prove its first state."""
-        for line in self._cautions:
-            log.info("%s", line)
+        if not self._has_begun:
+            for line in self._cautions:
+                log.info("%s", line)
+        self._has_begun = True
+        if self._begun is not None:  # the loop was left with a batch in hand, and is entered again
+            self._updater.drop_gradients()
+            self._backups.put_back(self._begun.backup)
+            self.samples.go_back(self._begun.update)
+            self._begun = None
         self._seed_between(self.samples.position)
         if self.clock.step == 0 and (held := self._ring.take(0, verified=True)) is not None:
             held.statistics = self._statistics()
@@ -234,8 +257,28 @@ class Guard:
             return True
         if self.settle() and self.clock.step >= steps and (anomaly := self._scan_now()) is not None:
             self._treatment.treat(anomaly, self._newest_begun.update, refused=False)
-            self._updater.gate.limit(*self._panel.limits)
+            self._set_limits()
         return self.clock.step < steps
+
+    def _snapshot(self) -> None:
+        """Keep the state between two updates, now that the loop has done what it does after one, such as averaging."""
+        step = self.attempted_step
+        if self._ring.is_due(step) and (held := self._ring.take(step)) is not None:
+            if self._in_flight is not None:
+                self._in_flight.held = held
+            else:
+                held.statistics = self._statistics()
+
+    def _require_batch(self, verb: str) -> None:
+        """Raise where there is no batch that the loop could be handing back."""
+        if not self._has_begun:
+            raise TrainError(
+                f"guard.{verb} before the loop: iterate over guard.batches(steps=...), which makes the batches"
+            )
+        if self._begun is None or len(self._losses) >= len(self._begun.fed):
+            raise TrainError(_TWICE.format(verb=verb))
+        if Guard._newest != id(self._begun):
+            raise TrainError(_TWO_GUARDS)
 
     def _begin(self, update: Update) -> None:
         self._losses.clear()
@@ -243,6 +286,7 @@ class Guard:
         self._precision.be(higher=self._treatment.knobs.values.higher_precision)
         begun = _Begun(update, self.clock.tick + 1, self.attempted_step + 1, self._backups.take(), [])
         self._begun = self._newest_begun = begun
+        Guard._newest = id(begun)
         if self.drill is not None:
             self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)
         self._scans.arm(self.clock.step)
@@ -257,7 +301,7 @@ class Guard:
         batch = self.on_device(batch)
         self._begun.fed.append(batch)
         stays_here = self.world.size > 1 and not is_last
-        with self.world.accelerator.no_sync(self.model) if stays_here else nullcontext():
+        with self.world.accelerator.no_sync(self.model) if stays_here else nullcontext(), self._turn.of_loop():
             yield batch
 
     def _place(self) -> Place:
@@ -281,9 +325,8 @@ class Guard:
         self._declare_restart(attempt)
         self.clock.tick += 1
         self._seed_between(begun.update.stop)
-        held = self._ring.take(self.clock.step + 1) if self._ring.is_due(self.clock.step + 1) else None
         sent, metrics = Sent(attempt.measured, attempt.numbers), pulse.mean_metrics(self._reported)
-        self._in_flight = _InFlight(begun, attempt, self._updater.gate.limits, sent, metrics, held)
+        self._in_flight = _InFlight(begun, attempt, self._updater.gate.limits, sent, metrics)
         return True
 
     def _seed_between(self, position: int) -> None:
@@ -303,7 +346,7 @@ class Guard:
         finding = self._panel.judge(vitals)
         for remark in (*finding.remarks, *self._scans.remarks()):
             log.info("note: %s", remark)
-        self._updater.gate.limit(*self._panel.limits)
+        self._set_limits()
         if vitals.accepted:
             self._accept(flight, vitals)
         elif flight.held is not None:
@@ -315,8 +358,15 @@ class Guard:
         self._undo(flight, begun, vitals)
         if anomaly is not None:
             self._treatment.treat(self._named(anomaly, flight), flight.begun.update, refused=not vitals.accepted)
-            self._updater.gate.limit(*self._panel.limits)
+            self._set_limits()
         return False
+
+    def _set_limits(self) -> None:
+        """Hand what the checks allow to the gate, and what they are used to, to the clip."""
+        loss, norm = self._panel.limits
+        self._updater.gate.limit(loss, norm)
+        if norm < NO_LIMIT:
+            self._updater.usual_norm = norm / self._panel.config.limit.grad_factor
 
     def _vitals(self, flight: _InFlight) -> Vitals:
         loss, grad_norm, *rest = flight.sent.read()
@@ -404,7 +454,9 @@ class Guard:
         return {"panel": self._panel.state_dict(), "scans": self._scans.state_dict()}
 
 
-_TWICE = (
-    "guard.update was called twice for one batch: losses that are stepped in turn, as in a GAN, are not supported; "
-    "add them up and give the guard all optimizers, which then step together"
+_IN_TURN = (
+    "losses that are stepped in turn, as in a GAN, are not supported; "
+    "add them up and give one guard all optimizers, which then step together"
 )
+_TWICE = f"guard.{{verb}} was called twice for one batch: {_IN_TURN}"
+_TWO_GUARDS = f"two guards are at work in turn: {_IN_TURN}"

@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -107,7 +109,7 @@ class Run:
 
     def __init__(self, make: Make, model: nn.Module | None = None, checks: Any = None, **options: Any) -> None:
         torch.manual_seed(0)
-        self.model = Net() if model is None else model
+        self.model: Any = Net() if model is None else model
         self.optimizers = make(self.model)
         self.scans = Scans(checks or config(), self.model, self.optimizers)
         self.rate: Callable[[int], float] = options.get("rate", lambda step: 1.0)
@@ -190,25 +192,25 @@ def restarts(step: int) -> float:
 )
 def test_learning_rates_may_do_what_they_like(name: str, rate: Callable[[int], float]) -> None:
     """Warm-up, restarts and a huge rate are no damage."""
-    assert Run(OPTIMIZERS[name], rate=rate).updates(160) is None
+    assert Run(OPTIMIZERS[name], rate=rate).updates(100) is None
 
 
-def frozen(model: Net) -> None:
+def frozen(model: Any) -> None:
     model.up.requires_grad_(False)
 
 
-def tied(model: Net) -> None:
+def tied(model: Any) -> None:
     model.mid.weight = nn.Parameter(model.mid.weight.detach().clone())
     model.extra = nn.Linear(24, 24)
     model.extra.weight = model.mid.weight  # its bias never has a gradient
 
 
-def halves(model: Net) -> None:
+def halves(model: Any) -> None:
     model.to(torch.bfloat16)
     model.forward = lambda x: Net.forward(model, x.bfloat16()).float()  # type: ignore[method-assign]
 
 
-def mixed(model: Net) -> None:
+def mixed(model: Any) -> None:
     model.mid.double()
     model.mid.register_forward_pre_hook(lambda _, args: (args[0].double(),))
     model.mid.register_forward_hook(lambda _, args, out: out.float())
@@ -219,11 +221,11 @@ def mixed(model: Net) -> None:
 
 @pytest.mark.parametrize("name", ["SGD nesterov", "Adam", "one's own"])
 @pytest.mark.parametrize("change", [frozen, tied, halves, mixed])
-def test_unusual_models_are_scanned(name: str, change: Callable[[Net], None]) -> None:
+def test_unusual_models_are_scanned(name: str, change: Callable[[Any], None]) -> None:
     """Frozen, tied, unused, coarse, complex and empty weights raise no alarm, and a fault beside them does."""
     if change is mixed and name == "one's own":
         pytest.skip("the sign of a complex number is not for this optimizer")
-    model = Net()
+    model: Any = Net()
     change(model)
     run = Run(OPTIMIZERS[name], model)
     assert run.updates(80) is None
@@ -237,41 +239,41 @@ def test_unusual_models_are_scanned(name: str, change: Callable[[Net], None]) ->
 def test_a_weight_that_wakes_up_late_is_healthy() -> None:
     """Weights that rested for long may start to move at any time, from zero as well."""
     for name in ("SGD nesterov", "AdamW fused", "one's own"):
-        model = Net()
+        model: Any = Net()
         nn.init.zeros_(model.up.bias)
         model.up.requires_grad_(False)
         run = Run(OPTIMIZERS[name], model)
-        assert run.updates(100) is None
+        assert run.updates(60) is None
         model.up.requires_grad_(True)
-        assert run.updates(100) is None
+        assert run.updates(40) is None
 
 
 def test_a_copy_that_is_refreshed_now_and_then_is_healthy() -> None:
     """A frozen copy of the model that follows it slowly, or by leaps, is no damage."""
     for share, pause in ((0.05, 1), (1.0, 40)):
-        model = Net()
+        model: Any = Net()
         model.add_module("target", nn.Linear(24, 4).requires_grad_(False))
         run = Run(OPTIMIZERS["AdamW fused"], model)
-        for step in range(200):
+        for step in range(130):
             assert run.update() is None
             if step % pause == 0:
                 with torch.no_grad():
-                    model.target.weight.lerp_(model.down.weight, share)  # type: ignore[operator, union-attr]
+                    model.target.weight.lerp_(model.down.weight, share)
 
 
 def test_a_weight_without_gradient_now_and_then_is_healthy() -> None:
     """Moments that do not fade while their weight has no gradient do not look like damage."""
-    model = Net()
+    model: Any = Net()
     run = Run(OPTIMIZERS["AdamW fused"], model)
-    for step in range(200):
+    for step in range(120):
         model.mid.requires_grad_(step % 50 < 37)
         assert run.update() is None
 
 
 def test_groups_may_be_added() -> None:
     """New weights in an optimizer are scanned from then on, and a line says so."""
-    model = Net()
-    run = Run(lambda net: [optim.Adam([*net.up.parameters(), *net.norm.parameters()], lr=1e-3)], model)  # type: ignore[operator, union-attr]
+    model: Any = Net()
+    run = Run(lambda _: [optim.Adam([*model.up.parameters(), *model.norm.parameters()], lr=1e-3)], model)
     assert run.updates(52) is None
     clean = run.scans.clean_step
     run.optimizers[0].add_param_group({"params": list(model.down.parameters()), "lr": 1e-3})
@@ -318,7 +320,7 @@ def _sparse_update(run: Run) -> Anomaly | None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
@@ -328,15 +330,15 @@ def test_sharded_weights_are_scanned() -> None:
     """Of a DTensor the part of this process is measured."""
     from torch.distributed.fsdp import fully_shard
 
-    model = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
-    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    model: Any = nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 4))
+    mesh = init_device_mesh("cpu", (1,))
     fully_shard(model, mesh=mesh)
     run = Run(one(optim.AdamW, lr=3e-3), model)
-    nan = run.scans
     run.update = lambda: _unclipped_update(run)  # type: ignore[method-assign]
     assert run.updates(60) is None
-    assert nan.clean_step == 55
-    model[2].weight.to_local()[0, 0] = 1e5  # type: ignore[operator, union-attr]
+    assert run.scans.clean_step == 55
+    with torch.no_grad():
+        model[2].weight.to_local()[0, 0] = 1e5
     found = run.updates(12)
     assert found is not None
     assert found.signal is Signal.WEIGHTS_JUMP
@@ -359,21 +361,21 @@ def _unclipped_update(run: Run) -> Anomaly | None:
 
 def single(value: float) -> Callable[[Run], None]:
     def strike(run: Run) -> None:
-        run.model.mid.weight.data[3, 5] = value  # type: ignore[index, union-attr]
+        run.model.mid.weight.data[3, 5] = value
 
     return strike
 
 
 def layer(factor: float) -> Callable[[Run], None]:
     def strike(run: Run) -> None:
-        run.model.mid.weight.data.mul_(factor)  # type: ignore[operator, union-attr]
+        run.model.mid.weight.data.mul_(factor)
 
     return strike
 
 
 def moment(name: str, factor: float) -> Callable[[Run], None]:
     def strike(run: Run) -> None:
-        weight: Any = run.model.mid.weight  # type: ignore[union-attr]
+        weight: Any = run.model.mid.weight
         run.optimizers[0].state[weight][name].mul_(factor)
 
     return strike
@@ -457,8 +459,8 @@ def test_without_a_norm_moments_are_still_checked_one_by_one(name: str) -> None:
 def test_a_recursion_that_never_holds_is_given_up() -> None:
     """Where moments do not follow from the norm, a line says so once and nothing is reported."""
     run = Run(OPTIMIZERS["AdamW fused"])
-    honest = run.scans.landed
-    run.scans.landed = lambda step, groups, norm: honest(step, groups, norm and norm / 2)  # type: ignore[method-assign]
+    norms = run.scans._moments.landed
+    run.scans._moments.landed = lambda groups, norm: norms(groups, norm and norm / 2)  # type: ignore[method-assign]
     assert run.updates(100) is None
     (remark,) = run.scans.remarks()
     assert "recursion is off" in remark
@@ -479,8 +481,7 @@ def test_a_negative_moment_explains_weights_that_are_not_finite() -> None:
 def test_buffers_have_to_be_finite_unless_they_never_were() -> None:
     """A running mean that turned infinite is found; a mask of infinities is left alone."""
     run = trained("SGD")
-    run.model.norm.running_mean.fill_(INF)  # type: ignore[operator, union-attr]
-    run.model.eval()  # it would come back as NaN
+    run.model.norm.running_mean.fill_(INF)
     found = run.updates(2 * EVERY)
     assert found is not None
     assert found.signal is Signal.NONFINITE_WEIGHTS
@@ -490,12 +491,12 @@ def test_buffers_have_to_be_finite_unless_they_never_were() -> None:
 
 def test_large_values_are_finite() -> None:
     """An L2 norm that overflows on finite values is no sign of infinity."""
-    model = Net()
+    model: Any = Net()
     model.register_parameter("large", nn.Parameter(torch.full((4,), 1e30)))
     run = Run(OPTIMIZERS["AdamW fused"], model)
     assert run.updates(60) is None
     with torch.no_grad():
-        model.large[2] = -INF  # type: ignore[index, operator]
+        model.large[2] = -INF
     found = run.updates(2 * EVERY)
     assert found is not None
     assert found.signal is Signal.NONFINITE_WEIGHTS
@@ -561,7 +562,7 @@ def test_no_gradients_carry_sgd_beyond_its_bound(
     """With momentum, dampening, Nesterov's step and decay."""
     nesterov = nesterov and momentum > 0
     weight = nn.Parameter(torch.tensor([0.5, -2.0], dtype=torch.float64))
-    options = {"momentum": momentum, "dampening": 0.0 if nesterov else dampening, "nesterov": nesterov}
+    options: dict[str, Any] = {"momentum": momentum, "dampening": 0.0 if nesterov else dampening, "nesterov": nesterov}
     follow(optim.SGD([weight], lr=0.05, weight_decay=decay, **options), "SGD", weight, pushes)
 
 
@@ -655,19 +656,16 @@ def test_what_comes_again_after_every_rewind_is_intended() -> None:
 def test_the_clean_step_waits_for_every_scan() -> None:
     """It is the newest step that all scans that are on have seen."""
     run = Run(OPTIMIZERS["Adam"], checks=config(weights=4, optimizer=7))
-    seen = []
-    for _ in range(23):
+    for told in range(-1, 40):  # the newest step that a verdict can be known of
         run.update()
-        seen.append(run.scans.clean_step)
-    assert seen == [0] * 8 + [4] + [7] * 6 + [12, 14, 14, 14, 14, 14, 14, 14] or sorted(seen) == seen
-    assert seen[-1] == 20 or seen[-1] == 14
+        assert run.scans.clean_step == max(0, min(told // 4 * 4, told // 7 * 7))
     assert Run(OPTIMIZERS["Adam"], checks=config(weights=0, optimizer=0)).scans.due(5) is False
 
 
 def test_measuring_reads_nothing_on_the_host() -> None:
     """The numbers stay on the device until somebody reads the one vector."""
 
-    class Reads(TorchDispatchMode):
+    class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -675,7 +673,7 @@ def test_measuring_reads_nothing_on_the_host() -> None:
             return func(*args, **(kwargs or {}))
 
     run = trained("AdamW fused")
-    with Reads() as reads:
+    with Reads() as reads:  # type: ignore[no-untyped-call]
         vector = run.scans.measure()
     assert reads.count == 0
     assert (vector.dtype, vector.ndim, vector.requires_grad) == (torch.float32, 1, False)
@@ -687,22 +685,22 @@ def test_measuring_reads_nothing_on_the_host() -> None:
 def test_activations_that_are_not_finite_are_a_remark() -> None:
     """Hooks are there for one forward only; what they saw is told and nothing more."""
     run = Run(OPTIMIZERS["Adam"], checks=config(weights=0, optimizer=0, activations=2))
-    run.model.mid.register_forward_hook(lambda _, args, out: torch.where(out > 2, INF, out))  # type: ignore[union-attr]
-    hooks = len(run.model.mid._forward_hooks)  # type: ignore[arg-type, union-attr]
+    run.model.mid.register_forward_hook(lambda _, args, out: torch.where(out > 0, INF, out))
+    hooks = len(run.model.mid._forward_hooks)
     run.update()
     run.update()
     run.scans.landed(2, *run._landed)
     run.scans.arm(2)
-    assert len(run.model.mid._forward_hooks) == hooks + 1  # type: ignore[arg-type, union-attr]
+    assert len(run.model.mid._forward_hooks) == hooks + 1
     with torch.no_grad():
         run.model(torch.randn(16, 8) * 100)
     values = run.scans.measure().tolist()
-    assert len(run.model.mid._forward_hooks) == hooks  # type: ignore[arg-type, union-attr]
+    assert len(run.model.mid._forward_hooks) == hooks
     assert run.scans.judge(2, 2, values) is None
     (remark,) = run.scans.remarks()
     assert remark == "step 2: the output of mid is not finite"
     run.scans.arm(3)
-    assert len(run.model.mid._forward_hooks) == hooks  # type: ignore[arg-type, union-attr]
+    assert len(run.model.mid._forward_hooks) == hooks
 
 
 @pytest.mark.parametrize(

@@ -20,18 +20,17 @@ class ForeignSamples:
     def __init__(self, loader: Iterable[Any], slicing: Slicing) -> None:
         self.loader, self.slicing = loader, slicing
         self.position = 0
+        self._gone = 0  # up to here, as positions were counted before a rewind, batches are used up
         self._batches: Iterator[Any] | None = None
+        self._served = False
         self._recent: deque[Update] = deque(maxlen=2)
         self._ahead: deque[Update] = deque()
 
     def next_update(self) -> Update:
-        if self._ahead:
-            batches = self._ahead.popleft().batches
-        else:
-            batches = [self._next_batch() for _ in range(self.slicing.accumulation)]
+        batches = self._ahead.popleft().batches if self._ahead else self._fetch()
         update = Update(self.position, self.position + self.slicing.samples, batches)
         self._recent.append(update)
-        self.position = update.stop
+        self.position = self._gone = update.stop
         return update
 
     def go_back(self, update: Update) -> None:
@@ -40,9 +39,16 @@ class ForeignSamples:
         self.position = update.start
 
     def skip(self, start: int, stop: int) -> None:
-        """Only what would be served again can be passed over."""
+        """Pass over what would be served again, and then over new batches.
+
+        What was used up before a rewind does not come again and counts as passed over.
+        """
         while self._ahead and start <= self._ahead[0].start < stop:
             self.position = self._ahead.popleft().stop
+        at = max(self.position, self._gone)
+        while not self._ahead and start <= at < stop:
+            self._fetch()
+            at += self.slicing.samples
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -55,12 +61,20 @@ class ForeignSamples:
     def close(self) -> None:
         self._batches = None
 
+    def _fetch(self) -> list[Any]:
+        return [self._next_batch() for _ in range(self.slicing.accumulation)]
+
     def _next_batch(self) -> Any:
         for _ in range(2):
             if self._batches is None:
                 self._batches = iter(self.loader)
             try:
-                return next(self._batches)
+                batch = next(self._batches)
             except StopIteration:
                 self._batches = None
-        raise TrainError("the data loader is empty")
+            else:
+                self._served = True
+                return batch
+        if self._served:
+            raise TrainError("data: the loader has ended and cannot be iterated again: give one that can")
+        raise TrainError("data: the loader is empty: it has no batches")

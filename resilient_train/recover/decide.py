@@ -22,7 +22,7 @@ def decide(
         return Decision(gave_up=f"the policy has no remedy for {cause}")
     in_a_row = policy.budget.in_a_row
     if not anomaly.landed and _refused_in_a_row(anomaly, history) >= in_a_row:
-        return Decision(gave_up=f"{_count(in_a_row, 'update')} in a row were refused, and the next one too")
+        return Decision(gave_up=f"the budget of {_count(in_a_row, 'update')} refused in a row is used up")
     case = Case(anomaly, diagnosis, can, rewinds=False)
     spent = 0
     for place, rung in enumerate(ladder):
@@ -81,7 +81,8 @@ def _over_budget(
     if passes_over(actions):
         refused = sum(not one.anomaly.landed and passes_over(one.decision.actions) for one in recent)
         if not anomaly.landed and refused >= budget.refused:
-            return f"{budget.refused:,} of the last {budget.window:,} updates were refused, and the next one too"
+            spent = _count(budget.refused, "refused update")
+            return f"the budget of {spent} within {_count(budget.window, 'update')} is used up"
         return None
     if sum(not passes_over(one.decision.actions) for one in recent) >= budget.incidents:
         spent = _count(budget.incidents, "incident")

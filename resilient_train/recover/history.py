@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from resilient_train.events import Anomaly, Decision, Diagnosis, Incident, Outcome
+from resilient_train.events import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome
 
 
 class History:
@@ -29,7 +29,7 @@ class History:
         Where the decision is to give up, it is closed itself, and so is everything that was still open.
         """
         before = [self.incidents[self._places[number]] for number in self._open]
-        same = [one for one in before if _kind(one.diagnosis) == _kind(diagnosis)]
+        same = [one for one in before if _kind(one.anomaly, one.diagnosis) == _kind(anomaly, diagnosis)]
         closed = [self._close(one, Outcome.RECURRED) for one in same]
         number = max(self._places, default=0) + 1
         incident = Incident(number, anomaly, diagnosis, decision)
@@ -77,8 +77,11 @@ class History:
         return closed
 
 
-def _kind(diagnosis: Diagnosis) -> tuple[object, ...]:
-    """What makes two incidents the same trouble: the cause and the line, not the values that it met there."""
+def _kind(anomaly: Anomaly, diagnosis: Diagnosis) -> tuple[object, ...]:
+    """What makes two incidents the same trouble: the cause and the line, not the values that it met there.
+
+    Where the cause is not known, two signals are not said to have the same one.
+    """
     culprit = diagnosis.culprit
     line = culprit and (culprit.phase, culprit.op, culprit.module, culprit.file, culprit.line)
-    return diagnosis.cause, line
+    return diagnosis.cause, line, anomaly.signal if diagnosis.cause is Cause.UNKNOWN else None

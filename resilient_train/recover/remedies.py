@@ -185,7 +185,7 @@ class Repeat(Remedy):
 
     def applies(self, case: Case) -> bool:
         """What landed cannot be made once more."""
-        return not case.anomaly.landed and not case.rewinds
+        return not case.anomaly.landed
 
     def apply(self, patient: Patient) -> None:
         """A refused update that nothing skips is made again."""

@@ -16,14 +16,18 @@ class ClipConfig:
 
 
 @torch.no_grad()
-def clip(weights: Iterable[torch.Tensor], config: ClipConfig, tightened: float = 1.0) -> tuple[torch.Tensor, float | None]:
+def clip(
+    weights: Iterable[torch.Tensor], config: ClipConfig, tightened: float = 1.0, usual: float | None = None
+) -> tuple[torch.Tensor, float | None]:
     """Clip the gradients in place, by norm and then by value.
 
-    Returns their norm from before, and what it was clipped to if that can be said.
+    Where no norm is configured a clip that was tightened takes the `usual` one for it. Returns the gradients' norm
+    from before, and what it was clipped to if that can be said.
     """
     weights = [weight for weight in weights if weight.grad is not None]
     norm = get_total_norm([weight.grad for weight in weights if weight.grad is not None])
-    max_norm = None if config.max_norm is None else config.max_norm * tightened
+    configured = usual if config.max_norm is None and tightened < 1 else config.max_norm
+    max_norm = None if configured is None else configured * tightened
     if max_norm is not None:
         clip_grads_with_norm_(weights, max_norm, norm)
     if config.max_value is not None:

@@ -61,6 +61,7 @@ class Updater:
         """`gather` collects a vector from every rank, if there are several; `scaler` is that of half precision."""
         self.optimizers, self.schedules = list(optimizers), list(schedules)
         self.clipping, self.gather, self.scaler = clipping, gather, scaler
+        self.usual_norm: float | None = None  # of recent gradients, for a clip that is tightened and was not there
         self.gate = Gate(optimizers, device)
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.weights = [weight for group in groups for weight in group["params"]]
@@ -70,7 +71,7 @@ class Updater:
         """Send the gradients to the gate as update `step + 1`, and drop them. All optimizers step, or none does."""
         knobs = knobs or NoKnobs()
         scale = self._unscale()
-        grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip)
+        grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip, self.usual_norm)
         settings, before, planned = self._set(step, knobs, rate)
         measured = self._agreed(torch.stack([loss, grad_norm.float(), *scale]))
         numbers = self.gate.step(measured)

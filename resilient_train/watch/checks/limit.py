@@ -56,7 +56,7 @@ class GradLimit(Remembers):
             self.limit = NO_LIMIT
             return
         if self._early is None:
-            self._early = sorted(self._norms)[len(self._norms) // 2]
+            self._early = sorted(self._norms)[int(0.9 * (len(self._norms) - 1))]
         early = min(self._early, self.config.early_factor * largest)
         self.limit = as_float32(max(self.config.grad_factor * largest, early))
 

@@ -1,0 +1,488 @@
+"""Checks: a stream of vitals in, anomalies and limits out."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import random
+import struct
+from collections.abc import Iterable, Iterator
+from math import exp, inf, isfinite, nan, sin
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient_train.events import Anomaly, Signal, Vitals
+from resilient_train.watch.checks import NO_LIMIT, Finding, Panel
+from resilient_train.watch.checks.level import deviation
+from resilient_train.watch.config import ChecksConfig, checks_from, named
+
+Curve = Iterable[tuple[float, float]]
+
+
+class Run:
+    """A run reduced to what the checks see of it: a gate that obeys them, and a place in the data."""
+
+    def __init__(self, config: ChecksConfig | None = None) -> None:
+        self.panel = Panel(config or named("default"))
+        self.tick = self.step = self.position = 0
+
+    def attempt(self, loss: float, norm: float = 1.0) -> Finding:
+        """Judge one update; its samples are used up unless it has to be done again."""
+        self.tick += 1
+        refused = self.refused(loss, norm)
+        self.step += refused is None
+        finding = self.panel.judge(
+            Vitals(self.tick, self.step, refused is None, loss, norm, 1e-3, self.position, self.position + 1, refused)
+        )
+        self.position += not finding.repeat
+        return finding
+
+    def refused(self, loss: float, norm: float) -> Signal | None:
+        if not isfinite(loss):
+            return Signal.NONFINITE_LOSS
+        if not isfinite(norm):
+            return Signal.NONFINITE_GRAD
+        if not loss <= self.panel.limits[0]:
+            return Signal.LOSS_SPIKE
+        return None if norm <= self.panel.limits[1] else Signal.GRAD_SPIKE
+
+    def overflow(self, scale: float) -> Finding:
+        self.tick += 1
+        return self.panel.judge(Vitals(self.tick, self.step, False, inf, nan, 1e-3, overflowed=True, loss_scale=scale))
+
+    def play(self, curve: Curve) -> Iterator[Finding]:
+        for loss, norm in curve:
+            yield self.attempt(loss, norm)
+
+    def alarms(self, curve: Curve) -> list[Anomaly]:
+        return [finding.anomaly for finding in self.play(curve) if finding.anomaly]
+
+    def remarks(self, curve: Curve) -> list[str]:
+        return [remark for finding in self.play(curve) for remark in finding.remarks]
+
+
+def curve(steps: int, *, seed: int = 0, noise: float = 0.03, low: float = 3.0, high: float = 3.0, at: int = 10**9,
+          over: int = 1) -> list[tuple[float, float]]:  # fmt: skip
+    """Losses that fall to `low`, and from step `at` on climb to `high` in `over` steps."""
+    dice = random.Random(seed)
+    pairs = []
+    for index in range(steps):
+        level = low + 3 * exp(-index / 150) + (high - low) * min(1.0, max(0.0, (index - at + 1) / over))
+        pairs.append((level * (1 + dice.gauss(0, noise)), exp(dice.gauss(0, 0.2))))
+    return pairs
+
+
+def warmed_up(config: ChecksConfig | None = None, steps: int = 400) -> Run:
+    run = Run(config)
+    assert run.alarms(curve(steps)) == []
+    return run
+
+
+# What is found, and when.
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("high", "over", "noise", "signal", "within"),
+    [
+        (8.0, 1, 0.03, Signal.LOSS_SPIKE, 8),
+        (4.5, 200, 0.03, Signal.DIVERGENCE, 350),
+        (4.5, 200, 0.1, Signal.DIVERGENCE, 350),
+        (4.5, 1000, 0.03, Signal.DIVERGENCE, 1050),
+    ],
+)
+def test_a_loss_that_rises_and_stays(
+    high: float, over: int, noise: float, signal: Signal, within: int, seed: int
+) -> None:
+    """A rise is an anomaly within a known number of steps, and what came before it stays trusted."""
+    onset = 1500
+    found = Run().alarms(curve(onset + within, seed=seed, noise=noise, high=high, at=onset, over=over))
+    assert found
+    assert found[0].signal is signal
+    assert onset < found[0].step <= onset + within
+    assert onset - 100 <= found[0].since <= onset + over / 4
+    assert found[0].landed
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("family", ["decay", "skewed", "periodic", "negative", "by heart"])
+def test_healthy_losses_raise_no_alarm(family: str, seed: int) -> None:
+    """Noise, outliers, waves, a likelihood through zero and losses near zero are all healthy."""
+    dice = random.Random(seed)
+
+    def one(index: int) -> tuple[float, float]:
+        level = 1 + 4 * exp(-index / 500)
+        match family:
+            case "decay":
+                return level * (1 + dice.gauss(0, 0.1)), exp(dice.gauss(0, 0.3))
+            case "skewed":
+                return level * exp(dice.gauss(0, 1.2)), exp(dice.gauss(0, 0.8))
+            case "periodic":
+                return level * (1 + 0.2 * sin(index / 60)) + dice.gauss(0, 0.1), exp(dice.gauss(0, 0.3))
+            case "negative":
+                return 120 * exp(-index / 700) - 45 + dice.gauss(0, 2), 50 * exp(dice.gauss(0, 0.2))
+            case _:
+                hard = exp(dice.gauss(0, 2.5) - 8 * (1 - exp(-index / 1000)))
+                return hard, min(3.0, 2 * hard)
+
+    assert Run().alarms(one(index) for index in range(12_000)) == []
+
+
+def test_a_single_loss_far_outside_is_told_and_lands() -> None:
+    """Single outliers of the loss do no harm: one remark, no alarm, and the range stays as it was."""
+    run = warmed_up()
+    limits = run.panel.limits
+    finding = run.attempt(60.0)
+    assert finding.anomaly is None
+    assert "a single loss of 60" in finding.remarks[0]
+    assert run.panel.limits == limits
+
+
+def test_outliers_do_not_flood_the_log() -> None:
+    """Many outliers in a short time are one remark."""
+    run = warmed_up()
+    pairs = [(60.0, 1.0) if index % 20 == 0 else pair for index, pair in enumerate(curve(590, seed=1)[400:])]
+    assert len(run.remarks(pairs)) == 1
+
+
+def test_learning_that_stalls_is_told() -> None:
+    """A loss that no longer improves is a remark now and then, never an alarm."""
+    config = named("default")
+    config.stall.every = 1000
+    run = Run(config)
+    findings = list(run.play(curve(5000)))
+    assert [finding.anomaly for finding in findings if finding.anomaly] == []
+    assert 2 <= len([remark for finding in findings for remark in finding.remarks if "stalled" in remark]) <= 4
+
+
+@pytest.mark.parametrize("signal", [Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH])
+@pytest.mark.parametrize("checks", ["default", "light", "paranoid", "off"])
+def test_what_is_not_finite_is_an_anomaly_at_once(checks: str, signal: Signal) -> None:
+    """Nothing landed, so the present state stays trusted; with all checks off, too, and in the first update."""
+    vitals = Vitals(7, 3, False, nan, nan, 1e-3, refused=signal, ranks=(1,))
+    anomaly = Panel(named(checks)).judge(vitals).anomaly
+    assert anomaly is not None
+    assert (anomaly.signal, anomaly.step, anomaly.tick, anomaly.since) == (signal, 4, 7, 3)
+    assert (anomaly.landed, anomaly.ranks) == (False, (1,))
+
+
+def test_what_landed_without_a_gate_is_seen_too() -> None:
+    """A loss that is not finite and landed all the same is an anomaly of the weights."""
+    anomaly = Panel(named("off")).judge(Vitals(9, 9, True, nan, 1.0, 1e-3)).anomaly
+    assert anomaly is not None
+    assert (anomaly.signal, anomaly.landed, anomaly.since) == (Signal.NONFINITE_LOSS, True, 7)
+
+
+# The limits.
+
+
+def test_a_gradient_far_above_the_recent_ones_is_refused() -> None:
+    """It is an anomaly that did not land, and the limit stays where it was."""
+    run = warmed_up()
+    limits = run.panel.limits
+    assert 5 < limits[1] < 50
+    anomaly = run.attempt(3.0, 1000.0).anomaly
+    assert anomaly is not None
+    assert (anomaly.signal, anomaly.landed, anomaly.since, anomaly.step) == (Signal.GRAD_SPIKE, False, 400, 401)
+    assert run.panel.limits == limits
+
+
+def test_an_absurd_loss_is_refused() -> None:
+    """A loss a thousand times out of range points at a broken row."""
+    anomaly = warmed_up().attempt(1e7).anomaly
+    assert anomaly is not None
+    assert (anomaly.signal, anomaly.landed) == (Signal.LOSS_SPIKE, False)
+
+
+def test_a_norm_that_was_ordinary_once_lands() -> None:
+    """Rows known by heart leave no gradient; then a hard row is no spike."""
+    run = Run()
+    assert run.alarms([(3.0, 1.0)] * 200 + [(0.01, 0.02)] * 500 + [(3.0, 0.9)]) == []
+    assert run.alarms([(0.01, 50.0)])[0].signal is Signal.GRAD_SPIKE
+
+
+def test_a_new_regime_of_gradients_is_given_way_to() -> None:
+    """Several different updates above the limit in a row are usual from now on: the last is repeated and lands."""
+    run = warmed_up()
+    findings = [run.attempt(3.0, 1000.0 + index) for index in range(6)]
+    assert [finding.repeat for finding in findings] == [False] * 5 + [True]
+    assert findings[-1].anomaly is None
+    assert run.alarms([(3.0, 1000.0 + index) for index in range(5, 100)]) == []
+
+
+def test_most_of_the_recent_updates_refused_are_a_new_regime_too() -> None:
+    """Ordinary updates in between do not keep the limit where it is."""
+    run = warmed_up()
+    findings = list(run.play([(3.0, 1000.0), (3.0, 1.0)] * 6))
+    assert any(finding.repeat for finding in findings)
+
+
+def test_one_update_tried_again_and_again_is_no_regime() -> None:
+    """However often the same samples are refused, the limit does not give way."""
+    run = warmed_up()
+    for _ in range(50):
+        assert run.attempt(3.0, 1000.0).anomaly is not None
+        run.position -= 1
+
+
+def test_a_rewind_at_each_refusal_does_not_fight_a_regime_for_ever() -> None:
+    """Refusals are remembered across rewinds; only what the run learned is not."""
+    run = warmed_up()
+    state = run.panel.state_dict()
+    repeats = []
+    for index in range(6):
+        run.panel.load_state_dict(copy.deepcopy(state))
+        repeats.append(run.attempt(3.0, 1000.0 + index).repeat)
+    assert repeats == [False] * 5 + [True]
+
+
+def test_refused_updates_whose_loss_is_out_of_range_mean_damage() -> None:
+    """Weights gone bad refuse every update; that is no outlier, and the state is not trusted any more."""
+    run = warmed_up()
+    found = run.alarms([(1e9 + index, 1e9) for index in range(5)])
+    assert [anomaly.signal for anomaly in found[:4]] == [Signal.LOSS_SPIKE] * 4
+    assert not found[0].landed
+    assert found[4].landed
+    assert 380 <= found[4].since < 400
+
+
+# Half precision.
+
+
+def test_overflows_are_ordinary_until_they_do_not_end() -> None:
+    """A scaler finds its scale in a few updates; twenty in a row are a collapse. None enters a statistic."""
+    run = warmed_up()
+    before = run.panel.state_dict()["level"]
+    scale = 2.0**16
+    findings = []
+    for _ in range(20):
+        findings.append(run.overflow(scale))
+        scale /= 2
+    assert [finding.anomaly for finding in findings[:19]] == [None] * 19
+    anomaly = findings[19].anomaly
+    assert anomaly is not None
+    assert (anomaly.signal, anomaly.landed, anomaly.since) == (Signal.SCALE_COLLAPSE, False, 399)
+    assert run.panel.state_dict()["level"] == before
+
+
+def test_a_useless_loss_scale_is_told_once() -> None:
+    """A scale below the least useful one is a collapse, said once until it has recovered."""
+    run = warmed_up()
+    assert [run.overflow(2.0**-11).anomaly is not None for _ in range(3)] == [True, False, False]
+
+
+# Changes that were declared, and those that were not.
+
+
+@pytest.mark.parametrize("told", ["in the configuration", "by the schedule"])
+def test_a_declared_change_is_no_alarm(told: str) -> None:
+    """Around a declared step nothing is refused, and what is usual is learned anew."""
+    config = named("default")
+    if told == "in the configuration":
+        config.expect = [1000]
+    run = Run(config)
+    if told == "by the schedule":
+        run.panel.expect(1000)
+    pairs = curve(3000, high=8.0, at=1000)
+    pairs[999] = (pairs[999][0], 1e4)
+    assert run.alarms(pairs[:1000]) == []
+    assert run.panel.limits == (NO_LIMIT, NO_LIMIT)
+    assert run.alarms(pairs[1000:]) == []
+    assert run.alarms((loss * 2.5, norm) for loss, norm in pairs[2000:2020])[0].signal is Signal.LOSS_SPIKE
+
+
+def test_an_update_refused_where_a_change_was_declared_is_repeated() -> None:
+    """Whoever declares a change after the limit went to the device gets the update back."""
+    run = warmed_up()
+    run.panel.expect(401)
+    finding = run.attempt(3.0, 1e4)
+    assert (finding.anomaly, finding.repeat) == (None, True)
+    assert run.attempt(3.0, 1e4) == Finding()
+    assert run.step == 401
+
+
+def test_a_change_nobody_undid_becomes_usual() -> None:
+    """Without rewinds: a few alarms, then a remark, then peace; and the next jump is seen again."""
+    run = Run()
+    assert 1 <= len(run.alarms(curve(1000, high=6.0, at=600))) <= 4
+    assert run.alarms(curve(1000, seed=1, low=6.0)[400:]) == []
+    assert run.alarms((loss * 2, norm) for loss, norm in curve(20, seed=2, low=6.0)) != []
+
+
+def test_a_change_that_rewinds_cannot_undo_becomes_usual() -> None:
+    """With a rewind at every alarm: as many as the patience allows, then the loss is given time and settles."""
+    run = Run()
+    pairs = curve(1500, high=6.0, at=600)
+    assert run.alarms(pairs[:550]) == []
+    state, alarms, index = run.panel.state_dict(), 0, 550
+    while index < len(pairs):
+        finding = run.attempt(*pairs[index])
+        index += 1
+        if finding.anomaly is not None:
+            alarms += 1
+            assert alarms < 20, "fought for ever"
+            run.panel.load_state_dict(copy.deepcopy(state))
+            index = run.step = run.position = 550
+    assert alarms == run.panel.config.patience
+
+
+def test_a_loss_that_goes_on_rising_is_never_taken_for_usual() -> None:
+    """Patience is for what settles: what still climbs is an alarm each time."""
+    run = Run()
+    pairs = curve(600)
+    assert run.alarms(pairs) == []
+    state = run.panel.state_dict()
+    climb = [(4 * 1.05**index, 1.0) for index in range(80)]
+    for _ in range(8):
+        assert run.alarms(climb) != []
+        run.panel.load_state_dict(state)
+        run.step = run.position = 600
+
+
+# Whatever comes.
+
+ODD = st.sampled_from([nan, inf, -inf, 1e38, -1e38, 1e300, 0.0, -0.0, 1e-300])
+NUMBERS = st.one_of(st.floats(-10, 10), ODD)
+PAIRS = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=150)
+QUICK = settings(max_examples=40, deadline=None)
+
+
+def eager() -> ChecksConfig:
+    """Checks that judge after a few updates."""
+    config = named("paranoid")
+    config.jump.warmup, config.limit.warmup, config.jump.window, config.limit.window = 8, 2, 16, 8
+    config.creep.every, config.creep.blocks, config.creep.lag = 2, 4, 2
+    config.slow.every, config.slow.window, config.stall.every = 5, 20, 20
+    return config
+
+
+@QUICK
+@given(PAIRS)
+def test_nothing_makes_the_checks_fall_over(pairs: list[tuple[float, float]]) -> None:
+    """Whatever is measured, limits stay finite and exact in float32, and a repeated update lands."""
+    run = Run(eager())
+    for loss, norm in pairs:
+        finding = run.attempt(loss, norm)
+        assert all(isfinite(one) and struct.unpack("f", struct.pack("f", one))[0] == one for one in run.panel.limits)
+        if finding.repeat:
+            assert run.refused(loss, norm) is None
+        json.dumps(run.panel.state_dict(), allow_nan=False)
+
+
+@QUICK
+@given(PAIRS, st.integers(0, 10**6))
+def test_what_is_not_finite_leaves_no_trace(pairs: list[tuple[float, float]], seed: int) -> None:
+    """The same verdicts and limits follow, whether or not refused NaN and infinities lie between the updates."""
+    dice = random.Random(seed)
+    plain, disturbed = Run(eager()), Run(eager())
+    for loss, norm in pairs:
+        while dice.random() < 0.3:
+            assert disturbed.attempt(dice.choice([nan, inf, -inf]), dice.choice([nan, inf, 1.0])).anomaly is not None
+            disturbed.position -= 1
+        expected, found = plain.attempt(loss, norm), disturbed.attempt(loss, norm)
+        assert _without_ticks(found) == _without_ticks(expected)
+        assert disturbed.panel.limits == plain.panel.limits
+
+
+def _without_ticks(finding: Finding) -> Finding:
+    anomaly = finding.anomaly
+    return dataclasses.replace(finding, anomaly=anomaly and dataclasses.replace(anomaly, tick=0))
+
+
+@QUICK
+@given(st.lists(st.floats(1e3, 1e30), max_size=5))
+def test_refused_values_never_enter_the_statistics(norms: list[float]) -> None:
+    """Up to the number that makes a regime, refused gradients leave everything as it was."""
+    run = warmed_up(steps=100)
+    before = run.panel.state_dict()
+    for norm in norms:
+        assert run.attempt(3.0, norm).anomaly is not None
+    assert run.panel.state_dict() == before
+
+
+@QUICK
+@given(PAIRS, PAIRS, PAIRS)
+def test_statistics_rewind(
+    before: list[tuple[float, float]], undone: list[tuple[float, float]], after: list[tuple[float, float]]
+) -> None:
+    """Put back, through JSON even, they judge as if what was undone had never been; and nothing is shared."""
+    config = eager()
+    config.patience, config.limit.regime = 10**6, 10**6  # what is remembered across rewinds on purpose
+    run = Run(config)
+    list(run.play(before))
+    state = run.panel.state_dict()
+    kept, place = json.loads(json.dumps(state)), (run.step, run.position)
+    expected = [_without_ticks(finding) for finding in run.play(after)]
+    assert state == kept
+    for panel in (run.panel, Panel(config)):
+        run.panel = panel
+        run.panel.load_state_dict(state)
+        list(run.play(undone))
+        run.panel.load_state_dict(state)
+        run.step, run.position = place
+        assert [_without_ticks(finding) for finding in run.play(after)] == expected
+        assert state == kept
+
+
+@QUICK
+@given(st.lists(st.one_of(st.floats(-10, 10), st.integers(-3, 3).map(float)), min_size=1, max_size=40))
+def test_the_median_deviation_is_the_median_of_the_deviations(values: list[float]) -> None:
+    """Bisection finds what sorting the distances finds."""
+    ranked = sorted(values)
+    center = ranked[len(ranked) // 2]
+    distances = sorted(abs(value - center) for value in ranked)
+    assert deviation(ranked, center) == distances[(len(distances) + 1) // 2 - 1]
+
+
+# The configuration.
+
+
+@pytest.mark.parametrize("name", ["default", "light", "paranoid", "off"])
+def test_every_set_of_checks_can_be_read(name: str) -> None:
+    """All four are complete and within their limits of types."""
+    assert isinstance(named(name), ChecksConfig)
+
+
+def test_off_judges_nothing_that_is_finite() -> None:
+    """No limit, no alarm, no remark, whatever the loss does."""
+    run = Run(named("off"))
+    findings = list(run.play([*curve(2000, high=800.0, at=1000), (3.0, 1e30), (1e30, 1.0)]))
+    assert set(findings) == {Finding()}
+    assert run.panel.limits == (NO_LIMIT, NO_LIMIT)
+
+
+def test_light_sees_a_jump_and_leaves_slow_changes() -> None:
+    """The gate and the jump are all there is."""
+    jump = Run(named("light")).alarms(curve(1020, high=8.0, at=1000))
+    assert jump[0].signal is Signal.LOSS_SPIKE
+    assert Run(named("light")).alarms(curve(3000, high=4.0, at=1500, over=1000)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"jmup": {}}, r"checks\.jmup is none of .*jump"),
+        ({"jump": {"evry": 1}}, r"checks\.jump\.evry is none of .*every"),
+        ({"jump": 3}, r"checks\.jump=3 has to have keys"),
+        ({"patience": "four"}, r"checks\.patience='four' is not int"),
+        ({"patience": True}, r"checks\.patience=True is not int"),
+        ({"expect": [1.5]}, r"checks\.expect=\[1\.5\] is not a list of steps"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(change: dict[str, object], told: str) -> None:
+    """The error says which key, which value, and what is allowed."""
+    with pytest.raises(ValueError, match=told):
+        checks_from({**dataclasses.asdict(named("default")), **change})
+
+
+def test_a_missing_key_and_an_unknown_set_are_named() -> None:
+    """Nothing is filled in silently."""
+    values = dataclasses.asdict(named("default"))
+    del values["slow"]["share"]
+    with pytest.raises(ValueError, match=r"checks\.slow\.share is missing"):
+        checks_from(values)
+    with pytest.raises(ValueError, match="default, light, off, paranoid"):
+        named("defualt")
