@@ -3,6 +3,7 @@
 It borrows model, data set and objective from the zoo, so that both loops do the same work, and nothing else of ours.
 
     python benchmarks/plain_loop.py mlp --steps 1000
+    python benchmarks/plain_loop.py mlp --steps 1000 --default-optimizer
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Prepared:
     scheduler: Any
 
 
-def prepare(workload: Workload, steps: int) -> Prepared:
-    """Build everything, as the tutorials of Accelerate do."""
+def prepare(workload: Workload, steps: int, *, fused: bool | None = True) -> Prepared:
+    """Build everything, as the tutorials of Accelerate do; `fused` None leaves torch the choice of AdamW's form."""
     set_seed(0)
     accelerator = Accelerator()
     model = workload.model()
@@ -64,7 +65,7 @@ def prepare(workload: Workload, steps: int) -> Prepared:
         {"params": [weight for weight in weights if weight.ndim >= 2], "weight_decay": 0.1},
         {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    optimizer = AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8, fused=fused)
 
     def factor(step: int) -> float:
         if step < WARMUP_STEPS:
@@ -72,16 +73,26 @@ def prepare(workload: Workload, steps: int) -> Prepared:
         progress = min(1.0, (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS))
         return FINAL_FACTOR + (1 - FINAL_FACTOR) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    # drop_last: a short batch at the end of an epoch would be less work than our updates, which are all full
-    loader = DataLoader(workload.data(), batch_size=workload.batch_size, shuffle=True, drop_last=True)
     scheduler = LambdaLR(optimizer, factor)
-    return Prepared(accelerator, *accelerator.prepare(model, optimizer, loader, scheduler))
+    return Prepared(accelerator, *accelerator.prepare(model, optimizer, loader(workload), scheduler))
+
+
+def loader(workload: Workload) -> DataLoader[Any]:
+    """Shuffle and batch the rows."""
+    # drop_last: a short batch at the end of an epoch would be less work than our updates, which are all full
+    return DataLoader(workload.data(), batch_size=workload.batch_size, shuffle=True, drop_last=True)
 
 
 def train(
-    workload: Workload, prepared: Prepared, *, steps: int, log_every: int, on_step: Callable[[int], None] | None = None
+    workload: Workload,
+    prepared: Prepared,
+    *,
+    steps: int,
+    log_every: int,
+    on_step: Callable[[int], None] | None = None,
+    is_bad: Callable[[torch.Tensor], bool] | None = None,
 ) -> None:
-    """Train for `steps` updates; `on_step` hears of each."""
+    """Train for `steps` updates; `on_step` hears of each, and `is_bad` is asked about each loss before its update."""
     accelerator, model, optimizer = prepared.accelerator, prepared.model, prepared.optimizer
     model.train()
     step = 0
@@ -89,6 +100,9 @@ def train(
         for batch in prepared.loader:
             loss, _ = workload.objective(model, batch)
             accelerator.backward(loss)
+            if is_bad is not None and is_bad(loss):
+                optimizer.zero_grad()
+                continue
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             prepared.scheduler.step()
@@ -108,9 +122,12 @@ def main() -> None:
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--steps", type=int, default=1000, help="updates to make (default: %(default)s)")
     parser.add_argument("--log-every", type=int, default=10, help="steps between two lines (default: %(default)s)")
+    default = "AdamW in the form that torch chooses by itself, not the fused one"
+    parser.add_argument("--default-optimizer", action="store_true", help=default)
     given = parser.parse_args()
     workload = WORKLOADS[given.workload]
-    train(workload, prepare(workload, given.steps), steps=given.steps, log_every=given.log_every)
+    prepared = prepare(workload, given.steps, fused=None if given.default_optimizer else True)
+    train(workload, prepared, steps=given.steps, log_every=given.log_every)
 
 
 if __name__ == "__main__":

@@ -19,24 +19,21 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import recovery_foreign as foreign
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from recovery_controls import by_hand
 
 from resilient_train.assemble import Run, assemble
-from resilient_train.config import targets
 from resilient_train.config.compose import load
-from resilient_train.drill import Place
 from resilient_train.errors import GaveUp
 from resilient_train.events import Incident
 from resilient_train.ranks.world import World
 from resilient_train.train import evaluate
-from resilient_train.update.optimizers import parameter_groups
 
 DRILLS = ("nan_batch", "nan_grad", "inf_loss", "loss_spike", "bit_flip", "bad_moments", "bad_row", "hot_lr", "gauntlet")
 POLICIES = ("balanced", "conservative", "aggressive", "palm", "skip", "off")
@@ -50,6 +47,7 @@ ENDLESS = 10  # attempts per wanted update
 
 _DIGITS = ("data=digits", "objective=classification")
 _TEXT = ("data=python_source", "data.train.context=32", "data.train.max_bytes=100000", "data.batch_size=8")
+_SMALL_GPT = ("model=gpt", "model.layers=1", "model.width=48", "model.heads=2", "model.context=32")
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Recipe:
 
 
 RECIPES = {
-    "mlp": Recipe("MLP on digits, AdamW", ("model=mlp", *_DIGITS, "optimizer.lr=5e-3"), 300),
+    "mlp": Recipe("MLP on digits, AdamW", ("model=mlp", *_DIGITS, "optimizer.lr=3e-3"), 300),
     "sgd": Recipe(
         "MLP on digits, SGD with momentum",
         ("model=mlp", "model.hidden=[64]", *_DIGITS, "optimizer=sgd"),
@@ -76,8 +74,7 @@ RECIPES = {
     ),
     "gpt": Recipe(
         "GPT on Python source, AdamW",
-        ("model=gpt", "model.layers=1", "model.width=48", "model.heads=2", "model.context=32", *_TEXT)
-        + ("optimizer.lr=3e-3",),
+        (*_SMALL_GPT, *_TEXT, "optimizer.lr=3e-3"),
         200,
         without=("nan_batch", "bad_row"),
     ),
@@ -91,10 +88,10 @@ RECIPES = {
 class Cell:
     """How one run ended."""
 
-    loss: float  # of the evaluation at its end
-    is_finite: bool  # weights and buffers
     step: int
     tick: int
+    loss: float = math.nan  # of the evaluation at its end
+    is_finite: bool = False  # weights and buffers
     incidents: list[Incident] = field(default_factory=list)
     why: str = ""  # it ended before its last step
     gave_up: bool = False
@@ -119,7 +116,7 @@ class Cell:
         return f"{self.word}{where}{counts}"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def composed(recipe: str, drill: str, seed: int, steps: int) -> Any:
     here = RECIPES[recipe].overrides
     run = (f"drill={drill}", f"run.seed={seed}", f"run.steps={steps}", "accelerate.cpu=true", "tracking=none")
@@ -129,14 +126,11 @@ def composed(recipe: str, drill: str, seed: int, steps: int) -> Any:
 def cell(recipe: str, drill: str, policy: str, seed: int, steps: int) -> Cell:
     """Train once."""
     config = composed(recipe, drill, seed, steps)
-    if drill == "gauntlet" and RECIPES[recipe].without:
-        assert all(fault.get(name, {}).get("optional") for fault in config.drill["faults"] for name in fault
-                   if name in RECIPES[recipe].without)  # fmt: skip
     recovery: Any = REWIND_ONLY if policy == "rewind only" else "off" if policy in CONTROLS else policy
     config = dataclasses.replace(config, recovery=recovery)
     run = assemble(config, World.joined(config.accelerate))
     run.model.train()
-    made = by_hand(run, skips=policy == "skip only") if policy in CONTROLS[:2] else guarded(run)
+    made = guarded(run) if policy not in CONTROLS[:2] else Cell(*by_hand(run, skips=policy == "skip only"))
     made.loss = evaluate(run)["loss"]
     state = [*run.bare_model.parameters(), *run.bare_model.buffers()]
     made.is_finite = all(bool(tensor.isfinite().all()) for tensor in state)
@@ -158,54 +152,7 @@ def guarded(run: Run) -> Cell:
         why, gave_up = str(error), True
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-    return Cell(math.nan, False, clock.step, clock.tick, guard.incidents, why, gave_up)
-
-
-def by_hand(run: Run, *, skips: bool) -> Cell:
-    """The loop of the tutorials, on the same samples; a step that is skipped is gone."""
-    accelerator, model, drill, steps = run.world.accelerator, run.model, run.guard.drill, run.config.run.steps
-    optimizer = own_optimizer(run)
-    schedule, weights, accepted = LambdaLR(optimizer, rate(steps)), list(model.parameters()), 0
-    for tick in range(1, steps + 1):
-        update = run.guard.samples.next_update()
-        place = Place(tick, tick, update.start, 0, 0)
-        (batch,) = update.batches
-        if drill is not None:
-            drill.between_updates(place, model, [optimizer])
-            batch = drill.on_batch(place, batch)
-        loss, _ = run.objective(model, batch)
-        loss = drill.on_loss(place, loss) if drill is not None else loss
-        accelerator.backward(loss)
-        if drill is not None:
-            drill.on_gradients(place, weights)
-        norm = accelerator.clip_grad_norm_(weights, 1.0)
-        hot = drill.rate_factor(place) if drill is not None else 1.0
-        for group in optimizer.param_groups:
-            group["lr"] *= hot
-        if not skips or (math.isfinite(loss.item()) and math.isfinite(norm.item())):
-            optimizer.step()
-            accepted += 1
-        schedule.step()
-        optimizer.zero_grad()
-    return Cell(math.nan, False, accepted, steps)
-
-
-def own_optimizer(run: Run) -> torch.optim.Optimizer:
-    """One like the guard's, which nobody looks after."""
-    node = dict(run.config.optimizer)
-    groups = parameter_groups(run.bare_model, no_decay=node.pop("no_decay"))
-    optimizer: torch.optim.Optimizer = targets.build("optimizer", node, groups)
-    return optimizer
-
-
-def rate(steps: int, warmup: int = 20, final: float = 0.1) -> Callable[[int], float]:
-    """The schedule that our configuration begins with."""
-
-    def factor(step: int) -> float:
-        progress = max(0, step - warmup) / max(1, steps - warmup)
-        return min(1.0, (step + 1) / warmup) * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-    return factor
+    return Cell(clock.step, clock.tick, incidents=guard.incidents, why=why, gave_up=gave_up)
 
 
 # ------------------------------------------------------------------------------------------------------------ promises
@@ -219,8 +166,8 @@ def promised(policy: str, drill: str) -> Sequence[str]:
     if policy == "off":
         return ("gave up", "harmless")
     if policy == "skip":
-        return GOOD if drill in (*TRANSIENT[:4], "bad_row") else (*GOOD, "gave up", "broken")
-    if policy == "conservative" and drill not in TRANSIENT:
+        return GOOD if drill in (*TRANSIENT[:4], "bad_row", *foreign.REFUSED) else (*GOOD, "gave up", "broken")
+    if policy == "conservative" and drill not in (*TRANSIENT, *foreign.TRANSIENT):
         return (*GOOD, "gave up")
     return ("recovered", "harmless", "gave up", "broken") if policy in CONTROLS else GOOD
 

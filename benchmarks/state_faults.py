@@ -406,10 +406,9 @@ def main() -> None:
         trials.append(strike(ready[rng.choice(fit).name], name, rng))
         if given.verbose or trials[-1].delay is None:
             print(f"{trials[-1].fault}, {trials[-1].recipe}: {trials[-1].delay}: {trials[-1].told}")
+    recipes = len(RECIPES) + len(QUIET)
     print(table(trials))
-    print(
-        f"\nfalse alarms: {len(alarms)} in {given.healthy_steps * len(RECIPES)} healthy steps of {len(RECIPES)} recipes"
-    )
+    print(f"\nfalse alarms: {len(alarms)} in {given.healthy_steps * recipes} healthy steps of {recipes} recipes")
     for alarm in alarms:
         print(f"- {alarm}")
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,13 +26,13 @@ from torch.utils.data import Dataset
 
 from resilient_train import Guard
 
-STEPS, BATCH_SIZE, NOISE = 1500, 64, 4
+STEPS, BATCH_SIZE, NOISE = 800, 64, 4
 
 
 class Ring(Dataset[Tensor]):
-    """Points around a circle; a few are rotten."""
+    """Points around a circle; two are rotten."""
 
-    def __init__(self, rows: int = 4096) -> None:
+    def __init__(self, rows: int = 32768) -> None:
         numbers = torch.Generator().manual_seed(0)
         angle = 2 * torch.pi * torch.rand(rows, generator=numbers)
         self.points = torch.stack([angle.cos(), angle.sin()], 1) + 0.05 * torch.randn(rows, 2, generator=numbers)
@@ -78,14 +79,15 @@ def in_turn(run_dir: Path) -> None:
     model, optimizers = build(accelerator)
     guard = Guard(accelerator, model, optimizers, data=Ring(), batch_size=BATCH_SIZE, run_dir=run_dir)
     for real in guard.batches(STEPS):
-        loss_of_critic, loss_of_generator = model(real)
+        loss_of_critic, _ = model(real)
         accelerator.backward(loss_of_critic)
         guard.update(loss_of_critic)
+        _, loss_of_generator = model(real)
         accelerator.backward(loss_of_generator)
         guard.update(loss_of_generator)
 
 
-def together(run_dir: Path) -> nn.Module:
+def together(run_dir: Path) -> Any:
     """Add the losses: one update, which both optimizers make or neither."""
     accelerator = Accelerator(cpu=True)
     model, optimizers = build(accelerator)
@@ -108,7 +110,7 @@ def distance(model: nn.Module) -> float:
     """Measure how far generated points lie from the circle, on average; untrained ones lie about 1 away."""
     torch.manual_seed(1)
     points: Tensor = model.get_submodule("generator")(torch.randn(2000, NOISE))
-    return (points.norm(dim=1) - 1).abs().mean().item()
+    return float((points.norm(dim=1) - 1).abs().mean())
 
 
 def main(names: list[str]) -> None:

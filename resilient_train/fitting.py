@@ -17,6 +17,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, default_collate
@@ -50,8 +51,8 @@ def bare(model: Any, world: World) -> nn.Module:
     """Take a model out of what Accelerate wrapped around it; with several processes it has to be wrapped."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: a torch.nn.Module is wanted, not a {type(model).__name__}")
-    prepared = [getattr(model, "_orig_mod", model), model]
-    if world.size > 1 and not any(one is other for one in world.accelerator._models for other in prepared):
+    replicates = world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_")
+    if replicates and not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
         why = "each process would train a model of its own: give what accelerator.prepare(model) returns"
         raise ValueError(f"model: it is not prepared for {world.size} processes, so {why}")
     unwrapped: nn.Module = world.accelerator.unwrap_model(model, keep_fp32_wrapper=True)

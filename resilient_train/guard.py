@@ -190,7 +190,8 @@ class Guard:
         """Forward, backward, gate, update. Says whether an update was attempted: not while gradients accumulate."""
         if self.objective is None:
             raise TypeError("guard.step needs an objective; without one make the loss and call guard.update(loss)")
-        self._require_batch("step")
+        begun = self._require_batch("step")
+        begun.fed[-1] = batch  # as the loop has made it of the one it got
         loss, metrics = self.objective.for_training(self.model, batch)
         if self.drill is not None:
             loss = self.drill.on_loss(self._place(), loss)
@@ -204,7 +205,8 @@ class Guard:
             what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
             raise TypeError(f"guard.update takes the loss as a scalar tensor, not one of {what}")
         self._require_batch("update")
-        self._losses.append(loss.detach().float().reshape(()))
+        loss = loss.detach()
+        self._losses.append(loss if loss.dtype is torch.float32 and loss.dim() == 0 else loss.float().reshape(()))
         if len(self._losses) < self.slicing.accumulation:
             return False
         if all(weight.grad is None for weight in self._updater.weights):
@@ -214,6 +216,7 @@ class Guard:
 
     def settle(self) -> bool:
         """Hear the verdict on the last update now. False: it was an anomaly, and has been treated."""
+        self._seed_between(self.samples.position)
         return self._hear()
 
     @property
@@ -269,8 +272,8 @@ class Guard:
             else:
                 held.statistics = self._statistics()
 
-    def _require_batch(self, verb: str) -> None:
-        """Raise where there is no batch that the loop could be handing back."""
+    def _require_batch(self, verb: str) -> _Begun:
+        """Return the update whose batch the loop is handing back; raise where there is none."""
         if not self._has_begun:
             raise TrainError(
                 f"guard.{verb} before the loop: iterate over guard.batches(steps=...), which makes the batches"
@@ -279,6 +282,7 @@ class Guard:
             raise TrainError(_TWICE.format(verb=verb))
         if Guard._newest != id(self._begun):
             raise TrainError(_TWO_GUARDS)
+        return self._begun
 
     def _begin(self, update: Update) -> None:
         self._losses.clear()
@@ -289,7 +293,7 @@ class Guard:
         Guard._newest = id(begun)
         if self.drill is not None:
             self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)
-        self._scans.arm(self.clock.step)
+        self._scans.arm(self.attempted_step)
         # Training randomness is a function of the place in the stream: a repeated update repeats its dropout.
         seed_all(mix(Purpose.UPDATE, self.seed, update.start, self.world.rank), self.world.device)
 
@@ -300,6 +304,7 @@ class Guard:
             batch = self.drill.on_batch(self._place(), batch)
         batch = self.on_device(batch)
         self._begun.fed.append(batch)
+        self._scans.see_batch(self.attempted_step, batch)
         stays_here = self.world.size > 1 and not is_last
         with self.world.accelerator.no_sync(self.model) if stays_here else nullcontext(), self._turn.of_loop():
             yield batch
@@ -317,7 +322,7 @@ class Guard:
         if not self._hear(begun):
             return False
         if self._scans.due(self.clock.step):
-            self._scanned = (self.clock.step, self.clock.tick, Sent(self.world.max(self._scans.measure())))
+            self._scanned = (self.clock.step, self.clock.tick, self._scan_before(begun))
         loss = self._losses[0] if len(self._losses) == 1 else pulse.mean(self._losses)
         rate = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
         self._ring.before_change()
@@ -330,7 +335,7 @@ class Guard:
         return True
 
     def _seed_between(self, position: int) -> None:
-        """Between two updates random numbers are a function of the place, too: an undone update leaves no trace."""
+        """At rest random numbers are a function of the place, too: an update that was undone leaves no trace."""
         seed_all(mix(Purpose.BETWEEN, self.seed, position, self.world.rank), self.world.device)
 
     # One verdict, an update later.
@@ -347,17 +352,20 @@ class Guard:
         for remark in (*finding.remarks, *self._scans.remarks()):
             log.info("note: %s", remark)
         self._set_limits()
+        self._treatment.heard(vitals.step + (not vitals.accepted), flight.begun.update)
         if vitals.accepted:
             self._accept(flight, vitals)
         elif flight.held is not None:
             self._ring.drop(flight.held)
-        anomaly = self._scan_heard() or finding.anomaly
+        scanned = self._scan_heard()
+        anomaly = scanned or finding.anomaly
         if anomaly is None and not finding.repeat:
             self._healthy(flight, vitals)
             return True
         self._undo(flight, begun, vitals)
         if anomaly is not None:
-            self._treatment.treat(self._named(anomaly, flight), flight.begun.update, refused=not vitals.accepted)
+            named = scanned or self._named(anomaly, flight)
+            self._treatment.treat(named, flight.begun.update, refused=not vitals.accepted)
             self._set_limits()
         return False
 
@@ -394,7 +402,6 @@ class Guard:
         self._updater.accept(self.clock.step)
         limit = flight.attempt.max_norm
         self._scans.landed(self.clock.step, flight.attempt.settings, self._updater.clipped(vitals.grad_norm, limit))
-        self._treatment.landed(self.clock.step, flight.begun.update)
         if flight.held is not None:
             flight.held.statistics = self._statistics()
 
@@ -412,6 +419,15 @@ class Guard:
         if self._scheduled.restarts(attempt.planned_lr):
             self._panel.expect(self.clock.step + 1)
 
+    def _scan_before(self, begun: _Begun) -> Sent:
+        """Measure the state without what the forward of `begun`, of which nothing is known yet, did to buffers."""
+        with_it = self._backups.take()
+        self._backups.put_back(begun.backup)
+        sent = Sent(self.world.max(self._scans.measure()))
+        self._backups.put_back(with_it)
+        self._backups.let_go(with_it)
+        return sent
+
     def _scan_heard(self) -> Anomaly | None:
         """The verdict of a scan that was launched an update ago."""
         if self._scanned is None:
@@ -422,7 +438,9 @@ class Guard:
     def _scan_now(self) -> Anomaly | None:
         """Look at everything at once and wait for it."""
         self._scanned = None
-        return self._scans.judge(self.clock.step, self.clock.tick, self.world.max(self._scans.measure()).tolist())
+        return self._scans.judge(
+            self.clock.step, self.clock.tick, self.world.max(self._scans.measure(everything=True)).tolist()
+        )
 
     def _named(self, anomaly: Anomaly, flight: _InFlight) -> Anomaly:
         """Say more precisely what is wrong, now that time does not matter.

@@ -85,4 +85,3 @@ def evaluate(run: Run) -> dict[str, float]:
     totals = run.world.sum(torch.stack([torch.as_tensor(cell, device=run.world.device).float() for cell in cells]))
     pairs = totals.view(-1, 2).tolist()
     return {name: total / count if count else math.nan for name, (total, count) in zip(names, pairs, strict=True)}
-

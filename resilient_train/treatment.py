@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 from resilient_train.checkpoint import last_good
 from resilient_train.data.samples import Samples, Slicing, Update
 from resilient_train.errors import GaveUp
-from resilient_train.events import Anomaly, Diagnosis, Incident
+from resilient_train.events import Anomaly, Diagnosis, Incident, Outcome
 from resilient_train.ranks.world import World
 from resilient_train.record.console import log
 from resilient_train.record.incidents import IncidentBook, farewell, outcome_told, told
@@ -21,7 +21,7 @@ from resilient_train.recover.decide import decide
 from resilient_train.recover.history import History
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import Applicable, remedy
+from resilient_train.recover.remedies import Applicable, passes_over, remedy
 from resilient_train.state.ring import Held, Ring
 from resilient_train.state.run_state import Clock, RunState
 from resilient_train.update.precision import Precision
@@ -31,7 +31,7 @@ from resilient_train.watch.scans import Scans
 
 
 class Passed(NamedTuple):
-    """An update that was made: where its samples lie."""
+    """An update that was attempted: which it would be, and where its samples lie."""
 
     step: int
     start: int
@@ -66,8 +66,8 @@ class Treatment:
         self._blamed = (0, 0)
         self._rewound: Held | None = None
 
-    def landed(self, step: int, update: Update) -> None:
-        """Note an accepted update, in case it is to blame for something later."""
+    def heard(self, step: int, update: Update) -> None:
+        """Note an update that was attempted, in case it is to blame for something later."""
         self._passed.append(Passed(step, update.start, update.stop))
 
     def healthy(self) -> None:
@@ -88,9 +88,10 @@ class Treatment:
         incident, closed = self.history.open(anomaly, diagnosis, decision)
         self._close(closed)
         self.book.opened(incident)
-        self.knobs.trouble()
         if decision.gave_up is not None:
             self._give_up(incident)
+        if not passes_over(decision.actions):
+            self.knobs.trouble()
         for action in decision.actions:
             remedy(action).apply(self)
         incident = dataclasses.replace(
@@ -167,9 +168,7 @@ class Treatment:
         if proven:
             ward.ring.restore(proven[0])
             if book.directory is not None:
-                path = last_good.save(
-                    book.directory, proven[0].step, ward.state.model, proven[0].snapshot.parts
-                )
+                path = last_good.save(book.directory, proven[0].step, ward.state.model, proven[0].snapshot.parts)
         book.closed(incident)
         log.error("%s", farewell(incident, path, self.history.incidents[:-1]))
         raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}")
@@ -177,4 +176,5 @@ class Treatment:
     def _close(self, incidents: Iterable[Incident], healthy_steps: int | None = None) -> None:
         for incident in incidents:
             self.book.closed(incident)
-            log.info("%s", outcome_told(incident, healthy_steps))
+            if incident.outcome is Outcome.RECOVERED:  # what recurs is told by the incident that it recurs in
+                log.info("%s", outcome_told(incident, healthy_steps))

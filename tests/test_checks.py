@@ -264,7 +264,7 @@ def test_overflows_are_ordinary_until_they_do_not_end() -> None:
     assert [finding.anomaly for finding in findings[:19]] == [None] * 19
     anomaly = findings[19].anomaly
     assert anomaly is not None
-    assert (anomaly.signal, anomaly.landed, anomaly.since) == (Signal.SCALE_COLLAPSE, False, 399)
+    assert (anomaly.signal, anomaly.landed, anomaly.since) == (Signal.SCALE_COLLAPSE, True, 399)
     assert run.panel.state_dict()["level"] == before
 
 

@@ -16,6 +16,7 @@ from resilient_train.guard import Guard
 from resilient_train.state.tree import sha256
 
 ROWS = 256
+SKIP = {"ladders": {"default": [{"do": ["skip"], "strikes": None}]}}
 
 
 class Net(nn.Module):
@@ -113,10 +114,10 @@ def guarded(build: Callable[[nn.Module], Any], objective: Any, *, accumulation: 
     optimizer = build(model)
     schedule = None
     if not isinstance(optimizer, list):
-        schedule = OneCycleLR(optimizer, max_lr=0.01, total_steps=500, cycle_momentum=False)
+        schedule = OneCycleLR(optimizer, max_lr=0.01, total_steps=2000, cycle_momentum=False)
     prepared = accelerator.prepare(model)
     return Guard(accelerator, prepared, optimizer, data=rows(), batch_size=8, schedule=schedule, objective=objective,
-                 clip=1.0, recovery={"ladders": {"default": [{"do": ["skip"], "strikes": None}]}}, **more)  # fmt: skip
+                 clip=1.0, **{"recovery": SKIP, **more})  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ["batch", "loss", "gradient"])

@@ -705,6 +705,16 @@ def test_knobs_re_warm() -> None:
     assert knobs.values == KnobValues()
 
 
+@pytest.mark.parametrize("factor", [0.09, 0.18, 0.5, 0.95])
+def test_what_is_turned_back_is_back(factor: float) -> None:
+    """A turn and its inverse leave exactly 1, whatever the rounding."""
+    knobs = Knobs()
+    knobs.turn_lr(factor)
+    knobs.turn_lr(1 / factor)
+    assert knobs.values == KnobValues()
+    assert str(knobs) == "as configured"
+
+
 def test_steps_of_relaxing() -> None:
     """Two steps take back a halving or a tenfold, to exactly 1 and not nearly."""
     knobs = Knobs(relax_after=1)

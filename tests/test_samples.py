@@ -181,7 +181,7 @@ def test_skipping_and_quarantine_reach_the_batches() -> None:
     stream.quarantine([bad])
     samples.load_state_dict({"position": first.stop})
     update = samples.next_update()
-    assert (update.start, update.stop) == (5, 15)
+    assert (update.start, update.stop) == (10, 15)
     assert bad not in update.batches[0]["index"].tolist()
 
 

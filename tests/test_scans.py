@@ -207,7 +207,7 @@ def tied(model: Any) -> None:
 
 def halves(model: Any) -> None:
     model.to(torch.bfloat16)
-    model.forward = lambda x: Net.forward(model, x.bfloat16()).float()  # type: ignore[method-assign]
+    model.forward = lambda x: Net.forward(model, x.bfloat16()).float()
 
 
 def mixed(model: Any) -> None:
@@ -460,7 +460,7 @@ def test_a_recursion_that_never_holds_is_given_up() -> None:
     """Where moments do not follow from the norm, a line says so once and nothing is reported."""
     run = Run(OPTIMIZERS["AdamW fused"])
     norms = run.scans._moments.landed
-    run.scans._moments.landed = lambda groups, norm: norms(groups, norm and norm / 2)  # type: ignore[method-assign]
+    run.scans._moments.landed = lambda settings, norm: norms(settings, norm and norm / 2)  # type: ignore[method-assign]
     assert run.updates(100) is None
     (remark,) = run.scans.remarks()
     assert "recursion is off" in remark
@@ -660,6 +660,18 @@ def test_the_clean_step_waits_for_every_scan() -> None:
         run.update()
         assert run.scans.clean_step == max(0, min(told // 4 * 4, told // 7 * 7))
     assert Run(OPTIMIZERS["Adam"], checks=config(weights=0, optimizer=0)).scans.due(5) is False
+
+
+def test_everything_can_be_measured_out_of_turn() -> None:
+    """After an alarm nobody waits until a scan is due."""
+    for everything in (True, False):
+        run = Run(OPTIMIZERS["Adam"], checks=config(weights=4, optimizer=1000, batch=1))
+        assert run.updates(22) is None  # the scan of update 20 was judged
+        run.hear()
+        run.scans.see_batch(run.step, torch.ones(3))
+        moment("exp_avg_sq", -1.0)(run)
+        found = run.scans.judge(run.step, 7, run.scans.measure(everything=everything).tolist())
+        assert (found is not None) == everything
 
 
 def test_measuring_reads_nothing_on_the_host() -> None:

@@ -25,10 +25,11 @@ _REMEMBERED = 10_000  # updates whose first rows are remembered: further back th
 class _Read(NamedTuple):
     """The rows of one update over all ranks, and where they were read."""
 
-    start: int
-    stop: int
+    place: int  # the position where reading began: at this row of this epoch
     epoch: int
     row: int
+    start: int  # of the first sample that was not passed over
+    stop: int
     rows: list[Any]
 
 
@@ -68,17 +69,17 @@ class IterableSamples:
         """Take it from memory: finding a place in the data set again may mean to read an epoch."""
         while self._recent and self._recent[-1].start >= update.start:
             self._ahead.appendleft(self._recent.pop())
-        self.position = update.start
+            self.position = self._ahead[0].place
 
     def skip(self, start: int, stop: int) -> None:
         self.skipped.add(start, stop)
         while self._ahead and start <= self._ahead[0].start < stop:
-            self.position = self._ahead.popleft().stop
+            self.position = self._ahead.popleft().stop  # where the next one begins, in memory or in the data set
 
     def state_dict(self) -> dict[str, Any]:
         if self._ahead:  # the data set itself is further on than the run
             ahead = self._ahead[0]
-            return {"position": ahead.start, "epoch": ahead.epoch, "row": ahead.row, "dataset": None}
+            return {"position": ahead.place, "epoch": ahead.epoch, "row": ahead.row, "dataset": None}
         inner = copy.deepcopy(self.dataset.state_dict()) if self._state_is_exact else None
         return {"position": self.position, "epoch": self._epoch, "row": self._row, "dataset": inner}
 
@@ -87,7 +88,11 @@ class IterableSamples:
         self._ahead.clear()
         self.position, self._epoch, self._row = state["position"], state["epoch"], state["row"]
         # The data set's own state is trusted where the rows it brings back can be compared with those from before.
-        if self._state_is_exact and state["dataset"] is not None and any(start == self.position for start, _ in reversed(self._first_rows)):
+        if (
+            self._state_is_exact
+            and state["dataset"] is not None
+            and any(place == self.position for place, _ in reversed(self._first_rows))
+        ):
             self._begin(state["dataset"])
         else:
             self._begin_by_reading(state["epoch"], state["row"])
@@ -96,25 +101,23 @@ class IterableSamples:
         del self._rows
 
     def _read_update(self) -> _Read:
-        start, epoch, row = self.position, self._epoch, self._row
-        stops = []  # how many rows to read, skipped ones included
-        at = start
-        taken = self.slicing.samples
-        while taken:
+        place, epoch, row = self.position, self._epoch, self._row
+        start = at = self.skipped.end_at(place)
+        wanted: list[int] = []  # positions, between which skipped ones lie
+        while len(wanted) < self.slicing.samples:
             low, high = self.skipped.next(at)
-            end = at + taken if low is None else min(low, at + taken)
-            stops.append((at, end))
-            taken -= end - at
-            at = high if end == low else end
-        rows = self._read(at - start)
+            missing = self.slicing.samples - len(wanted)
+            wanted += range(at, at + missing if low is None else min(low, at + missing))
+            at = high
+        stop = wanted[-1] + 1
+        rows = self._read(stop - place)
         digest = _digest(rows)
-        known = self._first_rows.setdefault((start, at), digest)
+        known = self._first_rows.setdefault((place, stop), digest)
         if known != digest:
             rows = self._found_by_reading(epoch, row, len(rows), known)
         if len(self._first_rows) > _REMEMBERED:
             del self._first_rows[next(iter(self._first_rows))]
-        kept = [one for low, high in stops for one in rows[low - start : high - start]]
-        return _Read(start, at, epoch, row, kept)
+        return _Read(place, epoch, row, start, stop, [rows[at - place] for at in wanted])
 
     def _read(self, count: int) -> list[Any]:
         return [self._next_row() for _ in range(count)]

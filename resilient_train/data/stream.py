@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The samples of one update: `keys`, taken from positions `[start, stop)` of the stream."""
+    """The samples of one update: `keys`, from positions `[start, stop)` of the stream; `start` is the first one's own."""
 
     start: int
     stop: int
@@ -62,6 +62,11 @@ class Ranges:
             return self._ranges[place]
         return None, at
 
+    def end_at(self, at: int) -> int:
+        """The first position from `at` on that is in no range."""
+        low, high = self.next(at)
+        return high if low == at else at
+
 
 class Stream:
     """Positions 0, 1, 2, ... of an endless stream over `rows` rows.
@@ -79,14 +84,15 @@ class Stream:
 
     def take(self, position: int, count: int) -> Span:
         """Return the next `count` samples from `position` on, passing over skipped ranges."""
+        start = at = self.skipped.end_at(position)
         keys: list[Key] = []
-        at = position
-        while len(keys) < count:
-            stop, resume = self.skipped.next(at)
-            end = at + count - len(keys) if stop is None else min(stop, at + count - len(keys))
+        while True:
+            low, high = self.skipped.next(at)
+            end = at + count - len(keys) if low is None else min(low, at + count - len(keys))
             keys += self._keys(at, end)
-            at = resume if end == stop else end
-        return Span(position, at, keys)
+            if len(keys) == count:
+                return Span(start, end, keys)
+            at = high
 
     def skip(self, start: int, stop: int) -> None:
         """Pass over positions `[start, stop)` from now on."""

@@ -93,13 +93,13 @@ def _over_budget(
 
 
 def _refused_in_a_row(anomaly: Anomaly, history: Sequence[Incident]) -> int:
-    """How many updates right before this one were refused as well."""
-    count, tick = 0, anomaly.tick
+    """For how many updates right before this one none was accepted; not all of them need to be incidents."""
+    first = anomaly.tick
     for incident in _taken_up(history):
-        if incident.anomaly.landed or tick - incident.anomaly.tick > 1:
+        if incident.anomaly.landed or incident.anomaly.step != anomaly.step or incident.rewound_to is not None:
             break
-        count, tick = count + 1, incident.anomaly.tick
-    return count
+        first = incident.anomaly.tick
+    return anomaly.tick - first
 
 
 def _recent(oldest: int, history: Sequence[Incident]) -> Iterator[Incident]:

@@ -12,7 +12,8 @@ class Backups:
     """Copies of the buffers from before an update, and of the loss scale, which a refused update must not move."""
 
     def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None = None) -> None:
-        self._model, self._scaler = model, scaler
+        self._modules = list(model.modules())  # to ask for all buffers by name would walk the tree every update
+        self._scaler = scaler
         self._spare: list[list[torch.Tensor]] = []
 
     def take(self) -> list[torch.Tensor]:
@@ -36,6 +37,9 @@ class Backups:
             self._spare.append(kept)
 
     def _live(self) -> list[torch.Tensor]:
-        # Asked anew every time: a model may make or replace buffers, and the scaler makes its scale late.
+        # Looked up anew every time: a module may make or replace buffers, and the scaler makes its scale late.
         scale = [self._scaler._scale, self._scaler._growth_tracker] if self._scaler is not None else []
-        return [*self._model.buffers(), *(one for one in scale if one is not None)]
+        buffers = [
+            one for module in self._modules if module._buffers for one in module._buffers.values() if one is not None
+        ]
+        return [*buffers, *(one for one in scale if one is not None)]

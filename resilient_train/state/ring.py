@@ -51,25 +51,28 @@ class Ring:
         """What is held, oldest first."""
         return self._held
 
-    def slots(self) -> int:
-        """How many snapshots of the state as it is now fit into the memory that may be used.
-
-        A single one is of no use: it would be given up for a candidate that is not proven yet.
-        """
-        size = max(1, nbytes(self._state.live()))
-        fitting = min(self._config.keep, int(self._allowed_bytes() / size)) if self._config.every else 0
-        return fitting if fitting > 1 else 0
-
     def describe(self) -> str:
         """Say what it costs, for the start of a run."""
-        slots, size = self.slots(), nbytes(self._state.live()) / _GIB
+        size = nbytes(self._state.live())
+        slots = self._slots(size)
         if not self._config.every:
             return "no snapshots in memory (checkpoint.memory.every=0): this run cannot rewind"
         if not slots:
-            allowed = self._allowed_bytes() / _GIB
-            return f"no snapshots in memory: one takes {size:.2f} GiB and {allowed:.2f} are allowed, so this run cannot rewind"
-        total = f"{slots * size:.2f} GiB" if slots * size >= 0.1 else f"{slots * size * 1024:.1f} MiB"
-        return f"rewinds to one of {slots} snapshots, taken every {self._config.every} steps: {total} of memory"
+            allowed = _spoken(self._allowed_bytes())
+            return (
+                f"no snapshots in memory: one takes {_spoken(size)}, two are needed and {allowed} allowed: "
+                "this run cannot rewind"
+            )
+        often = f"taken every {self._config.every} steps"
+        return f"rewinds to one of {slots} snapshots, {often}: {_spoken(slots * size)} of memory"
+
+    def _slots(self, size: int) -> int:
+        """How many snapshots of so many bytes fit into the memory that may be used.
+
+        A single one is of no use: it would be given up for a candidate that is not proven yet.
+        """
+        fitting = min(self._config.keep, int(self._allowed_bytes() / max(1, size))) if self._config.every else 0
+        return fitting if fitting > 1 else 0
 
     def is_due(self, step: int) -> bool:
         """Say whether the state after `step` accepted updates should be kept."""
@@ -79,14 +82,16 @@ class Ring:
         """Copy the state; nothing is taken while every slot holds what is still needed."""
         if any(held.step == step for held in self._held):
             return None
-        slots = self.slots()
+        live = self._state.live() | {"clock": step}  # that of an update which was not heard of yet
+        slots = self._slots(nbytes(live))
         while len(self._held) >= max(1, slots):
-            if (place := to_let_go([held.verified for held in self._held], [held.step for held in self._held], step)) is None:
+            verified, steps = [held.verified for held in self._held], [held.step for held in self._held]
+            if (place := to_let_go(verified, steps, step)) is None:
                 return None
             self._spare.append(self._held.pop(place).snapshot)
         if not slots:
             return None
-        held = Held(step, self._copy(step, self._spare.pop() if self._spare else None), verified=verified)
+        held = Held(step, self._copy(live, self._spare.pop() if self._spare else None), verified=verified)
         self._held.append(held)
         return held
 
@@ -125,11 +130,9 @@ class Ring:
         self._held = [held for held in self._held if held not in dropped]
         self._spare += [held.snapshot for held in dropped]
 
-    def _copy(self, step: int, room: Snapshot | None) -> Snapshot:
-        live = self._state.live() | {"clock": step}  # that of an update which was not heard of yet
+    def _copy(self, live: dict[str, Any], room: Snapshot | None) -> Snapshot:
         frozen = {name: live["weights"].pop(name) for name in self._state.frozen()}
-        on_device = self._stream is not None
-        empty = (lambda source: pinned(source) if source.is_cuda else torch.empty_like(source)) if on_device else torch.empty_like
+        empty = _pinned_if_on_device if self._stream is not None else torch.empty_like
         parts, targets, sources = laid_out(live, room=room.parts if room else None, empty=empty)
         if self._frozen.keys() != frozen.keys():  # they do not change: one copy serves all snapshots
             self._frozen, more_targets, more_sources = laid_out(frozen, room=None, empty=empty)
@@ -176,3 +179,14 @@ def to_let_go(verified: Sequence[bool], steps: Sequence[int], now: int) -> int |
         if ratio < closest:
             best, closest = place, ratio
     return best
+
+
+def _pinned_if_on_device(source: torch.Tensor) -> torch.Tensor:
+    return pinned(source) if source.is_cuda else torch.empty_like(source)
+
+
+def _spoken(size: float) -> str:
+    for unit, bytes_ in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= bytes_:
+            return f"{size / bytes_:.3g} {unit}"
+    return f"{size:.0f} bytes"

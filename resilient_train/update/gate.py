@@ -21,6 +21,7 @@ class Gate:
         self.optimizers, self.device = list(optimizers), device
         self.limits = (NO_LIMIT, NO_LIMIT)  # of loss and gradient norm
         self._on_device = torch.full((2,), NO_LIMIT, dtype=torch.float32, device=device)
+        self._has_to_wait = not all(can_be_told(one) for one in self.optimizers)
         self._settled: list[tuple[int, int]] = []  # of each optimizer, once a first update has made its state
 
     def limit(self, loss: float, grad_norm: float) -> None:
@@ -44,7 +45,7 @@ class Gate:
 
         Returns the numbers where they had to be read, so that nobody reads them twice.
         """
-        if not all(can_be_told(one) for one in self.optimizers) or self._sizes() != self._settled:
+        if self._has_to_wait or _has_hooks(self.optimizers) or self._sizes() != self._settled:
             numbers: list[float] = measured.tolist()
             if self.admits(*numbers[:2]):
                 for optimizer in self.optimizers:
@@ -81,6 +82,9 @@ def can_be_told(optimizer: Optimizer) -> bool:
     return (
         type(optimizer).__module__.startswith("torch.optim")
         and getattr(optimizer, "_step_supports_amp_scaling", False)
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
+        and not _has_hooks([optimizer])
     )
+
+
+def _has_hooks(optimizers: Sequence[Optimizer]) -> bool:
+    return any(one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks for one in optimizers)

@@ -10,7 +10,8 @@ class Sent:
 
     def __init__(self, vector: torch.Tensor, numbers: list[float] | None = None) -> None:
         self._numbers = numbers
-        self._vector, self._arrived = vector, None
+        self._vector = vector
+        self._arrived: torch.cuda.Event | None = None
         if numbers is None and vector.is_cuda:
             self._vector = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)  # torch caches pinned memory
             self._vector.copy_(vector, non_blocking=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
@@ -71,8 +71,9 @@ class Panel:
             evidence = self._scale.overflowed(vitals)
             if evidence is None:
                 return _NOTHING
-            # Nothing landed; but what overflows may be the newest state.
-            return Finding(_refused(vitals, Signal.SCALE_COLLAPSE, evidence, since=vitals.step - 1))
+            # Nothing landed; but the scale is part of the state, and what overflows may be the newest weights.
+            anomaly = _refused(vitals, Signal.SCALE_COLLAPSE, evidence, since=vitals.step - 1)
+            return Finding(replace(anomaly, landed=True))
         if vitals.refused in _BY_LIMIT:
             return self._judge_refused(vitals, vitals.refused)
         if vitals.refused is not None:

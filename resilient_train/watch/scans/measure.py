@@ -57,7 +57,7 @@ class Gauge:
         self.tensors, self.device = list(tensors), device
         parts = [here(one) for one in self.tensors]
         self._is_plain = all(part is one for part, one in zip(parts, self.tensors, strict=True))
-        self._is_uniform = all(one.dtype == torch.float32 and one.device == device for one in parts)
+        self._is_uniform = len({(one.dtype, one.device) for one in parts}) == 1
         self._coarse = sum(map(is_coarse, parts))
         self._on_cpu = all(one.device.type == "cpu" for one in parts)
 
@@ -96,7 +96,7 @@ class Gauge:
     def _row(self, scalars: Sequence[Tensor]) -> Tensor:
         if not self._is_uniform:
             scalars = [one.to(self.device, torch.float32, non_blocking=True) for one in scalars]
-        return torch.stack(tuple(scalars))
+        return torch.stack(tuple(scalars)).to(self.device, torch.float32, non_blocking=True)
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype | None:

@@ -105,11 +105,11 @@ class Scans:
             self._moments.landed(settings, clipped_norm)
 
     def due(self, step: int) -> bool:
-        """Whether a state is to be measured."""
-        config = self.config
-        return any(
-            _due(one.every, step) for one in (config.weights, config.optimizer, config.activations, config.batch)
-        )
+        """Whether a state is to be measured, or hooks and batches have something to tell."""
+        return self._armed or self._saw_batch or self._is_scheduled(step)
+
+    def _is_scheduled(self, step: int) -> bool:
+        return _due(self.config.weights.every, step) or _due(self.config.optimizer.every, step)
 
     def arm(self, step: int) -> None:
         """Put hooks on the model if the forward that comes is to be looked at; `step` updates were accepted before."""
@@ -126,16 +126,19 @@ class Scans:
     # Every few updates.
 
     @torch.no_grad()
-    def measure(self) -> Tensor:
-        """Measure what is due of the state as it is, or weights and optimizers if nothing is; waits for nothing."""
+    def measure(self, *, everything: bool = False) -> Tensor:
+        """Measure what is due of the state as it is, or weights and optimizers if nothing is; waits for nothing.
+
+        `everything` is for after an alarm, when somebody wants to know now.
+        """
         self._reconcile()
         step, config = self._step, self.config
         pending = _Pending(step)
         rows: list[Tensor] = []
-        at_rest = not self.due(step)
-        if config.weights.every and (at_rest or _due(config.weights.every, step)):
+        everything = everything or not self.due(step)
+        if config.weights.every and (everything or _due(config.weights.every, step)):
             rows += self._measure_weights(pending)
-        if config.optimizer.every and (at_rest or _due(config.optimizer.every, step)):
+        if config.optimizer.every and (everything or _due(config.optimizer.every, step)):
             rows += self._measure_moments(pending)
         if self._armed:
             rows.append(self._activations.values())

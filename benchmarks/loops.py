@@ -1,0 +1,101 @@
+"""The loops that are measured, each as a process of its own runs it: hand-written ones, and ours."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import plain_loop
+import torch
+from interleaved import Job, Loop, OnStep
+
+OVERRIDES = {
+    "gpt": "model=gpt model.layers=5 model.width=256 model.context=128 data=python_source data.batch_size=2",
+    "mlp": "model=mlp data=digits objective=classification",
+}
+
+
+def plain(job: Job, on_step: OnStep, tell: Callable[[Any], None], *, fused: bool | None = True) -> None:
+    """Train with the hand-written loop."""
+    workload = plain_loop.WORKLOADS[job.workload]
+    prepared = plain_loop.prepare(workload, job.steps, fused=fused)
+    tell(work(prepared.model, [prepared.optimizer], workload.batch_size))
+    plain_loop.train(workload, prepared, steps=job.steps, log_every=job.log_every, on_step=on_step)
+
+
+def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
+    """Train as `python -m resilient_train` does: its guard, its lines and its log file included."""
+    from resilient_train.assemble import assemble
+    from resilient_train.config.compose import load
+    from resilient_train.ranks.world import World
+    from resilient_train.record import tracking
+    from resilient_train.record.console import Terminal
+    from resilient_train.train import train
+
+    with TemporaryDirectory(prefix="step_cost-") as scratch:
+        settings = [f"run.steps={job.steps}", f"run.log_every={job.log_every}", "data.eval._target_=null"]
+        shown = [f"tracking={job.tracking}", f"tracking.uri=sqlite:///{scratch}/mlflow.db"]
+        where = [f"accelerate.cpu={'ACCELERATE_USE_CPU' in os.environ}"]  # as several processes on a CPU need it
+        config = load([*OVERRIDES[job.workload].split(), *settings, *shown, *where]).config
+        world = World.joined(config.accelerate)
+        terminal = Terminal(is_main=True)
+        terminal.log_to(Path(scratch, "train.log"))
+        tracker = tracking.build(config.tracking, "step_cost", Path(scratch))
+        run = assemble(config, world)
+        optimizers = run.guard.state.optimizers
+        tell(work(run.model, optimizers, run.guard.slicing.samples // world.size))
+
+        def settled(step: int) -> None:
+            while step == job.warm_up and job.tracking == "mlflow" and tracker.run is None:
+                time.sleep(0.1)  # MLflow's import and its new database belong to the start, not to a step
+            on_step(step)
+
+        train(run, _Counted(terminal.display(steps=job.steps, done=0), settled), tracker)
+        tracker.finish("completed")
+        terminal.close()
+        if run.guard.incidents:
+            raise SystemExit(f"a healthy run met {len(run.guard.incidents)} incidents: no figure of it would be right")
+
+
+class _Counted:
+    """A display that also tells the benchmark of every update that went to the gate."""
+
+    def __init__(self, display: Any, on_step: OnStep) -> None:
+        self.display, self.on_step, self.attempted = display, on_step, 0
+
+    def step(self, step: int) -> None:
+        self.display.step(step)
+        self.attempted += 1
+        self.on_step(self.attempted)
+
+    def show(self, vitals: Any, metrics: Mapping[str, float]) -> None:
+        self.display.show(vitals, metrics)
+
+    def close(self) -> None:
+        self.display.close()
+
+
+def work(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], samples: int) -> dict[str, Any]:
+    """Say what a loop works on, so that nobody compares different work."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return {
+        "weights": sum(weight.numel() for weight in model.parameters()),
+        "samples": samples,
+        "device": str(next(model.parameters()).device),
+        "groups": [
+            {"weights": len(group["params"]), **{key: group[key] for key in ("weight_decay", "betas", "eps")}}
+            for group in groups
+        ],
+    }
+
+
+LOOPS: dict[str, Loop] = {
+    "plain": plain,
+    "default": functools.partial(plain, fused=None),  # torch's own choice of form for AdamW
+    "ours": ours,
+}

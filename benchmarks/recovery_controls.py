@@ -1,0 +1,61 @@
+"""The loop of the tutorials, with a drill in it: what becomes of a run that nobody looks after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from resilient_train.assemble import Run
+from resilient_train.config import targets
+from resilient_train.drill import Place
+from resilient_train.update.optimizers import parameter_groups
+
+
+def by_hand(run: Run, *, skips: bool) -> tuple[int, int]:
+    """Train; return how many steps were made of how many. A step that is skipped is gone."""
+    accelerator, model, drill, steps = run.world.accelerator, run.model, run.guard.drill, run.config.run.steps
+    optimizer = own_optimizer(run)
+    schedule, weights, accepted = LambdaLR(optimizer, rate(steps)), list(model.parameters()), 0
+    for tick in range(1, steps + 1):
+        update = run.guard.samples.next_update()
+        place = Place(tick, tick, update.start, 0, 0)
+        (batch,) = update.batches
+        if drill is not None:
+            drill.between_updates(place, model, [optimizer])
+            batch = drill.on_batch(place, batch)
+        loss, _ = run.objective(model, batch)
+        loss = drill.on_loss(place, loss) if drill is not None else loss
+        accelerator.backward(loss)
+        if drill is not None:
+            drill.on_gradients(place, weights)
+        norm = accelerator.clip_grad_norm_(weights, 1.0)
+        hot = drill.rate_factor(place) if drill is not None else 1.0
+        for group in optimizer.param_groups:
+            group["lr"] *= hot
+        if not skips or (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+            optimizer.step()
+            accepted += 1
+        schedule.step()
+        optimizer.zero_grad()
+    return accepted, steps
+
+
+def own_optimizer(run: Run) -> torch.optim.Optimizer:
+    """One like the guard's, which nobody looks after."""
+    node = dict(run.config.optimizer)
+    groups = parameter_groups(run.bare_model, no_decay=node.pop("no_decay"))
+    optimizer: torch.optim.Optimizer = targets.build("optimizer", node, groups)
+    return optimizer
+
+
+def rate(steps: int, warmup: int = 20, final: float = 0.1) -> Callable[[int], float]:
+    """The schedule that our configuration begins with."""
+
+    def factor(step: int) -> float:
+        progress = max(0, step - warmup) / max(1, steps - warmup)
+        return min(1.0, (step + 1) / warmup) * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+    return factor

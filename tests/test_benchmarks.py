@@ -1,0 +1,40 @@
+"""The benchmarks start and print their tables. What they measure is not asserted here: a machine may be busy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def output(script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / script, *arguments], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_step_cost_prints_ratio_and_counts(tmp_path: Path) -> None:
+    """Both loops do the same work, block by block, and are counted."""
+    tiny = "--workload mlp --loops plain ours --blocks 2 --steps-per-block 2 --warm-up 2 --rounds 1 --processes 1"
+    printed = output("step_cost.py", *tiny.split(), "--json", str(tmp_path / "figures.json"))
+    head, plain, ours = [line.split() for line in printed.splitlines() if line.startswith("  ")][:3]
+    assert head[:3] == ["loop", "step", "ms"]
+    assert [plain[0], ours[0]] == ["plain", "ours"]
+    assert "target: ours beside plain" in printed
+    assert (tmp_path / "figures.json").exists()
+
+
+def test_snapshot_prints_every_way() -> None:
+    """A snapshot is taken and restored in turn with plain copies."""
+    printed = output("snapshot.py", "--size", "4M", "--blocks", "2", "--rounds", "1")
+    for way in ("flat", "per tensor", "take", "restore"):
+        assert f"  {way} " in printed
+
+
+def test_rivals_tell_their_options() -> None:
+    """The others need a network to be installed, so this is all that is tried of them."""
+    assert "--venv DIR" in output("rivals.py", "--help")

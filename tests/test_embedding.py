@@ -1,0 +1,715 @@
+"""The guard in loops of other people: what they bring, what they forget, and what they get."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from strangers import Counting
+from torch import Tensor, nn
+from torch.optim import swa_utils
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LinearLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+from torch.utils.data import DataLoader, TensorDataset
+
+from resilient_train import GaveUp, Guard
+from resilient_train.data.foreign import ForeignSamples
+from resilient_train.data.samples import Slicing
+from resilient_train.errors import TrainError
+from resilient_train.state.ring import MemoryConfig
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+REWIND = {"ladders": {"default": [["rewind"]]}, "strikes": 5}  # nothing is skipped, no knob is turned
+OFTEN = MemoryConfig(every=5, keep=4, max_gib=None)
+
+
+class Net(nn.Module):
+    """BatchNorm and dropout: a forward changes buffers and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def rows(count: int = 256, rotten: tuple[int, ...] = ()) -> TensorDataset:
+    numbers = torch.Generator().manual_seed(3)
+    x = torch.randn(count, 6, generator=numbers)
+    y = x.sum(1, keepdim=True)
+    x[list(rotten)] = math.nan
+    return TensorDataset(x, y)
+
+
+def mse(model: Any, batch: Any) -> Tensor:
+    x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+    return nn.functional.mse_loss(model(x), y)
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    """Accelerate keeps its state for the process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Loops:
+    """A loop of somebody's own, in both forms. At the update `spoiled` a gradient is NaN, once."""
+
+    def __init__(self, *, spoiled: int = 0, accumulation: int = 1, prepared: bool = True) -> None:
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        self.model = anything(Net())
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.average = swa_utils.AveragedModel(self.model, avg_fn=lambda average, weight, _: average.lerp(weight, 0.1))
+        self.spoiled, self.backwards = spoiled, 0
+        self.model.layers[4].weight.register_hook(self._spoil)
+        if prepared:
+            self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+
+    def _spoil(self, gradient: Tensor) -> Tensor:
+        self.backwards += 1
+        return gradient * math.nan if self.backwards == self.spoiled else gradient
+
+    def guard(self, **given: Any) -> Guard:
+        given = {"data": rows(), "batch_size": 16, "verify_after": 3, "memory": OFTEN, **given}
+        return Guard(self.accelerator, self.model, self.optimizer, **given)
+
+    def with_objective(self, steps: int, **given: Any) -> Guard:
+        """The guard makes forward and backward."""
+        guard = self.guard(objective=mse, **given)
+        guard.keep(average=self.average)
+        for batch in guard.batches(steps):
+            if guard.step(batch):
+                self.average.update_parameters(self.model)
+        return guard
+
+    def handing_over(self, steps: int, **given: Any) -> Guard:
+        """The loop makes them."""
+        guard = self.guard(**given)
+        guard.keep(average=self.average)
+        for batch in guard.batches(steps):
+            loss = mse(self.model, batch)
+            self.accelerator.backward(loss)
+            if guard.update(loss):
+                self.average.update_parameters(self.model)
+        return guard
+
+    def run(self, form: str, steps: int, **given: Any) -> Guard:
+        return (self.with_objective if form == "objective" else self.handing_over)(steps, **given)
+
+    def is_whole(self) -> bool:
+        return all(bool(tensor.isfinite().all()) for tensor in self.model.state_dict().values())
+
+
+FORMS = pytest.mark.parametrize("form", ["objective", "hand-over"])
+
+
+# What everybody gets.
+
+
+@FORMS
+def test_both_forms_get_gate_remedies_and_journal(form: str, tmp_path: Path) -> None:
+    """Rotten rows and a spoiled gradient end as incidents in the run directory, and not in the weights."""
+    loops = Loops(spoiled=12)
+    guard = loops.run(form, 40, data=rows(rotten=(7, 99)), run_dir=tmp_path / "mine")
+    assert loops.is_whole()
+    assert guard.clock.step == 40
+    lines = [json.loads(line) for line in (tmp_path / "mine/incidents.jsonl").read_text().splitlines()]
+    assert {line["signal"] for line in lines} == {"nonfinite_batch", "nonfinite_grad"}
+    assert {line["outcome"] for line in lines} <= {"recovered", "recurred"}
+    assert len(lines) == len(guard.incidents) == guard.tally()["total"] == guard.clock.tick - 40
+    assert "incident_opened" in (tmp_path / "mine/journal.jsonl").read_text()
+
+
+@FORMS
+def test_a_rewind_alone_leaves_no_trace(form: str) -> None:
+    """After a NaN that does not come again everything is as if it had not been, the average that is kept included."""
+    healthy = Loops().run(form, 30)
+    met = Loops(spoiled=23).run(form, 30, recovery=REWIND)
+    assert [one.rewound_to for one in met.incidents] == [15]
+    assert met.state.sha256() == healthy.state.sha256()
+    assert "kept.average" in met.state.live()
+
+
+def test_a_guarded_run_repeats_itself() -> None:
+    """Without faults the losses of two runs are the same to the last bit, in both forms."""
+
+    def losses(form: str) -> list[float]:
+        loops, heard = Loops(), []
+        guard = loops.guard(objective=mse) if form == "objective" else loops.guard()
+        for batch in guard.batches(25):
+            if form == "objective":
+                guard.step(batch)
+            else:
+                loss = mse(loops.model, batch)
+                loops.accelerator.backward(loss)
+                guard.update(loss)
+            heard.append(guard.newest.loss if guard.newest else 0.0)
+        return heard
+
+    first = losses("objective")
+    assert len(set(first)) == 25
+    assert losses("objective") == first
+    assert losses("hand-over") == first
+
+
+def test_a_rotten_batch_while_a_scan_looks_is_a_rotten_batch() -> None:
+    """A scan does not take what a forward that is to be refused did to BatchNorm for damage."""
+    loops = Loops()
+    guard = loops.guard(objective=mse)
+    for number, batch in enumerate(guard.batches(40)):
+        guard.step([batch[0] * math.nan, batch[1]] if number in (9, 10, 11, 20, 21, 22) else batch)
+    assert {str(one.anomaly.signal) for one in guard.incidents} == {"nonfinite_batch"}
+    assert loops.is_whole()
+
+
+def test_giving_up_leaves_the_last_good_weights(tmp_path: Path) -> None:
+    """The exception is public, the weights are finite, and lie on disk as well."""
+    loops = Loops()
+    with pytest.raises(GaveUp, match="gave up at step"):
+        loops.with_objective(300, data=rows(16, rotten=tuple(range(16))), run_dir=tmp_path)
+    assert loops.is_whole()
+    assert list(tmp_path.glob("checkpoints/step-*/weights.safetensors"))
+
+
+# Data.
+
+
+def loaders(kind: str, accelerator: Accelerator) -> Any:
+    if kind == "data set":
+        return rows()
+    if kind == "iterable with state":
+        return Counting(64)
+    loader = DataLoader(rows(), batch_size=16, shuffle=True)
+    return accelerator.prepare(loader) if kind == "prepared loader" else loader
+
+
+@pytest.mark.parametrize("kind", ["data set", "loader", "prepared loader", "iterable with state"])
+def test_any_data_will_do(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What cannot be rewound says so; the run goes back all the same, and on with the batches that come next."""
+    caplog.set_level(logging.INFO, "resilient_train")
+    loops = Loops(spoiled=23)
+    own_size: dict[str, Any] = {} if "loader" in kind else {"batch_size": 16}
+    guard = Guard(
+        loops.accelerator,
+        loops.model,
+        loops.optimizer,
+        data=loaders(kind, loops.accelerator),
+        objective=mse,
+        recovery=REWIND,
+        verify_after=3,
+        memory=OFTEN,
+        **own_size,
+    )
+    for batch in guard.batches(30):
+        guard.step(batch)
+    assert [one.rewound_to for one in guard.incidents] == [15]
+    assert loops.is_whole()
+    assert guard.slicing.samples == 16
+    assert ("does not rewind" in caplog.text) == ("loader" in kind)
+
+
+class Batches:
+    """Numbered batches of one row; remembers how many were fetched."""
+
+    def __init__(self, count: int = 1000) -> None:
+        self.count, self.fetched = count, 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self.count):
+            self.fetched += 1
+            yield number
+
+
+def test_a_foreign_loader_serves_the_last_two_updates_again() -> None:
+    """So a refused update can be repeated or skipped, though nothing rewinds."""
+    samples = ForeignSamples(Batches(), Slicing(1))
+    updates = [samples.next_update() for _ in range(5)]
+    samples.go_back(updates[3])
+    assert [samples.next_update().batches for _ in range(3)] == [[3], [4], [5]]
+    samples.go_back(updates[4])
+    samples.skip(4, 5)
+    assert samples.next_update().batches == [5]
+
+
+def test_a_foreign_loader_passes_over_windows() -> None:
+    """Batches that were used up before a rewind count as passed over; the rest of the window is fetched and dropped."""
+    loader = Batches()
+    samples = ForeignSamples(loader, Slicing(1))
+    for _ in range(10):
+        samples.next_update()
+    samples.load_state_dict({"position": 4})
+    samples.skip(4, 16)
+    assert samples.next_update().batches == [16]
+    assert samples.position == 5
+    samples.load_state_dict({"position": 2})
+    samples.skip(3, 5)  # what is to blame is gone already
+    assert samples.next_update().batches == [17]
+
+
+@pytest.mark.parametrize(("loader", "why"), [([], "is empty"), (iter([1, 2]), "cannot be iterated again")])
+def test_a_loader_that_has_ended_says_so(loader: Any, why: str) -> None:
+    """An empty one and one that can be iterated only once are two mistakes."""
+    samples = ForeignSamples(loader, Slicing(1))
+    with pytest.raises(TrainError, match=why):
+        print([samples.next_update() for _ in range(3)])
+
+
+# Optimizers and schedules.
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "cosine": lambda one: CosineAnnealingLR(one, 12),
+    "sequential": lambda one: SequentialLR(one, [LinearLR(one, 0.1, total_iters=4), ExponentialLR(one, 0.9)], [4]),
+    "chained": lambda one: ChainedScheduler([ConstantLR(one, 0.5, 3), StepLR(one, 4, 0.5)]),
+    "one cycle": lambda one: OneCycleLR(one, 0.1, total_steps=12),
+}
+
+
+def rates_of(optimizer: Any, scheduler: Any) -> list[float]:
+    """The rates of twelve updates as torch makes them."""
+    rates = []
+    for _ in range(12):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def guarded_rates(loops: Loops, schedule: Any, **given: Any) -> list[float]:
+    """The rates of the same updates under a guard, as they were when their step was last made."""
+    guard = loops.guard(objective=mse, schedule=schedule, **given)
+    rates = {}
+    for batch in guard.batches(12):
+        if guard.step(batch):
+            rates[guard.attempted_step] = loops.optimizer.param_groups[0]["lr"]
+    return [rates[step] for step in range(1, 13)]
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["prepared", "plain"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_is_the_one_it_would_be_without_a_guard(name: str, prepared: bool) -> None:
+    """Through an incident and a rewind, too."""
+    plain = torch.optim.AdamW(Net().parameters(), lr=1e-2)
+    expected = rates_of(plain, SCHEDULES[name](plain))
+    loops = Loops(spoiled=9, prepared=False)
+    schedule = SCHEDULES[name](loops.optimizer)
+    if prepared:
+        loops.model, loops.optimizer, schedule = loops.accelerator.prepare(loops.model, loops.optimizer, schedule)
+    assert guarded_rates(loops, schedule, recovery=REWIND) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", [None, lambda step: 0.5**step], ids=["none", "curve"])
+def test_a_curve_or_none_will_do(schedule: Any) -> None:
+    """A curve gives the factor of the configured rate after so many accepted updates."""
+    expected = [1e-2 * (1.0 if schedule is None else schedule(step)) for step in range(12)]
+    assert guarded_rates(Loops(), schedule) == pytest.approx(expected)
+
+
+def test_several_optimizers_step_together() -> None:
+    """A refused update leaves both as they were; each has its own schedule."""
+    loops = Loops(prepared=False)
+    halves = [loops.model.layers[0].parameters(), [*loops.model.layers[1:].parameters()]]
+    sgd, adam = torch.optim.SGD(halves[0], lr=0.1, momentum=0.9), torch.optim.Adam(halves[1], lr=1e-2)
+    loops.model, sgd, adam = loops.accelerator.prepare(loops.model, sgd, adam)
+    schedule = StepLR(sgd.optimizer, 5, 0.1)
+    guard = Guard(
+        loops.accelerator,
+        loops.model,
+        [sgd, adam],
+        data=rows(),
+        batch_size=16,
+        objective=mse,
+        schedule=[schedule, None],
+    )
+    before = ""
+    for number, batch in enumerate(guard.batches(20)):
+        if number == 8:
+            guard.settle()
+            before = guard.state.weights_sha256()
+        guard.step([batch[0] * math.nan, batch[1]] if number == 8 else batch)
+        if number == 8:
+            assert guard.state.weights_sha256() == before
+    assert loops.is_whole()
+    assert len(guard.incidents) == 1
+    assert sgd.param_groups[0]["lr"] == pytest.approx(1e-4)
+    assert adam.param_groups[0]["lr"] == 1e-2
+
+
+@FORMS
+def test_gradients_accumulate(form: str) -> None:
+    """Two micro-batches make an update, in which either of them can be rotten."""
+    loops = Loops(accumulation=2)
+    guard = loops.run(form, 20, batch_size=8, data=rows(128, rotten=(5,)))
+    assert guard.slicing.samples == 16
+    assert guard.clock.tick > guard.clock.step == 20
+    assert {str(one.anomaly.signal) for one in guard.incidents} == {"nonfinite_batch"}
+    assert loops.is_whole()
+
+
+def test_a_loop_that_accumulates_by_itself_gets_the_same() -> None:
+    """`accelerator.accumulate` around forward and backward does no harm."""
+    ends = []
+    for is_wrapped in (False, True):
+        loops = Loops(accumulation=2)
+        guard = loops.guard(batch_size=8)
+        for batch in guard.batches(10):
+            if is_wrapped:
+                with loops.accelerator.accumulate(loops.model):
+                    loss = mse(loops.model, batch)
+                    loops.accelerator.backward(loss)
+            else:
+                loss = mse(loops.model, batch)
+                loops.accelerator.backward(loss)
+            guard.update(loss)
+        ends.append(guard.state.sha256())
+    assert ends[0] == ends[1]
+
+
+# Mistakes.
+
+
+def anything(value: Any) -> Any:
+    return value
+
+
+def every_batch(guard: Guard, body: Callable[[Any], Any]) -> None:
+    for batch in guard.batches(5):
+        body(batch)
+
+
+def hand_over(loops: Loops, guard: Guard, batch: Any) -> Tensor:
+    loss = mse(loops.model, batch)
+    loops.accelerator.backward(loss)
+    guard.update(loss)
+    return loss
+
+
+def twice(loops: Loops, guard: Guard, batch: Any) -> None:
+    guard.update(hand_over(loops, guard, batch))
+
+
+def steps_itself(loops: Loops, guard: Guard, batch: Any) -> None:
+    loss = mse(loops.model, batch)
+    loops.accelerator.backward(loss)
+    loops.optimizer.step()
+    guard.update(loss)
+
+
+def steps_itself_afterwards(loops: Loops, guard: Guard, batch: Any) -> None:
+    hand_over(loops, guard, batch)
+    loops.optimizer.step()
+
+
+def forgets_backward(loops: Loops, guard: Guard, batch: Any) -> None:
+    guard.update(mse(loops.model, batch))
+
+
+MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] = [
+    (twice, TrainError, "guard.update was called twice for one batch: losses that are stepped in turn"),
+    (lambda loops, guard, batch: None, TrainError, "a batch was not handed back"),
+    (lambda loops, guard, batch: guard.step(batch), TypeError, "guard.step needs an objective"),
+    (lambda loops, guard, batch: guard.update(anything(1.0)), TypeError, "not one of type float"),
+    (lambda loops, guard, batch: guard.update(batch[0]), TypeError, r"not one of shape \[16, 6\]"),
+    (forgets_backward, TrainError, "call accelerator.backward"),
+    (steps_itself, TrainError, r"remove optimizer.step\(\)"),
+    (steps_itself_afterwards, TrainError, r"remove optimizer.step\(\)"),
+    (lambda loops, guard, batch: guard.keep(average=loops.average), TrainError, "keep it before"),
+]
+
+
+@pytest.mark.parametrize(("body", "kind", "line"), MISTAKES)
+def test_a_mistake_in_the_loop_is_told(body: Callable[..., Any], kind: type[Exception], line: str) -> None:
+    """Clearly, and where it is made."""
+    loops = Loops()
+    guard = loops.guard()
+    with pytest.raises(kind, match=line):
+        every_batch(guard, lambda batch: body(loops, guard, batch))
+
+
+def test_the_scheduler_is_stepped_by_nobody_else() -> None:
+    """Twice an update it would be at its end after half of the run."""
+    loops = Loops()
+    schedule = CosineAnnealingLR(loops.optimizer.optimizer, 10)
+    guard = loops.guard(schedule=schedule, objective=mse)
+    with pytest.raises(TrainError, match=r"remove scheduler.step\(\)"):
+        every_batch(guard, lambda batch: [guard.step(batch), anything(schedule).step()])
+
+
+def test_two_guards_in_turn_are_refused() -> None:
+    """One for each loss of a GAN would not rewind together."""
+    loops = Loops()
+    one, other = loops.guard(objective=mse), loops.guard(objective=mse)
+    others = iter(other.batches(5))
+    with pytest.raises(TrainError, match="two guards are at work in turn"):
+        every_batch(one, lambda batch: [other.step(next(others)), one.step(batch)])
+
+
+def test_update_outside_of_the_loop_is_refused() -> None:
+    """There is no batch that it could be about."""
+    guard = Loops().guard(objective=mse)
+    with pytest.raises(TrainError, match=r"iterate over guard.batches\(steps=...\)"):
+        guard.step([torch.zeros(16, 6), torch.zeros(16, 1)])
+
+
+def test_after_the_loop_everybody_may_step() -> None:
+    """The watch over the optimizer ends with it."""
+    loops = Loops()
+    loops.with_objective(3)
+    loops.accelerator.backward(mse(loops.model, rows()[:16]))
+    loops.optimizer.step()
+
+
+def test_a_loop_that_was_left_is_entered_again() -> None:
+    """With a batch in hand, too: it comes again, and the end is the same."""
+    whole = Loops()
+    expected = whole.guard(objective=mse)
+    for batch in expected.batches(10):
+        expected.step(batch)
+    loops = Loops()
+    guard = loops.guard(objective=mse)
+    for batch in guard.batches(10):
+        if guard.attempted_step == 6:
+            loops.accelerator.backward(mse(loops.model, batch))
+            break
+        guard.step(batch)
+    for batch in guard.batches(10):
+        guard.step(batch)
+    assert guard.state.sha256() == expected.state.sha256()
+
+
+NOT_EMPTY = nn.Linear(6, 1)
+BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"accelerator": "cpu"}, "accelerator: an accelerate.Accelerator is wanted, not a str"),
+    ({"model": lambda x: x}, "model: a torch.nn.Module is wanted, not a function"),
+    ({"optimizer": "adam"}, "optimizer: a torch.optim.Optimizer or a list of them is wanted, not a str"),
+    ({"optimizer": []}, "optimizer: the list is empty"),
+    ({"optimizer": torch.optim.SGD(NOT_EMPTY.parameters())}, "2 of the weights that SGD trains are not the model's"),
+    ({"data": 3}, "data: a data set or a loader is wanted, not a int"),
+    ({"data": TensorDataset(torch.zeros(0, 6))}, "data=TensorDataset: the data set is empty"),
+    ({"data": Counting(9), "num_workers": 1}, "num_workers=1: an iterable data set"),
+    ({"batch_size": None}, "batch_size: has to be given for a data set"),
+    ({"batch_size": 0}, "batch_size: 0 is no whole number of at least 1"),
+    ({"objective": 1.0}, r"objective: a callable \(model, batch\) -> loss is wanted, not a float"),
+    ({"schedule": 0.5}, "schedule: a torch scheduler or a callable"),
+    ({"schedule": CosineAnnealingLR}, "schedule: a torch scheduler or a callable"),
+    ({"schedule": [None, None]}, "schedule: 2 schedules for 1 optimizers"),
+    ({"schedule": StepLR(torch.optim.SGD(NOT_EMPTY.parameters()), 1)}, "schedule: this StepLR was made for another"),
+    ({"schedule": ReduceLROnPlateau(torch.optim.SGD(NOT_EMPTY.parameters()))}, "schedule: ReduceLROnPlateau follows"),
+    ({"recovery": "balance"}, "recovery: .*balanced"),
+    ({"recovery": {"ladders": {"default": [["rewnd"]]}}}, r"recovery.ladders.default\[0\]"),
+    ({"checks": "defualt"}, "checks=defualt is none of default"),
+    ({"checks": 3}, "checks: the name of a set of checks is wanted, not a int"),
+    ({"clip": "tight"}, "clip: 'tight' is no number above 0"),
+    ({"clip": 0}, "clip: 0 is no number above 0"),
+    ({"run_dir": __file__}, "is a file, where a directory is wanted"),
+]
+
+
+@pytest.mark.parametrize(("given", "line"), BAD_ARGUMENTS, ids=[line[:40] for _, line in BAD_ARGUMENTS])
+def test_a_wrong_argument_is_named(given: dict[str, Any], line: str) -> None:
+    """With what is wanted, in one line, before anything runs."""
+    loops = Loops()
+    arguments = {"accelerator": loops.accelerator, "model": loops.model, "optimizer": loops.optimizer}
+    arguments |= {"data": rows(), "batch_size": 16, **given}
+    with pytest.raises((TypeError, ValueError), match=line) as caught:
+        Guard(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_only_what_has_a_state_can_be_kept() -> None:
+    """The verbs that are missing are named."""
+    with pytest.raises(TypeError, match="a list has no state_dict and no load_state_dict"):
+        Loops().guard().keep(losses=anything([]))
+
+
+# The run directory, and what is said.
+
+
+def test_nothing_is_overwritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A directory that holds a run is left alone; the next free one beside it is taken, and that is said."""
+    caplog.set_level(logging.INFO, "resilient_train")
+    Loops(spoiled=3).with_objective(5, run_dir=tmp_path / "mine")
+    before = {path: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
+    for _ in range(2):
+        Loops(spoiled=3).with_objective(5, run_dir=tmp_path / "mine")
+    assert {path: path.read_bytes() for path in (tmp_path / "mine").iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine-2", "mine-3"]
+    assert (tmp_path / "mine-3/incidents.jsonl").read_text()
+    assert f"this one writes to {tmp_path / 'mine-2'}" in caplog.text
+
+
+PROGRAM = """
+import sys
+import resilient_train
+print("torch" in sys.modules)
+from resilient_train import GaveUp, Guard
+import torch, tqdm
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+x = torch.randn(64, 2)
+x[5] = float("nan")
+guard = Guard(accelerator, model, optimizer, data=torch.utils.data.TensorDataset(x), batch_size=8, run_dir="here",
+              objective=lambda model, batch: model(batch[0]).square().mean())
+for batch in guard.batches(12):
+    guard.step(batch)
+print({"hydra", "omegaconf", "mlflow"} & sys.modules.keys())
+"""
+
+
+def test_incidents_are_seen_and_little_is_loaded(tmp_path: Path) -> None:
+    """A program that does not set up logging sees them on stderr, once, and loads neither Hydra nor MLflow for it."""
+    called = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(called, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["False", "set()"]
+    incidents = len((tmp_path / "here/incidents.jsonl").read_text().splitlines())
+    assert done.stderr.count("the batch is not finite") == incidents > 0
+    assert done.stderr.count("resilient_train: ! step") == incidents
+
+
+def test_who_sets_up_logging_decides(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the guard is made or after it: lines are never told twice."""
+    log, root = logging.getLogger("resilient_train"), logging.getLogger()
+    caplog.set_level(logging.NOTSET, "resilient_train")  # puts the level back at the end
+    monkeypatch.setattr(log, "handlers", [])
+    monkeypatch.setattr(root, "handlers", [])  # pytest's own
+    Loops().guard()
+    log.info("only once")
+    assert capsys.readouterr().err == "resilient_train: only once\n"
+    monkeypatch.setattr(root, "handlers", [logging.StreamHandler()])
+    log.warning("their way")
+    assert capsys.readouterr().err == "their way\n"
+    log.setLevel(logging.NOTSET)
+    monkeypatch.setattr(log, "handlers", [])
+    Loops().guard()
+    assert not log.handlers
+    assert log.level == logging.NOTSET
+
+
+# Two processes.
+
+TWO = """
+import json, sys
+import torch
+from torch import nn
+from accelerate import Accelerator
+from resilient_train import Guard
+from strangers import Jittery
+accelerator = Accelerator(cpu=True)
+rank = accelerator.process_index
+torch.manual_seed(0)
+model = Jittery()
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+numbers = torch.Generator().manual_seed(0)
+x = torch.randn(128, 6, generator=numbers)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+policy = {"ladders": {"default": [["rewind", {"lower_lr": {"factor": 0.5}}], ["skip"]]}, "strikes": 1}
+guard = Guard(accelerator, model, optimizer, data=data, batch_size=8, schedule=schedule, run_dir="here",
+              recovery=policy, verify_after=3)
+for number, (x, y) in enumerate(guard.batches(30)):
+    if rank == 1 and number in (7, 19):
+        x = x * float("nan")
+    loss = nn.functional.mse_loss(model(x), y)
+    accelerator.backward(loss)
+    guard.update(loss)
+told = {"weights": guard.state.weights_sha256(), "lr": optimizer.param_groups[0]["lr"], "clock": vars(guard.clock),
+        "decided": [[a.remedy for a in one.decision.actions] for one in guard.incidents],
+        "rewound": [one.rewound_to for one in guard.incidents], "ranks": [one.anomaly.ranks for one in guard.incidents]}
+open(f"rank{rank}.json", "w").write(json.dumps(told))
+bare = Jittery()
+try:
+    Guard(accelerator, bare, torch.optim.SGD(bare.parameters()), data=data, batch_size=8)
+except ValueError as error:
+    open(f"error{rank}", "w").write(str(error))
+guard.world.leave()
+"""
+
+
+def test_two_processes_decide_alike(tmp_path: Path) -> None:
+    """A NaN that only rank 1 has is one incident for both, with the same remedies and the same weights after it."""
+    (tmp_path / "two.py").write_text(TWO)
+    called = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "two.py"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        called, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert told[0] == told[1]
+    assert told[0]["decided"] == [["rewind", "lower_lr"], ["skip"]]
+    assert told[0]["ranks"] == [[1], [1]]
+    assert told[0]["clock"]["step"] == 30
+    # Accelerate's schedulers go a step for each process.
+    assert told[0]["lr"] == pytest.approx(1e-2 * 0.99**58 * 0.5)
+    assert done.stderr.count("! step") == 2  # rank 0 alone talks
+    assert "not prepared for 2 processes" in (tmp_path / "error1").read_text()
+    assert (tmp_path / "here/incidents.jsonl").read_text().count("\n") == 2
+
+
+# The examples.
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_accelerate_example_shows_what_it_says(tmp_path: Path) -> None:
+    """The plain loop ends in NaN, both guarded ones whole, with ten added lines at most."""
+    loops = example("accelerate_loop")
+    assert not loops.report("plain", loops.plain())
+    for name in ("guarded", "handed_over"):
+        assert loops.report(name, getattr(loops, name)(tmp_path / name))
+        signals = {
+            json.loads(line)["signal"] for line in (tmp_path / name / "incidents.jsonl").read_text().splitlines()
+        }
+        assert signals == {"nonfinite_batch", "nonfinite_grad"}
+    for form in (EXAMPLES / "accelerate_loop.py").read_text().split("\ndef ")[1:]:
+        assert form.count("# +") <= 9  # and the import
+
+
+def test_the_gan_example_shows_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turn is refused in clear words, together trains."""
+    gan = example("gan")
+    monkeypatch.setattr(gan, "STEPS", 300)
+    with pytest.raises(TrainError, match="losses that are stepped in turn, as in a GAN, are not supported"):
+        gan.in_turn(tmp_path / "in_turn")
+    torch.manual_seed(0)
+    untrained = gan.distance(gan.Gan())
+    assert gan.distance(gan.together(tmp_path / "together")) < 0.6 * untrained

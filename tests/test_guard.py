@@ -1,0 +1,220 @@
+"""The flow of updates through the guard: verdicts an update late, repeats, overflows, rewinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from test_gate import SKIP, Net, Poison, guarded, rows
+from torch.nn import functional as F
+
+from resilient_train.errors import GaveUp
+from resilient_train.guard import Guard
+from resilient_train.state.ring import MemoryConfig, to_let_go
+from resilient_train.watch.config import named
+
+
+REWIND = {"ladders": {"default": [{"do": ["rewind"], "strikes": None}]}}
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+class At:
+    """An objective that is spoiled in some of its calls, counted from 1."""
+
+    def __init__(self, how: str, *calls: int) -> None:
+        self.poison, self.calls, self.count = Poison(how), set(calls), 0
+
+    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+        self.count += 1
+        self.poison.strikes = self.count in self.calls
+        return self.poison(model, batch)
+
+
+def trained(guard: Guard, steps: int) -> Guard:
+    for batch in guard.batches(steps):
+        guard.step(batch)
+    return guard
+
+
+def state_after(guard: Guard, steps: int) -> str:
+    """The digest right after training: random number generators belong to the process, which is ours as well."""
+    return trained(guard, steps).state.sha256()
+
+
+def signals(guard: Guard) -> list[str]:
+    return [str(incident.anomaly.signal) for incident in guard.incidents]
+
+
+def finite(guard: Guard) -> bool:
+    return all(bool(one.isfinite().all()) for one in [*guard.state.model.parameters(), *guard.state.model.buffers()])
+
+
+@pytest.mark.parametrize("how", ["batch", "loss", "gradient"])
+@pytest.mark.parametrize("call", [1, 2, 25, 26, 60])
+def test_skipped_samples_are_as_if_they_had_never_been_there(how: str, call: int) -> None:
+    """One poisoned update, skipped: to the last bit the run that never saw those samples."""
+    guard = guarded(adamw, At(how, call))
+    digest = state_after(guard, 60)
+    other = guarded(adamw, At(how))
+    other.samples.skip(8 * (call - 1), 8 * call)
+    assert state_after(other, 60) == digest
+    assert guard.clock.tick == 61
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("call", [1, 30, 75])
+def test_a_rewind_is_exact(call: int, accumulation: int) -> None:
+    """A poisoned update that a rewind alone answers: to the last bit the run without the fault."""
+    healthy = state_after(guarded(adamw, At("loss"), accumulation=accumulation), 80)
+    guard = guarded(adamw, At("loss", call), accumulation=accumulation, recovery=REWIND)
+    assert state_after(guard, 80) == healthy
+    assert len(guard.incidents) == 1
+    assert guard.incidents[0].rewound_to is not None
+
+
+def test_an_update_that_was_refused_by_mistake_is_repeated_and_lands() -> None:
+    """Where a change is declared, the limit is no reason to lose an update: the very same one lands."""
+    checks = named("default")
+    checks.expect = [50]
+    guard = guarded(adamw, At("spike", 50), checks=checks, recovery=SKIP)
+    seen = []
+    for batch in guard.batches(60):
+        guard.step(batch)
+        seen.append(guard.samples.position)
+    assert guard.incidents == []
+    assert guard.clock.step == 60
+    assert guard.clock.tick in (60, 61)
+    assert guard.samples.position == 60 * 8
+
+
+def test_a_spike_is_refused_and_does_not_move_the_limits() -> None:
+    """A gradient a million times the usual does not land; the run goes on as if those samples had not been there."""
+    guard = guarded(adamw, At("spike", 50))
+    digest = state_after(guard, 60)
+    other = guarded(adamw, At("spike"))
+    other.samples.skip(8 * 49, 8 * 50)
+    assert signals(guard) in (["grad_spike"], ["loss_spike"])
+    assert state_after(other, 60) == digest
+
+
+def test_a_new_regime_is_not_fought_for_ever() -> None:
+    """A loss that is a hundred times as large from some update on, on purpose and undeclared: a few updates are lost."""
+
+    def objective(model: Any, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1]) * (1 if guard.clock.tick < 80 else 100)
+
+    guard = guarded(adamw, objective, recovery="balanced")
+    trained(guard, 200)
+    assert guard.clock.tick <= 200 + 60
+    assert finite(guard)
+
+
+def scaled(objective: Any, recovery: Any = SKIP) -> Guard:
+    """Loss scaling on a CPU: the scaler's arithmetic is the same there."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=10**6)
+    model = Net()
+    optimizer = adamw(model)
+    return Guard(accelerator, accelerator.prepare(model), optimizer, data=rows(), batch_size=8, objective=objective,
+                 recovery=recovery)  # fmt: skip
+
+
+def test_an_overflow_of_the_loss_scale_is_no_incident() -> None:
+    """The ordinary course of half precision: the update is left out, the scale halves, and nothing is reported."""
+    guard = trained(scaled(At("gradient", 10, 20)), 30)
+    assert guard.incidents == []
+    assert guard.clock.tick == 32
+    assert guard.world.accelerator.scaler.get_scale() == 2.0**14
+    assert finite(guard)
+
+
+def test_a_refused_loss_does_not_move_the_loss_scale() -> None:
+    """A loss that is not finite is not an overflow: the scale is what it was."""
+    guard = trained(scaled(At("loss", 10)), 30)
+    assert signals(guard) == ["nonfinite_loss"]
+    assert guard.world.accelerator.scaler.get_scale() == 2.0**16
+
+
+def test_a_scale_that_collapses_is_an_incident() -> None:
+    """Gradients that overflow at every scale do not loop in silence: the run ends, and says why."""
+    guard = scaled(At("gradient", *range(10, 2000)), recovery="balanced")
+    with pytest.raises(GaveUp):
+        trained(guard, 60)
+    assert set(signals(guard)) == {"scale_collapse"}
+    assert guard.clock.tick < 200
+
+
+def test_a_schedule_that_starts_again_declares_it() -> None:
+    """A warm restart makes the rate leap: the checks expect a loss that leaps, too."""
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=40, eta_min=1e-5)
+    guard = Guard(accelerator, model, optimizer, data=rows(), batch_size=8, schedule=schedule, objective=At("none"))
+    trained(guard, 100)
+    assert {41, 81} <= guard._panel._declared
+
+
+@pytest.mark.parametrize(
+    ("steps", "verified", "now", "expected"),
+    [
+        ([0, 25, 50], [True, True, True], 75, 0),  # three steps of the same size: the oldest
+        ([0, 25, 50], [True, True, False], 75, 0),  # never a candidate, nor the newest proven one
+        ([50], [True], 75, None),
+        ([25, 50], [True, False], 75, None),
+        ([0, 300, 350, 375], [True, True, True, True], 400, 2),  # its neighbours are closest in age
+    ],
+)
+def test_which_snapshot_makes_room(steps: list[int], verified: list[bool], now: int, expected: int | None) -> None:
+    """Candidates and the newest proven one stay; ages spread out."""
+    assert to_let_go(verified, steps, now) == expected
+
+
+def test_ages_in_the_ring_spread_out() -> None:
+    """After a thousand steps each older snapshot is about twice as old as the next."""
+    guard = trained(guarded(adamw, At("none"), memory=MemoryConfig(every=10, keep=5, max_gib=None)), 600)
+    ages = [600 - held.step for held in guard._ring.held]
+    assert len(ages) == 5
+    assert ages[0] >= 80
+    assert ages == sorted(ages, reverse=True)
+    assert guard._ring.proven(600)[0].step >= 570
+
+
+@pytest.mark.parametrize("max_gib", [0.0, 1e-6])
+def test_memory_is_bounded_and_its_lack_announced(max_gib: float) -> None:
+    """Where no two snapshots fit there are none, and the run says that it cannot rewind."""
+    guard = guarded(adamw, At("loss", 10), memory=MemoryConfig(every=10, keep=4, max_gib=max_gib))
+    trained(guard, 40)
+    assert "cannot rewind" in guard._ring.describe()
+    assert guard.clock.step == 40
+
+
+def test_frozen_weights_are_held_once() -> None:
+    """All snapshots share the one copy of what training does not change."""
+
+    def build(model: Any) -> torch.optim.Optimizer:
+        model.head.weight.requires_grad_(False)
+        return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01, fused=True)
+
+    guard = trained(guarded(build, At("none"), memory=MemoryConfig(every=10, keep=4, max_gib=None)), 50)
+    copies = {held.snapshot.parts["weights"]["head.weight"].data_ptr() for held in guard._ring.held}
+    others = {held.snapshot.parts["weights"]["head.bias"].data_ptr() for held in guard._ring.held}
+    assert (len(copies), len(others)) == (1, len(guard._ring.held))
+
+
+def test_the_verdict_is_in_before_the_next_update_lands() -> None:
+    """With a fused optimizer the verdict comes an update late, and what was begun meanwhile does not land."""
+    poison = At("gradient", 5)
+    guard = guarded(adamw, poison)
+    landed = []
+    for batch in guard.batches(8):
+        landed.append(guard.step(batch))
+    assert landed.count(False) == 1
+    assert landed.index(False) == 5  # the sixth was begun on the strength of the fifth
+    assert guard.clock.step == 8
