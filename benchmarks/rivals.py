@@ -78,6 +78,7 @@ def lightning(job: Job, on_step: OnStep, tell: Callable[[Any], None], *, detect_
 
 def arc(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
     """Train with the plain loop and ARC's controller, where its own instructions put it."""
+    logging.getLogger("arc").setLevel(logging.WARNING)
     workload = plain_loop.WORKLOADS[job.workload]
     prepared = plain_loop.prepare(workload, job.steps)
     tell(work(prepared.model, [prepared.optimizer], workload.batch_size))

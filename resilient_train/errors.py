@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import traceback
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 
@@ -28,6 +29,11 @@ class GaveUp(TrainError):
     """The recovery policy is exhausted."""
 
     exit_code = 3
+
+    def __init__(self, why: str, last_good: Path | None = None) -> None:
+        """`last_good` is where the newest proven state lies, if this process wrote it."""
+        super().__init__(why)
+        self.last_good = last_good
 
 
 class ConfigError(TrainError, ValueError):

@@ -170,8 +170,9 @@ class Treatment:
             if book.directory is not None:
                 path = last_good.save(book.directory, proven[0].step, ward.state.model, proven[0].snapshot.parts)
         book.closed(incident)
-        log.error("%s", farewell(incident, path, self.history.incidents[:-1]))
-        raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}")
+        if ward.world.is_main:  # every rank comes here, and one knows where the state was written
+            log.error("%s", farewell(incident, path, self.history.incidents[:-1]))
+        raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
 
     def _close(self, incidents: Iterable[Incident], healthy_steps: int | None = None) -> None:
         for incident in incidents:

@@ -28,7 +28,8 @@ class Net(nn.Module):
         self.head = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(x))
+        scores: torch.Tensor = self.head(self.layers(x))
+        return scores
 
 
 class Signed(torch.optim.Optimizer):
@@ -124,7 +125,7 @@ def guarded(build: Callable[[nn.Module], Any], objective: Any, *, accumulation: 
 @pytest.mark.parametrize("before", [0, 5])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_poisoned_update_leaves_nothing_behind(name: str, before: int, how: str) -> None:
-    """Weights, moments, counters, schedule, running statistics and random numbers are what they were; the first step, too."""
+    """Weights, moments, counters, schedule, running statistics, random numbers: all as it was; the first step, too."""
     poison = Poison(how)
     guard = guarded(OPTIMIZERS[name], poison)
     batches = guard.batches(steps=100)

@@ -15,7 +15,6 @@ from resilient_train.guard import Guard
 from resilient_train.state.ring import MemoryConfig, to_let_go
 from resilient_train.watch.config import named
 
-
 REWIND = {"ladders": {"default": [{"do": ["rewind"], "strikes": None}]}}
 
 
@@ -103,7 +102,7 @@ def test_a_spike_is_refused_and_does_not_move_the_limits() -> None:
 
 
 def test_a_new_regime_is_not_fought_for_ever() -> None:
-    """A loss that is a hundred times as large from some update on, on purpose and undeclared: a few updates are lost."""
+    """A loss a hundred times as large from some update on, on purpose and undeclared: a few updates are lost."""
 
     def objective(model: Any, batch: Any) -> torch.Tensor:
         return F.cross_entropy(model(batch[0]), batch[1]) * (1 if guard.clock.tick < 80 else 100)

@@ -34,7 +34,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "record": {"ranks"},
     "objective": set(),
     "treatment": {"checkpoint", "data", "ranks", "record", "recover", "state", "update", "watch"},
-    "fitting": {"data", "ranks", "record", "recover", "update", "watch"},
+    "fitting": {"data", "objective", "ranks", "record", "recover", "update", "watch"},
     "guard": {"data", "drill", "fitting", "objective", "ranks", "record", "state", "treatment", "update", "watch"},
     "config": {"data", "ranks", "record", "state", "update", "watch"},
     "assemble": {

@@ -19,7 +19,6 @@ from resilient_train.update.optimizers import parameter_groups
 from resilient_train.update.schedule import CurveSchedule, ShadowSchedule, constant, cosine, linear
 from resilient_train.update.updater import Updater
 
-
 CPU = torch.device("cpu")
 
 

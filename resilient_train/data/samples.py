@@ -149,7 +149,7 @@ class _Fetched:
     def __iter__(self) -> Iterator[Any]:
         for keys in self.plan:
             (batch,) = self.batches.__getitems__(keys)
-            yield pin_memory(batch) if self.pin_memory else batch
+            yield pin_memory(batch) if self.pin_memory else batch  # type: ignore[no-untyped-call]
 
 
 def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_memory: bool) -> DataLoader[Any]:

@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 class Span(NamedTuple):
-    """The samples of one update: `keys`, from positions `[start, stop)` of the stream; `start` is the first one's own."""
+    """The samples of one update: `keys`, from positions `[start, stop)` of the stream; the first lies at `start`."""
 
     start: int
     stop: int

@@ -43,7 +43,7 @@ class Ring:
         self._held: list[Held] = []  # oldest first
         self._spare: list[Snapshot] = []  # memory of snapshots that were let go
         self._frozen: dict[str, torch.Tensor] = {}
-        self._stream = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
 
     @property
@@ -85,8 +85,8 @@ class Ring:
         live = self._state.live() | {"clock": step}  # that of an update which was not heard of yet
         slots = self._slots(nbytes(live))
         while len(self._held) >= max(1, slots):
-            verified, steps = [held.verified for held in self._held], [held.step for held in self._held]
-            if (place := to_let_go(verified, steps, step)) is None:
+            proven, steps = [held.verified for held in self._held], [held.step for held in self._held]
+            if (place := to_let_go(proven, steps, step)) is None:
                 return None
             self._spare.append(self._held.pop(place).snapshot)
         if not slots:
@@ -149,7 +149,7 @@ class Ring:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.no_grad():
             torch._foreach_copy_(targets, sources, non_blocking=True)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
     def _allowed_bytes(self) -> float:

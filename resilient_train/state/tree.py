@@ -44,8 +44,8 @@ def laid_out(
         if type(node) is tuple and _is_long_and_plain(node):
             return node
         if type(node) in (list, tuple):
-            older = old if isinstance(old, list | tuple) and len(old) == len(node) else [None] * len(node)
-            return type(node)(visit(value, one) for value, one in zip(node, older, strict=True))
+            places = old if isinstance(old, list | tuple) and len(old) == len(node) else [None] * len(node)
+            return type(node)(visit(value, one) for value, one in zip(node, places, strict=True))
         return node if isinstance(node, bool | int | float | str | None) else copy.deepcopy(node)
 
     return visit(tree, room), targets, sources

@@ -41,9 +41,10 @@ def clip(
 
 
 def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all gradients together. Torch's own sorts them by device and type first, which costs as much again."""
+    """The norm of all gradients together. Torch's own sorts them by device and type first, which costs as much."""
     if is_plain(grads):
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+        return norm
     return get_total_norm(grads)
 
 

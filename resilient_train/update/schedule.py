@@ -83,7 +83,9 @@ class Scheduled:
 
     def restarts(self, rate: float) -> bool:
         """Say whether the rate has leapt, to a good part of the highest one so far; a warm-up climbs in small steps."""
-        leaps = self._last > 0 and rate > 2 * self._last and rate > 0.2 * self._peak and self._peak > 2 * self._last
+        leaps = (
+            0 < 2 * self._last < rate and 0.2 * self._peak < rate < 1.05 * self._peak
+        )  # beyond the peak it went wild
         self._last, self._peak = rate, max(rate, self._peak)
         return leaps
 

@@ -19,9 +19,17 @@ Settings = Sequence[Sequence[Mapping[str, Any]]]  # by optimizer, by parameter g
 class Knobs(Protocol):
     """Factors of the configured values, turned by remedies."""
 
-    lr: float
-    clip: float
-    eps: float
+    @property
+    def lr(self) -> float:
+        """Of the rate that the schedule says."""
+
+    @property
+    def clip(self) -> float:
+        """Of the norm that gradients are clipped to."""
+
+    @property
+    def eps(self) -> float:
+        """Of the optimizer's epsilon."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,9 @@ class NoKnobs:
     lr: float = 1.0
     clip: float = 1.0
     eps: float = 1.0
+
+
+NO_KNOBS = NoKnobs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +80,8 @@ class Updater:
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
         self._eps = [[_number(group.get("eps")) for group in optimizer.param_groups] for optimizer in optimizers]
 
-    def apply(self, step: int, loss: torch.Tensor, knobs: Knobs | None = None, *, rate: float = 1.0) -> Attempt:
+    def apply(self, step: int, loss: torch.Tensor, knobs: Knobs = NO_KNOBS, *, rate: float = 1.0) -> Attempt:
         """Send the gradients to the gate as update `step + 1`, and drop them. All optimizers step, or none does."""
-        knobs = knobs or NoKnobs()
         scale = self._unscale()
         grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip, self.usual_norm)
         settings, before, planned = self._set(step, knobs, rate)
@@ -134,7 +144,7 @@ class Updater:
         return settings, before, first
 
     def _agreed(self, measured: torch.Tensor) -> torch.Tensor:
-        """The mean loss and the largest gradient norm of all ranks, a NaN of any of them included: no rank decides alone.
+        """The mean loss and the largest gradient norm of all ranks, a NaN of any included: no rank decides alone.
 
         The one collective that watching an update costs.
         """

@@ -15,7 +15,7 @@ class Sent:
         if numbers is None and vector.is_cuda:
             self._vector = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)  # torch caches pinned memory
             self._vector.copy_(vector, non_blocking=True)
-            self._arrived = torch.cuda.Event()
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
 
     def read(self) -> list[float]:

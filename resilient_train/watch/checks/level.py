@@ -11,6 +11,7 @@ from resilient_train.watch.config import JumpConfig
 
 _USUAL_EVERY = 8
 _FIRST = 8  # losses that tell where the run began
+_BEGINNING = 2  # windows
 _OF_THE_WAY = 0.02  # a loss near zero is judged by this share of the way it has come
 
 
@@ -44,8 +45,8 @@ class Level(Remembers):
     def learn(self, loss: float) -> bool:
         """Take one more; whether the level was looked at anew."""
         self.losses.append(loss)
-        if self._seen < _FIRST:
-            self._seen += 1
+        self._seen += 1
+        if self._seen <= _FIRST:
             self.first += (loss - self.first) / self._seen
         self._fresh += 1
         if self._fresh < self.every:
@@ -60,8 +61,23 @@ class Level(Remembers):
         self.best = None
         self.refresh()
 
+    def _drop_descent(self) -> None:
+        """Forget the descent that a run begins with: it says nothing about how far losses stray once it is behind.
+
+        Only then: later on, a level that falls and rises again may be in the nature of the data.
+        """
+        while len(self.losses) >= 2 * self.warmup:
+            losses = list(self.losses)
+            older, newer = sorted(losses[: len(losses) // 2]), sorted(losses[len(losses) // 2 :])
+            middle = newer[len(newer) // 2]
+            if older[len(older) // 2] - middle <= 1.4826 * deviation(newer, middle):
+                return
+            self.losses = deque(losses[len(losses) // 2 :], maxlen=self.losses.maxlen)
+
     def refresh(self) -> None:
         self._fresh = 0
+        if self._seen < _BEGINNING * (self.losses.maxlen or 0):
+            self._drop_descent()
         ranked = sorted(self.losses)
         count = len(ranked)
         self.ready = count >= self.warmup
