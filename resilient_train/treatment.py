@@ -118,6 +118,7 @@ class Treatment:
         held = far_enough[min(older, len(far_enough) - 1)]
         self.ward.ring.restore(held)
         self.ward.panel.load_state_dict(held.statistics["panel"])
+        self.ward.panel.rewound(held.step)
         self.ward.scans.load_state_dict(held.statistics["scans"])
         while self._passed and self._passed[-1].step > held.step:
             self._passed.pop()

@@ -32,6 +32,7 @@ class Run:
     def attempt(self, loss: float, norm: float = 1.0) -> Finding:
         """Judge one update; its samples are used up unless it has to be done again."""
         self.tick += 1
+        loss, norm = (value if abs(value) <= NO_LIMIT else value * inf for value in (loss, norm))  # as a device says it
         refused = self.refused(loss, norm)
         self.step += refused is None
         finding = self.panel.judge(
@@ -486,3 +487,43 @@ def test_a_missing_key_and_an_unknown_set_are_named() -> None:
         checks_from(values)
     with pytest.raises(ValueError, match="default, light, off, paranoid"):
         named("defualt")
+
+
+@pytest.mark.parametrize(
+    ("rise", "noise", "told_after"),
+    [
+        (1.0, 0.03, None),  # as before the trouble
+        (0.95, 0.03, None),  # better
+        (1.01, 0.001, None),  # a little worse, which is no damage
+        (1.1, 0.03, 12),
+        (1.15, 0.10, 48),
+        (2.0, 0.10, 12),
+    ],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_whether_a_rewind_has_helped(rise: float, noise: float, told_after: int | None, seed: int) -> None:
+    """A loss that stays worse than it was where the run went back to is an anomaly since then."""
+    run = warmed_up()
+    list(run.play(curve(100, seed=99, noise=noise)[50:]))
+    dice = random.Random(seed)
+    for _ in range(100):
+        run.attempt(3.0 * (1 + dice.gauss(0, noise)))
+    run.panel.rewound(run.step)
+    since, found = run.step, None
+    for number in range(1, 60):
+        if (anomaly := run.attempt(3.0 * rise * (1 + dice.gauss(0, noise))).anomaly) is not None:
+            found = (number, anomaly.signal, anomaly.since)
+            break
+    if told_after is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert found[0] <= told_after
+        assert found[1:] == (Signal.DIVERGENCE, since) or found[1] is Signal.LOSS_SPIKE
+
+
+def test_a_descent_that_is_behind_does_not_blind_the_jump() -> None:
+    """Two hundred steps into a run the losses it began with no longer stretch what counts as usual."""
+    run = Run()
+    assert run.alarms(curve(200)) == []
+    assert len(run.alarms((loss + 2.5, norm) for loss, norm in curve(210)[200:])) == 1

@@ -65,6 +65,16 @@ class SlowConfig:
 
 
 @dataclass
+class ConvalescenceConfig:
+    """After a rewind the loss is worse than it was there."""
+
+    every: int = field(metadata={"at_least": 0})
+    window: int = field(metadata={"at_least": 8})
+    share: float = field(metadata={"above": 0})
+    sigmas: float = field(metadata={"above": 0})
+
+
+@dataclass
 class StallConfig:
     """The loss has not improved for long: reported, never treated."""
 
@@ -128,6 +138,7 @@ class ChecksConfig:
     jump: JumpConfig
     creep: CreepConfig
     slow: SlowConfig
+    convalescence: ConvalescenceConfig
     stall: StallConfig
     outlier: OutlierConfig
     scale: ScaleConfig

@@ -8,6 +8,7 @@ from math import isfinite
 from typing import Any
 
 from resilient_train.events import Anomaly, Signal, Vitals
+from resilient_train.watch.checks.convalescence import Convalescence
 from resilient_train.watch.checks.jump import Jump, Outliers
 from resilient_train.watch.checks.level import Level
 from resilient_train.watch.checks.limit import NO_LIMIT, GradLimit, LossLimit, Refusals
@@ -49,6 +50,7 @@ class Panel:
         self._jump = Jump(config.jump, self._level)
         self._creep = Creep(config.creep, self._level)
         self._slow = Slow(config.slow, self._level)
+        self._convalescence = Convalescence(config.convalescence)
         self._stall = Stall(config.stall, self._level)
         self._outliers = Outliers(config.outlier, self._level)
         self._scale = ScaleCollapse(config.scale)
@@ -64,6 +66,10 @@ class Panel:
     def expect(self, step: int) -> None:
         """Declare that something changes on purpose with this step."""
         self._declared.update(range(step - _AROUND, step + _AROUND + 1))
+
+    def rewound(self, step: int) -> None:
+        """Watch closely whether going back to `step`, whose statistics were loaded before, has helped."""
+        self._convalescence.begin(step, list(self._level.losses))
 
     def judge(self, vitals: Vitals) -> Finding:
         """Say what is wrong with one attempted update, after it was read back."""
@@ -101,6 +107,9 @@ class Panel:
         crept = self._creep.see(step, loss)
         slowed = self._slow.see(step, loss)
         stalled = self._stall.see(step, loss)
+        if (relapse := self._convalescence.see(loss, self._level.scale)) is not None:
+            since, evidence = relapse
+            return Finding(_landed(vitals, Signal.DIVERGENCE, evidence, since=since))
         if not outside and crept is None and slowed is None and stalled is None:
             return _NOTHING
         told = (stalled, self._outliers.see(step, loss) if outside else None)
