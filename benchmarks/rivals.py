@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--workload", action="append", choices=sorted(OVERRIDES), help="gpt or mlp (default: both)")
     parser.add_argument("--blocks", type=int, metavar="N", default=30, help="of each loop (default: %(default)s)")
     parser.add_argument("--steps-per-block", type=int, metavar="N", help="default: 25 or 200")
-    parser.add_argument("--warm-up", type=int, metavar="N", help="steps before the first block (default: 25 or 600)")
+    parser.add_argument("--warm-up", type=int, metavar="N", help="steps before the first block (default: 125 or 600)")
     fresh = "fresh sets of processes (default: %(default)s)"
     parser.add_argument("--rounds", type=int, metavar="N", default=3, help=fresh)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")

@@ -30,7 +30,7 @@ from loops import LOOPS, OVERRIDES, plain
 
 # Of a snapshot's interval at least. And MLflow's thread sends every 1.5 s: a shorter block would leave that out.
 STEPS_PER_BLOCK = {"none": {"gpt": 25, "mlp": 200}, "mlflow": {"gpt": 25, "mlp": 2000}}
-WARM_UP = {"gpt": 25, "mlp": 600}
+WARM_UP = {"gpt": 125, "mlp": 600}  # until every slot for a snapshot was used once: memory is touched first then
 TARGETS = {"gpt": 1.05, "mlp": 1.20}  # upper bound of ours beside plain
 ALL = {**LOOPS, "plain-again": plain}
 
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--workload", action="append", choices=sorted(OVERRIDES), help="gpt or mlp (default: both)")
     parser.add_argument("--blocks", type=int, metavar="N", default=30, help="of each loop (default: %(default)s)")
     parser.add_argument("--steps-per-block", type=int, metavar="N", help="default: 0.2 to 2 s; 2 s with mlflow")
-    parser.add_argument("--warm-up", type=int, metavar="N", help="steps before the first block (default: 25 or 600)")
+    parser.add_argument("--warm-up", type=int, metavar="N", help="steps before the first block (default: 125 or 600)")
     fresh = "fresh sets of processes (default: %(default)s)"
     parser.add_argument("--rounds", type=int, metavar="N", default=3, help=fresh)
     lines = "steps between two lines (default: %(default)s)"

@@ -219,6 +219,11 @@ class Guard:
         self._seed_between(self.samples.position)
         return self._hear()
 
+    def close(self) -> None:
+        """Hear the last verdict and let go of worker processes; for loops that end before their last step."""
+        self.settle()
+        self.samples.close()
+
     @property
     def incidents(self) -> list[Incident]:
         """All incidents so far."""

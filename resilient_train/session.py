@@ -62,7 +62,11 @@ def _open(composed: Composed, held: list[DirectoryLock]) -> RunDirectory:
     """Choose and lock the run directory: a decision of rank 0."""
     settings = composed.config.run
     directory, lock = claim(
-        Path(settings.dir), steps=settings.steps, resume=settings.resume, is_same=composed.is_same_as
+        Path(settings.dir),
+        steps=settings.steps,
+        resume=settings.resume,
+        is_same=composed.is_same_as,
+        is_unchanged=composed.is_unchanged,
     )
     held.append(lock)
     if directory.finished is None:
@@ -147,6 +151,10 @@ def _greet(directory: RunDirectory, world: World) -> None:
 
 
 def _already_complete(directory: RunDirectory, summary: dict[str, Any]) -> Ending:
+    if summary["status"] == "gave_up":
+        log.error("%s gave up at step %s; the end of its train.log says why", directory.path, summary["steps"])
+        log.error("with another configuration it starts anew, and so it does with run.resume=never")
+        return Ending(int(summary["exit_code"]), None)
     log.info("%s is complete: %s steps, loss %s", directory.path, summary["steps"], _rounded(summary.get("final_loss")))
     log.info("run.resume=never trains another one beside it")
     evaluated = summary.get("eval")

@@ -94,6 +94,9 @@ class Treatment:
             self.knobs.trouble()
         for action in decision.actions:
             remedy(action).apply(self)
+        if self._rewound is not None:
+            as_before = self.knobs.values.lr == 1.0
+            ward.panel.rewound(self._rewound.step, anomaly.since, comparable=as_before)
         incident = dataclasses.replace(
             incident,
             rewound_to=self._rewound.step if self._rewound else None,
@@ -118,7 +121,6 @@ class Treatment:
         held = far_enough[min(older, len(far_enough) - 1)]
         self.ward.ring.restore(held)
         self.ward.panel.load_state_dict(held.statistics["panel"])
-        self.ward.panel.rewound(held.step)
         self.ward.scans.load_state_dict(held.statistics["scans"])
         while self._passed and self._passed[-1].step > held.step:
             self._passed.pop()
@@ -164,12 +166,11 @@ class Treatment:
     def _give_up(self, incident: Incident) -> NoReturn:
         """End the run on its newest proven state, and leave that on disk."""
         ward, book = self.ward, self.book
-        proven = ward.ring.proven(incident.anomaly.since)
-        path = None
-        if proven:
-            ward.ring.restore(proven[0])
+        held, path = ward.ring.last_good(incident.anomaly.since), None
+        if held is not None:
+            ward.ring.restore(held)
             if book.directory is not None:
-                path = last_good.save(book.directory, proven[0].step, ward.state.model, proven[0].snapshot.parts)
+                path = last_good.save(book.directory, held.step, ward.state.model, held.snapshot.parts)
         book.closed(incident)
         if ward.world.is_main:  # every rank comes here, and one knows where the state was written
             log.error("%s", farewell(incident, path, self.history.incidents[:-1]))

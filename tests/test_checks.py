@@ -508,7 +508,7 @@ def test_whether_a_rewind_has_helped(rise: float, noise: float, told_after: int 
     dice = random.Random(seed)
     for _ in range(100):
         run.attempt(3.0 * (1 + dice.gauss(0, noise)))
-    run.panel.rewound(run.step)
+    run.panel.rewound(run.step, run.step)
     since, found = run.step, None
     for number in range(1, 60):
         if (anomaly := run.attempt(3.0 * rise * (1 + dice.gauss(0, noise))).anomaly) is not None:

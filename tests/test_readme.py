@@ -1,22 +1,60 @@
-"""The shop window: every command in it is one that works."""
+"""The shop window and the pages behind it: what they print works, and what they list is what there is."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import re
 import shlex
 import subprocess
+import typing
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import yaml
+from accelerate import Accelerator
 from command import command
+from torch.nn.functional import mse_loss
 
 from resilient_train.config.compose import load
+from resilient_train.events import Cause, Outcome
+from resilient_train.record.incidents import as_line, from_line, told
+from resilient_train.recover.policy import Budget, Policy, parse
+from resilient_train.recover.remedies import KNOWN
 
 ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "resilient_train" / "conf"
 README = (ROOT / "README.md").read_text()
+POLICIES = (ROOT / "docs" / "policies.md").read_text()
+DRILLS = (ROOT / "docs" / "drills.md").read_text()
 CONSOLE = "\n".join(re.findall(r"```console\n(.*?)```", README, re.S))
 COMMANDS = [line.split("#")[0].strip() for line in CONSOLE.splitlines() if line.strip()]
 TRAINING = [line.split("-m resilient_train", 1)[1] for line in COMMANDS if "-m resilient_train" in line]
+
+
+def block(page: str, language: str, start: str = "") -> str:
+    """Return the one block of code of a page that begins like this."""
+    (found,) = re.findall(rf"```{language}\n({re.escape(start)}.*?)```", page, re.S)
+    return str(found)
+
+
+def table(page: str, head: str) -> list[list[str]]:
+    """Return what stands in backticks in the first column of the table with this head, row by row."""
+    (body,) = re.findall(rf"^\| {re.escape(head)} \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.M)
+    return [re.findall(r"`([^`]+)`", row.split("|")[1]) for row in body.splitlines()]
+
+
+def names(page: str, head: str) -> set[str]:
+    """Return all of them together."""
+    return {name for row in table(page, head) for name in row}
+
+
+def options(group: str) -> set[str]:
+    """Return the names of a group's files."""
+    return {path.stem for path in (CONF / group).glob("*.yaml")}
 
 
 def test_there_is_something_to_check() -> None:
@@ -34,7 +72,8 @@ def test_every_training_command_is_valid(line: str) -> None:
 
 def test_scripts_that_are_named_exist() -> None:
     """So do the folders and files."""
-    for path in re.findall(r"`?((?:scripts|tests|constraints|benchmarks|resilient_train)/[\w./]*\w)", README):
+    folders = "scripts|tests|constraints|benchmarks|resilient_train|docs|examples"
+    for path in re.findall(rf"`?((?:{folders})/[\w./]*\w)", README + POLICIES):
         assert (ROOT / path).exists(), path
     for name in ("Dockerfile", "CONTRIBUTING.md", "pyproject.toml"):
         assert (ROOT / name).exists()
@@ -44,8 +83,7 @@ def test_the_own_code_of_the_readme_trains_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command
 ) -> None:
     """The module and the command are taken from the page to the letter."""
-    (module,) = re.findall(r"```python\n# mine.py\n(.*?)```", README, re.S)
-    (tmp_path / "mine.py").write_text(module)
+    (tmp_path / "mine.py").write_text(block(README, "python", "# mine.py"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (line,) = [line for line in TRAINING if "mine.Net" in line]
@@ -62,16 +100,182 @@ def test_install_lines_name_extras_that_exist() -> None:
     assert set(re.findall(r'-e "\.\[(\w+)\]"', README)) <= set(extras)
 
 
-def test_the_table_of_files_is_what_a_run_leaves(
+def test_the_table_of_files_is_what_runs_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command
 ) -> None:
-    """Every file of the table is there after a run."""
+    """Every file of the table is there after a run that recovered or one that gave up, and no other."""
     monkeypatch.chdir(tmp_path)
-    what = ["model=mlp", "data=digits", "objective=classification", "run.steps=1", "tracking=none", "run.name=one"]
-    assert run_command(what).code == 0
-    table = README.split("| in the run directory")[1].split("\n\n")[0]
-    named = set(re.findall(r"^\| `([\w.]+)`", table, re.M))
-    assert named == {path.name for path in (tmp_path / "runs/one").iterdir()} - {".lock"}
+    what = ["model=mlp", "data=digits", "objective=classification", "run.steps=3", "tracking=none", "drill=nan_grad"]
+    assert run_command([*what, "run.name=recovered"]).code == 0
+    gave_up = run_command([*what, "run.name=stopped", "recovery=off"])
+    assert gave_up.code == 3
+    assert "runs/stopped/checkpoints/step-" in gave_up.stderr
+    recovered, stopped = ({file.name for file in Path("runs", name).iterdir()} for name in ("recovered", "stopped"))
+    assert names(README, "in the run directory") == (recovered | stopped) - {".lock"}
+    assert recovered ^ stopped == {"weights.safetensors", "checkpoints"}
+    assert len(list((tmp_path / "runs/stopped/checkpoints").glob("*/weights.safetensors"))) == 1
+
+
+def test_exit_codes_are_those_of_the_errors() -> None:
+    """A code that no error has is not promised."""
+    from resilient_train import errors
+
+    kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.TrainError)]
+    promised = re.findall(r"^\| (\d+) \| ", README, re.M)
+    assert sorted(map(int, promised)) == sorted({0, *(kind.exit_code for kind in kinds)})
+
+
+@pytest.mark.parametrize(
+    ("group", "page", "head", "elsewhere"),
+    [
+        ("recovery", README, "policy", set()),
+        ("drill", DRILLS, "drill", {"none", "gauntlet"}),
+    ],
+    ids=["policies", "drills"],
+)
+def test_tables_name_exactly_the_options_there_are(group: str, page: str, head: str, elsewhere: set[str]) -> None:
+    """A policy or drill that comes or goes has to come or go on the page as well."""
+    listed = [row[0] for row in table(page, head)]
+    assert len(listed) == len(set(listed))
+    assert {*listed} | elsewhere == options(group)
+    assert all(f"`{name}`" in page or f"{group}={name}" in page for name in elsewhere)
+
+
+def test_the_table_of_checks_names_every_check() -> None:
+    """Those of the default set, beside two settings that are none; the sets of checks are named, too."""
+    checks = set(yaml.safe_load((CONF / "checks" / "default.yaml").read_text()))
+    assert names(README, "check") == checks - {"patience", "expect"}
+    assert all(f"`{name}`" in README for name in options("checks"))
+
+
+def test_the_incident_that_is_shown_is_told_in_these_words() -> None:
+    """The line of incidents.jsonl is one that we read, and the lines of the terminal are what we print of it."""
+    line = json.loads(block(README, "json"))
+    incident = from_line(line)
+    assert as_line(incident) == line
+    assert told(incident) in block(README, "text")
+
+
+@pytest.mark.parametrize("figures", ["recovery", "cost", "detection"])
+def test_figures_come_from_a_script(figures: str) -> None:
+    """Each table stands between its marks."""
+    (found,) = re.findall(rf"<!-- figures: {figures} -->\n(.+?)\n<!-- end -->", README, re.S)
+    assert "<!--" not in found
+
+
+def loop_of_a_stranger() -> dict[str, Any]:
+    """What the snippets take for given, with one row that is NaN."""
+    torch.manual_seed(0)
+    x = torch.randn(512, 8)
+    y = x.sum(1, keepdim=True)
+    x[100] = math.nan
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return {
+        "accelerator": Accelerator(cpu=True),
+        "dataset": torch.utils.data.TensorDataset(x, y),
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200),
+        "mse_loss": mse_loss,
+    }
+
+
+SNIPPET = block(README, "python", "from resilient_train import Guard")
+SAME_BY_STEP = block(README, "python", "def objective")
+
+
+def test_the_snippet_for_a_loop_of_ones_own_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Printed as it is executed: at most ten lines more, a row that is NaN, and weights that are not."""
+    monkeypatch.chdir(tmp_path)
+    assert 0 < SNIPPET.count("# +") <= 10
+    space = loop_of_a_stranger()
+    exec(SNIPPET, space)
+    assert {incident.diagnosis.cause for incident in space["guard"].incidents} == {Cause.DATA}
+    assert all(bool(weight.isfinite().all()) for weight in space["model"].parameters())
+    assert float(space["loss"].detach()) < 0.5
+    lines = [json.loads(line) for line in (tmp_path / "runs/mine/incidents.jsonl").read_text().splitlines()]
+    assert lines == [as_line(incident) for incident in space["guard"].incidents]
+
+
+def test_the_snippet_with_an_objective_does_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, and without a run directory it writes nothing."""
+    monkeypatch.chdir(tmp_path)
+    handed_over, stepped = loop_of_a_stranger(), loop_of_a_stranger()
+    exec(SNIPPET, handed_over)
+    (prepare,) = [line for line in SNIPPET.splitlines() if "accelerator.prepare" in line]
+    before = set(tmp_path.rglob("*"))
+    exec(f"from resilient_train import Guard\n{prepare}\n{SAME_BY_STEP}", stepped)
+    assert set(tmp_path.rglob("*")) == before
+    assert stepped["guard"].incidents
+    theirs, ours = handed_over["model"].state_dict(), stepped["model"].state_dict()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+
+
+# docs/policies.md
+
+
+@pytest.fixture
+def policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files of the page in a folder, and the words of a command that finds them there."""
+    (tmp_path / "mine/recovery").mkdir(parents=True)
+    for name in ("mine", "cool"):
+        file = f"mine/recovery/{name}.yaml"
+        (tmp_path / file).write_text(block(POLICIES, "yaml", f"# {file}"))
+    (tmp_path / "cooling.py").write_text(block(POLICIES, "python", "# cooling.py"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    what = ["model=mlp", "data=digits", "objective=classification", "run.steps=40", "tracking=none"]
+    return ["--config-dir", "mine", *what, "run.name=one"]
+
+
+@pytest.mark.parametrize("name", ["mine", "cool"])
+def test_a_policy_of_ones_own_recovers(name: str, policies: list[str], run_command: command) -> None:
+    """From a folder of one's own, with a remedy of one's own."""
+    outcome = run_command([*policies, f"recovery={name}", "drill=bit_flip", "drill.at=[30]"])
+    assert outcome.code == 0, outcome.stderr
+    (line,) = Path("runs/one/incidents.jsonl").read_text().splitlines()
+    incident = from_line(json.loads(line))
+    assert incident.outcome is Outcome.RECOVERED
+    assert incident.diagnosis.cause is Cause.CORRUPTION
+    wanted = {"mine": ["rewind"], "cool": ["rewind", "cooling.CoolDown"]}
+    assert [action.remedy for action in incident.decision.actions] == wanted[name]
+
+
+def test_a_typo_is_told_as_the_page_says(policies: list[str], run_command: command) -> None:
+    """With its position, before the first update."""
+    file = Path("mine/recovery/mine.yaml")
+    file.write_text(file.read_text().replace("lower_lr", "lower_rl"))
+    outcome = run_command([*policies, "recovery=mine"])
+    (line,) = [line for line in block(POLICIES, "text").splitlines() if line.startswith("error:")]
+    assert outcome.code == 2
+    assert line.removesuffix("...") in outcome.stderr
+
+
+def test_the_page_of_policies_lists_what_there_is() -> None:
+    """Every remedy in the order in which they are applied, its settings, every cause, every key and its default."""
+    assert [row[0] for row in table(POLICIES, "remedy")] == list(KNOWN)
+    for name, kind in KNOWN.items():
+        (row,) = re.findall(rf"^\| `{name}` \|.*\|(.*)\|$", POLICIES, re.M)
+        settings = {field.name for field in dataclasses.fields(typing.cast(Any, kind))}
+        assert set(re.findall(r"`(\w+)`", row)) == settings, name
+    assert names(POLICIES, "cause") == {*Cause}
+    defaults = {**vars_of(Policy), **{f"budget.{name}": value for name, value in vars_of(Budget).items()}}
+    assert names(POLICIES, "key") == {*defaults} - {"budget"}
+    for key, value in defaults.items():
+        if isinstance(value, int):
+            assert re.search(rf"^\| `{key}` \|.*\| {value} \|$", POLICIES, re.M), key
+
+
+def vars_of(kind: type) -> dict[str, Any]:
+    """Return the fields of a dataclass with their defaults."""
+    return {field.name: field.default for field in dataclasses.fields(kind)}
+
+
+def test_the_policy_of_the_page_may_leave_out_what_it_says() -> None:
+    """Only the ladders have to be given."""
+    tree = yaml.safe_load(block(POLICIES, "yaml", "# mine/recovery/mine.yaml"))
+    assert parse({"ladders": tree["ladders"]}).ladders == parse(tree).ladders
 
 
 def test_scripts_answer_to_help_or_run() -> None:

@@ -214,7 +214,7 @@ def test_remedies_of_a_rung(rung: list[Any], anomaly: Anomaly, can: dict[str, An
         (
             {"budget": {"in_a_row": 1}},
             [refused(1, 1), refused(1, 2)],
-            "the budget of 1 update refused in a row is used up",
+            "the budget of 1 update in a row that did not land is used up",
         ),
         (
             {"budget": {"refused": 1, "window": 1000}, "strikes": 9},
@@ -597,7 +597,7 @@ def test_a_rate_that_is_too_high(name: str, bearable: float, completes: bool) ->
 
     _, history = trained(policy_named(name), fault, steps=8_000, most_ticks=9_000)
     assert (history.incidents[-1].decision.gave_up is None) == completes
-    assert len(history.incidents) < 25
+    assert len(history.incidents) < 30
 
 
 DRILLS = [

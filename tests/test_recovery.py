@@ -146,7 +146,6 @@ def test_a_run_gets_over_what_its_own_code_and_data_bring(program: type[Program]
     assert run.guard.incidents[-1].outcome is Outcome.RECOVERED
 
 
-@pytest.mark.xfail(strict=True, reason="what it does after the rewind stays below the range, which holds the start")
 def test_a_rate_that_stays_wrong_behind_the_rewind(healthy_loss: float) -> None:
     """Damage that the rewound run takes again, to a lesser degree, is noticed as well."""
 
@@ -183,11 +182,7 @@ class Poison(Program):
     ("since", "proven"),
     [
         (0, 0),
-        pytest.param(
-            80,
-            50,
-            marks=pytest.mark.xfail(strict=True, reason="rewinds to older states let the newest proven one go"),
-        ),
+        (80, 50),
     ],
 )
 def test_a_run_that_cannot_be_saved_ends_soon_and_keeps_its_last_good_state(

@@ -40,6 +40,12 @@ class Composed:
         """Say whether a config.yaml is of the same run."""
         return not self.differences(written)
 
+    def is_unchanged(self, written: Path) -> bool:
+        """Say whether a config.yaml holds the very same settings, wherever the run lies."""
+        other = OmegaConf.to_container(OmegaConf.load(written))
+        assert isinstance(other, dict)
+        return _anywhere(other) == _anywhere(self.resolved)  # type: ignore[arg-type]
+
     def differences(self, written: Path) -> list[str]:
         """Tell where a config.yaml is another run than this; more steps do not make it one."""
         other = OmegaConf.to_container(OmegaConf.load(written))
@@ -121,6 +127,11 @@ def _identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
     flat = dict(_flat({name: _at(resolved, name) for name in _IDENTITY}))
     steps = _at(resolved, "run.steps")
     return {key: "run.steps" if key == "schedule.steps" and value == steps else value for key, value in flat.items()}
+
+
+def _anywhere(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    run = {name: value for name, value in resolved["run"].items() if name not in ("name", "dir", "resume")}
+    return {**resolved, "run": run}
 
 
 def _at(tree: Mapping[str, Any], path: str) -> Any:

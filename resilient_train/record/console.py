@@ -86,7 +86,8 @@ class _ToConsole(logging.Handler):
         if record.levelno >= logging.ERROR:
             self.errors.print(Text(record.getMessage(), style="red"))
         else:
-            self.console.print(Text(record.getMessage()))
+            style = "yellow" if record.levelno >= logging.WARNING else ""
+            self.console.print(Text(record.getMessage(), style=style))
 
 
 class PlainLines:

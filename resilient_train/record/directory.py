@@ -20,7 +20,7 @@ class RunDirectory:
     """A directory that one run alone writes to."""
 
     path: Path
-    finished: dict[str, Any] | None = None  # the summary of a run that is complete already
+    finished: dict[str, Any] | None = None  # the summary of a run that is complete already, or gave up
     note: str | None = None  # why it is not the one that was asked for
 
     @property
@@ -36,12 +36,13 @@ class RunDirectory:
 
 
 def claim(
-    path: Path, *, steps: int, resume: str, is_same: Callable[[Path], bool]
+    path: Path, *, steps: int, resume: str, is_same: Callable[[Path], bool], is_unchanged: Callable[[Path], bool]
 ) -> tuple[RunDirectory, DirectoryLock]:
     """Lock `path` for a run of `steps` updates, or the next directory beside it that is free.
 
     A directory that no update was made in is taken over. One that holds the complete run, beside the first only if its
-    config.yaml `is_same`, is handed back with its summary. One that holds anything else is never touched.
+    config.yaml `is_same`, is handed back with its summary, and so is one that gave up if its config.yaml `is_unchanged`:
+    it would give up again. One that holds anything else is never touched.
     """
     path = path.absolute()
     note = None
@@ -59,7 +60,10 @@ def claim(
             return directory, lock
         if resume != "never":
             is_complete = isinstance(done, int) and done >= steps and summary.get("status") == "completed"
-            if is_complete and (candidate == path or is_same(directory.config)):
+            gave_up = isinstance(summary, dict) and summary.get("status") == "gave_up"
+            if (is_complete and (candidate == path or is_same(directory.config))) or (
+                gave_up and is_unchanged(directory.config)
+            ):
                 directory.finished = summary
                 return directory, lock
             holds = f"ended at step {done}" if isinstance(done, int) else "was killed"

@@ -21,8 +21,8 @@ def decide(
     if not (ladder := policy.ladder(cause)):
         return Decision(gave_up=f"the policy has no remedy for {cause}")
     in_a_row = policy.budget.in_a_row
-    if not anomaly.landed and _refused_in_a_row(anomaly, history) >= in_a_row:
-        return Decision(gave_up=f"the budget of {_count(in_a_row, 'update')} refused in a row is used up")
+    if _without_progress(anomaly, history) >= in_a_row:
+        return Decision(gave_up=f"the budget of {_count(in_a_row, 'update')} in a row that did not land is used up")
     case = Case(anomaly, diagnosis, can, rewinds=False)
     spent = 0
     for place, rung in enumerate(ladder):
@@ -92,14 +92,23 @@ def _over_budget(
     return None
 
 
-def _refused_in_a_row(anomaly: Anomaly, history: Sequence[Incident]) -> int:
+def _without_progress(anomaly: Anomaly, history: Sequence[Incident]) -> int:
     """For how many updates right before this one none was accepted; not all of them need to be incidents."""
     first = anomaly.tick
     for incident in _taken_up(history):
-        if incident.anomaly.landed or incident.anomaly.step != anomaly.step or incident.rewound_to is not None:
+        if _accepted(incident.anomaly) != _accepted(anomaly) or _rewinds(incident):
             break
         first = incident.anomaly.tick
     return anomaly.tick - first
+
+
+def _accepted(anomaly: Anomaly) -> int:
+    """Updates accepted before it was noticed."""
+    return anomaly.step - (not anomaly.landed)
+
+
+def _rewinds(incident: Incident) -> bool:
+    return any(action.remedy == "rewind" for action in incident.decision.actions)
 
 
 def _recent(oldest: int, history: Sequence[Incident]) -> Iterator[Incident]:

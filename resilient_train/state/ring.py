@@ -41,6 +41,7 @@ class Ring:
     def __init__(self, state: RunState, config: MemoryConfig) -> None:
         self._state, self._config = state, config
         self._held: list[Held] = []  # oldest first
+        self._pinned: Held | None = None  # the newest state that was ever proven, while the run has gone back behind it
         self._spare: list[Snapshot] = []  # memory of snapshots that were let go
         self._frozen: dict[str, torch.Tensor] = {}
         self._stream = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -84,7 +85,7 @@ class Ring:
             return None
         live = self._state.live() | {"clock": step}  # that of an update which was not heard of yet
         slots = self._slots(nbytes(live))
-        while len(self._held) >= max(1, slots):
+        while len(self._held) + (self._pinned is not None) >= max(1, slots):
             proven, steps = [held.verified for held in self._held], [held.step for held in self._held]
             if (place := to_let_go(proven, steps, step)) is None:
                 return None
@@ -106,6 +107,9 @@ class Ring:
         for held in self._held:
             if not held.verified and held.statistics is not None:
                 held.verified = held.step + after <= healthy_until and held.step <= scanned_until
+        if self._pinned is not None and any(held.verified and held.step >= self._pinned.step for held in self._held):
+            self._spare.append(self._pinned.snapshot)
+            self._pinned = None
 
     def distrust(self, since: int) -> None:
         """Drop what is newer than the newest step that can still be trusted."""
@@ -119,11 +123,22 @@ class Ring:
         """Every verified snapshot not after `since`, newest first."""
         return [held for held in reversed(self._held) if held.verified and held.step <= since]
 
+    def last_good(self, since: int) -> Held | None:
+        """The best state to leave behind: the newest one that was proven, though the run may have gone back further."""
+        good = self.proven(since) + ([self._pinned] if self._pinned else [])
+        return max(good, key=lambda held: held.step, default=None)
+
     def restore(self, held: Held) -> None:
-        """Go back to a snapshot; what came after it no longer exists."""
+        """Go back to a snapshot. What came after it no longer exists; but the best of it is kept, for the end."""
         if self._copied is not None:
             self._copied.synchronize()
         self._state.restore(held.snapshot)
+        newer = [one for one in self._held if one.verified and one.step > held.step]
+        if newer and (self._pinned is None or newer[-1].step > self._pinned.step):
+            if self._pinned is not None:
+                self._spare.append(self._pinned.snapshot)
+            self._pinned = newer[-1]
+            self._held.remove(newer[-1])
         self.distrust(held.step)
 
     def _drop(self, dropped: list[Held]) -> None:

@@ -35,6 +35,7 @@ class GradLimit(Remembers):
         self._norms: deque[float] = deque(maxlen=config.window)
         self._early: float | None = None
         self._fresh = 0
+        self._bound = NO_LIMIT  # while there are too few norms; known from a way that was made before
 
     @property
     def largest(self) -> float:
@@ -53,20 +54,28 @@ class GradLimit(Remembers):
         self._fresh = 0
         largest = self.largest
         if len(self._norms) < self.config.warmup or not largest > 0:
-            self.limit = NO_LIMIT
+            self.limit = self._bound
             return
         if self._early is None:
             self._early = sorted(self._norms)[int(0.9 * (len(self._norms) - 1))]
         early = min(self._early, self.config.early_factor * largest)
         self.limit = as_float32(max(self.config.grad_factor * largest, early))
 
+    def bound(self, largest: float) -> None:
+        """Set the limit for the time until there are enough norms again."""
+        if self.config.every and largest > 0:
+            self._bound = as_float32(self.config.grad_factor * largest)
+            self.refresh()
+
     def give_way(self, norms: list[float]) -> None:
         """Count refused norms as usual from now on."""
+        self._bound = NO_LIMIT
         self._norms.extend(norms)
         self.refresh()
 
     def forget(self) -> None:
         self._norms.clear()
+        self._bound = NO_LIMIT
         self.refresh()
 
 

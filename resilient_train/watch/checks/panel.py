@@ -17,6 +17,7 @@ from resilient_train.watch.checks.scale import ScaleCollapse
 from resilient_train.watch.checks.trend import Creep, Slow, Stall
 from resilient_train.watch.config import ChecksConfig
 
+_REMEMBERED = 2048  # updates: further back than a ring of snapshots goes
 _AROUND = 2  # steps on either side of a declared change
 _SAME_PLACE = 64  # steps between two alarms that are about the same trouble
 _BY_LIMIT = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
@@ -50,6 +51,7 @@ class Panel:
         self._jump = Jump(config.jump, self._level)
         self._creep = Creep(config.creep, self._level)
         self._slow = Slow(config.slow, self._level)
+        self._path: dict[int, tuple[float, float]] = {}  # loss and norm of accepted updates, by step
         self._convalescence = Convalescence(config.convalescence)
         self._stall = Stall(config.stall, self._level)
         self._outliers = Outliers(config.outlier, self._level)
@@ -67,9 +69,18 @@ class Panel:
         """Declare that something changes on purpose with this step."""
         self._declared.update(range(step - _AROUND, step + _AROUND + 1))
 
-    def rewound(self, step: int) -> None:
-        """Watch closely whether going back to `step`, whose statistics were loaded before, has helped."""
-        self._convalescence.begin(step, list(self._level.losses))
+    def rewound(self, step: int, since: int, *, comparable: bool = True) -> None:
+        """Watch closely whether going back to `step`, whose statistics were loaded before, has helped.
+
+        What was measured up to `since` stays true, and does not rewind: else a run that goes back to its beginning
+        would take whatever comes for usual.
+        """
+        self._path = {other: seen for other, seen in self._path.items() if other <= since}
+        losses = {other: loss for other, (loss, _) in self._path.items()}
+        self._convalescence.begin(step, losses, comparable=comparable)
+        if len(self._path) >= self.config.limit.warmup:
+            self._grad_limit.bound(max(norm for _, norm in self._path.values()))
+            self.limits = (self._loss_limit.limit, self._grad_limit.limit)
 
     def judge(self, vitals: Vitals) -> Finding:
         """Say what is wrong with one attempted update, after it was read back."""
@@ -102,14 +113,20 @@ class Panel:
         jumped = self._jump.see(step, loss, outside)
         if not outside and self._level.learn(loss):
             self._loss_limit.refresh()
+        if not outside:
+            self._path.setdefault(step, (loss, vitals.grad_norm))
+            if len(self._path) > _REMEMBERED:
+                del self._path[next(iter(self._path))]
         self._grad_limit.learn(vitals.grad_norm)
         self.limits = (self._loss_limit.limit, self._grad_limit.limit)
         crept = self._creep.see(step, loss)
         slowed = self._slow.see(step, loss)
         stalled = self._stall.see(step, loss)
-        if (relapse := self._convalescence.see(loss, self._level.scale)) is not None:
+        if (relapse := self._convalescence.see(step, loss, self._level.scale)) is not None:
             since, evidence = relapse
-            return Finding(_landed(vitals, Signal.DIVERGENCE, evidence, since=since))
+            if not self._is_known(Signal.DIVERGENCE, since) and not self._is_known(Signal.LOSS_SPIKE, since):
+                self._alarms.append((Signal.DIVERGENCE, since))
+                return Finding(_landed(vitals, Signal.DIVERGENCE, evidence, since=since))
         if not outside and crept is None and slowed is None and stalled is None:
             return _NOTHING
         told = (stalled, self._outliers.see(step, loss) if outside else None)
@@ -175,6 +192,7 @@ class Panel:
     def _start_over(self, losses: Sequence[float] = ()) -> None:
         """Learn anew what is usual."""
         self._level.forget(losses)
+        self._path.clear()
         for check in (self._jump, self._creep, self._slow, self._stall, self._loss_limit):
             check.forget()
 
