@@ -59,6 +59,7 @@ class Level(Remembers):
         self.losses.clear()
         self.losses.extend(losses)
         self.best = None
+        self.ready = False
         self.refresh()
 
     def _drop_descent(self) -> None:
@@ -66,7 +67,7 @@ class Level(Remembers):
 
         Only then: later on, a level that falls and rises again may be in the nature of the data.
         """
-        while len(self.losses) >= 2 * self.warmup:
+        while len(self.losses) >= self.warmup:
             losses = list(self.losses)
             older, newer = sorted(losses[: len(losses) // 2]), sorted(losses[len(losses) // 2 :])
             middle = newer[len(newer) // 2]
@@ -80,7 +81,7 @@ class Level(Remembers):
             self._drop_descent()
         ranked = sorted(self.losses)
         count = len(ranked)
-        self.ready = count >= self.warmup
+        self.ready = self.ready or count >= self.warmup
         if not count:
             return
         self.median = median = ranked[count // 2]
