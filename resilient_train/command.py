@@ -16,13 +16,26 @@ from resilient_train.config.explain import CONF, VERSION_BASE, explained
 from resilient_train.ranks.world import launched_rank
 from resilient_train.session import run
 
+_WITH_A_VALUE = (
+    "--config-path",
+    "-cp",
+    "--config-name",
+    "-cn",
+    "--config-dir",
+    "-cd",
+    "--cfg",
+    "-c",
+    "--package",
+    "-p",
+)
+
 _wants_traceback = False
 _exit_codes: list[int] = []  # of the jobs of this process; Hydra has no way to hand them on
 
 
 def main() -> None:
     """Train as the command line says; never a traceback for what a person can put right."""
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))  # argparse wants it first
+    sys.argv[1:] = _options_first(sys.argv[1:])
     sys.path.insert(0, "")  # `resilient-train` finds a user's modules where `python -m resilient_train` does
     global _wants_traceback
     _wants_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
@@ -34,6 +47,19 @@ def main() -> None:
     except KeyboardInterrupt:  # the run has said what there is to say; the jobs left in a sweep are not wanted either
         _exit_codes.append(1)
     _leave(max(_exit_codes, default=0))
+
+
+def _options_first(words: Sequence[str]) -> list[str]:
+    """Put Hydra's options before the overrides: its parser takes no override behind one that has a value."""
+    options: list[str] = []
+    overrides: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        (options if word.startswith("-") else overrides).append(word)
+        if word in _WITH_A_VALUE and left:
+            options.append(left.pop(0))
+    return options + overrides
 
 
 @hydra.main(version_base=VERSION_BASE, config_path=str(CONF), config_name="config")

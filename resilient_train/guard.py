@@ -160,6 +160,10 @@ class Guard:
         self._turn = fitting.Turn(optimizers)
         self._has_begun = False
         self._begun: _Begun | None = None
+        self._newest_begun: _Begun | None = None
+        self._handed: Any = None  # the batch that the loop has got
+        self._described = False
+        self._nan_is_usual = False  # batches hold values that are not finite, masks perhaps, and nobody minds
         self._losses: list[torch.Tensor] = []
         self._reported: list[Metrics] = []
         self._in_flight: _InFlight | None = None
@@ -168,7 +172,10 @@ class Guard:
     # What a loop calls.
 
     def keep(self, **items: Stateful) -> None:
-        """Let more rewind along, such as an average of the weights: anything with state_dict and load_state_dict."""
+        """Let more rewind along, such as an average of the weights: anything with state_dict and load_state_dict.
+
+        What a loop does to it after an update that is refused a moment later stays done, until a rewind undoes it.
+        """
         for name, item in items.items():
             fitting.keepable(name, item, has_begun=self._has_begun)
             self.state.keep(name, item)
@@ -177,6 +184,8 @@ class Guard:
         """Yield micro-batches, on the device, until `steps` updates are accepted and the last of them is sound."""
         self._start()
         while self._goes_on(steps):
+            if self.drill is not None and self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
+                continue  # the fault strikes once, so not in an update that is dropped for the sake of the last one
             self._snapshot()
             update = self.samples.next_update()
             self._begin(update)
@@ -191,7 +200,8 @@ class Guard:
         if self.objective is None:
             raise TypeError("guard.step needs an objective; without one make the loss and call guard.update(loss)")
         begun = self._require_batch("step")
-        begun.fed[-1] = batch  # as the loop has made it of the one it got
+        if batch is not self._handed:
+            begun.fed[-1] = batch  # as the loop has made it of the one it got
         loss, metrics = self.objective.for_training(self.model, batch)
         if self.drill is not None:
             loss = self.drill.on_loss(self._place(), loss)
@@ -216,18 +226,22 @@ class Guard:
 
     def settle(self) -> bool:
         """Hear the verdict on the last update now. False: it was an anomaly, and has been treated."""
+        if self._begun is not None:
+            raise TrainError("guard.settle belongs between two updates: hand the batch over first")
         self._seed_between(self.samples.position)
         return self._hear()
 
     def close(self) -> None:
-        """Hear the last verdict and let go of worker processes; for loops that end before their last step."""
-        self.settle()
+        """End a run before its last step: hear the last verdict, close what has healed, let go of worker processes."""
+        self._put_back_batch()
+        if self.settle() and self._scan_now() is None:
+            self._treatment.finish()
         self.samples.close()
 
     @property
     def incidents(self) -> list[Incident]:
         """All incidents so far."""
-        return list(self._treatment.history.incidents)
+        return self._treatment.history.incidents
 
     def tally(self) -> dict[str, Any]:
         """Count incidents for a summary."""
@@ -250,11 +264,7 @@ class Guard:
             for line in self._cautions:
                 log.info("%s", line)
         self._has_begun = True
-        if self._begun is not None:  # the loop was left with a batch in hand, and is entered again
-            self._updater.drop_gradients()
-            self._backups.put_back(self._begun.backup)
-            self.samples.go_back(self._begun.update)
-            self._begun = None
+        self._put_back_batch()
         self._seed_between(self.samples.position)
         if self.clock.step == 0 and (held := self._ring.take(0, verified=True)) is not None:
             held.statistics = self._statistics()
@@ -264,9 +274,19 @@ class Guard:
         if self.attempted_step < steps:
             return True
         if self.settle() and self.clock.step >= steps and (anomaly := self._scan_now()) is not None:
-            self._treatment.treat(anomaly, self._newest_begun.update, refused=False)
+            place = self.samples.position
+            update = self._newest_begun.update if self._newest_begun else Update(place, place, [])
+            self._treatment.treat(anomaly, update, refused=False)
             self._set_limits()
         return self.clock.step < steps
+
+    def _put_back_batch(self) -> None:
+        """Undo what was begun when a loop is left with a batch in hand: it comes again if the loop is entered again."""
+        if self._begun is not None:
+            self._updater.drop_gradients()
+            self._backups.put_back(self._begun.backup)
+            self.samples.go_back(self._begun.update)
+            self._begun = None
 
     def _snapshot(self) -> None:
         """Keep the state between two updates, now that the loop has done what it does after one, such as averaging."""
@@ -307,8 +327,8 @@ class Guard:
         assert self._begun is not None
         if self.drill is not None:
             batch = self.drill.on_batch(self._place(), batch)
-        batch = self.on_device(batch)
-        self._begun.fed.append(batch)
+        self._begun.fed.append(batch)  # where it lies already: on a device it would be kept for two updates
+        self._handed = batch = self.on_device(batch)
         self._scans.see_batch(self.attempted_step, batch)
         stays_here = self.world.size > 1 and not is_last
         with self.world.accelerator.no_sync(self.model) if stays_here else nullcontext(), self._turn.of_loop():
@@ -316,16 +336,17 @@ class Guard:
 
     def _place(self) -> Place:
         begun = self._newest_begun
+        assert begun is not None
         return Place(begun.tick, begun.step, begun.update.start, len(self._losses), self.world.rank)
 
     def _conclude(self) -> bool:
         """The fixed point between backward and optimizer: hear of the last update, then send this one to the gate."""
         begun, self._begun = self._begun, None
         assert begun is not None
-        if self.drill is not None:
-            self.drill.on_gradients(self._place(), self._updater.weights)
         if not self._hear(begun):
             return False
+        if self.drill is not None:
+            self.drill.on_gradients(self._place(), self._updater.weights)
         if self._scans.due(self.clock.step):
             self._scanned = (self.clock.step, self.clock.tick, self._scan_before(begun))
         loss = self._losses[0] if len(self._losses) == 1 else pulse.mean(self._losses)
@@ -416,8 +437,10 @@ class Guard:
             self._treatment.healthy()
             scanned, after = self._scans.clean_step, self._verify_after
             self._ring.verify(healthy_until=self.clock.step, scanned_until=scanned, after=after)
-        if flight.begun.tick == 1:
+        if vitals.accepted and self.clock.step == 1 and not self._described:
+            self._described = True
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
+            self._nan_is_usual = bool(self._ranks_where(not pulse.all_finite(flight.begun.fed)))
 
     def _declare_restart(self, attempt: Attempt) -> None:
         """A schedule that starts again makes the loss jump on purpose."""
@@ -448,19 +471,26 @@ class Guard:
         )
 
     def _named(self, anomaly: Anomaly, flight: _InFlight) -> Anomaly:
-        """Say more precisely what is wrong, now that time does not matter.
+        """Say more precisely what is wrong, now that time does not matter. Every rank comes here.
 
-        A rotten batch explains what followed from it, and so do rotten weights. Every rank comes here.
+        Rotten weights explain what followed from them, and so does a rotten batch. Weights are asked first: a batch
+        may hold NaN for a mask. What is usual in batches, it is not to blame.
         """
-        if anomaly.signal in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
-            rotten = torch.zeros(self.world.size, device=self.world.device)
-            rotten[self.world.rank] = not pulse.all_finite(flight.begun.fed)
-            ranks = tuple(rank for rank, flag in enumerate(self.world.sum(rotten).tolist()) if flag)
-            if ranks:
-                where = f" on rank {', '.join(map(str, ranks))}" if self.world.size > 1 else ""
-                evidence = f"the batch holds values that are not finite{where}; {anomaly.evidence}"
-                return dataclasses.replace(anomaly, signal=Signal.NONFINITE_BATCH, evidence=evidence, ranks=ranks)
-        return self._scan_now() or anomaly
+        if (found := self._scan_now()) is not None:
+            return found
+        if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD) or self._nan_is_usual:
+            return anomaly
+        ranks = self._ranks_where(not pulse.all_finite(flight.begun.fed))
+        if not ranks:
+            return anomaly
+        evidence = f"the batch holds values that are not finite; {anomaly.evidence}"
+        ranks = ranks if self.world.size > 1 else ()
+        return dataclasses.replace(anomaly, signal=Signal.NONFINITE_BATCH, evidence=evidence, ranks=ranks)
+
+    def _ranks_where(self, is_so: bool) -> tuple[int, ...]:
+        flags = torch.zeros(self.world.size, device=self.world.device)
+        flags[self.world.rank] = is_so
+        return tuple(rank for rank, flag in enumerate(self.world.sum(flags).tolist()) if flag)
 
     def _undo(self, flight: _InFlight, begun: _Begun | None, vitals: Vitals) -> None:
         """Take back what does not count: gradients, what forwards did to buffers, and the place in the data."""

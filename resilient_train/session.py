@@ -11,6 +11,7 @@ from typing import Any
 from resilient_train import __version__
 from resilient_train.assemble import Run, assemble
 from resilient_train.checkpoint import weights
+from resilient_train.checkpoint.last_good import CHECKPOINTS
 from resilient_train.config.compose import Composed, flattened
 from resilient_train.errors import ConfigError, GaveUp, TrainError, in_one_line
 from resilient_train.files import commit_text
@@ -152,7 +153,9 @@ def _greet(directory: RunDirectory, world: World) -> None:
 
 def _already_complete(directory: RunDirectory, summary: dict[str, Any]) -> Ending:
     if summary["status"] == "gave_up":
-        log.error("%s gave up at step %s; the end of its train.log says why", directory.path, summary["steps"])
+        kept = sorted((directory.path / CHECKPOINTS).glob("step-*"))
+        where = f"its last good state is in {kept[-1]}" if kept else "it left no state"
+        log.error("%s gave up: the end of its train.log says why; %s", directory.path, where)
         log.error("with another configuration it starts anew, and so it does with run.resume=never")
         return Ending(int(summary["exit_code"]), None)
     log.info("%s is complete: %s steps, loss %s", directory.path, summary["steps"], _rounded(summary.get("final_loss")))
@@ -169,6 +172,10 @@ def _say(error: BaseException | None, directory: RunDirectory, world: World, run
         evaluated = "".join(f", evaluation {name} {value:.4g}" for name, value in (run.evaluated or {}).items())
         log.info("completed %d steps in %s: recent loss %s%s", run.guard.clock.step, duration(seconds), loss, evaluated)
         log.info("weights and summary in %s", directory.path)
+    elif isinstance(error, GaveUp):
+        log.info(
+            "the same command says so again; with run.resume=never it starts anew"
+        )  # the rest was said by the guard
     elif isinstance(error, TrainError):
         # Every rank finds the same fault in a configuration; rank 0 says it for all.
         level = logging.ERROR if world.is_main or not isinstance(error, ConfigError) else logging.INFO

@@ -7,11 +7,12 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from resilient_train.checkpoint import last_good
 from resilient_train.data.samples import Samples, Slicing, Update
-from resilient_train.errors import GaveUp
+from resilient_train.errors import GaveUp, in_one_line
 from resilient_train.events import Anomaly, Diagnosis, Incident, Outcome
 from resilient_train.ranks.world import World
 from resilient_train.record.console import log
@@ -60,7 +61,7 @@ class Treatment:
     def __init__(self, ward: Ward, policy: Policy, book: IncidentBook, *, recovered_after: int) -> None:
         self.ward, self.policy, self.book = ward, policy, book
         self.knobs = Knobs(relax_after=policy.relax_after)
-        self.history = History(recovered_after=recovered_after)
+        self.history = History(book.incidents, recovered_after=recovered_after)
         self._passed: deque[Passed] = deque(maxlen=10_000)
         self._anomaly: Anomaly | None = None
         self._blamed = (0, 0)
@@ -95,6 +96,7 @@ class Treatment:
         for action in decision.actions:
             remedy(action).apply(self)
         if self._rewound is not None:
+            self.history.undone(before - ward.clock.step)
             as_before = self.knobs.values.lr == 1.0
             ward.panel.rewound(self._rewound.step, anomaly.since, comparable=as_before)
         incident = dataclasses.replace(
@@ -143,7 +145,7 @@ class Treatment:
         """Scale the loss by less from now on."""
         scaler = self.ward.updater.scaler
         if scaler is not None:
-            scaler.update(max(1.0, scaler.get_scale() * factor))
+            scaler.update(scaler.get_scale() * factor)
 
     # How it is done.
 
@@ -166,15 +168,24 @@ class Treatment:
     def _give_up(self, incident: Incident) -> NoReturn:
         """End the run on its newest proven state, and leave that on disk."""
         ward, book = self.ward, self.book
+        book.closed(incident)
         held, path = ward.ring.last_good(incident.anomaly.since), None
         if held is not None:
             ward.ring.restore(held)
-            if book.directory is not None:
-                path = last_good.save(book.directory, held.step, ward.state.model, held.snapshot.parts)
-        book.closed(incident)
+            path = self._written(held)
         if ward.world.is_main:  # every rank comes here, and one knows where the state was written
             log.error("%s", farewell(incident, path, self.history.incidents[:-1]))
         raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
+
+    def _written(self, held: Held) -> Path | None:
+        """Leave a state on disk; where that fails the run ends as it would have, and says so."""
+        if self.book.directory is None:
+            return None
+        try:
+            return last_good.save(self.book.directory, held.step, self.ward.state.model, held.snapshot.parts)
+        except (OSError, TypeError) as error:
+            log.error("the last good state, of step %d, could not be written: %s", held.step, in_one_line(error))
+            return None
 
     def _close(self, incidents: Iterable[Incident], healthy_steps: int | None = None) -> None:
         for incident in incidents:

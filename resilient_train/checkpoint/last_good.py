@@ -23,7 +23,12 @@ def save(run_dir: Path, step: int, model: nn.Module, parts: Mapping[str, Any]) -
     temporary.mkdir(parents=True)
     weights.save(model, temporary / weights.WEIGHTS)
     save_tree(temporary, dict(parts))
-    if path.exists():
-        shutil.rmtree(path)
-    temporary.rename(path)
+    if path.exists():  # of an earlier end of this run: kept until the new one is in its place
+        old = path.with_name(f".{path.name}.old.resilient-tmp")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        temporary.rename(path)
+        shutil.rmtree(old)
+    else:
+        temporary.rename(path)
     return path

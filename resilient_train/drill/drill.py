@@ -61,6 +61,10 @@ class Drill:
                 dataset = rotten(dataset, fault)
         return dataset
 
+    def strikes_at(self, tick: int) -> bool:
+        """Say whether something begins at this tick, which must then not be given up for the sake of an earlier one."""
+        return any(fault.begins(tick) for _, fault in self._of(TickFault))
+
     def on_batch(self, place: Place, batch: Any) -> Any:
         """Before the forward of each micro-batch. The batch that comes in stays as it is."""
         if not self._batch_is_known:

@@ -41,8 +41,8 @@ def claim(
     """Lock `path` for a run of `steps` updates, or the next directory beside it that is free.
 
     A directory that no update was made in is taken over. One that holds the complete run, beside the first only if its
-    config.yaml `is_same`, is handed back with its summary, and so is one that gave up if its config.yaml `is_unchanged`:
-    it would give up again. One that holds anything else is never touched.
+    config.yaml `is_same`, is handed back with its summary, and so is one that gave up if its config.yaml
+    `is_unchanged`: it would give up again. One that holds anything else is never touched.
     """
     path = path.absolute()
     note = None

@@ -17,7 +17,7 @@ _NOTICED = {
     Signal.NONFINITE_OPTIMIZER: "the optimizer's state is not finite",
     Signal.LOSS_SPIKE: "the loss jumped",
     Signal.GRAD_SPIKE: "the gradient norm jumped",
-    Signal.DIVERGENCE: "the loss is climbing",
+    Signal.DIVERGENCE: "the loss is worse than it was",
     Signal.WEIGHTS_JUMP: "the weights jumped",
     Signal.OPTIMIZER_RANGE: "the optimizer's state is out of its range",
     Signal.SCALE_COLLAPSE: "the loss scale collapsed",
@@ -71,7 +71,7 @@ def farewell(incident: Incident, last_good: Path | None, before: Sequence[Incide
         anomaly.evidence,
         f"why: {_why(incident)}",
         f"tried: {'; '.join(times) or 'nothing, as the policy says'}",
-        f"last good weights: {last_good or 'none on disk, the run never got that far'}",
+        f"last good weights: {last_good or 'none were written'}",
         f"what to try next: {diagnosis.advice}" if diagnosis.advice else "",
     )
 
@@ -147,13 +147,7 @@ def _lost(incident: Incident) -> str:
     refused = not incident.anomaly.landed and incident.rewound_to is None
     if incident.steps_lost <= refused:  # an attempt that was refused held nothing yet
         return "; nothing was lost"
-    if incident.rewound_to is not None and incident.steps_lost == _rewound_steps(incident):
-        return ""  # the rewind has told it
     return f"; {_count(incident.steps_lost, 'step')} lost"
-
-
-def _rewound_steps(incident: Incident) -> int:
-    return max(0, incident.anomaly.step - (incident.rewound_to or 0))
 
 
 def _remedies(incident: Incident) -> str:
@@ -174,7 +168,7 @@ def _rewind(incident: Incident) -> str:
     if incident.rewound_to is None:
         return "no rewind, as there was no state to go back to"
     to = f"step {incident.rewound_to:,} (proven good)" if incident.rewound_to else "the start"
-    return f"rewound {_count(_rewound_steps(incident), 'step')} to {to}"
+    return f"rewound to {to}"
 
 
 Settings = dict[str, Any]  # what a phrase has told, it takes out; the rest is told behind it

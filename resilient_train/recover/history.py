@@ -20,7 +20,7 @@ class History:
         self.recovered_after = recovered_after
         self.incidents: list[Incident] = list({incident.id: incident for incident in incidents}.values())
         self._places = {incident.id: place for place, incident in enumerate(self.incidents)}
-        self._accepted = 0  # updates as they were made: a rewind takes none of them back
+        self._accepted = 0  # updates that no rewind has undone
         self._open = {incident.id: 0 for incident in self.incidents if incident.outcome is None}  # id -> accepted then
 
     def open(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> tuple[Incident, list[Incident]]:
@@ -52,6 +52,11 @@ class History:
             return ()
         self._accepted += 1
         return self._recovered(self._accepted - self.recovered_after)
+
+    def undone(self, steps: int) -> None:
+        """Note that a rewind has undone accepted updates: an incident has to wait for others in their place."""
+        self._accepted = max(0, self._accepted - steps)
+        self._open = {number: min(then, self._accepted) for number, then in self._open.items()}
 
     def finish(self) -> Sequence[Incident]:
         """Note that the run has ended healthy; return the incidents that have recovered by it."""

@@ -77,11 +77,11 @@ class Level(Remembers):
 
     def refresh(self) -> None:
         self._fresh = 0
+        self.ready = self.ready or len(self.losses) >= self.warmup
         if self._seen < _BEGINNING * (self.losses.maxlen or 0):
             self._drop_descent()
         ranked = sorted(self.losses)
         count = len(ranked)
-        self.ready = self.ready or count >= self.warmup
         if not count:
             return
         self.median = median = ranked[count // 2]
