@@ -1,6 +1,6 @@
 """Real runs without any fault: what is reported there is a false alarm.
 
-    python benchmarks/healthy_runs.py --seeds 3 --steps 600
+python benchmarks/healthy_runs.py --seeds 3 --steps 600
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def ways(size: str) -> tuple[dict[str, Callable[[], Any]], int]:
     from resilient_train.config.compose import load
     from resilient_train.ranks.world import World
     from resilient_train.state.ring import MemoryConfig, Ring
-    from resilient_train.state.tree import laid_out, nbytes
+    from resilient_train.state.tree import nbytes, taken_apart
 
     small = "model=gpt model.context=128 data=python_source data.batch_size=1 data.eval._target_=null tracking=none"
     config = load([*small.split(), *SIZES[size].split(), "run.steps=1", "checkpoint.memory.every=0"]).config
@@ -47,7 +47,7 @@ def ways(size: str) -> tuple[dict[str, Callable[[], Any]], int]:
     ring = Ring(state, MemoryConfig(every=1, keep=SLOTS, max_gib=None))
     live = state.live()
     bytes_held = nbytes(live)
-    sources = laid_out(live, room=None, empty=torch.empty_like)[2]
+    sources = [one.detach() for one in taken_apart(live)[1]]
     copies = cycle([[torch.empty_like(one) for one in sources] for _ in range(SLOTS)])
     flat_source = torch.ones(bytes_held // 4)
     flat_copies = cycle([torch.empty_like(flat_source) for _ in range(SLOTS)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
 import math
@@ -48,7 +49,16 @@ def world(accelerator: Any) -> World:
 
 
 def bare(model: Any, world: World) -> nn.Module:
-    """Take a model out of what Accelerate wrapped around it; with several processes it has to be wrapped."""
+    """Take a model out of what Accelerate and torch.compile wrapped around it: its weights have their own names."""
+    unwrapped = called(model, world)
+    return getattr(unwrapped, "_orig_mod", unwrapped)
+
+
+def called(model: Any, world: World) -> nn.Module:
+    """Take a model out of what replicates it, as it is called: compiled, where it is.
+
+    With several processes it has to be replicated.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: a torch.nn.Module is wanted, not a {type(model).__name__}")
     replicates = world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_")
@@ -65,7 +75,7 @@ def objective(given: Any) -> Measured | None:
         return given
     if not callable(given):
         raise TypeError(f"objective: a callable (model, batch) -> loss is wanted, not a {type(given).__name__}")
-    return Measured(given, getattr(given, "__qualname__", type(given).__name__))
+    return Measured(given, getattr(given, "__qualname__", type(given).__name__), key="objective")
 
 
 def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
@@ -78,6 +88,9 @@ def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
         if not isinstance(one, Optimizer):
             wanted = "a torch.optim.Optimizer or a list of them is wanted"
             raise TypeError(f"optimizer: {wanted}, not a {type(one).__name__}")
+        if _needs_closure(one):
+            why = "its step computes the loss again, several times an update, which no gate can refuse"
+            raise TypeError(f"optimizer: {type(one).__name__} is not supported: {why}")
     known = {id(weight) for weight in model.parameters()}
     for one in unwrapped:
         strangers = sum(id(weight) not in known for group in one.param_groups for weight in group["params"])
@@ -88,6 +101,13 @@ def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
             )
             raise ValueError(f"optimizer: {what}, so {why}")
     return unwrapped
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Say whether `step()` cannot be called without one; None is the closure of all others."""
+    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(one.default is inspect.Parameter.empty and one.kind in plain for one in arguments)
 
 
 class Turn:

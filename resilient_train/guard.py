@@ -28,7 +28,7 @@ from resilient_train.events import Anomaly, Incident, Signal, Vitals
 from resilient_train.objective import Metrics, Objective
 from resilient_train.record.console import log
 from resilient_train.record.incidents import IncidentBook
-from resilient_train.state.backup import Backups
+from resilient_train.state.backup import Backup, Backups
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.ring import Held, MemoryConfig, Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
@@ -53,7 +53,7 @@ class _Begun:
     update: Update
     tick: int
     step: int  # that it would be
-    backup: list[torch.Tensor]  # of the buffers, from before
+    backup: Backup  # of the buffers, from before
     fed: list[Any]  # its micro-batches, as the model saw them
 
 
@@ -125,7 +125,7 @@ class Guard:
         self.state = RunState(bare, optimizers, schedules, self.samples, self.clock, device=device, scaler=scaler)
         self._updater = Updater(optimizers, schedules, clipping, self.world.gather, device=device, scaler=scaler)
         self._backups = Backups(bare, scaler)
-        self._ring = Ring(self.state, memory or MemoryConfig(every=25, keep=4, max_gib=None))
+        self._ring = Ring(self.state, memory or MemoryConfig(every=25, keep=4, max_gib=None), self.world.least)
         self._verify_after = verify_after
         self._panel = Panel(checks, clip_norm=clipping.max_norm)
         self._scans = Scans(checks, bare, optimizers)
@@ -163,6 +163,7 @@ class Guard:
         self._newest_begun: _Begun | None = None
         self._handed: Any = None  # the batch that the loop has got
         self._described = False
+        self._repeats = 0  # of one update that was refused by mistake
         self._nan_is_usual = False  # batches hold values that are not finite, masks perhaps, and nobody minds
         self._losses: list[torch.Tensor] = []
         self._reported: list[Metrics] = []
@@ -384,7 +385,7 @@ class Guard:
         elif flight.held is not None:
             self._ring.drop(flight.held)
         scanned = self._scan_heard()
-        anomaly = scanned or finding.anomaly
+        anomaly = scanned or finding.anomaly or self._repeated_in_vain(finding.repeat, vitals)
         if anomaly is None and not finding.repeat:
             self._healthy(flight, vitals)
             return True
@@ -394,6 +395,14 @@ class Guard:
             self._treatment.treat(named, flight.begun.update, refused=not vitals.accepted)
             self._set_limits()
         return False
+
+    def _repeated_in_vain(self, repeat: bool, vitals: Vitals) -> Anomaly | None:
+        """A limit that gave way, and an update that it refuses all the same: repeating has to end somewhere."""
+        self._repeats = self._repeats + 1 if repeat else 0
+        if self._repeats <= _MOST_REPEATS or vitals.refused is None:
+            return None
+        evidence = f"loss {vitals.loss:.4g}, gradient norm {vitals.grad_norm:.4g}: refused {self._repeats} times"
+        return Anomaly(vitals.refused, vitals.step + 1, vitals.tick, vitals.step, evidence, landed=False)
 
     def _set_limits(self) -> None:
         """Hand what the checks allow to the gate, and what they are used to, to the clip."""
@@ -507,6 +516,7 @@ class Guard:
         return {"panel": self._panel.state_dict(), "scans": self._scans.state_dict()}
 
 
+_MOST_REPEATS = 2
 _IN_TURN = (
     "losses that are stepped in turn, as in a GAN, are not supported; "
     "add them up and give one guard all optimizers, which then step together"

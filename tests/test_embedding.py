@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from safetensors.torch import load_file
 from strangers import Counting
 from torch import Tensor, nn
 from torch.optim import swa_utils
@@ -36,7 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from resilient_train import GaveUp, Guard
 from resilient_train.data.foreign import ForeignSamples
 from resilient_train.data.samples import Slicing
-from resilient_train.errors import TrainError
+from resilient_train.errors import ConfigError, TrainError
 from resilient_train.state.ring import MemoryConfig
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -273,6 +275,56 @@ def test_a_foreign_loader_passes_over_windows() -> None:
     assert samples.next_update().batches == [17]
 
 
+def pops(batch: Any) -> float:
+    return float(batch.pop("x")[0])
+
+
+def adds_in_place(batch: Any) -> float:
+    batch["x"] += 100
+    return float(batch["x"][0]) - 100
+
+
+@pytest.mark.parametrize("container", [dict, UserDict])
+@pytest.mark.parametrize("change", [pops, adds_in_place])
+def test_a_loop_may_change_its_batches(change: Callable[[Any], float], container: Any) -> None:
+    """What is served again is what was served first, also if keys were taken out or tensors changed in place."""
+    served = [container(x=torch.tensor([float(number)]), more=[{"y": 0}]) for number in range(20)]
+    samples = ForeignSamples(served, Slicing(1))
+    updates = []
+    for number in range(6):
+        updates.append(samples.next_update())
+        assert change(updates[-1].batches[0]) == number
+        updates[-1].batches[0]["more"][0].clear()
+    for _ in range(2):
+        samples.go_back(updates[4])
+        again = [samples.next_update().batches[0] for _ in range(2)]
+        assert [one["more"] for one in again] == [[{"y": 0}]] * 2
+        assert [change(one) for one in again] == [4, 5]
+    assert type(again[0]) is container
+
+
+def test_a_changed_batch_is_not_served_again() -> None:
+    """Before it is known that the loop changes tensors in place, none is copied: the next one comes instead."""
+    samples = ForeignSamples([torch.tensor([float(number)]) for number in range(9)], Slicing(1))
+    update = samples.next_update()
+    update.batches[0].add_(100)
+    for _ in range(2):
+        samples.go_back(update)
+        update = samples.next_update()
+        assert update.batches[0].item() == 1
+        update.batches[0].add_(100)
+
+
+def test_nothing_is_copied_for_a_loop_that_changes_nothing() -> None:
+    """Tensors are handed out as the loader made them: a copy would cost, and lie outside of pinned memory."""
+    batches = [(torch.ones(2), {"x": torch.ones(3)}) for _ in range(5)]
+    samples = ForeignSamples(batches, Slicing(1))
+    for made in batches:
+        batch = samples.next_update().batches[0]
+        assert batch[0] is made[0]
+        assert batch[1]["x"] is made[1]["x"]
+
+
 @pytest.mark.parametrize(("loader", "why"), [([], "is empty"), (iter([1, 2]), "cannot be iterated again")])
 def test_a_loader_that_has_ended_says_so(loader: Any, why: str) -> None:
     """An empty one and one that can be iterated only once are two mistakes."""
@@ -349,16 +401,76 @@ def test_several_optimizers_step_together() -> None:
     )
     before = ""
     for number, batch in enumerate(guard.batches(20)):
-        if number == 8:
+        guard.step([batch[0] * math.nan, batch[1]] if number == 8 else batch)
+        if number == 7:
             guard.settle()
             before = guard.state.weights_sha256()
-        guard.step([batch[0] * math.nan, batch[1]] if number == 8 else batch)
         if number == 8:
             assert guard.state.weights_sha256() == before
     assert loops.is_whole()
     assert len(guard.incidents) == 1
     assert sgd.param_groups[0]["lr"] == pytest.approx(1e-4)
     assert adam.param_groups[0]["lr"] == 1e-2
+
+
+class Table(nn.Module):
+    """Few rows, so that most are used by several samples of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.layers = nn.Embedding(10, 6, sparse=True), Net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(self.rows((x[:, 0].abs() * 7).long() % 10))
+        return out
+
+
+def test_sparse_gradients_are_guarded() -> None:
+    """Clipped, refused when they are rotten, and dense ones beside them."""
+    torch.manual_seed(0)
+    model = Table()
+    optimizers = [
+        torch.optim.SparseAdam(model.rows.parameters(), lr=0.01),
+        torch.optim.SGD(model.layers.parameters(), lr=0.01),
+    ]
+    guard = Guard(Accelerator(cpu=True), model, optimizers, data=rows(), batch_size=16, objective=mse, clip=0.5)
+    for number, batch in enumerate(guard.batches(30)):
+        guard.step([batch[0], batch[1] * math.nan] if number == 8 else batch)
+    assert [str(one.anomaly.signal) for one in guard.incidents] == ["nonfinite_batch"]
+    assert all(bool(weight.isfinite().all()) for weight in model.parameters())
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_compiled_model_keeps_the_names_of_its_weights(prepared: bool, tmp_path: Path) -> None:
+    """What is left on disk fits the model, compiled or not."""
+    loops = Loops(prepared=False)
+    names = set(loops.model.state_dict())
+    compiled = anything(torch.compile(loops.model, backend="eager"))
+    if prepared:
+        compiled = loops.accelerator.prepare(compiled)
+    guard = Guard(
+        loops.accelerator,
+        compiled,
+        loops.optimizer,
+        data=rows(),
+        batch_size=16,
+        objective=lambda model, batch: mse(model, batch) * (math.nan if guard.clock.step else 1.0),
+        recovery="off",
+        run_dir=tmp_path,
+    )
+    with pytest.raises(GaveUp) as caught:
+        every_batch(guard, guard.step)
+    assert caught.value.last_good is not None
+    assert set(load_file(caught.value.last_good / "weights.safetensors")) <= names
+
+
+def test_gradients_whose_squares_overflow_are_told_as_large() -> None:
+    """They are finite, so nothing else is said of them."""
+    loops = Loops()
+    guard = loops.guard(objective=mse)
+    for number, batch in enumerate(guard.batches(30)):
+        guard.step([batch[0], batch[1] * 1e15] if number == 25 else batch)
+    assert "nonfinite_grad" not in {str(one.anomaly.signal) for one in guard.incidents}
 
 
 @FORMS
@@ -430,6 +542,18 @@ def forgets_backward(loops: Loops, guard: Guard, batch: Any) -> None:
     guard.update(mse(loops.model, batch))
 
 
+def sets_the_rate(loops: Loops, guard: Guard, batch: Any) -> None:
+    for group in loops.optimizer.param_groups:
+        group["lr"] = 0.5**guard.attempted_step
+    hand_over(loops, guard, batch)
+
+
+def adds_a_group(loops: Loops, guard: Guard, batch: Any) -> None:
+    loops.model.extra = nn.Linear(1, 1)
+    loops.optimizer.optimizer.add_param_group({"params": loops.model.extra.parameters()})
+    hand_over(loops, guard, batch)
+
+
 MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] = [
     (twice, TrainError, "guard.update was called twice for one batch: losses that are stepped in turn"),
     (lambda loops, guard, batch: None, TrainError, "a batch was not handed back"),
@@ -439,6 +563,8 @@ MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] 
     (forgets_backward, TrainError, "call accelerator.backward"),
     (steps_itself, TrainError, r"remove optimizer.step\(\)"),
     (steps_itself_afterwards, TrainError, r"remove optimizer.step\(\)"),
+    (sets_the_rate, TrainError, "the loop set lr itself, to 1 where it was 0.01: give it to the guard as schedule="),
+    (adds_a_group, TrainError, "a parameter group was added to AdamW after the guard was made"),
     (lambda loops, guard, batch: guard.keep(average=loops.average), TrainError, "keep it before"),
 ]
 
@@ -450,6 +576,13 @@ def test_a_mistake_in_the_loop_is_told(body: Callable[..., Any], kind: type[Exce
     guard = loops.guard()
     with pytest.raises(kind, match=line):
         every_batch(guard, lambda batch: body(loops, guard, batch))
+
+
+def test_a_bad_objective_is_named_as_it_was_given() -> None:
+    """There is no configuration here."""
+    guard = Loops().guard(objective=lambda model, batch: model(batch[0]))
+    with pytest.raises(ConfigError, match=r"^objective=.*returned a loss of shape"):
+        every_batch(guard, guard.step)
 
 
 def test_the_scheduler_is_stepped_by_nobody_else() -> None:
@@ -510,6 +643,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "adam"}, "optimizer: a torch.optim.Optimizer or a list of them is wanted, not a str"),
     ({"optimizer": []}, "optimizer: the list is empty"),
     ({"optimizer": torch.optim.SGD(NOT_EMPTY.parameters())}, "2 of the weights that SGD trains are not the model's"),
+    ({"optimizer": torch.optim.LBFGS(NOT_EMPTY.parameters())}, "optimizer: LBFGS is not supported: its step computes"),
     ({"data": 3}, "data: a data set or a loader is wanted, not a int"),
     ({"data": TensorDataset(torch.zeros(0, 6))}, "data=TensorDataset: the data set is empty"),
     ({"data": Counting(9), "num_workers": 1}, "num_workers=1: an iterable data set"),

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from resilient_train.guard import Guard
 from resilient_train.state.tree import sha256
+from resilient_train.update.gate import NO_LIMIT, Gate
 
 ROWS = 256
 SKIP = {"ladders": {"default": [{"do": ["skip"], "strikes": None}]}}
@@ -119,6 +120,49 @@ def guarded(build: Callable[[nn.Module], Any], objective: Any, *, accumulation: 
     prepared = accelerator.prepare(model)
     return Guard(accelerator, prepared, optimizer, data=rows(), batch_size=8, schedule=schedule, objective=objective,
                  clip=1.0, **{"recovery": SKIP, **more})  # fmt: skip
+
+
+FUSED: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1, fused=True),
+    "sgd-momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9, fused=True),
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_refused_first_step_of_a_weight_that_thaws_makes_no_state(name: str) -> None:
+    """While another one freezes, as well; the host waits only as long as a weight's state has to be made."""
+    frozen, thawed = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = FUSED[name]([frozen, thawed])
+    gate = Gate([optimizer], torch.device("cpu"))
+
+    def step(weight: nn.Parameter, loss: float) -> bool:
+        """Say whether the host had to wait."""
+        frozen.grad = thawed.grad = None
+        weight.grad = torch.ones(2)
+        return gate.step(torch.tensor([loss, 1.0])) is not None
+
+    assert step(frozen, torch.nan)
+    assert not optimizer.state
+    assert [step(frozen, 1.0) for _ in range(3)] == [True, False, False]
+    assert step(thawed, torch.nan)
+    assert not optimizer.state.get(thawed)
+    assert thawed.tolist() == [1, 1]
+    assert [step(weight, 1.0) for weight in (thawed, thawed, frozen, thawed)] == [True, False, False, False]
+    optimizer.state.clear()
+    assert step(thawed, 1.0) == (name != "sgd")
+
+
+def test_no_norm_passes_whose_square_is_infinite() -> None:
+    """Without a limit, too: Adam's second moments would never come back."""
+    weight = nn.Parameter(torch.ones(2))
+    gate = Gate([torch.optim.SGD([weight], lr=1.0)], torch.device("cpu"))
+    gate.limit(NO_LIMIT, NO_LIMIT)
+    for norm in (1e20, torch.inf, torch.nan):
+        weight.grad = torch.ones(2)
+        gate.step(torch.tensor([1.0, norm]))
+        assert weight.tolist() == [1, 1]
+        assert not gate.admits(1.0, norm)
 
 
 @pytest.mark.parametrize("how", ["batch", "loss", "gradient"])

@@ -580,7 +580,7 @@ def test_rotten_samples_here_and_there(name: str, every: int, completes: bool, s
         ("balanced", 0.7, True),
         ("balanced", 0.1, True),
         ("aggressive", 0.03, True),
-        ("conservative", 0.7, True),
+        ("conservative", 0.7, False),
         ("conservative", 0.3, False),
         ("palm", 0.7, False),
         ("off", 0.7, False),

@@ -489,6 +489,23 @@ def test_buffers_have_to_be_finite_unless_they_never_were() -> None:
     assert "mask" not in found.evidence
 
 
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_what_was_not_finite_from_the_beginning_is_left_alone(value: float) -> None:
+    """NaN as well as infinity, on one rank or several; once it was finite, after a rewind, too, it has to stay so."""
+    model = Net()
+    model.register_buffer("best", torch.full((3,), value))
+    run = Run(OPTIMIZERS["SGD"], model)
+    assert run.updates(2 * EVERY) is None
+    early = run.scans.state_dict()
+    run.model.best[:] = 1.0
+    assert run.updates(2 * EVERY) is None
+    run.scans.load_state_dict(early)
+    run.model.best[1] = value
+    found = run.updates(2 * EVERY)
+    assert found is not None
+    assert "buffer best" in found.evidence
+
+
 def test_large_values_are_finite() -> None:
     """An L2 norm that overflows on finite values is no sign of infinity."""
     model: Any = Net()

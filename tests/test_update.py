@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -12,12 +13,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCycleLR, SequentialLR, StepLR
 
+from resilient_train.errors import TrainError
 from resilient_train.update.clip import ClipConfig, clip
 from resilient_train.update.optimizers import parameter_groups
-from resilient_train.update.schedule import CurveSchedule, ShadowSchedule, constant, cosine, linear
-from resilient_train.update.updater import Updater
+from resilient_train.update.schedule import CurveSchedule, Restarts, ShadowSchedule, constant, cosine, linear
+from resilient_train.update.updater import NoKnobs, Updater
 
 CPU = torch.device("cpu")
 
@@ -128,6 +131,53 @@ def test_clipping(max_norm: float | None, max_value: float | None, expected: lis
     assert [weight.grad.item() for weight in weights if weight.grad is not None] == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_the_norm_is_torchs_own(dtype: torch.dtype) -> None:
+    """To the last bit in float32 and in doubles; what is coarser is measured in float32."""
+    weights = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in (3, 100, 7)]
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape).to(dtype)
+    measured_in = dtype if dtype.itemsize > 2 else torch.float32
+    expected = get_total_norm([weight.grad.to(measured_in, copy=True) for weight in weights if weight.grad is not None])
+    norm, _ = clip(weights, ClipConfig(0.5, None))
+    torch.testing.assert_close(norm, expected, rtol=0 if norm.dtype == dtype else 1e-6, atol=0)
+    clipped = get_total_norm([weight.grad.double() for weight in weights if weight.grad is not None])
+    assert clipped.item() == pytest.approx(0.5, rel=1e-4 if dtype.itemsize > 2 else 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((3e25, 4e25), 5e25),
+        ((3e38, 3e38), math.inf),  # beyond float32 altogether
+        ((3e25, math.inf), math.inf),
+        ((3e25, math.nan), math.nan),
+    ],
+)
+def test_a_norm_is_infinite_only_where_a_gradient_is(values: tuple[float, float], expected: float) -> None:
+    """Squares that overflow are no gradients that are not finite."""
+    weights = gradients(*values)
+    norm, _ = clip(weights, ClipConfig(None, None))
+    assert norm.item() == pytest.approx(expected, nan_ok=True)
+    assert norm.dtype is torch.float32
+
+
+@pytest.mark.parametrize(("max_norm", "max_value"), [(None, None), (1.0, None), (None, 0.1), (1.0, 0.1)])
+def test_sparse_gradients_are_clipped_as_dense_ones(max_norm: float | None, max_value: float | None) -> None:
+    """A row that occurs twice counts as its sum."""
+    clipped = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        table, head = nn.Embedding(9, 4, sparse=sparse), nn.Linear(4, 1)
+        (3 * head(table(torch.tensor([1, 5, 1, 7])))).square().sum().backward()
+        weights = [*table.parameters(), *head.parameters()]
+        norm, _ = clip(weights, ClipConfig(max_norm, max_value))
+        grads = [weight.grad for weight in weights if weight.grad is not None]
+        assert grads[0].is_sparse == sparse
+        clipped.append([norm, *(grad.to_dense() for grad in grads)])
+    torch.testing.assert_close(clipped[1], clipped[0])
+
+
 def test_which_weights_decay() -> None:
     """1d stands for biases and norms, anything else is a pattern; frozen and tied weights appear once at most."""
     model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "norm": nn.LayerNorm(4), "head": nn.Linear(4, 5)})
@@ -145,16 +195,87 @@ def test_which_weights_decay() -> None:
 
 
 def test_rates_are_derived_and_never_compound() -> None:
-    """A rate that somebody scaled in place is what the schedule says at the next update."""
+    """A knob is a factor of what the schedule says, not of what the group was set to."""
     weight = nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     updater = Updater([optimizer], [CurveSchedule([1.0], constant, 0)], ClipConfig(None, None), device=CPU)
     for step in range(3):
         weight.grad = torch.ones(())
-        assert updater.apply(step, torch.zeros(())).settings == [[{"lr": 1.0}]]
+        assert updater.apply(step, torch.zeros(()), NoKnobs(lr=0.5)).settings == [[{"lr": 0.5}]]
         assert weight.grad is None
-        optimizer.param_groups[0]["lr"] *= 10
-    assert weight.item() == -3
+    assert weight.item() == -1.5
+
+
+def constant_updater(optimizer: torch.optim.Optimizer) -> Updater:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return Updater([optimizer], [CurveSchedule(rates, constant, 0)], ClipConfig(None, None), device=CPU)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_rate_that_the_loop_sets_is_not_overwritten_silently(at: int) -> None:
+    """It is an error, at the first update and later; other settings are the loop's own."""
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.AdamW([weight], lr=1.0)
+    updater = constant_updater(optimizer)
+    for step in range(at):
+        optimizer.param_groups[0]["weight_decay"] = 0.1 * step
+        weight.grad = torch.ones(())
+        updater.apply(step, torch.zeros(()))
+    optimizer.param_groups[0]["lr"] *= 0.5
+    weight.grad = torch.ones(())
+    with pytest.raises(TrainError, match=r"the loop set lr itself, to 0.5 .* 1: give it to the guard as schedule="):
+        updater.apply(at, torch.zeros(()))
+
+
+def test_a_rate_that_is_set_back_is_no_mistake_of_the_loop() -> None:
+    """By an undone attempt, or by a state of the optimizer from before the guard or from another rate."""
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
+    early = deepcopy(optimizer.state_dict())
+    updater = constant_updater(optimizer)
+
+    def update(step: int, lr: float) -> Any:
+        weight.grad = torch.ones(())
+        return updater.apply(step, torch.zeros(()), NoKnobs(lr=lr))
+
+    update(0, 1.0)
+    late = deepcopy(optimizer.state_dict())
+    before = deepcopy(optimizer.state_dict()["param_groups"])
+    updater.undo(update(1, 0.5))
+    assert optimizer.state_dict()["param_groups"] == before
+    update(1, 0.25)
+    for state in (late, early):
+        optimizer.load_state_dict(state)
+        assert update(1, 0.5).settings[0][0]["lr"] == 0.5
+
+
+def test_a_group_that_is_added_later_is_refused() -> None:
+    """In words: it has no schedule, and snapshots are without it."""
+    model = nn.ModuleList([nn.Linear(2, 1), nn.Linear(2, 1)])
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0)
+    updater = constant_updater(optimizer)
+    optimizer.add_param_group({"params": model[1].parameters()})
+    with pytest.raises(TrainError, match="a parameter group was added to SGD after the guard was made"):
+        updater.require_groups()
+
+
+@pytest.mark.parametrize(
+    ("steps", "rates_then", "expected"),
+    [
+        ([0, 1, 2, 3], [1.0, 0.4, 0.1, 0.9], [3]),  # a warm restart
+        ([0, 1, 2, 2, 3], [1.0, 0.4, 0.1, 0.1, 0.9], [3]),  # refused once before
+        ([0, 1, 2, 3, 3], [1.0, 0.4, 0.1, 0.9, 0.9], [3, 3]),  # refused itself
+        ([0, 1, 2, 0, 1, 2], [1.0, 0.4, 0.1, 1.0, 0.4, 0.1], []),  # a rewind
+        ([0, 1, 2, 3, 4, 3], [1.0, 0.4, 0.1, 0.9, 0.4, 0.9], [3, 3]),  # a rewind to right before a restart
+        ([0, 1, 2, 3, 4], [0.1, 0.3, 0.5, 0.8, 1.0], []),  # a warm-up
+        ([0, 1, 2, 3], [1.0, 0.4, 0.1, 9.0], []),  # gone wild
+        ([7, 8], [0.1, 0.1], []),  # resumed
+    ],
+)
+def test_restarts(steps: list[int], rates_then: list[float], expected: list[int]) -> None:
+    """A rate is compared with that of the step before, so going back is no restart."""
+    restarts = Restarts()
+    assert [step for step, rate in zip(steps, rates_then, strict=True) if restarts.at(step, rate)] == expected
 
 
 @pytest.mark.parametrize("fused", [False, True])

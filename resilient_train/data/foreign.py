@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
 
 from resilient_train.data.samples import Slicing, Update
 from resilient_train.errors import TrainError
+
+
+class _Served(NamedTuple):
+    """An update that may have to be served again."""
+
+    start: int
+    stop: int
+    batches: list[Any]  # in containers that nobody else has
+    versions: list[int]  # of their tensors, as torch counts what is done to them in place
+
+    def is_whole(self) -> bool:
+        """Say whether its tensors are what they were."""
+        return self.versions == _versions(self.batches)
 
 
 class ForeignSamples:
@@ -15,6 +31,10 @@ class ForeignSamples:
 
     The last two updates are remembered and can be had once more; further back nothing can be fetched again, so after
     a rewind the run trains on what comes next. Positions count samples as if every batch were full.
+
+    A loop may do with its batches what it likes. The containers it gets are its own, which costs nothing. Tensors are
+    copied only once a loop was seen to change one in place: else a copy of every batch, out of pinned memory at that,
+    would be the price for what hardly any loop does. What was changed before that is not served again.
     """
 
     def __init__(self, loader: Iterable[Any], slicing: Slicing) -> None:
@@ -23,15 +43,21 @@ class ForeignSamples:
         self._gone = 0  # up to here, as positions were counted before a rewind, batches are used up
         self._batches: Iterator[Any] | None = None
         self._served = False
-        self._recent: deque[Update] = deque(maxlen=2)
-        self._ahead: deque[Update] = deque()
+        self._recent: deque[_Served] = deque(maxlen=2)
+        self._ahead: deque[_Served] = deque()
+        self._changes_tensors = False  # whether the loop does, in place
 
     def next_update(self) -> Update:
-        batches = self._ahead.popleft().batches if self._ahead else self._fetch()
-        update = Update(self.position, self.position + self.slicing.samples, batches)
-        self._recent.append(update)
-        self.position = self._gone = update.stop
-        return update
+        again = self._ahead.popleft() if self._ahead else None
+        latest = again or (self._recent[-1] if self._recent else None)
+        is_whole = latest is None or latest.is_whole()
+        self._changes_tensors |= not is_whole
+        batches = again.batches if again is not None and is_whole else self._fetch()
+        served = _Served(self.position, self.position + self.slicing.samples, batches, _versions(batches))
+        self._recent.append(served)
+        self.position = self._gone = served.stop
+        leaf = _cloned if self._changes_tensors else _same
+        return Update(served.start, served.stop, [_rebuilt(batch, leaf) for batch in batches])
 
     def go_back(self, update: Update) -> None:
         while self._recent and self._recent[-1].start >= update.start:
@@ -78,3 +104,44 @@ class ForeignSamples:
         if self._served:
             raise TrainError("data: the loader has ended and cannot be iterated again: give one that can")
         raise TrainError("data: the loader is empty: it has no batches")
+
+
+def _rebuilt(batch: Any, leaf: Callable[[Any], Any]) -> Any:
+    """A batch in new containers, of whatever class, with every leaf as it is made."""
+    if isinstance(batch, MutableMapping):
+        return _refilled(batch, list(batch.items()), leaf)
+    if isinstance(batch, list):
+        return _refilled(batch, list(enumerate(batch)), leaf)
+    if isinstance(batch, tuple):
+        parts = [_rebuilt(part, leaf) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
+    return leaf(batch)
+
+
+def _refilled(batch: Any, items: list[tuple[Any, Any]], leaf: Callable[[Any], Any]) -> Any:
+    rebuilt = copy.copy(batch)
+    for key, part in items:
+        if (new := _rebuilt(part, leaf)) is not part:
+            rebuilt[key] = new
+    return rebuilt
+
+
+def _same(leaf: Any) -> Any:
+    return leaf
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _versions(batches: list[Any]) -> list[int]:
+    versions: list[int] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and not leaf.is_inference():  # of those torch counts nothing
+            versions.append(leaf._version)
+        return leaf
+
+    for batch in batches:
+        _rebuilt(batch, note)
+    return versions

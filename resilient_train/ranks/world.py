@@ -102,6 +102,14 @@ class World:
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
         return largest
 
+    def least(self, number: float) -> float:
+        """Return the least of a number over the ranks."""
+        if self.size == 1:
+            return number
+        vector = torch.tensor([-number], dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(vector, torch.distributed.ReduceOp.MAX)
+        return -float(vector.item())
+
     def union(self, names: Iterable[str]) -> list[str]:
         """Return every name that any rank knows, in the same order everywhere."""
         return sorted(set(gather_object(list(names)) if self.size > 1 else names))

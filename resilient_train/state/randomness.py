@@ -65,6 +65,11 @@ def capture(device: torch.device) -> dict[str, Any]:
     return states
 
 
+def names(device: torch.device) -> list[str]:
+    """Name the generators that a capture would hold."""
+    return ["python", "numpy", "torch"] + (["device"] if device.type != "cpu" else [])
+
+
 def restore(name: str, state: Any, device: torch.device) -> None:
     """Put one generator back to a captured state."""
     if name == "python":

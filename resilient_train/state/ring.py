@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from resilient_train.state.copier import Copier
+from resilient_train.state.frozen import Frozen
 from resilient_train.state.run_state import RunState, Snapshot
-from resilient_train.state.tree import copy_into, laid_out, nbytes, pinned
+from resilient_train.state.tree import Tree, nbytes, put_together, taken_apart
 
 _GIB = 2**30
+_SLOTS_TO_PIN = 3  # with fewer, a pinned state would leave no slot for a candidate beside the newest proven one
+_MOVING = "frozen weights that change"  # apart from the trained ones, because the loop may change them at any moment
 
 
 @dataclass
@@ -22,30 +27,47 @@ class MemoryConfig:
     max_gib: float | None = field(metadata={"at_least": 0})
 
 
-@dataclass
+@dataclass(eq=False)
 class Held:
     """A snapshot in the ring: a candidate until everything that could speak against it has been heard."""
 
     step: int
-    snapshot: Snapshot
+    plain: Tree  # the state without its tensors
+    own: list[torch.Tensor]  # copies that belong to this snapshot alone: room for a later one
+    shared: dict[str, torch.Tensor]  # copies of weights that do not change, which other snapshots hold as well
     statistics: Any = None  # of the checks, once the verdict on its own update is in; None until then
     verified: bool = False
+
+    @cached_property
+    def snapshot(self) -> Snapshot:
+        """The state as it was."""
+        parts = put_together(self.plain, self.own)
+        parts["weights"] |= parts.pop(_MOVING) | self.shared
+        return Snapshot(parts)
 
 
 class Ring:
     """Takes snapshots into memory that is allocated once, proves them, and lets old ones go so that ages spread out.
 
-    On an accelerator the copy goes to pinned host memory on a stream of its own, beside the next forward.
+    On an accelerator the copy goes to pinned host memory, most of it beside the next forward.
     """
 
-    def __init__(self, state: RunState, config: MemoryConfig) -> None:
-        self._state, self._config = state, config
+    def __init__(
+        self, state: RunState, config: MemoryConfig, agree: Callable[[float], float] = lambda number: number
+    ) -> None:
+        """`agree` returns the least of a number over all ranks: each of them calls it in `take` and in `describe`.
+
+        Free memory differs from rank to rank, and ranks that hold other snapshots would rewind to other steps.
+        """
+        self._state, self._config, self._agree = state, config, agree
         self._held: list[Held] = []  # oldest first
         self._pinned: Held | None = None  # the newest state that was ever proven, while the run has gone back behind it
-        self._spare: list[Snapshot] = []  # memory of snapshots that were let go
-        self._frozen: dict[str, torch.Tensor] = {}
-        self._stream = torch.cuda.Stream(state.device) if state.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._copied: torch.cuda.Event | None = None
+        self._parted = 0  # the step from which on the run took another course than the one that led to the pinned state
+        self._spare: list[list[torch.Tensor]] = []  # memory of snapshots that were let go
+        self._frozen = Frozen()
+        self._copier = Copier(state.device)
+        self._allowed: float | None = None  # bytes, agreed on when first asked for
+        self._slots = 0  # how many snapshots there may be, as far as is known
 
     @property
     def held(self) -> Sequence[Held]:
@@ -53,27 +75,18 @@ class Ring:
         return self._held
 
     def describe(self) -> str:
-        """Say what it costs, for the start of a run."""
-        size = nbytes(self._state.live())
-        slots = self._slots(size)
+        """Say what it costs, for the start of a run; what turns out not to fit is let go of."""
         if not self._config.every:
             return "no snapshots in memory (checkpoint.memory.every=0): this run cannot rewind"
-        if not slots:
-            allowed = _spoken(self._allowed_bytes())
+        size = self._settle_slots(nbytes(self._state.live()))
+        if not self._slots:
+            assert self._allowed is not None
             return (
-                f"no snapshots in memory: one takes {_spoken(size)}, two are needed and {allowed} allowed: "
-                "this run cannot rewind"
+                f"no snapshots in memory: one takes {_spoken(size)}, two are needed and {_spoken(self._allowed)} "
+                "allowed: this run cannot rewind"
             )
         often = f"taken every {self._config.every} steps"
-        return f"rewinds to one of {slots} snapshots, {often}: {_spoken(slots * size)} of memory"
-
-    def _slots(self, size: int) -> int:
-        """How many snapshots of so many bytes fit into the memory that may be used.
-
-        A single one is of no use: it would be given up for a candidate that is not proven yet.
-        """
-        fitting = min(self._config.keep, int(self._allowed_bytes() / max(1, size))) if self._config.every else 0
-        return fitting if fitting > 1 else 0
+        return f"rewinds to one of {self._slots} snapshots, {often}: {_spoken(self._slots * size)} of memory"
 
     def is_due(self, step: int) -> bool:
         """Say whether the state after `step` accepted updates should be kept."""
@@ -81,26 +94,26 @@ class Ring:
 
     def take(self, step: int, *, verified: bool = False) -> Held | None:
         """Copy the state; nothing is taken while every slot holds what is still needed."""
-        if any(held.step == step for held in self._held):
+        if not self._config.every or any(held.step == step for held in self._held):
             return None
         live = self._state.live() | {"clock": step}  # that of an update which was not heard of yet
-        slots = self._slots(nbytes(live))
-        while len(self._held) + (self._pinned is not None) >= max(1, slots):
-            proven, steps = [held.verified for held in self._held], [held.step for held in self._held]
-            if (place := to_let_go(proven, steps, step)) is None:
-                return None
-            self._spare.append(self._held.pop(place).snapshot)
-        if not slots:
+        moving = self._frozen.moving(live["weights"])
+        live[_MOVING] = {name: live["weights"].pop(name) for name in moving}
+        shared = [live["weights"].pop(name) for name in self._frozen.names()]
+        trained = {name: live.pop(name) for name in list(live) if name == "weights" or name.startswith("optimizer.")}
+        (plain, sources), (plain_rest, rest) = taken_apart(trained), taken_apart(live)
+        self._settle_slots(sum(one.nbytes for one in (*sources, *rest, *shared)))
+        if not self._slots or not self._make_room(step):
             return None
-        held = Held(step, self._copy(live, self._spare.pop() if self._spare else None), verified=verified)
+        room = self._spare.pop() if self._spare else []
+        held = self._filled(step, {**plain, **plain_rest}, [*sources, *rest], len(sources), room)
+        held.verified = verified
         self._held.append(held)
         return held
 
     def before_change(self) -> None:
         """Let the device finish copying before the weights change; the host goes on."""
-        if self._copied is not None:
-            torch.cuda.current_stream().wait_event(self._copied)
-            self._copied = None
+        self._copier.before_change()
 
     def verify(self, *, healthy_until: int, scanned_until: int, after: int) -> None:
         """Prove candidates: `after` healthy updates followed, and every scan has seen the state or a later one."""
@@ -108,12 +121,18 @@ class Ring:
             if not held.verified and held.statistics is not None:
                 held.verified = held.step + after <= healthy_until and held.step <= scanned_until
         if self._pinned is not None and any(held.verified and held.step >= self._pinned.step for held in self._held):
-            self._spare.append(self._pinned.snapshot)
-            self._pinned = None
+            self._unpin()
 
     def distrust(self, since: int) -> None:
-        """Drop what is newer than the newest step that can still be trusted."""
+        """Drop what is newer than the newest step that can still be trusted.
+
+        That speaks of the course the run is on. The pinned state lies on an earlier one, where anomalies were heard
+        before it was pinned: what is newer than `since` on this course says nothing about it, unless `since` lies
+        before the two parted, for then both come from what is not to be trusted.
+        """
         self._drop([held for held in self._held if held.step > since])
+        if since < self._parted:
+            self._unpin()
 
     def drop(self, held: Held) -> None:
         """Let a candidate go."""
@@ -130,50 +149,70 @@ class Ring:
 
     def restore(self, held: Held) -> None:
         """Go back to a snapshot. What came after it no longer exists; but the best of it is kept, for the end."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._copier.wait()
         self._state.restore(held.snapshot)
+        self._frozen.restored()
         newer = [one for one in self._held if one.verified and one.step > held.step]
-        if newer and (self._pinned is None or newer[-1].step > self._pinned.step):
-            if self._pinned is not None:
-                self._spare.append(self._pinned.snapshot)
-            self._pinned = newer[-1]
+        is_better = newer and (self._pinned is None or newer[-1].step > self._pinned.step)
+        if is_better and self._slots >= _SLOTS_TO_PIN:
+            self._unpin()
+            self._pinned, self._parted = newer[-1], held.step
             self._held.remove(newer[-1])
-        self.distrust(held.step)
+        self._parted = min(self._parted, held.step)
+        self._drop([one for one in self._held if one.step > held.step])
+
+    def _settle_slots(self, size: int) -> int:
+        """Find out with all ranks how many snapshots fit, and let go of what has no place. Returns the agreed size.
+
+        A single one is of no use: it would be given up for a candidate that is not proven yet.
+        """
+        if self._allowed is None:
+            self._allowed = self._agree(_allowed_bytes(self._config))
+        size = max(1, -int(self._agree(-size)))
+        fitting = min(self._config.keep, int(self._allowed / size))
+        self._slots = fitting if fitting > 1 else 0
+        if self._slots < _SLOTS_TO_PIN:
+            self._unpin()
+        if not self._slots:
+            self._held.clear()
+            self._spare.clear()
+            self._frozen.clear()
+        return size
+
+    def _make_room(self, now: int) -> bool:
+        """Let snapshots go until there is a slot for one of the state at `now`, if they may."""
+        while len(self._held) + (self._pinned is not None) >= self._slots:
+            proven, steps = [held.verified for held in self._held], [held.step for held in self._held]
+            if (place := to_let_go(proven, steps, now)) is None:
+                return False
+            self._drop([self._held[place]])
+        del self._spare[self._slots - len(self._held) - (self._pinned is not None) :]
+        return True
+
+    def _filled(
+        self, step: int, plain: Tree, sources: list[torch.Tensor], trained: int, room: list[torch.Tensor]
+    ) -> Held:
+        own = self._copier.room(sources, room)
+        shared, targets, more = self._frozen.copies(self._copier.empty)
+        self._copier.fill(own + targets, sources + more, trained)
+        return Held(step, plain, own, shared)
 
     def _drop(self, dropped: list[Held]) -> None:
+        self._spare += [held.own for held in self._held if held in dropped]
         self._held = [held for held in self._held if held not in dropped]
-        self._spare += [held.snapshot for held in dropped]
 
-    def _copy(self, live: dict[str, Any], room: Snapshot | None) -> Snapshot:
-        frozen = {name: live["weights"].pop(name) for name in self._state.frozen()}
-        empty = _pinned_if_on_device if self._stream is not None else torch.empty_like
-        parts, targets, sources = laid_out(live, room=room.parts if room else None, empty=empty)
-        if self._frozen.keys() != frozen.keys():  # they do not change: one copy serves all snapshots
-            self._frozen, more_targets, more_sources = laid_out(frozen, room=None, empty=empty)
-            targets, sources = targets + more_targets, sources + more_sources
-        self._fill(targets, sources)
-        parts["weights"] = {**parts["weights"], **self._frozen}
-        return Snapshot(parts)
+    def _unpin(self) -> None:
+        if self._pinned is not None:
+            self._spare.append(self._pinned.own)
+            self._pinned = None
 
-    def _fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        if self._stream is None:
-            copy_into(targets, sources)
-            return
-        self.before_change()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
 
-    def _allowed_bytes(self) -> float:
-        neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if self._config.max_gib is not None:
-            return self._config.max_gib * _GIB / neighbours
-        if not hasattr(self, "_half_free"):
-            self._half_free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2
-        return self._half_free / neighbours
+def _allowed_bytes(config: MemoryConfig) -> float:
+    """Half of the memory that is free, unless it was said how much, shared with the ranks of this machine."""
+    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if config.max_gib is not None:
+        return config.max_gib * _GIB / neighbours
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 / neighbours
 
 
 def to_let_go(verified: Sequence[bool], steps: Sequence[int], now: int) -> int | None:
@@ -194,10 +233,6 @@ def to_let_go(verified: Sequence[bool], steps: Sequence[int], now: int) -> int |
         if ratio < closest:
             best, closest = place, ratio
     return best
-
-
-def _pinned_if_on_device(source: torch.Tensor) -> torch.Tensor:
-    return pinned(source) if source.is_cuda else torch.empty_like(source)
 
 
 def _spoken(size: float) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from resilient_train.state import randomness
-from resilient_train.state.tree import Tree, copied, copy_into, home, sha256
+from resilient_train.state.tree import Tree, brought_home, copied, copy_into, home, sha256
 
 
 class Stateful(Protocol):
@@ -58,13 +58,13 @@ class RunState:
         clock: Clock,
         *,
         device: torch.device,
-        scaler: Stateful | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.model, self.optimizers, self.clock, self.device = model, list(optimizers), clock, device
         self._stateful: dict[str, Stateful] = {"position": samples}
         self._stateful |= {f"schedule.{number}": schedule for number, schedule in enumerate(schedules)}
         if scaler is not None:
-            self._stateful["scaler"] = scaler
+            self._stateful["scaler"] = _LossScale(scaler)
 
     def keep(self, name: str, item: Stateful) -> None:
         """Let something else rewind along, such as an average of the weights."""
@@ -77,20 +77,21 @@ class RunState:
     def restore(self, snapshot: Snapshot) -> None:
         """Put everything back, in place: tensors keep their addresses. Gradients, if there are any, are dropped."""
         parts = snapshot.parts
-        if parts.keys() != self.live().keys():
-            odd = ", ".join(sorted(parts.keys() ^ self.live().keys()))
-            raise ValueError(f"the snapshot is of another run: {odd} in one of them only")
-        for name, tensors in (("weights", self._weights()), ("buffers", self._buffers())):
-            copy_into(list(tensors.values()), [parts[name][key] for key in tensors])
-        for weight in self.model.parameters():
+        if odd := parts.keys() ^ self._part_names():
+            raise ValueError(f"the snapshot is of another run: {', '.join(sorted(odd))} in one of them only")
+        modules = dict(self.model.named_modules())
+        weights = _weights(modules)
+        copy_into(list(weights.values()), [parts["weights"][name] for name in weights])
+        for weight in weights.values():
             weight.grad = None
+        _restore_buffers(modules, parts["buffers"])
         for number, optimizer in enumerate(self.optimizers):
             _restore_optimizer(optimizer, parts[f"optimizer.{number}"])
         self.clock.step = parts["clock"]
         for name, item in self._stateful.items():
-            item.load_state_dict(copied(parts[name]))
-        for name in [name for name in parts if name.startswith("random.")]:  # last: what came before may have drawn
-            randomness.restore(name.removeprefix("random."), parts[name], self.device)
+            item.load_state_dict(brought_home(parts[name]))
+        for name in randomness.names(self.device):  # last: what came before may have drawn
+            randomness.restore(name, parts[f"random.{name}"], self.device)
 
     def sha256(self) -> str:
         """Digest of everything that rewinds."""
@@ -98,25 +99,97 @@ class RunState:
 
     def weights_sha256(self) -> str:
         """Digest of the trainable weights: tied ones once, each under its first name and in its own dtype."""
-        return sha256({name: weight for name, weight in self._weights().items() if weight.requires_grad})
+        return sha256({name: weight for name, weight in self.model.named_parameters() if weight.requires_grad})
 
     def live(self) -> dict[str, Tree]:
         """Every part by name, sharing its tensors with the run."""
-        parts: dict[str, Tree] = {"weights": self._weights(), "buffers": self._buffers(), "clock": self.clock.step}
+        modules = dict(self.model.named_modules())
+        parts: dict[str, Tree] = {
+            "weights": _weights(modules),
+            "buffers": _buffers(modules),
+            "clock": self.clock.step,
+        }
         for number, optimizer in enumerate(self.optimizers):
             parts[f"optimizer.{number}"] = _optimizer_tree(optimizer)
         parts |= {name: item.state_dict() for name, item in self._stateful.items()}
         return parts | {f"random.{name}": state for name, state in randomness.capture(self.device).items()}
 
-    def frozen(self) -> list[str]:
-        """Name the weights that training does not change."""
-        return [name for name, weight in self._weights().items() if not weight.requires_grad]
+    def _part_names(self) -> set[str]:
+        optimizers = {f"optimizer.{number}" for number in range(len(self.optimizers))}
+        generators = {f"random.{name}" for name in randomness.names(self.device)}
+        return {"weights", "buffers", "clock"} | optimizers | self._stateful.keys() | generators
 
-    def _weights(self) -> dict[str, torch.Tensor]:
-        return dict(self.model.named_parameters())
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        return dict(self.model.named_buffers())  # also those a state_dict leaves out
+class _LossScale:
+    """A GradScaler's state as it lies on the device: its own `state_dict` would wait for the device to read it."""
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        scaler = self._scaler
+        if not scaler.is_enabled():
+            return {}
+        scale, tracker = scaler._scale, scaler._growth_tracker
+        if scale is None or tracker is None:  # it makes them at its first use
+            scale = torch.full((), scaler._init_scale, dtype=torch.float32)
+            tracker = torch.full((), scaler._init_growth_tracker, dtype=torch.int32)
+        return {"scale": scale, "growth_tracker": tracker, **{name: getattr(scaler, name) for name in _SCALER_FIELDS}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        scaler = self._scaler
+        if not state or not scaler.is_enabled():
+            return
+        for name in _SCALER_FIELDS:
+            setattr(scaler, name, state[name])
+        if scaler._scale is None or scaler._growth_tracker is None:
+            scaler._init_scale, scaler._init_growth_tracker = float(state["scale"]), int(state["growth_tracker"])
+        else:
+            copy_into([scaler._scale, scaler._growth_tracker], [state["scale"], state["growth_tracker"]])
+
+
+_SCALER_FIELDS = ("_growth_factor", "_backoff_factor", "_growth_interval")
+
+
+def _weights(modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
+    """What `named_parameters` would find: each weight under its first name."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for path, module in modules.items():
+        for name, weight in module._parameters.items():
+            if weight is not None and id(weight) not in seen:
+                seen.add(id(weight))
+                found[f"{path}.{name}" if path else name] = weight
+    return found
+
+
+def _buffers(modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor | None]:
+    """Every buffer, also those that a state_dict leaves out, and the names that are there and hold nothing yet."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in modules.items()
+        if module._buffers
+        for name, buffer in module._buffers.items()
+    }
+
+
+def _restore_buffers(modules: Mapping[str, nn.Module], saved: Mapping[str, torch.Tensor | None]) -> None:
+    """Put back every buffer that there was, in its shape of then; those that came to be since are removed."""
+    for path in _buffers(modules).keys() - saved.keys():
+        owner, _, name = path.rpartition(".")
+        del modules[owner]._buffers[name]
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for path, value in saved.items():
+        owner, _, name = path.rpartition(".")
+        table = modules[owner]._buffers
+        here = table.get(name)
+        if value is not None and here is not None and _alike(here, value):
+            targets.append(here)
+            sources.append(value)
+        else:
+            table[name] = brought_home(value)
+    copy_into(targets, sources)
 
 
 def _optimizer_tree(optimizer: Optimizer) -> Tree:
@@ -146,14 +219,14 @@ def _has_own_state_dict(optimizer: Optimizer) -> bool:
 
 def _restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
     if _has_own_state_dict(optimizer):
-        optimizer.load_state_dict({**optimizer.state_dict(), **copied(saved["own"])})
+        optimizer.load_state_dict({**optimizer.state_dict(), **brought_home(saved["own"])})
     for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
         del optimizer.state[key]
-    optimizer.state.update(copied(saved["shared"]))
+    optimizer.state.update(brought_home(saved["shared"]))
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         weights = group["params"]
         group.clear()
-        group.update(copied(settings), params=weights)
+        group.update(brought_home(settings), params=weights)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for place, weight in _places(optimizer):
@@ -170,7 +243,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
                 targets.append(here)
                 sources.append(value)
             else:
-                live[key] = _at_home(value)
+                live[key] = brought_home(value)
     copy_into(targets, sources)
 
 
@@ -179,10 +252,4 @@ def _places(optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, home(other))
-
-
-def _at_home(value: Any) -> Any:
-    """A copy where the original was: a snapshot may lie in the host's memory."""
-    value_copied = copied(value)
-    return value_copied.to(home(value)) if isinstance(value, torch.Tensor) else value_copied
+    return one.shape == other.shape and one.dtype is other.dtype and one.device == home(other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,42 +13,62 @@ import torch
 
 Tree = Any  # dict, list or tuple of trees; a leaf is a tensor, a numpy array or a plain value
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
+_HOLE = object()  # where a tensor was
+
 
 def copied(tree: Tree) -> Tree:
     """Return a copy that shares nothing with `tree`; all its tensors are copied in one go."""
-    copies, targets, sources = laid_out(tree, room=None, empty=torch.empty_like)
+    return _copied(tree, torch.empty_like)
+
+
+def brought_home(tree: Tree) -> Tree:
+    """Return a copy whose tensors lie where the originals did: a snapshot may lie in the host's memory."""
+    return _copied(tree, lambda source: torch.empty_like(source, device=home(source)))
+
+
+def _copied(tree: Tree, empty: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
+    plain, sources = taken_apart(tree)
+    targets = [empty(source) for source in sources]
     copy_into(targets, sources)
-    return copies
+    return put_together(plain, targets)
 
 
-def laid_out(
-    tree: Tree, *, room: Tree, empty: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[Tree, list[torch.Tensor], list[torch.Tensor]]:
-    """Lay out a copy of `tree` whose tensors are still to be filled: return it, its tensors, and what goes into them.
+def taken_apart(tree: Tree) -> tuple[Tree, list[torch.Tensor]]:
+    """Part a tree into a copy of its plain values and the list of its tensors, which are not copied."""
+    tensors: list[torch.Tensor] = []
 
-    Tensors of `room`, an older copy that nobody needs any more, are used again where they fit.
-    """
-    sources: list[torch.Tensor] = []
-    targets: list[torch.Tensor] = []
-
-    def visit(node: Tree, old: Tree) -> Tree:
-        if isinstance(node, torch.Tensor):
-            source = node.detach()
-            is_room = isinstance(old, torch.Tensor) and (old.shape, old.dtype) == (source.shape, source.dtype)
-            targets.append(old if is_room else empty(source))
-            sources.append(source)
-            return targets[-1]
-        if isinstance(node, dict):
-            older = old if isinstance(old, dict) else {}
-            return {key: visit(value, older.get(key)) for key, value in node.items()}
-        if type(node) is tuple and _is_long_and_plain(node):
+    def visit(node: Tree) -> Tree:
+        kind = type(node)
+        if kind in _PLAIN:
             return node
-        if type(node) in (list, tuple):
-            places = old if isinstance(old, list | tuple) and len(old) == len(node) else [None] * len(node)
-            return type(node)(visit(value, one) for value, one in zip(node, places, strict=True))
-        return node if isinstance(node, bool | int | float | str | None) else copy.deepcopy(node)
+        if isinstance(node, torch.Tensor):
+            tensors.append(node)
+            return _HOLE
+        if isinstance(node, dict):
+            return {key: visit(value) for key, value in node.items()}
+        if kind is tuple and _is_long_and_plain(node):
+            return node
+        if kind is list or kind is tuple:
+            return kind(visit(value) for value in node)
+        return copy.deepcopy(node)
 
-    return visit(tree, room), targets, sources
+    return visit(tree), tensors
+
+
+def put_together(plain: Tree, tensors: Iterable[torch.Tensor]) -> Tree:
+    """Make one tree of what was taken apart, with `tensors` in the place of the ones it had."""
+    following = iter(tensors)
+
+    def visit(node: Tree) -> Tree:
+        kind = type(node)
+        if kind is dict:
+            return {key: visit(value) for key, value in node.items()}
+        if kind is list or (kind is tuple and not _is_long_and_plain(node)):
+            return kind(visit(value) for value in node)
+        return next(following) if node is _HOLE else node
+
+    return visit(plain)
 
 
 def pinned(source: torch.Tensor) -> torch.Tensor:
@@ -65,7 +85,7 @@ def home(tensor: torch.Tensor) -> torch.device:
 
 def nbytes(tree: Tree) -> int:
     """Count the bytes that the tensors of a tree hold."""
-    return sum(leaf.numel() * leaf.element_size() for _, leaf in _leaves(tree) if isinstance(leaf, torch.Tensor))
+    return sum(tensor.nbytes for tensor in taken_apart(tree)[1])
 
 
 @torch.no_grad()
@@ -114,4 +134,4 @@ def _leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _is_long_and_plain(node: Tree) -> bool:
     """Python's generator state is 625 whole numbers: one leaf."""
-    return isinstance(node, list | tuple) and len(node) > 64 and all(isinstance(value, int) for value in node)
+    return isinstance(node, list | tuple) and len(node) > 64 and {*map(type, node)} <= {int, bool}

@@ -8,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 NO_LIMIT = torch.finfo(torch.float32).max
+LARGEST_NORM = 2.0**63  # its square is near the end of float32: moments of what is beyond would be infinite
 
 
 class Gate:
@@ -19,13 +20,14 @@ class Gate:
 
     def __init__(self, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         self.optimizers, self.device = list(optimizers), device
-        self.limits = (NO_LIMIT, NO_LIMIT)  # of loss and gradient norm
-        self._on_device = torch.full((2,), NO_LIMIT, dtype=torch.float32, device=device)
+        self.limits = (NO_LIMIT, LARGEST_NORM)  # of loss and gradient norm
+        self._on_device = torch.tensor(self.limits, dtype=torch.float32, device=device)
         self._has_to_wait = not all(can_be_told(one) for one in self.optimizers)
-        self._settled: list[tuple[int, int]] = []  # of each optimizer, once a first update has made its state
+        self._stateless: set[int] = set()  # weights that an update has landed on without making a state
 
     def limit(self, loss: float, grad_norm: float) -> None:
         """Set the limits of the updates to come; both have to be exact in float32."""
+        grad_norm = min(grad_norm, LARGEST_NORM)
         for place, (old, new) in enumerate(zip(self.limits, (loss, grad_norm), strict=True)):
             if new != old:
                 self._on_device[place].fill_(new)  # a number as an argument: no copy that the host would wait for
@@ -45,12 +47,12 @@ class Gate:
 
         Returns the numbers where they had to be read, so that nobody reads them twice.
         """
-        if self._has_to_wait or _has_hooks(self.optimizers) or self._sizes() != self._settled:
+        if self._has_to_wait or _has_hooks(self.optimizers) or not self._is_settled():
             numbers: list[float] = measured.tolist()
             if self.admits(*numbers[:2]):
                 for optimizer in self.optimizers:
                     optimizer.step()
-                self._settled = self._sizes()
+                self._note_stateless()
             return numbers
         heads = measured if measured.numel() == 2 else measured[:2]
         refused = (heads <= self._on_device).all().logical_not().float()
@@ -62,16 +64,30 @@ class Gate:
                 del optimizer.found_inf  # type: ignore[attr-defined]
         return None
 
-    def _sizes(self) -> list[tuple[int, int]]:
-        """How many weights of each optimizer have a gradient, and how many have a state.
+    def _is_settled(self) -> bool:
+        """Say whether every weight with a gradient has its state, or an optimizer that keeps none.
 
-        While these numbers change a step makes new state, which a refused one would leave behind (and torch's fused
-        SGD fills its momentum with garbage then).
+        A step that makes new state would leave it behind when it is refused, and torch's fused SGD fills its momentum
+        with garbage then. Asked at every update, so the loop over the weights is C's where it can be.
         """
-        return [
-            (sum(weight.grad is not None for group in one.param_groups for weight in group["params"]), len(one.state))
-            for one in self.optimizers
-        ]
+        for optimizer in self.optimizers:
+            moved, state = _moved(optimizer), optimizer.state
+            if not (all(map(state.get, moved)) if state else False) and any(
+                id(weight) not in self._stateless and not state.get(weight) for weight in moved
+            ):
+                return False
+        return True
+
+    def _note_stateless(self) -> None:
+        """Learn from a step which weights get no state: of SGD without momentum, for one."""
+        if self._has_to_wait:
+            return
+        for optimizer in self.optimizers:
+            self._stateless.update(id(weight) for weight in _moved(optimizer) if not optimizer.state.get(weight))
+
+
+def _moved(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
 
 
 def can_be_told(optimizer: Optimizer) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -87,6 +88,30 @@ class Scheduled:
             0 < 2 * self._last < rate and 0.2 * self._peak < rate < 1.05 * self._peak
         )  # beyond the peak it went wild
         self._last, self._peak = rate, max(rate, self._peak)
+        return leaps
+
+
+class Restarts:
+    """Watches what a schedule says, for restarts.
+
+    A rate is compared with the one of the step before, whenever that was: after a rewind the rate is higher than it
+    was lately, and nothing has started again. Asking the schedule would do, but moves one that has a state.
+    """
+
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=10_000)  # by step, up to the newest
+        self._step = -1  # of the newest
+        self._peak = 0.0
+
+    def at(self, step: int, rate: float) -> bool:
+        """Say whether the rate has leapt, to a good part of the highest one so far; a warm-up climbs in small steps."""
+        while self._rates and self._step >= step:
+            self._rates.pop()
+            self._step -= 1
+        last = self._rates[-1] if self._rates else 0.0
+        leaps = 0 < 2 * last < rate and 0.2 * self._peak < rate < 1.05 * self._peak  # beyond the peak it went wild
+        self._rates.append(rate)
+        self._step, self._peak = step, max(rate, self._peak)
         return leaps
 
 

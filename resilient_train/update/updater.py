@@ -9,9 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from resilient_train.errors import TrainError
 from resilient_train.update.clip import ClipConfig, clip
 from resilient_train.update.gate import Gate
-from resilient_train.update.schedule import Schedule
+from resilient_train.update.schedule import Restarts, Schedule
+
+_OURS = "lr_of_guard"  # in each group, beside its rate: how we left it, which rewinds with it
 
 Settings = Sequence[Sequence[Mapping[str, Any]]]  # by optimizer, by parameter group
 
@@ -53,6 +56,7 @@ class Attempt:
     settings: Settings
     before: Settings  # what the groups were set to before it
     planned_lr: float  # what the schedule says, before any knob
+    restarts: bool  # that is, whether the schedule starts again with this update, on purpose
     max_norm: float | None  # that gradients were clipped to
 
 
@@ -74,24 +78,34 @@ class Updater:
         self.clipping, self.gather, self.scaler = clipping, gather, scaler
         self.usual_norm: float | None = None  # of recent gradients, for a clip that is tightened and was not there
         self.gate = Gate(optimizers, device)
+        self._restarts = Restarts()
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.weights = [weight for group in groups for weight in group["params"]]
         # Torch's own does nothing but set them to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
         self._eps = [[_number(group.get("eps")) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._note_rates()
 
     def apply(self, step: int, loss: torch.Tensor, knobs: Knobs = NO_KNOBS, *, rate: float = 1.0) -> Attempt:
         """Send the gradients to the gate as update `step + 1`, and drop them. All optimizers step, or none does."""
+        self.require_groups()
         scale = self._unscale()
         grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip, self.usual_norm)
         settings, before, planned = self._set(step, knobs, rate)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
         measured = self._agreed(torch.stack([loss, grad_norm, *scale]))
         numbers = self.gate.step(measured)
+        self._note_rates()
         self._zero_grad()
         if self.scaler is not None:
             self.scaler.update()
-        return Attempt(measured, numbers, settings, before, planned, max_norm)
+        return Attempt(measured, numbers, settings, before, planned, self._restarts.at(step, planned), max_norm)
+
+    def require_groups(self) -> None:
+        """Raise if a parameter group was added that nothing here knows."""
+        for optimizer, configured in zip(self.optimizers, self._eps, strict=True):
+            if len(optimizer.param_groups) != len(configured):
+                raise TrainError(_ADDED.format(optimizer=type(optimizer).__name__))
 
     def accept(self, step: int) -> None:
         """Let the schedules know that `step` updates are accepted."""
@@ -135,13 +149,23 @@ class Updater:
                 setting = {**planned, "lr": lr * factor}
                 if eps is not None:
                     setting["eps"] = eps * eps_factor
-                was.append({name: group.get(name) for name in setting})
+                old = {name: group.get(name) for name in setting}
+                old[_OURS] = ours = group.get(_OURS, old["lr"])  # missing where the loop has loaded a state
+                if old["lr"] is not ours and old["lr"] != ours:
+                    raise TrainError(_SET_BY_LOOP.format(lr=float(group["lr"]), ours=float(group[_OURS])))
+                was.append(old)
                 group.update(setting)
                 now.append(setting)
             settings.append(now)
             before.append(was)
         assert first is not None
         return settings, before, first
+
+    def _note_rates(self) -> None:
+        """Note how the rates are left: by us, and by optimizers that have a schedule inside of their step."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group[_OURS] = group["lr"]
 
     def _agreed(self, measured: torch.Tensor) -> torch.Tensor:
         """The mean loss and the largest gradient norm of all ranks, a NaN of any included: no rank decides alone.
@@ -171,6 +195,16 @@ class Updater:
         for optimizer in self.optimizers:
             self.scaler.unscale_(optimizer)
         return [torch.ones((), device=self.gate.device) if scale is None else scale.clone().reshape(())]
+
+
+_SET_BY_LOOP = (
+    "the loop set lr itself, to {lr:.6g} where it was {ours:.6g}: give it to the guard as schedule=, "
+    "a torch scheduler or a function (step) -> factor of the configured rate, and leave the groups' lr alone"
+)
+_ADDED = (
+    "a parameter group was added to {optimizer} after the guard was made, so it has no schedule and would not rewind: "
+    "give it all groups before (frozen weights may be in them), or make another guard"
+)
 
 
 def _number(eps: Any) -> float | None:

@@ -19,6 +19,7 @@ from resilient_train.watch.config import ChecksConfig
 
 _REMEMBERED = 2048  # updates: further back than a ring of snapshots goes
 _AROUND = 2  # steps on either side of a declared change
+_TICKS_OF_PATIENCE = 10  # for each alarm: what passes by itself should not be taken for usual
 _SAME_PLACE = 64  # steps between two alarms that are about the same trouble
 _BY_LIMIT = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
 
@@ -60,7 +61,7 @@ class Panel:
             name.removeprefix("_"): check for name, check in vars(self).items() if isinstance(check, Remembers)
         }
         self._refusals = Refusals(config.limit)
-        self._alarms: list[tuple[Signal, int]] = []
+        self._alarms: list[tuple[Signal, int, int]] = []
         self._declared: set[int] = set()
         for step in config.expect:
             self.expect(step)
@@ -124,8 +125,8 @@ class Panel:
         stalled = self._stall.see(step, loss)
         if (relapse := self._convalescence.see(step, loss, self._level.scale)) is not None:
             since, evidence = relapse
-            if not self._is_known(Signal.DIVERGENCE, since) and not self._is_known(Signal.LOSS_SPIKE, since):
-                self._alarms.append((Signal.DIVERGENCE, since))
+            if not any(self._is_known(signal, since, vitals.tick) for signal in (Signal.DIVERGENCE, Signal.LOSS_SPIKE)):
+                self._alarms.append((Signal.DIVERGENCE, since, vitals.tick))
                 return Finding(_landed(vitals, Signal.DIVERGENCE, evidence, since=since))
         if not outside and crept is None and slowed is None and stalled is None:
             return _NOTHING
@@ -145,9 +146,9 @@ class Panel:
         if stays and not rises:
             self._start_over(self._jump.outside())
             return Finding(remarks=(*remarks, f"losses like {vitals.loss:.4g} are taken for usual from now on"))
-        if jumped is None or (self._is_known(Signal.LOSS_SPIKE, jumped) and not rises):
+        if jumped is None or (self._is_known(Signal.LOSS_SPIKE, jumped, vitals.tick) and not rises):
             return None
-        self._alarms.append((Signal.LOSS_SPIKE, jumped))
+        self._alarms.append((Signal.LOSS_SPIKE, jumped, vitals.tick))
         evidence = f"loss {vitals.loss:.4g} where {self._level.usual}, and it stays"
         return Finding(_landed(vitals, Signal.LOSS_SPIKE, evidence, since=jumped), remarks)
 
@@ -155,9 +156,9 @@ class Panel:
         """An alarm; or a remark, when alarms did not help."""
         self._creep.forget()
         self._slow.forget()
-        if self._is_known(Signal.DIVERGENCE, since):
+        if self._is_known(Signal.DIVERGENCE, since, vitals.tick):
             return Finding(remarks=(*remarks, f"losses like {vitals.loss:.4g} are taken for usual from now on"))
-        self._alarms.append((Signal.DIVERGENCE, since))
+        self._alarms.append((Signal.DIVERGENCE, since, vitals.tick))
         evidence = f"loss {vitals.loss:.4g}, climbing since step {since}; {self._level.usual}"
         return Finding(_landed(vitals, Signal.DIVERGENCE, evidence, since=since), remarks)
 
@@ -184,10 +185,10 @@ class Panel:
             evidence = f"loss {loss:.4g} where {self._level.usual}"
         return Finding(_refused(vitals, signal, evidence, since=vitals.step))
 
-    def _is_known(self, signal: Signal, since: int) -> bool:
-        """Whether there were so many alarms here that one more would not help."""
-        here = sum(1 for other, step in self._alarms if other is signal and abs(step - since) <= _SAME_PLACE)
-        return here >= self.config.patience
+    def _is_known(self, signal: Signal, since: int, tick: int) -> bool:
+        """Whether there were so many alarms here, for so long, that one more would not help."""
+        here = [then for other, step, then in self._alarms if other is signal and abs(step - since) <= _SAME_PLACE]
+        return len(here) >= self.config.patience and tick - here[0] >= _TICKS_OF_PATIENCE * self.config.patience
 
     def _start_over(self, losses: Sequence[float] = ()) -> None:
         """Learn anew what is usual."""

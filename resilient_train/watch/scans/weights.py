@@ -66,7 +66,7 @@ class Weights:
         self.travellers = [Traveller(kind) for kind in kinds]
         self.base: Seen | None = None
         self.clean_step = 0
-        self._bounded: set[str] = set()  # buffers that were finite once; masks hold infinities on purpose
+        self._bounded: set[str] = set()  # buffers that were finite once; others hold inf or NaN on purpose
         self._past = self._no_past()
 
     def _no_past(self) -> _Past:
@@ -111,8 +111,8 @@ class Weights:
         free = {weight.name for weight in self.weights if weight.group is None} | set(buffers)
         named |= buffers
         by_design = free - self._bounded
-        bad = [(name, value) for name, value in named.items() if not isfinite(value)]
-        bad = [(name, value) for name, value in bad if not (value == inf and name in by_design)]
+        # Of several ranks the largest value is judged, and there a NaN counts as infinite: no difference is made.
+        bad = [(name, value) for name, value in named.items() if not isfinite(value) and name not in by_design]
         self._bounded |= {name for name in by_design if isfinite(named[name])}
         if not bad:
             return None
@@ -220,7 +220,8 @@ class Weights:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.clean_step, self._bounded = state["clean_step"], set(state["bounded"])
+        self.clean_step = state["clean_step"]
+        self._bounded |= set(state["bounded"])  # what was finite once does not become infinite by a rewind
         if len(state["past"][0]) != len(self.weights) or len(state["travelled"]) != len(self.travellers):
             self.base, self._past = None, self._no_past()  # of a model with other parameters
             return

@@ -1,0 +1,407 @@
+"""What a run is: snapshots of it in memory, backups of its buffers, and what both do when its parts come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from resilient_train.state.backup import Backups
+from resilient_train.state.ring import MemoryConfig, Ring
+from resilient_train.state.run_state import Clock, RunState
+from resilient_train.state.tree import nbytes, put_together, sha256, taken_apart
+
+CPU = torch.device("cpu")
+
+
+class Position:
+    """A place in data that nobody reads."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Net(nn.Module):
+    """A student that is trained and a teacher that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.student, self.teacher = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.student(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Bench:
+    """A run of a few weights and the ring around it."""
+
+    def __init__(self, *, keep: int = 4, max_gib: float | None = None, agree: Any = float, scaler: Any = None) -> None:
+        torch.manual_seed(0)
+        self.net = Net()
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1, fused=True)
+        self.clock = Clock()
+        self.state = RunState(self.net, [self.optimizer], [], Position(), self.clock, device=CPU, scaler=scaler)
+        self.ring = Ring(self.state, MemoryConfig(every=1, keep=keep, max_gib=max_gib), agree)
+
+    def train(self) -> None:
+        self.net(torch.randn(5, 4)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.clock.step += 1
+
+    def kept(self, *, verified: bool = True) -> str:
+        """Take a snapshot of now, and return the digest of now."""
+        self.ring.take(self.clock.step, verified=verified)
+        return self.state.sha256()
+
+
+def moved_in_place(net: Net) -> None:
+    with torch.no_grad():
+        net.teacher.weight.lerp_(net.student.weight, 0.5)
+
+
+def moved_without_a_trace(net: Net) -> None:
+    net.teacher.weight.data.mul_(0.5).add_(net.student.weight.data, alpha=0.5)  # counts no version
+
+
+def moved_elsewhere(net: Net) -> None:
+    net.teacher.weight.data = net.teacher.weight.data * 0.5
+
+
+def replaced(net: Net) -> None:
+    net.teacher.weight = nn.Parameter(net.teacher.weight.detach() * 0.5, requires_grad=False)
+
+
+@pytest.mark.parametrize("move", [moved_in_place, moved_without_a_trace, moved_elsewhere, replaced])
+def test_a_frozen_weight_that_the_loop_changes_rewinds(move: Callable[[Net], None]) -> None:
+    """A teacher is frozen and yet follows its student: every snapshot holds the one of its own step."""
+    bench = Bench(keep=6)
+    digests = []
+    for _ in range(6):
+        bench.train()
+        move(bench.net)
+        digests.append(bench.kept())
+    for held, digest in zip(reversed(bench.ring.held), reversed(digests), strict=True):
+        bench.ring.restore(held)
+        assert bench.state.sha256() == digest
+
+
+def test_a_weight_that_is_unfrozen_or_frozen_leaves_older_snapshots_alone() -> None:
+    """A shared copy never becomes room for another snapshot: each keeps what was there at its step."""
+    bench = Bench(keep=3)
+    digests: dict[int, str] = {}
+    for step in range(1, 30):
+        if step % 7 == 0:
+            bench.net.teacher.requires_grad_(not bench.net.teacher.weight.requires_grad)
+        if bench.net.teacher.weight.requires_grad:
+            with torch.no_grad():
+                bench.net.teacher.weight.add_(1.0)
+        bench.train()
+        digests[step] = bench.kept()
+        for held in bench.ring.held:
+            assert sha256(held.snapshot.parts) == digests[held.step]
+
+
+def test_a_frozen_weight_stays_shared_after_a_rewind() -> None:
+    """To write a snapshot over a weight gives it a new version, and its old contents: still one copy for all."""
+    bench = Bench()
+    bench.kept()
+    bench.ring.restore(bench.ring.held[0])
+    bench.train()
+    bench.kept()
+    copies = {held.snapshot.parts["weights"]["teacher.weight"].data_ptr() for held in bench.ring.held}
+    assert len(bench.ring.held) == 2
+    assert len(copies) == 1
+
+
+def test_the_same_bits_in_a_new_order_are_news() -> None:
+    """A change that the sum of the bits cannot show is shown by the version."""
+    bench = Bench()
+    bench.kept()
+    with torch.no_grad():
+        bench.net.teacher.weight.copy_(bench.net.teacher.weight.flip(0))
+    bench.train()
+    digest = bench.kept()
+    assert sha256(bench.ring.held[-1].snapshot.parts) == digest
+
+
+def test_ranks_agree_on_how_many_snapshots_fit() -> None:
+    """The least that any rank allows and the most that any needs decide; each look asks as often on every rank."""
+    size = nbytes(Bench().state.live())
+    asked: list[float] = []
+
+    def least(number: float) -> float:
+        asked.append(number)
+        return min(number, -size * 1.5 if number < 0 else size * 5.0)
+
+    bench = Bench(keep=8, max_gib=1.0, agree=least)
+    bench.kept()
+    assert "one of 3 snapshots" in bench.ring.describe()
+    assert [number > 0 for number in asked] == [True, False, False]
+    bench.ring.proven(0)
+    bench.ring.restore(bench.ring.held[0])
+    assert len(asked) == 3
+
+
+def test_a_ring_that_is_off_asks_nobody() -> None:
+    """Without snapshots there is nothing to agree on."""
+    ring = Ring(Bench().state, MemoryConfig(every=0, keep=2, max_gib=None), lambda number: 1 / 0)
+    assert "cannot rewind" in ring.describe()
+    assert ring.take(0) is None
+
+
+def test_two_slots_hold_no_pin() -> None:
+    """A pinned state beside the newest proven one would leave no slot: after a rewind snapshots are taken again."""
+    bench = Bench(keep=2)
+    for _ in range(2):
+        bench.train()
+        bench.kept()
+    bench.ring.restore(bench.ring.held[0])
+    for step in (2, 3, 4):
+        bench.train()
+        assert bench.ring.take(step, verified=True) is not None
+    assert [held.step for held in bench.ring.held] == [3, 4]
+
+
+def ring_of_five() -> Bench:
+    bench = Bench(keep=8)
+    for _ in range(5):
+        bench.train()
+        bench.kept()
+    return bench
+
+
+@pytest.mark.parametrize(("since", "best"), [(5, 5), (3, 3)])
+def test_only_what_is_trusted_is_pinned(since: int, best: int) -> None:
+    """The anomaly that causes a rewind is heard first: what it spoils is not the best state to leave behind."""
+    bench = ring_of_five()
+    bench.ring.distrust(since)
+    bench.ring.restore(bench.ring.proven(since)[-1])
+    held = bench.ring.last_good(1)
+    assert held is not None
+    assert held.step == best
+
+
+@pytest.mark.parametrize(("since", "best"), [(3, 5), (2, 5), (1, 1)])
+def test_a_later_anomaly_speaks_of_a_pinned_state_only_up_to_where_they_part(since: int, best: int) -> None:
+    """Rewound from 5 to 2: trouble since 3 is of the new course; trouble since 1 is older than both."""
+    bench = ring_of_five()
+    bench.ring.restore(bench.ring.held[1])
+    bench.train()
+    bench.kept()
+    bench.ring.distrust(since)
+    held = bench.ring.last_good(since)
+    assert held is not None
+    assert held.step == best
+
+
+def test_no_slots_means_no_snapshots() -> None:
+    """The state of the start fits, until the moments come: once it is said that the run cannot rewind, it is so."""
+    small = nbytes(Bench().state.live())
+    bench = Bench(max_gib=(2 * small + 64) / 2**30)
+    bench.kept()
+    assert len(bench.ring.held) == 1
+    bench.train()
+    assert "cannot rewind" in bench.ring.describe()
+    assert bench.ring.proven(10) == []
+    assert bench.ring.last_good(10) is None
+
+
+def test_memory_of_a_snapshot_is_handed_out_once() -> None:
+    """One that is dropped twice is room for one other only."""
+    bench = ring_of_five()
+    held = bench.ring.held[-1]
+    bench.ring.distrust(4)
+    bench.ring.drop(held)
+    digests = []
+    for step in (6, 7):
+        bench.train()
+        bench.ring.take(step, verified=True)
+        digests.append(sha256(bench.ring.held[-1].snapshot.parts))
+    assert [sha256(held.snapshot.parts) for held in bench.ring.held[-2:]] == digests
+
+
+class Shifty(nn.Module):
+    """A module whose buffers come, go, grow and are replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = nn.Module()
+        self.late = nn.BatchNorm1d(4)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+        self.register_buffer("empty", None)
+        self.cache: torch.Tensor
+        self.empty: torch.Tensor | None
+
+
+def born(net: Shifty) -> None:
+    net.early.register_buffer("new", torch.full((4,), 5.0))
+
+
+def filled(net: Shifty) -> None:
+    net.empty = torch.ones(3)
+
+
+def grown(net: Shifty) -> None:
+    net.register_buffer("cache", torch.ones(64), persistent=False)
+
+
+def grown_in_place(net: Shifty) -> None:
+    net.cache.resize_(64).fill_(1.0)
+
+
+def another_dtype(net: Shifty) -> None:
+    net.cache = net.cache.double()
+
+
+def deleted(net: Shifty) -> None:
+    del net.cache
+
+
+def in_place(net: Shifty) -> None:
+    net.late(torch.randn(8, 4))
+
+
+CHANGES = [born, filled, grown, grown_in_place, another_dtype, deleted, in_place]
+
+
+def buffers(net: nn.Module) -> dict[str, Any]:
+    return {
+        f"{path}.{name}": None if one is None else one.clone()
+        for path, module in net.named_modules()
+        for name, one in module._buffers.items()
+    }
+
+
+def assert_as(before: dict[str, Any], net: nn.Module) -> None:
+    now = buffers(net)
+    assert now.keys() == before.keys()
+    assert sha256(now) == sha256(before)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_backup_knows_buffers_by_name(change: Callable[[Shifty], None], warm: bool) -> None:
+    """Whatever a refused update did to them: names, shapes and contents are what they were."""
+    net = Shifty()
+    backups = Backups(net)
+    if warm:
+        backups.let_go(backups.take())
+    before, kept = buffers(net), backups.take()
+    change(net)
+    in_place(net)
+    after, with_it = buffers(net), backups.take()
+    backups.put_back(kept)
+    assert_as(before, net)
+    backups.put_back(with_it)  # as the scan does, which looks at the state without a forward and goes on
+    assert_as(after, net)
+    backups.put_back(kept)
+    assert_as(before, net)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_memory_of_a_backup_is_used_again_only_where_it_fits(change: Callable[[Shifty], None]) -> None:
+    """A buffer that changes its shape in a healthy run is backed up in its new one."""
+    net = Shifty()
+    backups = Backups(net)
+    backups.let_go(backups.take())
+    change(net)
+    before, kept = buffers(net), backups.take()
+    in_place(net)
+    backups.put_back(kept)
+    assert_as(before, net)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_snapshot_knows_buffers_by_name(change: Callable[[Shifty], None]) -> None:
+    """A rewind brings back the buffers that there were, in their shape of then, and no others."""
+    net = Shifty()
+    state = RunState(net, [], [], Position(), Clock(), device=CPU)
+    before, snapshot = buffers(net), state.capture()
+    change(net)
+    state.restore(snapshot)
+    assert_as(before, net)
+    change(net)
+    in_place(net)
+    after, snapshot = buffers(net), state.capture()
+    other = RunState(fresh := Shifty(), [], [], Position(), Clock(), device=CPU)
+    other.restore(snapshot)
+    assert_as(after, fresh)
+
+
+def used(scaler: torch.amp.GradScaler) -> None:
+    scaler.scale(torch.ones(()))
+
+
+def test_a_loss_scale_is_captured_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot holds the scaler's own tensors: to read them on the host would wait for the device."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5)
+    bench = Bench(scaler=scaler)
+    used(scaler)
+    monkeypatch.setattr(torch.amp.GradScaler, "state_dict", lambda self: 1 / 0)
+    digest = bench.kept()
+    assert scaler._scale is not None
+    scale = scaler._scale
+    scaler.update(2.0)
+    scaler.set_growth_interval(7)
+    bench.ring.restore(bench.ring.held[0])
+    assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 5)
+    assert scaler._scale is scale
+    assert bench.state.sha256() == digest
+
+
+@pytest.mark.parametrize("first_use_before", [False, True])
+@pytest.mark.parametrize("first_use_after", [False, True])
+def test_a_loss_scale_that_is_made_late_comes_back(first_use_before: bool, first_use_after: bool) -> None:
+    """It exists from its first use on: before the snapshot, after it, or not yet in the run that takes it over."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    bench = Bench(scaler=scaler)
+    if first_use_before:
+        used(scaler)
+        scaler.update(4.0)
+    expected, snapshot, digest = scaler.get_scale(), bench.state.capture(), bench.state.sha256()
+    if first_use_after:
+        used(scaler)
+        scaler.update(2.0)
+    bench.state.restore(snapshot)
+    assert scaler.get_scale() == expected
+    assert bench.state.sha256() == digest
+    other = Bench(scaler=torch.amp.GradScaler("cpu", init_scale=1.0))
+    other.state.restore(snapshot)
+    assert other.state.sha256() == digest
+
+
+def test_a_backup_holds_the_loss_scale() -> None:
+    """Also one that is made in the update that is refused."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    backups = Backups(nn.Linear(1, 1), scaler)
+    for _ in range(2):
+        kept = backups.take()
+        used(scaler)
+        scaler.update(2.0)
+        backups.put_back(kept)
+        assert scaler.get_scale() == 8.0
+
+
+def test_a_tree_that_was_taken_apart_is_put_together() -> None:
+    """The same tree, with other tensors, and plain values that it does not share."""
+    plain_value = {"set": {1, 2}, "list": [1, (2, None)], "long": tuple(range(700))}
+    tree = {"b": torch.ones(2), "plain": plain_value, "nested": [torch.zeros(1), (torch.ones(3), "x")]}
+    plain, tensors = taken_apart(tree)
+    assert [one.numel() for one in tensors] == [2, 1, 3]
+    assert tensors[0] is tree["b"]
+    again = put_together(plain, [one + 1 for one in tensors])
+    assert again["plain"] == plain_value
+    assert again["plain"]["set"] is not plain_value["set"]
+    assert torch.equal(again["nested"][1][0], torch.full((3,), 2.0))
