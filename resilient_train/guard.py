@@ -36,7 +36,6 @@ from resilient_train.treatment import Treatment, Ward
 from resilient_train.update.clip import ClipConfig
 from resilient_train.update.gate import NO_LIMIT
 from resilient_train.update.precision import Precision
-from resilient_train.update.schedule import Scheduled
 from resilient_train.update.updater import Attempt, Updater
 from resilient_train.watch import pulse
 from resilient_train.watch.checks import Panel
@@ -109,7 +108,7 @@ class Guard:
         batch_size = fitting.batch_size(batch_size, data, self.world)
         self.slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, self.world.rank, self.world.size)
         device, scaler = self.world.device, accelerator.scaler
-        bare = fitting.bare(model, self.world)
+        bare, called = fitting.bare(model, self.world), fitting.called(model, self.world)
         optimizers = fitting.optimizers(optimizer, bare)
         schedules = fitting.schedules(schedule, optimizers)
         self.samples, caution = fitting.samples(
@@ -128,8 +127,8 @@ class Guard:
         self._ring = Ring(self.state, memory or MemoryConfig(every=25, keep=4, max_gib=None), self.world.least)
         self._verify_after = verify_after
         self._panel = Panel(checks, clip_norm=clipping.max_norm)
-        self._scans = Scans(checks, bare, optimizers)
-        self._precision = Precision(bare, accelerator.mixed_precision)
+        self._scans = Scans(checks, called, optimizers)
+        self._precision = Precision(called, accelerator.mixed_precision)
         ward = Ward(
             world=self.world,
             clock=self.clock,
@@ -154,7 +153,6 @@ class Guard:
             self._cautions.append(f"gate: {' and '.join(waits)}: {why}")
         if self.objective is None:
             self._cautions.append("the loss is handed over: a bad update cannot be replayed, so causes stay coarse")
-        self._scheduled = Scheduled()
         self.metrics = MetricsLog(self.world, device)
         self.newest: Vitals | None = None  # the newest update that was heard of
         self._turn = fitting.Turn(optimizers)
@@ -291,6 +289,7 @@ class Guard:
 
     def _snapshot(self) -> None:
         """Keep the state between two updates, now that the loop has done what it does after one, such as averaging."""
+        self._updater.require_groups()  # before anything rewinds or is copied without a new one
         step = self.attempted_step
         if self._ring.is_due(step) and (held := self._ring.take(step)) is not None:
             if self._in_flight is not None:
@@ -453,7 +452,7 @@ class Guard:
 
     def _declare_restart(self, attempt: Attempt) -> None:
         """A schedule that starts again makes the loss jump on purpose."""
-        if self._scheduled.restarts(attempt.planned_lr):
+        if attempt.restarts:
             self._panel.expect(self.clock.step + 1)
 
     def _scan_before(self, begun: _Begun) -> Sent:

@@ -25,11 +25,12 @@ def train(run: Run, display: Display, tracker: Tracker) -> None:
         if guard.clock.tick == 1:
             tracker.begin()  # MLflow may load now; before, it would have kept the first update waiting
         run.tally.add(guard.newest)
+        if guard.newest and guard.newest.accepted and guard.newest.step % settings.log_every == 0:
+            report(run, display, tracker)
         if settings.eval_every and guard.attempted_step % settings.eval_every == 0 and guard.settle():
+            run.tally.add(guard.newest)
             report(run, display, tracker)
             evaluate_and_report(run, tracker)
-        elif guard.newest and guard.newest.accepted and guard.newest.step % settings.log_every == 0:
-            report(run, display, tracker)
     run.tally.add(guard.newest)
     report(run, display, tracker)
     if not settings.eval_every or guard.clock.step % settings.eval_every:

@@ -54,7 +54,9 @@ def test_a_run_leaves_its_configuration_log_weights_and_summary(run_command: com
     outcome = run_command([*MINE, "run.steps=30", "run.name=first", "data.eval._target_=strangers.Fixed"])
     assert outcome.code == 0
     assert "completed 30 steps" in outcome.stdout
-    assert {".lock", "config.yaml", "summary.json", "train.log", "weights.safetensors"} == set(os.listdir("runs/first"))
+    assert {".lock", "config.yaml", "incidents.jsonl", "summary.json", "train.log", "weights.safetensors"} == set(
+        os.listdir("runs/first")
+    )
     summary = outcome.summary("runs/first")
     assert set(summary) == FIELDS
     assert (summary["status"], summary["exit_code"], summary["steps"], summary["ticks"]) == ("completed", 0, 30, 30)

@@ -77,9 +77,8 @@ def test_rank_0_alone_talks(tmp_path: Path) -> None:
     folder = tmp_path / "place"
     done = launch(folder, 2, "run.dir=here")
     assert done.returncode == 0, done.stderr
-    assert {"train.log", "train.rank1.log", "summary.json", "weights.safetensors", "config.yaml", ".lock"} == set(
-        os.listdir(folder / "here")
-    )
+    files = {"train.log", "train.rank1.log", "summary.json", "incidents.jsonl", "weights.safetensors", "config.yaml"}
+    assert {*files, ".lock"} == set(os.listdir(folder / "here"))
     assert done.stdout.count("step 10/20") == 1
     assert done.stdout.count("completed 20 steps") == 1
     told = json.loads((folder / "here/summary.json").read_text())["mlflow"]

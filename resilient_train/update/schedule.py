@@ -76,21 +76,6 @@ class CurveSchedule:
         pass
 
 
-class Scheduled:
-    """Watches what a schedule says, for restarts."""
-
-    def __init__(self) -> None:
-        self._last = self._peak = 0.0
-
-    def restarts(self, rate: float) -> bool:
-        """Say whether the rate has leapt, to a good part of the highest one so far; a warm-up climbs in small steps."""
-        leaps = (
-            0 < 2 * self._last < rate and 0.2 * self._peak < rate < 1.05 * self._peak
-        )  # beyond the peak it went wild
-        self._last, self._peak = rate, max(rate, self._peak)
-        return leaps
-
-
 class Restarts:
     """Watches what a schedule says, for restarts.
 
