@@ -171,6 +171,12 @@ def _say(error: BaseException | None, directory: RunDirectory, world: World, run
         loss = _rounded(run.tally.final_loss)
         evaluated = "".join(f", evaluation {name} {value:.4g}" for name, value in (run.evaluated or {}).items())
         log.info("completed %d steps in %s: recent loss %s%s", run.guard.clock.step, duration(seconds), loss, evaluated)
+        counted = run.guard.tally()
+        if total := counted["total"]:
+            causes = ", ".join(f"{number} {cause}" for cause, number in counted["by_cause"].items())
+            lost = run.guard.clock.tick - run.guard.clock.step
+            told = "met %d incidents (%s), %d of %d updates were lost to them; they are listed in incidents.jsonl"
+            log.info(told, total, causes, lost, run.guard.clock.tick)
         log.info("weights and summary in %s", directory.path)
     elif isinstance(error, GaveUp):
         log.info(

@@ -129,6 +129,7 @@ class Drill:
         if self._has_fired(number):
             return False
         self._fired(number, fault.name, tick)
+        _log.info("drill: %s, on purpose%s", fault.name, f", at tick {tick}" if tick else "")
         return True
 
     def _is_possible(self, index: int, fault: Fault, *things: Any) -> bool:
