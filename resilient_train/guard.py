@@ -108,6 +108,7 @@ class Guard:
         batch_size = fitting.batch_size(batch_size, data, self.world)
         self.slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, self.world.rank, self.world.size)
         device, scaler = self.world.device, accelerator.scaler
+        fitting.hold_on_to_memory(device)
         bare, called = fitting.bare(model, self.world), fitting.called(model, self.world)
         optimizers = fitting.optimizers(optimizer, bare)
         schedules = fitting.schedules(schedule, optimizers)

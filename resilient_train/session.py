@@ -175,8 +175,8 @@ def _say(error: BaseException | None, directory: RunDirectory, world: World, run
         if total := counted["total"]:
             causes = ", ".join(f"{number} {cause}" for cause, number in counted["by_cause"].items())
             lost = run.guard.clock.tick - run.guard.clock.step
-            told = "met %d incidents (%s), %d of %d updates were lost to them; they are listed in incidents.jsonl"
-            log.info(told, total, causes, lost, run.guard.clock.tick)
+            met = f"{total} incident{'s' * (total > 1)} ({causes})"
+            log.info("met %s: %d of %d updates were lost; see incidents.jsonl", met, lost, run.guard.clock.tick)
         log.info("weights and summary in %s", directory.path)
     elif isinstance(error, GaveUp):
         log.info(
