@@ -266,8 +266,10 @@ class Guard:
         self._has_begun = True
         self._put_back_batch()
         self._seed_between(self.samples.position)
-        if self.clock.step == 0 and (held := self._ring.take(0, verified=True)) is not None:
-            held.statistics = self._statistics()
+        if self.clock.step == 0 and not self._ring.held:
+            self._scan_now()  # what is compared with from now on
+            if (held := self._ring.take(0, verified=True)) is not None:
+                held.statistics = self._statistics()
 
     def _goes_on(self, steps: int) -> bool:
         """Say whether another update is wanted; at the end the last one is heard and scanned first."""

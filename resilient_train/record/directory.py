@@ -55,7 +55,8 @@ def claim(
             raise
         summary = read_json(directory.summary)
         done = summary.get("steps") if isinstance(summary, dict) else None
-        if not directory.config.exists() or (done == 0 and resume != "never"):
+        is_untouched = isinstance(summary, dict) and summary.get("ticks") == 0
+        if not directory.config.exists() or (is_untouched and resume != "never"):
             directory.note = f"{note}: this run starts anew in {candidate}" if note else None
             return directory, lock
         if resume != "never":

@@ -84,20 +84,18 @@ class Restarts:
     """
 
     def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=10_000)  # by step, up to the newest
+        self._rates: deque[tuple[float, float]] = deque(maxlen=10_000)  # and the highest so far, by step
         self._step = -1  # of the newest
-        self._peak = 0.0
 
     def at(self, step: int, rate: float) -> bool:
         """Say whether the rate has leapt, to a good part of the highest one so far; a warm-up climbs in small steps."""
         while self._rates and self._step >= step:
             self._rates.pop()
             self._step -= 1
-        last = self._rates[-1] if self._rates else 0.0
-        leaps = 0 < 2 * last < rate and 0.2 * self._peak < rate < 1.05 * self._peak  # beyond the peak it went wild
-        self._rates.append(rate)
-        self._step, self._peak = step, max(rate, self._peak)
-        return leaps
+        last, peak = self._rates[-1] if self._rates else (0.0, 0.0)
+        self._rates.append((rate, max(rate, peak)))
+        self._step = step
+        return 0 < 2 * last < rate and 0.2 * peak < rate < 1.05 * peak  # beyond the peak it went wild
 
 
 class ShadowSchedule:

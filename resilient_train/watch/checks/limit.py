@@ -19,6 +19,10 @@ def as_float32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
+_ABSURD = 100  # times the usual norm
+_UNSEEN, _FEW = 1000, 4  # times the largest of at least so many norms, before there are enough of them
+
+
 class GradLimit(Remembers):
     """A gradient norm far above the largest of the recent ones must not land.
 
@@ -47,19 +51,31 @@ class GradLimit(Remembers):
             return
         self._norms.append(norm)
         self._fresh += 1
-        if self._fresh >= self.config.every or norm * self.config.grad_factor > self.limit:
+        is_new = len(self._norms) < self.config.warmup
+        if is_new or self._fresh >= self.config.every or norm * self.config.grad_factor > self.limit:
             self.refresh()
 
     def refresh(self) -> None:
         self._fresh = 0
         largest = self.largest
         if len(self._norms) < self.config.warmup or not largest > 0:
-            self.limit = self._bound
+            # Little is known yet, but what is a thousand times anything seen would spoil the moments for good.
+            early = as_float32(_UNSEEN * largest) if len(self._norms) >= _FEW and largest > 0 else NO_LIMIT
+            self.limit = min(self._bound, early)
             return
         if self._early is None:
+            self._drop_outliers()
+            largest = self.largest
             self._early = sorted(self._norms)[int(0.9 * (len(self._norms) - 1))]
         early = min(self._early, self.config.early_factor * largest)
         self.limit = as_float32(max(self.config.grad_factor * largest, early))
+
+    def _drop_outliers(self) -> None:
+        """Before there was a limit anything landed: one absurd norm would raise it for as long as it is remembered."""
+        usual = sorted(self._norms)[len(self._norms) // 2]
+        kept = [norm for norm in self._norms if norm <= _ABSURD * usual or not usual > 0]
+        self._norms.clear()
+        self._norms.extend(kept)
 
     def bound(self, largest: float) -> None:
         """Set the limit for the time until there are enough norms again."""

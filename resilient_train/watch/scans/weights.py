@@ -18,6 +18,7 @@ _ENOUGH = 4  # changes seen before a tensor is compared with its own past
 _FADES = 0.9  # what the largest change of the past counts for with every scan
 _REMARKABLE = 0.25  # the share of a tensor that must have changed before its past is asked
 _FULL_SPEED = 0.5  # healthy tensors as a whole move at a fraction of lr an update, where Adam moves them
+_LEAP = 3  # times the highest rate of recent updates
 _LOUD = 100.0  # times the largest weight of the model
 
 
@@ -68,6 +69,7 @@ class Weights:
         self.clean_step = 0
         self._bounded: set[str] = set()  # buffers that were finite once; others hold inf or NaN on purpose
         self._past = self._no_past()
+        self._usual_rate = 0.0  # the highest learning rate of recent updates
 
     def _no_past(self) -> _Past:
         count = len(self.weights)
@@ -175,6 +177,8 @@ class Weights:
     ) -> tuple[float, str]:
         past, top, new_top = self._past, base.largest[number], seen.largest[number]
         rate = _rate(path, base, seen)
+        if path is not None and path.updates and path.rate / path.updates > _LEAP * self._usual_rate > 0:
+            return 0.0, ""  # what a leap of the rate does is no damage to the weights, and shows in the loss
         if past.times[number] < _ENOUGH:
             can_tell = path is not None and not path.unknown
             if not can_tell and new_top > _LOUD * loudest > 0:
@@ -195,6 +199,8 @@ class Weights:
     def _learn(self, base: Seen, seen: Seen, paths: Sequence[Path]) -> None:
         """Remember the changes of a healthy interval."""
         past, lengths, tops, times = self._past, [], [], []
+        rates = [path.rate / path.updates for path in paths if path.updates]
+        self._usual_rate = max([_FADES * self._usual_rate, *rates])
         for number, weight in enumerate(self.weights):
             rate = _rate(None if weight.group is None else paths[weight.group], base, seen)
             moved = abs(seen.length[number] - base.length[number])
@@ -215,12 +221,13 @@ class Weights:
             "clean_step": self.clean_step,
             "base": None if base is None else [base.step, base.length, base.largest],
             "past": [past.length, past.largest, past.times],
+            "usual_rate": self._usual_rate,
             "bounded": sorted(self._bounded),
             "travelled": [one.state(path) for one, path in zip(self.travellers, before, strict=True)],
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.clean_step = state["clean_step"]
+        self.clean_step, self._usual_rate = state["clean_step"], state["usual_rate"]
         self._bounded |= set(state["bounded"])  # what was finite once does not become infinite by a rewind
         if len(state["past"][0]) != len(self.weights) or len(state["travelled"]) != len(self.travellers):
             self.base, self._past = None, self._no_past()  # of a model with other parameters
