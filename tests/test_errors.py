@@ -168,7 +168,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "a_file").touch()
     (tmp_path / "crooked" / "train.log").mkdir(parents=True)
     (tmp_path / "crooked" / "config.yaml").touch()
-    (tmp_path / "crooked" / "summary.json").write_text('{"steps": 0}')
+    (tmp_path / "crooked" / "summary.json").write_text('{"steps": 0, "ticks": 0}')
     (tmp_path / "occupied").mkdir()
     (tmp_path / "occupied" / "thesis.txt").touch()
     save_file({"something.weight": torch.zeros(3)}, tmp_path / "other.safetensors")
