@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 import hydra
@@ -29,6 +30,7 @@ _WITH_A_VALUE = (
     "-p",
 )
 
+_LAST_WORD_S = 2.0
 _wants_traceback = False
 _exit_codes: list[int] = []  # of the jobs of this process; Hydra has no way to hand them on
 
@@ -82,6 +84,8 @@ def _leave(code: int) -> None:
     if code and "WORLD_SIZE" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()
+        if launched_rank() > 0:
+            time.sleep(_LAST_WORD_S)  # the launcher ends all as soon as one has ended, and rank 0 speaks for them
         os._exit(code)
     sys.exit(code)
 
