@@ -127,7 +127,7 @@ class Guard:
         self._backups = Backups(bare, scaler)
         self._ring = Ring(self.state, memory or MemoryConfig(every=25, keep=4, max_gib=None), self.world.least)
         self._verify_after = verify_after
-        self._panel = Panel(checks, clip_norm=clipping.max_norm)
+        self._panel = Panel(checks)
         self._scans = Scans(checks, called, optimizers)
         self._precision = Precision(called, accelerator.mixed_precision)
         ward = Ward(
@@ -358,7 +358,6 @@ class Guard:
         attempt = self._updater.apply(self.clock.step, loss, self._treatment.knobs.values, rate=rate)
         self._declare_restart(attempt)
         self.clock.tick += 1
-        self._seed_between(begun.update.stop)
         sent, metrics = Sent(attempt.measured, attempt.numbers), pulse.mean_metrics(self._reported)
         self._in_flight = _InFlight(begun, attempt, self._updater.gate.limits, sent, metrics)
         return True

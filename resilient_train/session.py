@@ -21,7 +21,6 @@ from resilient_train.record import tracking
 from resilient_train.record.console import Terminal, duration, log
 from resilient_train.record.directory import RunDirectory, claim
 from resilient_train.record.incidents import INCIDENTS, IncidentBook, tags
-from resilient_train.record.journal import JOURNAL, Journal
 from resilient_train.record.summary import Summary
 from resilient_train.record.tracking import NullTracker, TrackedRun, Tracker
 from resilient_train.state.determinism import set_deterministic
@@ -83,14 +82,14 @@ def _run(composed: Composed, world: World, terminal: Terminal, directory: RunDir
     config, started = composed.config, time.monotonic()
     tracker: Tracker = NullTracker()
     assembled: Run | None = None
-    book = IncidentBook(None, None)
+    book = IncidentBook(None)
     status, error = "failed", None
     try:
         if world.is_main:
             tracker = tracking.build(config.tracking, directory.path.name, Path("runs").absolute())
         _greet(directory, world)
         if world.is_main:
-            book = IncidentBook(directory.path, Journal(directory.path / JOURNAL))
+            book = IncidentBook(directory.path)
         assembled = assemble(config, world, book)
         log.info("%s", assembled)
         tracker.params(flattened(composed.resolved))

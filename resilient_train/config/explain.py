@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import typing
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 
 from resilient_train.config.schema import Config
 from resilient_train.errors import ConfigError, TrainError, in_one_line, unusable
+from resilient_train.imports import similar
 
 CONF = Path(__file__).parent.parent / "conf"
 VERSION_BASE = "1.3"
@@ -58,7 +58,7 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
         options = (missing[2] or "").split()
         return unusable(
             f"{group or 'config'}={option}",
-            f"no such option{_similar(option, options) or ';' * bool(options)}{_allowed(options)}",
+            f"no such option{similar(option, options) or ';' * bool(options)}{_allowed(options)}",
         )
     if override := re.search(r"Could not override '([^']+)'", text):
         name = override[1].split("@")[0]
@@ -79,7 +79,7 @@ def _wrong_type(key: str, value: str | None, text: str) -> ConfigError:
 
 def _unknown_key(key: str, value: str | None, known: Sequence[str]) -> ConfigError:
     parent, _, name = key.rpartition(".")
-    why = f"no such key{_similar(name, known) or ';' * bool(known)}"
+    why = f"no such key{similar(name, known) or ';' * bool(known)}"
     if known:
         why += f" {parent or 'the configuration'} has {', '.join(known)}"
     if parent and "_target_" in known:
@@ -119,11 +119,6 @@ def _fields_beside(key: str) -> list[str]:
 
 def _resolved(owner: Any, field: dataclasses.Field[Any]) -> Any:
     return typing.get_type_hints(owner)[field.name]
-
-
-def _similar(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _allowed(options: Sequence[str]) -> str:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from resilient_train import imports
 from resilient_train.errors import ConfigError, in_one_line
 
 Node = Mapping[str, Any]
@@ -27,26 +26,10 @@ def find(key: str, path: Any) -> Any:
         raise ConfigError(
             key, path, "give the import path of a class or function, such as my_package.my_module.MyClass"
         )
-    parts = path.split(".")
-    for count in range(len(parts), 0, -1):
-        name = ".".join(parts[:count])
-        try:
-            found = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-                continue
-            raise ConfigError(
-                key, path, f"cannot be imported: {name} needs {error.name}, which is not installed"
-            ) from error
-        except Exception as error:
-            raise ConfigError(key, path, f"cannot be imported: {in_one_line(error)}") from error
-        for attribute in parts[count:]:
-            if not hasattr(found, attribute):
-                what = f"{getattr(found, '__name__', found)} has no {attribute}"
-                raise ConfigError(key, path, f"cannot be imported: {what}{_similar(attribute, dir(found))}")
-            found = getattr(found, attribute)
-        return found
-    raise ConfigError(key, path, f"cannot be imported: there is no module {parts[0]} on the path")
+    try:
+        return imports.find(path)
+    except imports.Unimportable as error:
+        raise ConfigError(key, path, f"cannot be imported: {error}") from error.__cause__
 
 
 def check(key: str, node: Node, *, given: int = 0) -> Any:
@@ -73,7 +56,9 @@ def check(key: str, node: Node, *, given: int = 0) -> Any:
                 continue
             allowed = f"it takes {', '.join(free) or 'no arguments'}"
             raise ConfigError(
-                f"{key}.{name}", value, f"{node['_target_']} has no such argument{_similar(name, free)}; {allowed}"
+                f"{key}.{name}",
+                value,
+                f"{node['_target_']} has no such argument{imports.similar(name, free)}; {allowed}",
             )
         wanted = hints.get(name, Any)
         if not isinstance(value, Mapping) and not _fits(value, wanted):
@@ -104,11 +89,6 @@ def build(key: str, node: Node, *given: Any) -> Any:
 def described(key: str, node: Node, thing: Any, wanted: str) -> ConfigError:
     """Build the error for a target that gave a thing of the wrong kind."""
     return ConfigError(f"{key}._target_", node["_target_"], f"gave a {type(thing).__name__}; {wanted} is wanted")
-
-
-def _similar(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:

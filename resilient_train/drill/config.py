@@ -6,7 +6,6 @@ Two forms: one fault, `{fault: nan_batch, at: [100]}`, or several, `{faults: [{n
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from resilient_train.drill.fault import Fault, TickFault
 from resilient_train.drill.faults import HotLr, InfLoss, LossSpike, NanBatch, NanGrad
 from resilient_train.drill.rows import BadRow
 from resilient_train.errors import ConfigError, unusable
+from resilient_train.imports import similar
 
 FAULTS: dict[str, type[Fault]] = {
     kind.name: kind for kind in (NanBatch, NanGrad, InfLoss, LossSpike, HotLr, BitFlip, BadMoments, BadRow)
@@ -57,7 +57,9 @@ def _fault(path: str, key: str, name: Any, settings: dict[str, Any], steps: int,
     """Build one fault. `path` is where its settings are, `key` where its name is."""
     kind = FAULTS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise ConfigError(key, name, f"no such fault{_similar(name, FAULTS)} There are {', '.join(sorted(FAULTS))}")
+        raise ConfigError(
+            key, name, f"no such fault{similar(name, FAULTS) or ';'} There are {', '.join(sorted(FAULTS))}"
+        )
     known = [field.name for field in dataclasses.fields(kind)]
     for setting, value in settings.items():
         if setting not in known:
@@ -96,10 +98,5 @@ def _ticks(key: str, at: Any, steps: int) -> tuple[int, ...]:
 
 
 def _no_such_key(path: str, name: Any, value: Any, known: Iterable[str], owner: str = "") -> ConfigError:
-    why = f"no such key{_similar(name, known)} {owner or path} has {', '.join(known)}"
+    why = f"no such key{similar(name, known) or ';'} {owner or path} has {', '.join(known)}"
     return ConfigError(f"{path}.{name}", value, why)
-
-
-def _similar(name: Any, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ";"

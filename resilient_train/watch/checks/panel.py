@@ -43,7 +43,7 @@ class Panel:
     refusals does not, nor do declared changes: else a rewind would make it fight the same change for ever.
     """
 
-    def __init__(self, config: ChecksConfig, *, clip_norm: float | None = None) -> None:
+    def __init__(self, config: ChecksConfig) -> None:
         self.config = config
         self.limits = (NO_LIMIT, NO_LIMIT)  # of the loss and of the gradient norm, exact in float32
         self._level = Level(config.jump)

@@ -1,0 +1,42 @@
+"""What a dotted path names, and the near miss that was meant."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+from resilient_train.errors import in_one_line
+
+
+class Unimportable(Exception):
+    """There is nothing to import at a path; the message says which part of it is missing."""
+
+
+def find(path: str) -> Any:
+    """Import what a dotted path names, or say which part of it does not exist."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        name = ".".join(parts[:count])
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+                continue
+            raise Unimportable(f"{name} needs {error.name}, which is not installed") from error
+        except Exception as error:
+            raise Unimportable(in_one_line(error)) from error
+        for attribute in parts[count:]:
+            if not hasattr(found, attribute):
+                what = f"{getattr(found, '__name__', found)} has no {attribute}"
+                raise Unimportable(f"{what}{similar(attribute, dir(found))}")
+            found = getattr(found, attribute)
+        return found
+    raise Unimportable(f"there is no module {parts[0]} on the path")
+
+
+def similar(name: object, known: Iterable[str]) -> str:
+    """Ask whether something known was meant."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
