@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
-import logging
-import math
 import os
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, default_collate
 
 from resilient_train.data import build
@@ -29,6 +22,9 @@ from resilient_train.data.foreign import ForeignSamples
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.errors import ConfigError, TrainError, unusable
+from resilient_train.fitting.rates import schedules
+from resilient_train.fitting.speech import speak_up
+from resilient_train.fitting.turn import Turn
 from resilient_train.objective import Measured
 from resilient_train.ranks.world import World
 from resilient_train.record.console import log
@@ -37,9 +33,10 @@ from resilient_train.record.journal import JOURNAL
 from resilient_train.recover import policy as policies
 from resilient_train.recover.policy import Policy
 from resilient_train.update.clip import ClipConfig
-from resilient_train.update.schedule import Curve, CurveSchedule, Schedule, ShadowSchedule, constant
 from resilient_train.watch import config as checks_config
 from resilient_train.watch.config import ChecksConfig
+
+__all__ = ["Turn", "schedules", "speak_up"]
 
 
 def world(accelerator: Any) -> World:
@@ -109,134 +106,6 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(one.default is inspect.Parameter.empty and one.kind in plain for one in arguments)
-
-
-class Turn:
-    """Whose turn it is: while the loop has a batch in hand, nobody but the guard may step."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make a step that the loop takes by itself, past the gate, an error."""
-        self._is_loops = False
-        for optimizer in optimizers:
-            optimizer.step = self._watched(optimizer.step)  # type: ignore[method-assign]
-
-    @contextmanager
-    def of_loop(self) -> Iterator[None]:
-        """It is the loop's."""
-        with self._being(True):
-            yield
-
-    @contextmanager
-    def of_guard(self) -> Iterator[None]:
-        """It is the guard's, for as long as this lasts."""
-        with self._being(False):
-            yield
-
-    @contextmanager
-    def _being(self, is_loops: bool) -> Iterator[None]:
-        before, self._is_loops = self._is_loops, is_loops
-        try:
-            yield
-        finally:
-            self._is_loops = before
-
-    def _watched(self, step: Any) -> Any:
-        plain = getattr(step, "plain", step)  # an earlier guard's watch is replaced
-
-        @functools.wraps(plain)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._is_loops:
-                raise TrainError(
-                    "the loop stepped an optimizer itself, past the gate: remove optimizer.step(), "
-                    "guard.step and guard.update do it"
-                )
-            return plain(*args, **kwargs)
-
-        watched.plain = plain  # type: ignore[attr-defined]
-        return watched
-
-
-def schedules(given: Any, steppers: list[Optimizer]) -> list[Schedule]:
-    """Take nothing, a curve `step -> factor`, a torch scheduler, or a list with one of them for each optimizer."""
-    several = list(given) if isinstance(given, list | tuple) else [given] * len(steppers)
-    if len(several) != len(steppers):
-        raise ValueError(f"schedule: {len(several)} schedules for {len(steppers)} optimizers")
-    return [_schedule(one, stepper) for one, stepper in zip(several, steppers, strict=True)]
-
-
-def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
-    if isinstance(given, AcceleratedScheduler):
-        return _Strided(_torch_schedule(given.scheduler, optimizer), _stride(given))
-    if isinstance(given, LRScheduler | ReduceLROnPlateau):
-        return _torch_schedule(given, optimizer)
-    if hasattr(given, "settings") and hasattr(given, "state_dict"):
-        return given  # type: ignore[no-any-return]
-    curve: Curve = constant if given is None else given
-    try:
-        first = curve(0)
-        is_curve = isinstance(first, int | float) and math.isfinite(first)
-    except TypeError:
-        is_curve = False
-    if not is_curve:
-        wanted = "a torch scheduler or a callable (step) -> factor of the configured rate is wanted"
-        raise TypeError(f"schedule: {wanted}, not {given!r:.80}")
-    return CurveSchedule([group["lr"] for group in optimizer.param_groups], curve, 0)
-
-
-def _torch_schedule(given: Any, optimizer: Optimizer) -> ShadowSchedule:
-    if isinstance(given, ReduceLROnPlateau):
-        raise TypeError("schedule: ReduceLROnPlateau follows a metric, not the step, and is not supported")
-    its_own = getattr(given, "optimizer", None)
-    if (its_own.optimizer if isinstance(its_own, AcceleratedOptimizer) else its_own) is not optimizer:
-        several = "give a list with a schedule for each optimizer, in their order, None for a constant rate"
-        raise ValueError(f"schedule: this {type(given).__name__} was made for another optimizer; {several}")
-    return _OnlyOurs.of(given, optimizer)
-
-
-class _OnlyOurs(ShadowSchedule):
-    """Notices when the loop goes on stepping the scheduler that it has handed over."""
-
-    _left: list[Any] | None = None  # where the scheduler stood when we were done with it
-
-    def advance(self, step: int) -> None:
-        if self._left is not None and self._left != self._counts():
-            raise TrainError(
-                "the loop stepped the scheduler itself: remove scheduler.step(), the guard does it when an update is "
-                "accepted"
-            )
-        super().advance(step)
-        self._left = self._counts()
-
-    def load_state_dict(self, state: Any) -> None:
-        super().load_state_dict(state)
-        self._left = self._counts()
-
-    def _counts(self) -> list[Any]:
-        several = [self.scheduler, *getattr(self.scheduler, "_schedulers", [])]
-        return [getattr(one, "last_epoch", None) for one in several]
-
-
-class _Strided:
-    """A schedule that goes so many steps for one update, as Accelerate's schedulers do with several processes."""
-
-    def __init__(self, inner: ShadowSchedule, stride: int) -> None:
-        self.inner, self.stride = inner, stride
-        self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
-
-    def settings(self, step: int) -> Sequence[dict[str, Any]]:
-        return self.inner.settings(self._at(step))
-
-    def advance(self, step: int) -> None:
-        self.inner.advance(self._at(step))
-
-    def _at(self, step: int) -> int:
-        """Not beyond what a one-cycle schedule was made for: it would raise."""
-        return min(step * self.stride, getattr(self.inner.scheduler, "total_steps", sys.maxsize))
-
-
-def _stride(given: AcceleratedScheduler) -> int:
-    alone = given.split_batches or not given.step_with_optimizer
-    return 1 if alone else int(PartialState().num_processes)
 
 
 def batch_size(given: int | None, data: Any, world: World) -> int:
@@ -351,27 +220,6 @@ def checks(given: ChecksConfig | Mapping[str, Any] | str) -> ChecksConfig:
     if not isinstance(given, Mapping | str):
         raise TypeError(f"checks: the name of a set of checks is wanted, not a {type(given).__name__}")
     return checks_config.named(given) if isinstance(given, str) else checks_config.checks_from(dict(given))
-
-
-def speak_up(world: World) -> None:
-    """Make incidents visible in a program that has not set up logging; one that has decides for itself."""
-    if log.handlers or log.level != logging.NOTSET or logging.getLogger().handlers:
-        return
-    log.setLevel(logging.INFO if world.is_main else logging.ERROR)  # the others would only say the same
-    log.addHandler(_LastResort())
-
-
-class _LastResort(logging.Handler):
-    """Prints plain lines to stderr, above tqdm's bars, and falls silent when the program sets up logging after all."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if logging.getLogger().handlers:
-            return
-        line = f"resilient_train: {record.getMessage()}"
-        if tqdm := sys.modules.get("tqdm"):
-            tqdm.tqdm.write(line, file=sys.stderr)
-        else:
-            print(line, file=sys.stderr)
 
 
 def hold_on_to_memory(device: torch.device) -> None:
