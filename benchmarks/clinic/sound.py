@@ -1,0 +1,91 @@
+"""Is every case what it says? Its mended twin learns, and the program as it is does not, in a plain loop.
+
+python benchmarks/clinic/sound.py --set first --seeds 3
+python benchmarks/clinic/sound.py --only phase_by_atan2
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from by_hand import train
+from program import SETS, Program, cases, guilty_lines
+
+NEAR = 0.1  # of the way from the start to where the mended twin ends: within it, a run is cured
+LEARNED = 0.7  # of its first loss: a mended twin that is not below it has nothing to show
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """Where a case begins and where its mended twin ends."""
+
+    start: float
+    healthy: float
+
+    def away(self, loss: float) -> float:
+        """How far a loss is from the twin's, as a share of the way from the start."""
+        return (loss - self.healthy) / (self.start - self.healthy)
+
+    def is_near(self, loss: float) -> bool:
+        return math.isfinite(loss) and self.away(loss) <= NEAR
+
+
+def yardstick(case: Any, seed: int) -> Yardstick:
+    """Train the mended twin."""
+    twin: Program = case.program(seed, mended=True)
+    start = twin.evaluate(twin.model.state_dict())
+    return Yardstick(start, twin.evaluate(train(case.program(seed, mended=True), seed)))
+
+
+def ended(case: Any, seed: int, *, skips: bool) -> float:
+    """Train the program as it is; return the loss that it reaches, or infinity."""
+    try:
+        weights = train(case.program(seed), seed, skips=skips)
+    except Exception:  # whatever ends a user's run
+        return math.inf
+    if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+        return math.inf
+    loss = case.program(seed, mended=True).evaluate(weights)
+    return loss if math.isfinite(loss) else math.inf
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", choices=SETS, default="first")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", help="names of cases")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for name, case in cases(options.set):
+        if options.only and name not in options.only:
+            continue
+        begun, faults = time.perf_counter(), set()
+        told = []
+        for seed in range(options.seeds):
+            stick = yardstick(case, seed)
+            plain, skipping = ended(case, seed, skips=False), ended(case, seed, skips=True)
+            if not (math.isfinite(stick.healthy) and stick.healthy < stick.start - (1 - LEARNED) * abs(stick.start)):
+                faults.add("the mended twin does not learn")
+            if stick.is_near(plain):
+                faults.add("a plain loop does as well")
+            cured = " skip cures" if stick.is_near(skipping) else ""
+            told.append(f"{stick.start:.3g}->{stick.healthy:.3g} plain {plain:.3g}{cured}")
+        guilty = case.program(0).guilty
+        if guilty.ops and not guilty_lines(case):
+            faults.add("no line is marked # guilty")
+        if bool(guilty.rows) != (guilty.cause == "data"):
+            faults.add("rows go with the cause data")
+        verdict = "; ".join(sorted(faults)) or "sound"
+        seconds = (time.perf_counter() - begun) / (4 * options.seeds)
+        print(f"{name:32} {seconds:4.1f} s a run  {' | '.join(told)}  {verdict}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
