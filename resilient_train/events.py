@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Signal(StrEnum):
@@ -53,9 +53,8 @@ class Outcome(StrEnum):
     GAVE_UP = "gave_up"
 
 
-@dataclass(frozen=True, slots=True)
-class Vitals:
-    """What one update measured, read back from the device."""
+class Vitals(NamedTuple):
+    """What one update measured, read back from the device. A tuple: one is made for every update."""
 
     tick: int  # attempted updates, never goes back
     step: int  # accepted updates, this one included if it was accepted
@@ -69,7 +68,6 @@ class Vitals:
     overflowed: bool = False  # refused by the loss scale of half precision, in the ordinary course of things
     loss_scale: float | None = None
     ranks: tuple[int, ...] = ()  # where it began, if only some ranks had it
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

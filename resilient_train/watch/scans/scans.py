@@ -19,6 +19,9 @@ from resilient_train.watch.scans.moments import Faded, Moments
 from resilient_train.watch.scans.reach import Path
 from resilient_train.watch.scans.weights import Weights
 
+Settings = Sequence[Sequence[Mapping[str, Any]]]  # by optimizer, by parameter group
+
+_NOTED = 64  # updates at most that wait to be added up
 _OFTEN = 2  # times the same finding at the same step is fought; then it must be on purpose
 # What explains the others comes first: a negative moment makes weights NaN, and those make all else NaN.
 _FIRST = (Signal.OPTIMIZER_RANGE, Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER, Signal.WEIGHTS_JUMP)
@@ -50,6 +53,7 @@ class Scans:
         self.config, self.model, self.optimizers = config, model, list(optimizers)
         self._remarks: list[str] = []
         self._step = 0
+        self._landed: list[tuple[Settings, float | None]] = []  # updates that were not added up yet
         self._told: dict[tuple[int, str], int] = {}  # does not rewind: how often a finding came again
         self._pending: _Pending | None = None
         self._lay_out()
@@ -91,18 +95,26 @@ class Scans:
 
     # Every update.
 
-    def landed(self, step: int, groups: Sequence[Sequence[Mapping[str, Any]]], clipped_norm: float | None) -> None:
+    def landed(self, step: int, groups: Settings, clipped_norm: float | None) -> None:
         """Hear of an accepted update: the settings in force, and the norm of the gradients after clipping if known."""
         self._step = step
-        given = [setting for settings in groups for setting in settings]
+        self._landed.append((groups, clipped_norm))  # noted: to add it up takes ten times as long
+        if len(self._landed) >= _NOTED:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        """Add up how far the updates since the last time can have carried the state."""
+        landed, self._landed = self._landed, []
         live = self.layout.groups()
-        if len(live) != len(self.layout.kinds) or len(given) != len(live):
-            return  # groups were added: the next measurement begins anew
-        settings = [{**group, **setting} for group, setting in zip(live, given, strict=True)]
-        if self.config.weights.every:
-            self._weights.landed(settings, clipped_norm)
-        if self.config.optimizer.every:
-            self._moments.landed(settings, clipped_norm)
+        for groups, clipped_norm in landed:
+            given = [setting for settings in groups for setting in settings]
+            if len(live) != len(self.layout.kinds) or len(given) != len(live):
+                return  # groups were added: the next measurement begins anew
+            settings = [{**group, **setting} for group, setting in zip(live, given, strict=True)]
+            if self.config.weights.every:
+                self._weights.landed(settings, clipped_norm)
+            if self.config.optimizer.every:
+                self._moments.landed(settings, clipped_norm)
 
     def due(self, step: int) -> bool:
         """Whether a state is to be measured, or hooks and batches have something to tell."""
@@ -131,6 +143,7 @@ class Scans:
 
         `everything` is for after an alarm, when somebody wants to know now.
         """
+        self._add_up()
         self._reconcile()
         step, config = self._step, self.config
         pending = _Pending(step)
@@ -238,6 +251,7 @@ class Scans:
 
     def state_dict(self) -> dict[str, Any]:
         """What is compared against, as plain data."""
+        self._add_up()
         pending = self._pending or _Pending(self._step)  # nobody has judged it: as if it had not been measured
         return {
             "step": self._step,
@@ -249,6 +263,7 @@ class Scans:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back: comparisons start from the state that was."""
         self._pending = None
+        self._landed.clear()
         self._armed = self._saw_batch = False
         self._activations.disarm()
         self._step = state["step"]
