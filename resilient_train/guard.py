@@ -7,7 +7,6 @@ k+1: take samples -> forward and backward of each micro-batch
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing, Update
 from resilient_train.drill import Drill, Place
 from resilient_train.errors import TrainError
-from resilient_train.events import Anomaly, Incident, Signal, Vitals
+from resilient_train.events import Anomaly, Incident, Vitals
+from resilient_train.examination import Examination
 from resilient_train.objective import Metrics, Objective
 from resilient_train.record.console import log
 from resilient_train.record.incidents import IncidentBook
@@ -129,6 +129,7 @@ class Guard:
         self._verify_after = verify_after
         self._panel = Panel(checks)
         self._scans = Scans(checks, called, optimizers)
+        self._examination = Examination(self.world, self.clock, self._scans, self._backups)
         self._precision = Precision(called, accelerator.mixed_precision)
         ward = Ward(
             world=self.world,
@@ -163,11 +164,9 @@ class Guard:
         self._handed: Any = None  # the batch that the loop has got
         self._described = False
         self._repeats = 0  # of one update that was refused by mistake
-        self._nan_is_usual = False  # batches hold values that are not finite, masks perhaps, and nobody minds
         self._losses: list[torch.Tensor] = []
         self._reported: list[Metrics] = []
         self._in_flight: _InFlight | None = None
-        self._scanned: tuple[int, int, Sent] | None = None  # step and tick of a scan whose numbers are on their way
 
     # What a loop calls.
 
@@ -234,7 +233,7 @@ class Guard:
     def close(self) -> None:
         """End a run before its last step: hear the last verdict, close what has healed, let go of worker processes."""
         self._put_back_batch()
-        if self.settle() and self._scan_now() is None:
+        if self.settle() and self._examination.now() is None:
             self._treatment.finish()
         self.samples.close()
 
@@ -267,7 +266,7 @@ class Guard:
         self._put_back_batch()
         self._seed_between(self.samples.position)
         if self.clock.step == 0 and not self._ring.held:
-            self._scan_now()  # what is compared with from now on
+            self._examination.now()  # what is compared with from now on
             if (held := self._ring.take(0, verified=True)) is not None:
                 held.statistics = self._statistics()
 
@@ -275,7 +274,7 @@ class Guard:
         """Say whether another update is wanted; at the end the last one is heard and scanned first."""
         if self.attempted_step < steps:
             return True
-        if self.settle() and self.clock.step >= steps and (anomaly := self._scan_now()) is not None:
+        if self.settle() and self.clock.step >= steps and (anomaly := self._examination.now()) is not None:
             place = self.samples.position
             update = self._newest_begun.update if self._newest_begun else Update(place, place, [])
             self._treatment.treat(anomaly, update, refused=False)
@@ -350,8 +349,7 @@ class Guard:
             return False
         if self.drill is not None:
             self.drill.on_gradients(self._place(), self._updater.weights)
-        if self._scans.due(self.clock.step):
-            self._scanned = (self.clock.step, self.clock.tick, self._scan_before(begun))
+        self._examination.launch(begun.backup)
         loss = self._losses[0] if len(self._losses) == 1 else pulse.mean(self._losses)
         rate = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
         self._ring.before_change()
@@ -373,7 +371,13 @@ class Guard:
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return True
-        vitals = self._vitals(flight)
+        update, lr = flight.begun.update, flight.attempt.settings[0][0]["lr"]
+        vitals = pulse.vitals(
+            *(flight.begun.tick, self.clock.step, update.start, update.stop, lr),
+            flight.sent.read(),
+            flight.limits,
+            has_scale=self._updater.scaler is not None,
+        )
         self.newest = vitals
         self.metrics.note(flight.metrics)
         finding = self._panel.judge(vitals)
@@ -385,14 +389,14 @@ class Guard:
             self._accept(flight, vitals)
         elif flight.held is not None:
             self._ring.drop(flight.held)
-        scanned = self._scan_heard()
+        scanned = self._examination.hear()
         anomaly = scanned or finding.anomaly or self._repeated_in_vain(finding.repeat, vitals)
         if anomaly is None and not finding.repeat:
             self._healthy(flight, vitals)
             return True
         self._undo(flight, begun, vitals)
         if anomaly is not None:
-            named = scanned or self._named(anomaly, flight)
+            named = scanned or self._examination.named(anomaly, flight.begun.fed)
             self._treatment.treat(named, flight.begun.update, refused=not vitals.accepted)
             self._set_limits()
         return False
@@ -412,27 +416,6 @@ class Guard:
         if norm < NO_LIMIT:
             self._updater.usual_norm = norm / self._panel.config.limit.grad_factor
 
-    def _vitals(self, flight: _InFlight) -> Vitals:
-        loss, grad_norm, *rest = flight.sent.read()
-        scale = rest.pop(0) if self._updater.scaler is not None else None  # what is left is of each rank
-        signal = pulse.why_refused(loss, grad_norm, flight.limits)
-        overflowed = scale is not None and signal is Signal.NONFINITE_GRAD
-        update = flight.begun.update
-        return Vitals(
-            tick=flight.begun.tick,
-            step=self.clock.step + (signal is None),
-            accepted=signal is None,
-            loss=loss,
-            grad_norm=grad_norm,
-            lr=flight.attempt.settings[0][0]["lr"],
-            start=update.start,
-            stop=update.stop,
-            refused=None if overflowed else signal,
-            overflowed=overflowed,
-            loss_scale=scale,
-            ranks=pulse.where_not_finite(rest),
-        )
-
     def _accept(self, flight: _InFlight, vitals: Vitals) -> None:
         self.clock.step += 1
         self._updater.accept(self.clock.step)
@@ -450,57 +433,12 @@ class Guard:
         if vitals.accepted and self.clock.step == 1 and not self._described:
             self._described = True
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
-            self._nan_is_usual = bool(self._ranks_where(not pulse.all_finite(flight.begun.fed)))
+            self._examination.note_first(flight.begun.fed)
 
     def _declare_restart(self, attempt: Attempt) -> None:
         """A schedule that starts again makes the loss jump on purpose."""
         if attempt.restarts:
             self._panel.expect(self.clock.step + 1)
-
-    def _scan_before(self, begun: _Begun) -> Sent:
-        """Measure the state without what the forward of `begun`, of which nothing is known yet, did to buffers."""
-        with_it = self._backups.take()
-        self._backups.put_back(begun.backup)
-        sent = Sent(self.world.max(self._scans.measure()))
-        self._backups.put_back(with_it)
-        self._backups.let_go(with_it)
-        return sent
-
-    def _scan_heard(self) -> Anomaly | None:
-        """The verdict of a scan that was launched an update ago."""
-        if self._scanned is None:
-            return None
-        (step, tick, sent), self._scanned = self._scanned, None
-        return self._scans.judge(step, tick, sent.read())
-
-    def _scan_now(self) -> Anomaly | None:
-        """Look at everything at once and wait for it."""
-        self._scanned = None
-        return self._scans.judge(
-            self.clock.step, self.clock.tick, self.world.max(self._scans.measure(everything=True)).tolist()
-        )
-
-    def _named(self, anomaly: Anomaly, flight: _InFlight) -> Anomaly:
-        """Say more precisely what is wrong, now that time does not matter. Every rank comes here.
-
-        Rotten weights explain what followed from them, and so does a rotten batch. Weights are asked first: a batch
-        may hold NaN for a mask. What is usual in batches, it is not to blame.
-        """
-        if (found := self._scan_now()) is not None:
-            return found
-        if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD) or self._nan_is_usual:
-            return anomaly
-        ranks = self._ranks_where(not pulse.all_finite(flight.begun.fed))
-        if not ranks:
-            return anomaly
-        evidence = f"the batch holds values that are not finite; {anomaly.evidence}"
-        ranks = ranks if self.world.size > 1 else ()
-        return dataclasses.replace(anomaly, signal=Signal.NONFINITE_BATCH, evidence=evidence, ranks=ranks)
-
-    def _ranks_where(self, is_so: bool) -> tuple[int, ...]:
-        flags = torch.zeros(self.world.size, device=self.world.device)
-        flags[self.world.rank] = is_so
-        return tuple(rank for rank, flag in enumerate(self.world.sum(flags).tolist()) if flag)
 
     def _undo(self, flight: _InFlight, begun: _Begun | None, vitals: Vitals) -> None:
         """Take back what does not count: gradients, what forwards did to buffers, and the place in the data."""

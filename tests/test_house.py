@@ -35,8 +35,12 @@ MAY_KNOW: dict[str, set[str]] = {
     "record": {"ranks"},
     "objective": set(),
     "treatment": {"checkpoint", "data", "ranks", "record", "recover", "state", "update", "watch"},
+    "examination": {"ranks", "state", "watch"},
     "fitting": {"data", "objective", "ranks", "record", "recover", "update", "watch"},
-    "guard": {"data", "drill", "fitting", "objective", "ranks", "record", "state", "treatment", "update", "watch"},
+    "guard": {
+        *("data", "drill", "examination", "fitting", "objective", "ranks", "record", "state"),
+        *("treatment", "update", "watch"),
+    },
     "config": {"data", "ranks", "record", "state", "update", "watch"},
     "assemble": {
         *("checkpoint", "config", "data", "drill", "guard", "objective", "ranks", "record", "state", "update", "watch"),

@@ -9,7 +9,34 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from resilient_train.events import Signal
+from resilient_train.events import Signal, Vitals
+
+
+def vitals(
+    tick: int,
+    step: int,
+    start: int,
+    stop: int,
+    lr: float,
+    numbers: Sequence[float],
+    limits: tuple[float, float],
+    *,
+    has_scale: bool,
+) -> Vitals:
+    """Say what the numbers of an update mean, which passed the gate or not; `step` updates were accepted before it.
+
+    The numbers: loss, gradient norm, the loss scale if there is one; with ranks, loss and norm of each.
+    """
+    loss, grad_norm, *rest = numbers
+    scale = rest.pop(0) if has_scale else None
+    signal = why_refused(loss, grad_norm, limits)
+    overflowed = scale is not None and signal is Signal.NONFINITE_GRAD
+    refused = None if overflowed else signal
+    accepted = signal is None
+    ranks = where_not_finite(rest)
+    return Vitals(
+        *(tick, step + accepted, accepted, loss, grad_norm, lr, start, stop, refused, overflowed, scale, ranks)
+    )
 
 
 def where_not_finite(table: Sequence[float]) -> tuple[int, ...]:
