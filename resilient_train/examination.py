@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from resilient_train.data.rescue import FailedRow
 from resilient_train.events import Anomaly, Signal
 from resilient_train.ranks.world import World
 from resilient_train.state.backup import Backup, Backups
@@ -56,12 +57,19 @@ class Examination:
         """Learn from the first update, which was healthy, whether NaN in a batch is usual."""
         self._nan_is_usual = bool(self._ranks_where(not pulse.all_finite(fed)))
 
-    def named(self, anomaly: Anomaly, fed: Sequence[Any]) -> Anomaly:
+    def named(self, anomaly: Anomaly, fed: Sequence[Any], failed: Sequence[FailedRow]) -> Anomaly:
         """Say more precisely what is wrong, now that time does not matter. Every rank comes here.
 
-        Rotten weights explain what followed from them, and so does a rotten batch. Weights are asked first: a batch
-        may hold NaN for a mask. What is usual in batches, it is not to blame.
+        Rows that could not be fetched were replaced, and the update was spoiled on purpose. Rotten weights explain what
+        followed from them, and so does a rotten batch. Weights are asked first: a batch may hold NaN for a mask. What
+        is usual in batches, it is not to blame.
         """
+        everywhere = self._world.all_of(list(failed))
+        if any(everywhere):
+            first = next(rows[0] for rows in everywhere if rows)
+            evidence = f"row {first.row} cannot be fetched: {first}"
+            ranks = tuple(rank for rank, rows in enumerate(everywhere) if rows) if self._world.size > 1 else ()
+            return dataclasses.replace(anomaly, signal=Signal.EXCEPTION, evidence=evidence, ranks=ranks)
         if (found := self.now()) is not None:
             return found
         if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD) or self._nan_is_usual:

@@ -7,6 +7,7 @@ k+1: take samples -> forward and backward of each micro-batch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,14 +19,16 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
 
-from resilient_train import fitting
+from resilient_train import fitting, numerics
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing, Update
+from resilient_train.diagnose.replay import Replay
+from resilient_train.diagnose.search import Refused, Search
 from resilient_train.drill import Drill, Place
 from resilient_train.errors import TrainError
 from resilient_train.events import Anomaly, Incident, Vitals
 from resilient_train.examination import Examination
-from resilient_train.objective import Metrics, Objective
+from resilient_train.objective import Measured, Metrics, Objective
 from resilient_train.record.console import log
 from resilient_train.record.incidents import IncidentBook
 from resilient_train.state.backup import Backup, Backups
@@ -93,16 +96,18 @@ class Guard:
         shuffle: bool = True,
         num_workers: int = 0,
         collate: Collate | None = None,
+        quarantine: str | Path | None = None,
         drill: Drill | None = None,
         book: IncidentBook | None = None,
     ) -> None:
         """Take what a loop has: the model as Accelerate prepared it, the optimizer or several, a data set or a loader.
 
         `objective` is `(model, batch) -> loss`. Without one the loop makes the loss, and hands it to `update`.
+        `quarantine` is the quarantine.json of another run on the same data: its rows are left out.
         """
         self.world = fitting.world(accelerator)
         self.model, self.clock, self.seed, self.drill = model, Clock(), seed, drill
-        if book is None:
+        if book is None:  # it is the loop of a user's own
             fitting.speak_up(self.world)
         self.objective = fitting.objective(objective)
         batch_size = fitting.batch_size(batch_size, data, self.world)
@@ -142,11 +147,12 @@ class Guard:
             panel=self._panel,
             scans=self._scans,
             precision=self._precision,
+            search=None if self.objective is None else self._search(called, self.objective),
         )
+        book = book or fitting.book(run_dir, self.world)
+        listed = fitting.quarantine(quarantine, self.samples, book.directory, self.world)
         self._treatment = Treatment(
-            ward,
-            fitting.policy(recovery),
-            book or fitting.book(run_dir, self.world),
+            *(ward, fitting.policy(recovery), book, listed),
             recovered_after=max(verify_after, 50),
         )
         self._cautions = [caution] if caution else []
@@ -214,7 +220,9 @@ class Guard:
             what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
             raise TypeError(f"guard.update takes the loss as a scalar tensor, not one of {what}")
         self._require_batch("update")
-        loss = loss.detach()
+        assert self._begun is not None
+        # Rows that could not be fetched: every rank has to hear of it, and this is the way that all trouble takes.
+        loss = torch.full_like(loss, math.nan) if self._begun.update.failed else loss.detach()
         self._losses.append(loss if loss.dtype is torch.float32 and loss.dim() == 0 else loss.float().reshape(()))
         if len(self._losses) < self.slicing.accumulation:
             return False
@@ -255,6 +263,20 @@ class Guard:
         """Move a batch of any shape to where the model is."""
         return batch if self.world.device.type == "cpu" else send_to_device(batch, self.world.device, non_blocking=True)
 
+    def _search(self, model: nn.Module, objective: Measured) -> Search:
+        """What finds culprits, by making a step once more."""
+        replay = Replay(
+            model,
+            lambda model, batch: objective.for_training(model, batch)[0],
+            self.world.accelerator.backward,
+            self._backups,
+            self._updater.drop_gradients,
+            seed=self.seed,
+            rank=self.world.rank,
+            device=self.world.device,
+        )
+        return Search(replay, self.samples, self.world, self.on_device)
+
     # One update, from its samples to the gate.
 
     def _start(self) -> None:
@@ -277,7 +299,7 @@ class Guard:
         if self.settle() and self.clock.step >= steps and (anomaly := self._examination.now()) is not None:
             place = self.samples.position
             update = self._newest_begun.update if self._newest_begun else Update(place, place, [])
-            self._treatment.treat(anomaly, update, refused=False)
+            self._treatment.treat(anomaly, update)
             self._set_limits()
         return self.clock.step < steps
 
@@ -314,7 +336,9 @@ class Guard:
     def _begin(self, update: Update) -> None:
         self._losses.clear()
         self._reported.clear()
-        self._precision.be(higher=self._treatment.knobs.values.higher_precision)
+        knobs = self._treatment.knobs.values
+        self._precision.be(higher=knobs.higher_precision)
+        numerics.raise_eps(knobs.eps)
         begun = _Begun(update, self.clock.tick + 1, self.attempted_step + 1, self._backups.take(), [])
         self._begun = self._newest_begun = begun
         Guard._newest = id(begun)
@@ -384,7 +408,7 @@ class Guard:
         for remark in (*finding.remarks, *self._scans.remarks()):
             log.info("note: %s", remark)
         self._set_limits()
-        self._treatment.heard(vitals.step + (not vitals.accepted), flight.begun.update)
+        self._treatment.heard(vitals)
         if vitals.accepted:
             self._accept(flight, vitals)
         elif flight.held is not None:
@@ -396,8 +420,9 @@ class Guard:
             return True
         self._undo(flight, begun, vitals)
         if anomaly is not None:
-            named = scanned or self._examination.named(anomaly, flight.begun.fed)
-            self._treatment.treat(named, flight.begun.update, refused=not vitals.accepted)
+            update, fed = flight.begun.update, flight.begun.fed
+            named = scanned or self._examination.named(anomaly, fed, update.failed)
+            self._treatment.treat(named, update, None if vitals.accepted else Refused(update, fed, flight.limits))
             self._set_limits()
         return False
 

@@ -12,14 +12,19 @@ from typing import NamedTuple, NoReturn
 
 from resilient_train.checkpoint import last_good
 from resilient_train.data.samples import Samples, Slicing, Update
+from resilient_train.diagnose.damage import lost_eps, of_state
+from resilient_train.diagnose.search import Refused, Search
+from resilient_train.diagnose.verdict import climbed, on_failed
 from resilient_train.errors import GaveUp, in_one_line
-from resilient_train.events import Anomaly, Diagnosis, Incident, Outcome
+from resilient_train.events import Anomaly, Cause, Culprit, Diagnosis, Incident, Outcome, Signal, Vitals
+from resilient_train.numerics.armor import Armor, CannotArmor
 from resilient_train.ranks.world import World
 from resilient_train.record.console import log
 from resilient_train.record.incidents import IncidentBook, farewell, outcome_told, told
+from resilient_train.record.quarantine import Quarantine
 from resilient_train.recover.causes import by_signal
 from resilient_train.recover.decide import decide
-from resilient_train.recover.history import History
+from resilient_train.recover.history import History, kind_of
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import Applicable, passes_over, remedy
@@ -30,13 +35,19 @@ from resilient_train.update.updater import Updater
 from resilient_train.watch.checks import Panel
 from resilient_train.watch.scans import Scans
 
+_KNOWN_AFTER, _KNOWN_FOR = 2, 50  # incidents and updates: the like of the last two needs no search
+_TREND = 32  # accepted updates
+
 
 class Passed(NamedTuple):
-    """An update that was attempted: which it would be, and where its samples lie."""
+    """An update that was attempted: which it would be, where its samples lie, and what it measured."""
 
     step: int
     start: int
     stop: int
+    accepted: bool
+    loss: float
+    norm: float
 
 
 @dataclass
@@ -53,38 +64,46 @@ class Ward:
     panel: Panel
     scans: Scans
     precision: Precision
+    search: Search | None  # None where a step cannot be replayed
 
 
 class Treatment:
     """Diagnoses, decides, acts, and writes down each of it. To the remedies it is the patient."""
 
-    def __init__(self, ward: Ward, policy: Policy, book: IncidentBook, *, recovered_after: int) -> None:
-        self.ward, self.policy, self.book = ward, policy, book
+    def __init__(
+        self, ward: Ward, policy: Policy, book: IncidentBook, quarantined: Quarantine, *, recovered_after: int
+    ) -> None:
+        self.ward, self.policy, self.book, self.quarantined = ward, policy, book, quarantined
         self.knobs = Knobs(relax_after=policy.relax_after)
         self.history = History(book.incidents, recovered_after=recovered_after)
         self._passed: deque[Passed] = deque(maxlen=10_000)
         self._anomaly: Anomaly | None = None
+        self._diagnosis: Diagnosis | None = None
+        self._armor = Armor()
+        self._armored: set[tuple[str, int, str]] = set()  # by file, line and operation; also where it could not be
         self._blamed = (0, 0)
         self._rewound: Held | None = None
 
-    def heard(self, step: int, update: Update) -> None:
+    def heard(self, vitals: Vitals) -> None:
         """Note an update that was attempted, in case it is to blame for something later."""
-        self._passed.append(Passed(step, update.start, update.stop))
+        accepted, step = vitals.accepted, vitals.step + (not vitals.accepted)
+        self._passed.append(Passed(step, vitals.start, vitals.stop, accepted, vitals.loss, vitals.grad_norm))
 
     def healthy(self) -> None:
         """Note that an update landed without trouble."""
         self.knobs.advance()
         self._close(self.history.accepted(), self.history.recovered_after)
 
-    def treat(self, anomaly: Anomaly, update: Update, *, refused: bool) -> None:
+    def treat(self, anomaly: Anomaly, update: Update, refused: Refused | None = None) -> None:
         """Do what the policy prescribes about the newest update. Raises GaveUp where it has nothing left."""
         started, before, ward = time.perf_counter(), self.ward.clock.step, self.ward
         self._anomaly, self._rewound = anomaly, None
         self._blamed = self._samples_to_blame(anomaly, update)
         ward.ring.distrust(anomaly.since)
-        diagnosis = self._diagnose(anomaly)
+        self._diagnosis = diagnosis = self._diagnosed(anomaly, update, refused)
         decision = decide(
-            self.policy, anomaly, diagnosis, self.history.incidents, ward.clock.tick, self._applicable(anomaly)
+            *(self.policy, anomaly, diagnosis, self.history.incidents, ward.clock.tick),
+            self._applicable(anomaly, diagnosis),
         )
         incident, closed = self.history.open(anomaly, diagnosis, decision)
         self._close(closed)
@@ -102,7 +121,7 @@ class Treatment:
         incident = dataclasses.replace(
             incident,
             rewound_to=self._rewound.step if self._rewound else None,
-            steps_lost=before - ward.clock.step + refused,
+            steps_lost=before - ward.clock.step + (refused is not None),
             seconds=time.perf_counter() - started,
         )
         self.history.treated(incident)
@@ -141,6 +160,26 @@ class Treatment:
         self.ward.updater.reset_moments()
         self.ward.scans.rebase()
 
+    def quarantine(self) -> None:
+        """Take the guilty rows out of the data."""
+        assert self._diagnosis is not None
+        assert self._anomaly is not None
+        rows = self._diagnosis.rows
+        self.ward.samples.quarantine(rows)
+        self.quarantined.add(rows, self._diagnosis.advice, self._anomaly.step, self.history.incidents[-1].id)
+
+    def armor(self) -> None:
+        """Put armor around the guilty operation, for the rest of the run."""
+        assert self._diagnosis is not None
+        assert self._diagnosis.culprit is not None
+        culprit = self._diagnosis.culprit
+        self._armored.add((culprit.file, culprit.line, culprit.op))
+        self._armor.put_on(culprit.file, culprit.line, culprit.op)
+
+    def mend_eps(self) -> None:
+        """Raise an epsilon that is lost in its type to what the type can hold, for the rest of the run."""
+        self.ward.updater.mends_eps = True
+
     def lower_loss_scale(self, factor: float) -> None:
         """Scale the loss by less from now on."""
         scaler = self.ward.updater.scaler
@@ -149,16 +188,71 @@ class Treatment:
 
     # How it is done.
 
-    def _diagnose(self, anomaly: Anomaly) -> Diagnosis:
-        """Why it happened, as far as the vitals allow."""
-        return by_signal(anomaly)
+    def _diagnosed(self, anomaly: Anomaly, update: Update, refused: Refused | None) -> Diagnosis:
+        """Why it happened, as far as it can be told."""
+        ward = self.ward
+        if anomaly.signal is Signal.EXCEPTION:
+            told = {one.row: str(one) for one in update.failed}
+            return on_failed({row: why for one in ward.world.all_of(told) for row, why in one.items()})
+        found: Diagnosis | None = None
+        if not anomaly.landed:
+            if refused is not None and ward.search is not None:
+                found = self._known(anomaly) or ward.search.diagnose(anomaly, refused, self._trend())
+        else:
+            proven = ward.ring.proven(anomaly.since)
+            before = proven[0].snapshot.parts["weights"] if proven else {}
+            found = of_state(anomaly, dict(ward.state.model.named_parameters()), before, ward.updater.optimizers)
+            found = next((one for one in ward.world.all_of(found) if one is not None), None)
+        return found or by_signal(anomaly)
 
-    def _applicable(self, anomaly: Anomaly) -> Applicable:
-        return Applicable(
-            snapshots=len(self.ward.ring.proven(anomaly.since)),
-            mixed_precision=self.ward.precision.is_mixed,
-            loss_scaler=self.ward.updater.scaler is not None,
+    def _known(self, anomaly: Anomaly) -> Diagnosis | None:
+        """What the last incidents were found to be, where this is their like and nothing was done but passing over."""
+        last = self.history.incidents[-_KNOWN_AFTER:]
+        first = last[0].diagnosis if len(last) == _KNOWN_AFTER else None
+        if first is None or first.cause in (Cause.DATA, Cause.TRANSIENT):  # other rows every time
+            return None
+        return first if all(self._is_like(one, anomaly, first) for one in last) else None
+
+    def _is_like(self, incident: Incident, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
+        one = incident.anomaly
+        return (
+            one.signal is anomaly.signal
+            and anomaly.tick - one.tick <= _KNOWN_FOR
+            and kind_of(one, incident.diagnosis) == kind_of(anomaly, diagnosis)
+            and passes_over(incident.decision.actions)
         )
+
+    def _trend(self) -> float:
+        """How many times the usual losses or gradients were when it happened."""
+        accepted = [one for one in self._passed if one.accepted][-_TREND:]
+        return max(climbed([one.loss for one in accepted]), climbed([one.norm for one in accepted]))
+
+    def _applicable(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Applicable:
+        ward = self.ward
+        return Applicable(
+            snapshots=len(ward.ring.proven(anomaly.since)),
+            mixed_precision=ward.precision.is_mixed,
+            loss_scaler=ward.updater.scaler is not None,
+            rows=ward.samples.rows,
+            quarantined=len(self.quarantined.rows),
+            armor=not anomaly.landed and self._can_be_armored(diagnosis.culprit),
+            lost_eps=lost_eps(ward.updater.optimizers) is not None and not ward.updater.mends_eps,
+        )
+
+    def _can_be_armored(self, culprit: Culprit | None) -> bool:
+        """Try it on, unless it was tried before: what does not help once does not help twice."""
+        if culprit is None or not culprit.line:
+            return False
+        where = (culprit.file, culprit.line, culprit.op)
+        if where in self._armored:
+            return False
+        try:
+            self._armor.take_off(self._armor.put_on(*where))
+        except CannotArmor as why:
+            self._armored.add(where)
+            log.warning("no armor around `%s` at %s:%d: %s", culprit.op, culprit.file, culprit.line, why)
+            return False
+        return True
 
     def _samples_to_blame(self, anomaly: Anomaly, update: Update) -> tuple[int, int]:
         """Those of the update that was refused; of what landed, all since the newest step to be trusted."""

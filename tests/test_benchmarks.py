@@ -38,3 +38,15 @@ def test_snapshot_prints_every_way() -> None:
 def test_rivals_tell_their_options() -> None:
     """The others need a network to be installed, so this is all that is tried of them."""
     assert "--venv DIR" in output("rivals.py", "--help")
+
+
+def test_the_clinic_judges_a_case_and_keeps_its_runs(tmp_path: Path) -> None:
+    """A loop by hand and ours get a count each; what has been run is not run again."""
+    asked = ["--only", "where_branch", "--seeds", "1", "--json", str(tmp_path / "runs.jsonl"), "--arms", "plain"]
+    printed = output("clinic", *asked, "balanced")
+    head, row = [line.split(" | ") for line in printed.splitlines() if line.startswith(("| case", "| `where"))]
+    assert head[1:3] == ["plain", "balanced"]
+    assert row[1] == "0/1"  # what a case is: a plain loop does not get over it
+    assert "3 runs in " in printed
+    assert "\n0 runs in " in (again := output("clinic", *asked))
+    assert "| `where_branch` | 0/1 |" in again

@@ -29,7 +29,7 @@ from resilient_train.recover.remedies import KNOWN, Applicable, Case, Patient, R
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
 
 POLICIES = ["aggressive", "balanced", "conservative", "off", "palm", "skip"]
-ALL_APPLICABLE = Applicable(snapshots=4, skip=True, mixed_precision=True, loss_scaler=True)
+ALL_APPLICABLE = Applicable(snapshots=4, skip=True, mixed_precision=True, loss_scaler=True, rows=10_000)
 
 
 def refused(step: int, tick: int | None = None, signal: Signal = Signal.NONFINITE_LOSS) -> Anomaly:
@@ -42,6 +42,10 @@ def landed(step: int, tick: int | None = None, signal: Signal = Signal.DIVERGENC
 
 def unknown(anomaly: Anomaly) -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN, "")
+
+
+def guilty(*rows: int) -> Callable[[Anomaly], Diagnosis]:
+    return lambda anomaly: Diagnosis(Cause.DATA, "", rows=rows)
 
 
 def decisions(
@@ -196,6 +200,75 @@ def test_remedies_of_a_rung(rung: list[Any], anomaly: Anomaly, can: dict[str, An
 
 
 @pytest.mark.parametrize(
+    ("rung", "anomaly", "rows", "can", "expected"),
+    [
+        (["quarantine"], refused(9), [17], {}, ["quarantine"]),
+        (["quarantine"], refused(9), [], {}, []),
+        (["quarantine"], refused(9), [17], {"rows": 0}, []),
+        (["quarantine"], landed(9), [17], {}, ["quarantine"]),
+        (["quarantine", "rewind"], landed(9), [17], {}, ["rewind", "quarantine"]),
+        (["reset_moments", "quarantine", "skip"], refused(9), [17], {}, ["skip", "quarantine", "reset_moments"]),
+        (["quarantine", "skip"], refused(9), [], {}, ["skip"]),
+    ],
+)
+def test_guilty_rows_are_put_in_quarantine(
+    rung: list[Any], anomaly: Anomaly, rows: list[int], can: dict[str, Any], expected: list[str]
+) -> None:
+    """Where they are known and have an index, right after the skip; else it is passed over."""
+    policy = parse({"ladders": {"default": [rung]}})
+    (decision,) = decisions(policy, [anomaly], dataclasses.replace(ALL_APPLICABLE, **can), guilty(*rows))
+    assert [action.remedy for action in decision.actions] == expected
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows", "count", "before", "said"),
+    [
+        ({}, [1, 2], 100, 0, None),
+        ({}, [1, 2], 100, 3, None),
+        ({}, [1, 2], 100, 4, "6 of its 100 rows are guilty, and the budget allows for 5"),
+        ({}, [1, 1, 2], 100, 3, None),
+        ({}, [1], 10, 0, None),
+        ({}, [1, 2], 10, 0, "2 of its 10 rows are guilty, and the budget allows for 1"),
+        ({}, [1], 2, 0, None),
+        ({}, [0], 1, 0, "1 of its 1 rows are guilty, and the budget allows for 0"),
+        ({}, [1], 1_000_000, 999, None),
+        ({}, [1], 1_000_000, 1000, "1,001 of its 1,000,000 rows are guilty, and the budget allows for 1,000"),
+        ({"rows": 3}, [1, 2, 3], 100, 0, None),
+        ({"rows": 3}, [1, 2, 3, 4], 100, 0, "4 of its 100 rows are guilty, and the budget allows for 3"),
+        ({"share": 0.5}, [1], 100, 49, None),
+        ({"share": 0.5}, [1], 100, 50, "51 of its 100 rows are guilty, and the budget allows for 50"),
+        ({"share": 1}, list(range(99)), 100, 0, None),
+        ({"share": 1}, list(range(100)), 100, 0, "100 of its 100 rows are guilty, and the budget allows for 99"),
+        ({"share": 0}, [1], 100, 0, "1 of its 100 rows are guilty, and the budget allows for 0"),
+        ({"rows": 0}, [1], 100, 0, "1 of its 100 rows are guilty, and the budget allows for 0"),
+    ],
+)
+def test_a_data_set_loses_so_many_rows_and_no_more(
+    budget: dict[str, Any], rows: list[int], count: int, before: int, said: str | None
+) -> None:
+    """Neither more than their number nor more than their share, but for one; beyond that the data set is broken."""
+    policy = parse({"ladders": {"default": [["quarantine"], ["skip"]]}, "budget": budget})
+    can = dataclasses.replace(ALL_APPLICABLE, rows=count, quarantined=before)
+    (decision,) = decisions(policy, [refused(9)], can, guilty(*rows))
+    assert decision.gave_up == (None if said is None else f"the data set is broken: {said}")
+    assert [action.remedy for action in decision.actions] == (["quarantine"] if said is None else [])
+    (other,) = decisions(policy, [refused(9)], can, guilty())  # nobody is known to be guilty: the next rung
+    assert [action.remedy for action in other.actions] == ["skip"]
+
+
+def test_a_quarantine_passes_over() -> None:
+    """Of a refused update it costs the budget of those, not that of incidents; beside a rewind it is one."""
+    assert passes_over([Action("quarantine")])
+    assert passes_over([Action("skip"), Action("quarantine")])
+    assert not passes_over([Action("rewind"), Action("quarantine")])
+    rows = {"default": [{"do": ["quarantine"], "strikes": None}]}
+    policy = parse({"ladders": rows, "budget": {"refused": 3, "incidents": 0, "run": 0}})
+    made = decisions(policy, [refused(n) for n in range(1, 9, 2)], diagnose=guilty(1))
+    assert rungs(made) == [0, 0, 0, "end"]
+    assert made[-1].gave_up == "the budget of 3 refused updates within 1,000 updates is used up"
+
+
+@pytest.mark.parametrize(
     ("policy", "anomalies", "said"),
     [
         ({"ladders": {"default": []}}, [refused(1)], "the policy has no remedy for unknown"),
@@ -323,6 +396,13 @@ def ladder(*rungs: Any) -> dict[str, Any]:
         (
             {**ladder(), "budget": 5},
             "recovery.budget=5: must be a mapping of incidents, run, refused, in_a_row, window",
+        ),
+        ({**ladder(), "budget": {"rows": -1}}, "recovery.budget.rows=-1: must be at least 0"),
+        ({**ladder(), "budget": {"rows": 0.5}}, "recovery.budget.rows=0.5: must be a whole number, at least 0"),
+        ({**ladder(), "budget": {"share": 1.5}}, "recovery.budget.share=1.5: must be at least 0 and at most 1"),
+        (
+            {**ladder(), "budget": {"share": None}},
+            "recovery.budget.share=null: must be a number, at least 0, at most 1",
         ),
         ({**ladder(), "budget": {"window": 0}}, "recovery.budget.window=0: must be at least 1"),
         ({**ladder(), "budget": {"run": None}}, "recovery.budget.run=null: must be a whole number, at least 0"),
@@ -471,8 +551,17 @@ class Run:
         self.position += 1 if updates is None else updates
         self.told.append("skip")
 
+    def quarantine(self) -> None:
+        self.told.append("quarantine")
+
     def reset_moments(self) -> None:
         self.told.append("reset_moments")
+
+    def armor(self) -> None:
+        self.told.append("armor")
+
+    def mend_eps(self) -> None:
+        self.told.append("mend_eps")
 
     def lower_loss_scale(self, factor: float) -> None:
         self.told.append("lower_loss_scale")
@@ -642,20 +731,25 @@ def series(draw: st.DrawFn) -> list[Anomaly]:
     return anomalies
 
 
-applicables = st.builds(Applicable, st.integers(0, 4), st.booleans(), st.booleans(), st.booleans())
+def with_a_row(anomaly: Anomaly) -> Diagnosis:
+    return dataclasses.replace(by_signal(anomaly), rows=(anomaly.tick,))
+
+
+counts = st.integers(0, 200)
+applicables = st.builds(Applicable, st.integers(0, 4), st.booleans(), st.booleans(), st.booleans(), counts, counts)
 
 
 @settings(max_examples=80, deadline=None)
 @given(name=st.sampled_from(POLICIES), anomalies=series(), can=applicables)
 def test_decisions_are_total_and_the_same_everywhere(name: str, anomalies: list[Anomaly], can: Applicable) -> None:
     """Whatever happens, a policy prescribes something that applies or gives up, and every rank comes to the same."""
-    made = decisions(policy_named(name), anomalies, can, by_signal)
-    assert made == decisions(policy_named(name), anomalies, can, by_signal)
+    made = decisions(policy_named(name), anomalies, can, with_a_row)
+    assert made == decisions(policy_named(name), anomalies, can, with_a_row)
     for decision, anomaly in zip(made, anomalies, strict=False):
         assert bool(decision.actions) == (decision.gave_up is None)
         for action in decision.actions:
             rewinds = any(one.remedy == "rewind" for one in decision.actions)
-            assert remedy(action).applies(Case(anomaly, by_signal(anomaly), can, rewinds))
+            assert remedy(action).applies(Case(anomaly, with_a_row(anomaly), can, rewinds))
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strangers import Augmented, Buffered, Counting, Fixed, RarelyRandom
 from torch.utils.data import SequentialSampler, default_collate
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
+from resilient_train.data.foreign import ForeignSamples
 from resilient_train.data.iterable import IterableSamples
-from resilient_train.data.samples import MapSamples, Samples, Slicing
+from resilient_train.data.rescue import fewest
+from resilient_train.data.samples import MapSamples, Samples, Slicing, Update
 from resilient_train.data.stream import Stream
 from resilient_train.state.tree import sha256
 from resilient_train.zoo.hf import hf_dataset
@@ -198,3 +207,349 @@ def test_evaluation_sees_every_row_once_with_equally_many_batches_on_every_rank(
         seen = [index for mine in dealt for batch, weight in mine if weight for index in batch["index"].tolist()]
         assert sorted(seen) == list(range(rows))
         assert sum(weight for mine in dealt for _, weight in mine) == rows
+
+
+# Keys: what an update was made of.
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kind=st.sampled_from([Augmented, RarelyRandom, Fixed]),
+    rows=st.integers(2, 40),
+    seed=st.integers(0, 2**31),
+    world=st.sampled_from([1, 2]),
+    bad=st.integers(0, 39),
+)
+def test_an_update_can_be_made_again_of_its_keys(kind: Any, rows: int, seed: int, world: int, bad: int) -> None:
+    """Each micro-batch, to the last random number, here and in another process's cursor, quarantine included."""
+    for slicing in slicings(world):
+        samples, other = over(kind(rows), slicing, seed), over(kind(rows), slicing, seed)
+        samples.quarantine([bad % rows])
+        for _ in range(3):
+            update = samples.next_update()
+            assert [len(keys) for keys in update.keys] == [BATCH] * slicing.accumulation
+            assert [sha256(other.collated(keys)) for keys in update.keys] == [sha256(one) for one in update.batches]
+            assert bad % rows not in [key.row for keys in update.keys for key in keys]
+            assert update.failed == ()
+
+
+def test_making_batches_in_between_changes_nothing() -> None:
+    """A diagnosis may make what batches it likes: the stream goes on as if it had not."""
+    plain, asked = over(Augmented(), slicings(1)[0]), over(Augmented(), slicings(1)[0])
+    for _ in range(5):
+        update = asked.next_update()
+        asked.collated(asked.others(update.keys[0], 0))
+        assert sha256(update.batches) == sha256(plain.next_update().batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_update_after_a_quarantine_is_made_with_substitutes(workers: int) -> None:
+    """What was fetched ahead is thrown away; all other places stay what they were."""
+    samples, before = over(Augmented(), Slicing(5), workers=workers), over(Augmented(), Slicing(5))
+    samples.next_update()
+    expected = [before.next_update() for _ in range(3)][1:]
+    bad = expected[0].keys[0][2].row
+    samples.quarantine([bad])
+    for old in expected:
+        new = samples.next_update()
+        assert (new.start, new.stop) == (old.start, old.stop)
+        for was, now in zip(old.keys[0], new.keys[0], strict=True):
+            assert now.row != bad
+            assert was.row == bad or was == now
+    samples.close()
+
+
+def test_samples_without_an_index_say_so() -> None:
+    """Nobody can fetch one of their rows again, so remedies that need that are passed over."""
+    for samples in (over(Counting(), Slicing(5)), ForeignSamples([torch.zeros(5)], Slicing(5))):
+        assert samples.rows == 0
+        assert samples.next_update().keys == []
+        with pytest.raises(TypeError, match="have no index"):
+            samples.quarantine([3])
+    assert over(Augmented(29), Slicing(5)).rows == 29
+
+
+# Rows that raise.
+
+
+@dataclass
+class Faulty(Augmented):
+    """Some rows cannot be read, some have another shape than all others."""
+
+    rows: int = 37
+    missing: Collection[int] = ()
+    odd: Collection[int] = ()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = super().__getitem__(index)
+        if index in self.missing:
+            Path(f"/nowhere/{index}.png").read_bytes()  # THE LINE
+        if index in self.odd:
+            row["x"] = torch.zeros(3)
+        return row
+
+
+LINE = next(number for number, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "# THE LINE" in line)
+
+
+class InBatches(Faulty):
+    """The same, fetched many at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def picky(rows: list[dict[str, Any]]) -> Any:
+    """A collate function of a user's own, that stumbles over some rows."""
+    if any(row["index"] % 10 == 3 for row in rows):
+        raise ValueError(f"cannot pad\n row {rows[0]['index']}")
+    return default_collate(rows)
+
+
+EIGHT = Slicing(8)
+
+
+def by_hand(dataset: Any, slicing: Slicing = EIGHT, *, workers: int = 0, **options: Any) -> MapSamples:
+    stream = Stream(len(dataset), 5, shuffle=options.pop("shuffle", True))
+    return MapSamples(
+        dataset, stream, slicing, collate=options.pop("collate", default_collate), num_workers=workers, **options
+    )
+
+
+def rows_of(update: Update) -> list[int]:
+    return [key.row for keys in update.keys for key in keys]
+
+
+def epoch_of(samples: MapSamples) -> list[Update]:
+    return [samples.next_update() for _ in range(-(-samples.rows // samples.slicing.samples))]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Faulty, InBatches])
+def test_rows_that_raise_are_told_with_others_in_their_places(kind: Any, workers: int) -> None:
+    """Wherever they come, the first update and several in one batch included; all other places stay what they were."""
+    plain, missing = by_hand(Augmented(40)), {5, 17, 18, 30}
+    first = rows_of(plain.next_update())
+    plain.load_state_dict({"position": 0})
+    missing |= set(first[:2])
+    samples = by_hand(kind(40, missing), workers=workers)
+    seen = set()
+    for old in epoch_of(plain):
+        new = samples.next_update()
+        guilty = [row for row in rows_of(old) if row in missing]
+        assert [row.row for row in new.failed] == guilty
+        assert (new.start, new.stop) == (old.start, old.stop)
+        for was, now in zip(old.keys[0], new.keys[0], strict=True):
+            assert now.row not in missing
+            assert was.row in missing or was == now
+        assert new.batches[0]["index"].tolist() == rows_of(new)
+        seen |= set(guilty)
+        for row in new.failed:
+            assert row.error == f"FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/{row.row}.png'"
+            assert (row.file, row.line) == (__file__, LINE)
+            assert str(row) == f"{row.error} ({__file__}:{LINE})"
+    assert seen == missing
+    samples.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_update_that_failed_fails_alike_until_its_rows_are_in_quarantine(workers: int) -> None:
+    """Going back to it gives the very same; with its rows in quarantine nothing fails any more."""
+    samples = by_hand(Faulty(24, {4, 9}), workers=workers)
+    failed = next(update for update in epoch_of(samples) if update.failed)
+    samples.go_back(failed)
+    again = samples.next_update()
+    assert (again.keys, again.failed, sha256(again.batches)) == (failed.keys, failed.failed, sha256(failed.batches))
+    samples.go_back(failed)
+    samples.quarantine([4, 9])
+    cured = samples.next_update()
+    assert (cured.start, cured.failed) == (failed.start, ())
+    assert all(update.failed == () for update in epoch_of(samples))
+    samples.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_that_do_not_collate_are_found(workers: int) -> None:
+    """Those of another shape, as themselves and not as all others; the error is that of collating, with no line."""
+    odd = {2, 11, 12}
+    samples = by_hand(Faulty(40, {7}, odd), workers=workers)
+    failed = [row for update in epoch_of(samples) for row in update.failed]
+    assert {row.row for row in failed} == odd | {7}
+    for row in failed:
+        if row.row in odd:
+            assert row.error.startswith("RuntimeError: stack expects each tensor to be equal size")
+            assert (row.file, row.line, str(row)) == (None, None, row.error)
+    samples.close()
+
+
+def test_rows_that_a_collate_function_stumbles_over_are_found() -> None:
+    """With its line, and its words in one line."""
+    samples = by_hand(Augmented(40), collate=picky)
+    failed = [row for update in epoch_of(samples) for row in update.failed]
+    assert {row.row for row in failed} == {3, 13, 23, 33}
+    for row in failed:
+        assert row.error.startswith("ValueError: cannot pad row ")
+        assert row.file == __file__
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.integers(30, 80), st.integers(1, 24))
+def test_the_guilty_are_found_in_any_batch(data: st.DataObject, count: int, batch_size: int) -> None:
+    """Whatever raises and whatever is odd, while that is little of the data: it is named, and nothing else is."""
+    missing = data.draw(st.sets(st.integers(0, count - 1), max_size=2))
+    odd = data.draw(st.sets(st.integers(0, count - 1), max_size=2)) - missing
+    slicing = Slicing(batch_size, accumulation=data.draw(st.sampled_from([1, 2])))
+    samples, plain = by_hand(Faulty(count, missing, odd), slicing), by_hand(Augmented(count), slicing)
+    for _ in range(3):
+        update, wanted = samples.next_update(), rows_of(plain.next_update())
+        alone = odd if batch_size > 1 else set()  # a batch of one always collates
+        assert {row.row for row in update.failed} == set(wanted) & (missing | alone)
+        assert len(rows_of(update)) == len(wanted)
+        assert not set(rows_of(update)) & (missing | alone)
+
+
+def test_odd_rows_are_found_where_batches_are_large() -> None:
+    """Although as many others would hold odd ones as well."""
+    odd = set(range(0, 600, 60))
+    samples = by_hand(Faulty(600, (), odd), Slicing(100))
+    assert {row.row for update in epoch_of(samples) for row in update.failed} == odd
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "said"),
+    [
+        (Faulty(12, range(12)), {}, "No such file or directory: '/nowhere/"),
+        (Faulty(1, {0}), {}, "No such file or directory: '/nowhere/0.png'"),
+        (Augmented(12), {"collate": lambda rows: rows[0]["z"]}, "'z'"),
+        (Faulty(12, (), range(0, 12, 2)), {"shuffle": False}, "stack expects each tensor"),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_where_no_row_helps_the_error_is_the_users_own(
+    dataset: Any, options: dict[str, Any], said: str, workers: int
+) -> None:
+    """A data set or a collate function that is broken as a whole ends the run, with its own traceback."""
+    samples = by_hand(dataset, Slicing(12), workers=workers, **options)
+    for _ in range(2):
+        with pytest.raises(Exception, match=said) as raised:
+            samples.next_update()
+        assert raised.value.__context__ is None
+        assert "Original Traceback" not in str(raised.value)
+        assert samples.position == 0
+    samples.close()
+
+
+def test_only_exceptions_are_caught() -> None:
+    """Whoever presses Ctrl-C in the midst of a row is heard."""
+
+    class Interrupted(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        by_hand(Interrupted()).next_update()
+
+
+def test_iterables_raise_as_they_do() -> None:
+    """Their rows have no index to be named by."""
+
+    class Broken(Counting):
+        def __iter__(self) -> Any:
+            for row in super().__iter__():
+                if row["index"] == 7:
+                    raise OSError("the line is dead")
+                yield row
+
+    samples = over(Broken(), Slicing(5))
+    samples.next_update()
+    with pytest.raises(OSError, match="the line is dead"):
+        samples.next_update()
+
+
+def test_a_row_that_raises_once_is_fetched_again(caplog: pytest.LogCaptureFixture) -> None:
+    """A disk that was away for a moment costs a line in the log, one for the whole run, and nothing else."""
+
+    class Flaky(Augmented):
+        calls = 0
+
+        def __getitem__(self, index: int) -> Any:
+            Flaky.calls += 1
+            if Flaky.calls % 20 == 9:
+                raise OSError("stale file handle")
+            return super().__getitem__(index)
+
+    plain, samples = by_hand(Augmented(40)), by_hand(Flaky(40))
+    with caplog.at_level(logging.WARNING, "resilient_train"):
+        for old in epoch_of(plain):
+            new = samples.next_update()
+            assert new.failed == ()
+            assert sha256(new.batches) == sha256(old.batches)
+    (line,) = caplog.messages
+    assert line.startswith("data: OSError: stale file handle (")
+    assert line.endswith("; the same rows came at the second try, and training goes on")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch looks every 5 seconds whether a worker that it waits for is alive."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.3,))
+
+
+def workers_of(samples: MapSamples) -> list[Any]:
+    return list(samples._batches._workers)  # type: ignore[union-attr]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    """Wherever the training is at the time: the samples are what they would have been."""
+    plain, samples = by_hand(Augmented(400)), by_hand(Augmented(400), workers=2)
+    with caplog.at_level(logging.WARNING, "resilient_train"):
+        for number in range(12):
+            if number == 3:
+                os.kill(workers_of(samples)[0].pid, signal.SIGKILL)
+                time.sleep(0.1)  # the training, in which nothing may be raised
+            assert sha256(samples.next_update().batches) == sha256(plain.next_update().batches)
+        assert len(workers_of(samples)) == 2
+        assert all(worker.is_alive() for worker in workers_of(samples))
+    (line,) = caplog.messages
+    assert "exited unexpectedly" in line
+    samples.close()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_where_workers_always_die_it_goes_on_without_them(caplog: pytest.LogCaptureFixture) -> None:
+    """A container without shared memory kills them with their first batch."""
+    here = os.getpid()
+
+    class NoMemory(Augmented):
+        def __getitem__(self, index: int) -> Any:
+            if os.getpid() != here:
+                os._exit(1)
+            return super().__getitem__(index)
+
+    plain, samples = by_hand(Augmented(400)), by_hand(NoMemory(400), workers=1)
+    with caplog.at_level(logging.WARNING, "resilient_train"):
+        for _ in range(4):
+            assert sha256(samples.next_update().batches) == sha256(plain.next_update().batches)
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].endswith("rows are fetched without them")
+
+
+@given(st.integers(1, 40), st.data())
+def test_the_fewest_are_found(count: int, data: st.DataObject) -> None:
+    """Each of several groups has to lose a member: no fewer are named than that takes, and none in vain."""
+    suspects = list(range(count))
+    members = st.sets(st.sampled_from(suspects), min_size=1, max_size=3)
+    groups = data.draw(st.lists(members, min_size=1, max_size=4))
+    asked = 0
+
+    def works_without(places: Sequence[int]) -> bool:
+        nonlocal asked
+        asked += 1
+        return all(group & set(places) for group in groups)
+
+    found = fewest(suspects, works_without)
+    assert works_without(found)
+    assert not any(works_without([one for one in found if one != left]) for left in found)
+    if count == 40 and len(groups) == 1:
+        assert asked < 20

@@ -92,6 +92,57 @@ def test_quarantine_changes_the_places_of_its_rows_only(n: int, seed: int, data:
     assert stream.take(position, 1).keys == [after[position]]
 
 
+@given(st.integers(2, 40), seeds, st.integers(1, 4), st.sampled_from([1, 2, 4]), st.data())
+def test_quarantine_is_the_same_for_any_world(
+    n: int, seed: int, batch_size: int, world: int, data: st.DataObject
+) -> None:
+    """However an update is cut, and whenever the rows were put there, the same rows stand in the same places."""
+    bad = data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=n - 1))
+    whole, dealt = Stream(n, seed), Stream(n, seed)
+    whole.quarantine(bad)
+    for row in bad:
+        dealt.quarantine([row])
+    samples = 4 * batch_size
+    at = data.draw(st.integers(0, 3 * n))
+    keys = whole.take(at, samples).keys
+    mine = [
+        micro_batches(dealt.take(at, samples).keys, batch_size=batch_size, rank=rank, world=world)
+        for rank in range(world)
+    ]
+    assert [key for number in range(4 // world) for rank in range(world) for key in mine[rank][number]] == keys
+
+
+@given(st.integers(1, 40), seeds, st.integers(1, 12), st.integers(0, 5), st.data())
+def test_others_are_healthy_rows_beside_those_that_are_given(
+    n: int, seed: int, count: int, draw: int, data: st.DataObject
+) -> None:
+    """As many, each in its key's epoch, none twice while there are enough; the same ones whenever asked."""
+    bad = data.draw(st.sets(st.integers(0, n - 1), max_size=n - 1))
+    without = data.draw(st.sets(st.integers(0, n - 1), max_size=n))
+    stream = Stream(n, seed)
+    stream.quarantine(bad)
+    keys = stream.take(data.draw(positions), count).keys
+    others = stream.others(keys, draw, without=without)
+    assert others == stream.others(list(keys), draw, without=sorted(without))
+    healthy = set(range(n)) - bad - without
+    beside = healthy - {key.row for key in keys}
+    if not healthy:
+        assert others == []
+        return
+    assert [key.epoch for key in others] == [key.epoch for key in keys]
+    rows = {key.row for key in others}
+    assert rows <= (beside or healthy)
+    assert len(rows) == min(count, len(beside or healthy))
+
+
+def test_another_draw_gives_others() -> None:
+    """Controls differ from one draw to the next, and with what they are for."""
+    stream = Stream(1000, 3)
+    keys = stream.take(0, 8).keys
+    assert len({tuple(stream.others(keys[:4], draw)) for draw in range(20)}) == 20
+    assert stream.others(keys[:4], 0) != stream.others(keys[4:], 0)
+
+
 def test_quarantining_every_row_is_refused() -> None:
     """A stream without a healthy row would search for ever."""
     with pytest.raises(ValueError, match="all 3 rows"):

@@ -24,6 +24,7 @@ class DataConfig:
     eval: dict[str, Any] | None = None
     shuffle: bool = True
     num_workers: int = field(default=0, metadata={"at_least": 0})
+    quarantine: str | None = None  # a list of rows that another run has put in quarantine
     collate: Any = None  # an import path, a node with a _target_, or null
 
 

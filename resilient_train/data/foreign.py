@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from resilient_train.data.samples import Slicing, Update
+from resilient_train.data.samples import Slicing, Update, WithoutIndex
 from resilient_train.errors import TrainError
 
 
@@ -26,7 +26,7 @@ class _Served(NamedTuple):
         return self.versions == _versions(self.batches)
 
 
-class ForeignSamples:
+class ForeignSamples(WithoutIndex):
     """Batches of somebody else's loader: it goes on where it is, whatever the run does.
 
     The last two updates are remembered and can be had once more; further back nothing can be fetched again, so after

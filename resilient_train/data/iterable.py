@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from resilient_train.data.rows import Collate
-from resilient_train.data.samples import Slicing, Update
+from resilient_train.data.samples import Slicing, Update, WithoutIndex
 from resilient_train.data.stream import Ranges
 from resilient_train.errors import TrainError
 from resilient_train.state.randomness import Purpose, mix, seed_host
@@ -33,7 +33,7 @@ class _Read(NamedTuple):
     rows: list[Any]
 
 
-class IterableSamples:
+class IterableSamples(WithoutIndex):
     """Samples of an iterable data set that can say where it stands and go back there.
 
     Every rank reads the whole stream and keeps its own share: that costs reading, and buys that the same run on

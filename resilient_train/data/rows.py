@@ -35,17 +35,26 @@ class RepeatableBatches:
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
         """Torch's fetcher asks for a list of rows and collates it; ours holds one batch, collated already."""
+        return [self.collated(keys)]
+
+    def collated(self, keys: Sequence[Key]) -> Any:
+        """Make one micro-batch."""
         if self._draws is None:
             batch, self._draws = self._watched(keys)
-            return [batch]
+            return batch
         if not self._draws:
             self._probe = self._probe or _Probe(mix(Purpose.PROBE, keys[0].seed))
             self._probe.place()
             batch = self.collate(self._plain(keys))
             if self._probe.is_untouched():
-                return [batch]
+                return batch
             self._draws = True
-        return [self.collate(self._seeded(keys))]
+        return self.collate(self._seeded(keys))
+
+    def fetch(self, key: Key) -> Any:
+        """Fetch one row, on the way that a batch would take."""
+        seed_host(mix(Purpose.ROW, *key))
+        return self.dataset[key.row] if self._draws is not False else self._plain([key])[0]
 
     def _plain(self, keys: Sequence[Key]) -> list[Any]:
         indices = [key.row for key in keys]

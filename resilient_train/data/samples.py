@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from resilient_train.data.rescue import FailedRow, rescued
 from resilient_train.data.rows import Collate, RepeatableBatches, only
-from resilient_train.data.stream import Key, Span, Stream, micro_batches
+from resilient_train.data.stream import Key, Stream, micro_batches
+from resilient_train.errors import in_one_line
+
+_log = logging.getLogger("resilient_train")
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,15 @@ class Update:
     start: int
     stop: int
     batches: list[Any]
+    keys: list[Sequence[Key]] = field(default_factory=list)  # what the batches were made of; empty without an index
+    failed: tuple[FailedRow, ...] = ()  # rows that raised, and in whose places others stand this once
 
 
 class Samples(Protocol):
     """A cursor over training data. Its state is the position and whatever else finding it again takes."""
 
     position: int
+    rows: int  # that have an index, by which they can be fetched again and put in quarantine; 0: none has
 
     def next_update(self) -> Update:
         """Fetch the next update's samples and move behind them."""
@@ -57,6 +65,18 @@ class Samples(Protocol):
     def skip(self, start: int, stop: int) -> None:
         """Pass over these positions from now on, after rewinds too."""
 
+    def quarantine(self, rows: Iterable[int]) -> None:
+        """Put others in the places of these rows from now on, after rewinds too."""
+
+    def collated(self, keys: Sequence[Key]) -> Any:
+        """Make one micro-batch of these rows as training makes it. Leaves the host's generators anywhere."""
+
+    def fetched(self, key: Key) -> Any:
+        """Fetch one row as it comes from the data set. Leaves the host's generators anywhere."""
+
+    def others(self, keys: Sequence[Key], draw: int) -> list[Key]:
+        """Return as many other healthy rows, for comparison: the same ones for the same draw."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the cursor stands."""
 
@@ -65,6 +85,27 @@ class Samples(Protocol):
 
     def close(self) -> None:
         """Let go of worker processes."""
+
+
+class WithoutIndex:
+    """The part of samples whose rows have no index: `rows == 0` says so, and nobody asks for more."""
+
+    rows: int = 0
+
+    def quarantine(self, rows: Iterable[int]) -> None:
+        self._no_index()
+
+    def collated(self, keys: Sequence[Key]) -> Any:
+        self._no_index()
+
+    def fetched(self, key: Key) -> Any:
+        self._no_index()
+
+    def others(self, keys: Sequence[Key], draw: int) -> list[Key]:
+        self._no_index()
+
+    def _no_index(self) -> NoReturn:
+        raise TypeError(f"the rows of {type(self).__name__} have no index")
 
 
 class MapSamples:
@@ -80,26 +121,33 @@ class MapSamples:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        self.stream, self.slicing = stream, slicing
+        self.dataset, self.stream, self.slicing, self.collate = dataset, stream, slicing, collate
+        self.num_workers, self.pin_memory = num_workers, pin_memory
+        self.rows = stream.rows
         self.position = 0
+        self._here = RepeatableBatches(dataset, collate)
         self._plan = _Plan(stream, slicing)
-        self._fetched: Iterable[Any]
-        if num_workers:
-            self._fetched = loader(dataset, self._plan, collate, num_workers=num_workers, pin_memory=pin_memory)
-        else:
-            self._fetched = _Fetched(RepeatableBatches(dataset, collate), self._plan, pin_memory)
+        self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
+        self._mishap: int | None = None  # where the last update ended that could not be fetched, and then could
 
     def next_update(self) -> Update:
-        if self._batches is None:
-            self._plan.start = self.position
-            self._plan.spans.clear()
-            self._batches = iter(self._fetched)
-        batches = [next(self._batches) for _ in range(self.slicing.accumulation)]
-        span = self._plan.spans.popleft()
-        assert span.start >= self.position
-        self.position = span.stop
-        return Update(span.start, span.stop, batches)
+        """Fetch the next update's samples and move behind them; rows that raise are told, with others in their places.
+
+        Workers hand an error over that has lost its rows: that one update is made again here.
+        """
+        try:
+            if self._batches is None:
+                self._batches = self._begun()
+            batches = [next(self._batches) for _ in range(self.slicing.accumulation)]
+        except Exception as error:
+            told = in_one_line(error)  # not the error itself: it would keep workers alive that are to go
+        else:
+            planned = self._plan.ahead.popleft()
+            assert planned.start >= self.position
+            self.position = planned.stop
+            return Update(planned.start, planned.stop, batches, planned.keys)
+        return self._fetched_here(told)
 
     def go_back(self, update: Update) -> None:
         self.load_state_dict({"position": update.start})
@@ -107,6 +155,19 @@ class MapSamples:
     def skip(self, start: int, stop: int) -> None:
         self.stream.skip(start, stop)
         self._batches = None
+
+    def quarantine(self, rows: Iterable[int]) -> None:
+        self.stream.quarantine(rows)
+        self._batches = None
+
+    def collated(self, keys: Sequence[Key]) -> Any:
+        return self._here.collated(keys)
+
+    def fetched(self, key: Key) -> Any:
+        return self._here.fetch(key)
+
+    def others(self, keys: Sequence[Key], draw: int) -> list[Key]:
+        return self.stream.others(keys, draw)
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}
@@ -116,8 +177,48 @@ class MapSamples:
         self._batches = None  # what workers have fetched ahead belongs to another place
 
     def close(self) -> None:
+        self._batches = self._loader = None
+
+    def _begun(self) -> Iterator[Any]:
+        self._plan.start = self.position
+        self._plan.ahead.clear()
+        if not self.num_workers:
+            return _fetched(self._here, self._plan, self.pin_memory)
+        if self._loader is None:
+            self._loader = loader(
+                *(self.dataset, self._plan, self.collate), num_workers=self.num_workers, pin_memory=self.pin_memory
+            )
+        return _undisturbed(iter(self._loader))
+
+    def _fetched_here(self, trouble: str) -> Update:
+        """Make the next update in this process, row by row if need be; workers begin anew behind it."""
         self._batches = None
-        del self._fetched
+        span = self.stream.take(self.position, self.slicing.samples)
+        made = [rescued(keys, self._here, self.stream) for keys in self.slicing.of_this_rank(span.keys)]
+        failed = {row.row: row for one in made for row in one.failed}
+        if not failed:
+            self._note_mishap(trouble, span.start, span.stop)
+        self.position = span.stop
+        batches, keys = [one.batch for one in made], [one.keys for one in made]
+        return Update(span.start, span.stop, batches, keys, tuple(failed.values()))
+
+    def _note_mishap(self, trouble: str, start: int, stop: int) -> None:
+        """Go on after trouble that no row is to blame for: a worker that died, a disk that was away for a moment."""
+        if self._mishap is None:
+            _log.warning("data: %s; the same rows came at the second try, and training goes on", trouble)
+        self._loader = None  # one that has lost a worker cannot be iterated again
+        if self._mishap == start and self.num_workers:
+            self.num_workers = 0
+            _log.warning("data: workers fail at once, such as for want of shared memory: rows are fetched without them")
+        self._mishap = stop
+
+
+class _Planned(NamedTuple):
+    """This rank's micro-batches of one update, and the positions that it takes on all ranks."""
+
+    start: int
+    stop: int
+    keys: list[Sequence[Key]]
 
 
 class _Plan:
@@ -129,27 +230,34 @@ class _Plan:
     def __init__(self, stream: Stream, slicing: Slicing) -> None:
         self.stream, self.slicing = stream, slicing
         self.start = 0
-        self.spans: deque[Span] = deque()  # planned ahead for the workers, not trained on yet
+        self.ahead: deque[_Planned] = deque()  # planned ahead for the workers, not trained on yet
 
     def __iter__(self) -> Iterator[Sequence[Key]]:
         position = self.start
         while True:
             span = self.stream.take(position, self.slicing.samples)
-            self.spans.append(span)
-            yield from self.slicing.of_this_rank(span.keys)
+            planned = _Planned(span.start, span.stop, self.slicing.of_this_rank(span.keys))
+            self.ahead.append(planned)
+            yield from planned.keys
             position = span.stop
 
 
-class _Fetched:
-    """Micro-batches of a plan, fetched here: a loader without workers costs 70 us a batch and does the same."""
+def _fetched(rows: RepeatableBatches, plan: _Plan, pinned: bool) -> Iterator[Any]:
+    """Fetch the micro-batches of a plan here: a loader without workers costs 70 us a batch and does the same."""
+    for keys in plan:
+        batch = rows.collated(keys)
+        yield pin_memory(batch) if pinned else batch  # type: ignore[no-untyped-call]
 
-    def __init__(self, batches: RepeatableBatches, plan: _Plan, pin_memory: bool) -> None:
-        self.batches, self.plan, self.pin_memory = batches, plan, pin_memory
 
-    def __iter__(self) -> Iterator[Any]:
-        for keys in self.plan:
-            (batch,) = self.batches.__getitems__(keys)
-            yield pin_memory(batch) if self.pin_memory else batch  # type: ignore[no-untyped-call]
+def _undisturbed(batches: Any) -> Iterator[Any]:
+    """Let the death of a worker be noticed where its batch is waited for.
+
+    Torch raises it in a signal handler: in the midst of whatever the training is at.
+    """
+    if batches._worker_pids_set:
+        torch._C._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+    return batches  # type: ignore[no-any-return]
 
 
 def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_memory: bool) -> DataLoader[Any]:

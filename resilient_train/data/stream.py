@@ -7,12 +7,14 @@ for any number of processes, workers and micro-batches, and jumping to one costs
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-_SUBSTITUTE = 1  # keeps the numbers drawn for substitutes apart from those drawn for permutations
+# Keep the numbers that are drawn for one purpose apart from those of another; permutations have none.
+_SUBSTITUTE = 1
+_OTHERS = 2
 
 
 class Key(NamedTuple):
@@ -79,7 +81,7 @@ class Stream:
             raise ValueError("a stream needs at least one row")
         self.rows, self.seed, self.shuffle = rows, seed, shuffle
         self.skipped = Ranges()
-        self._quarantined: frozenset[int] = frozenset()
+        self.quarantined: frozenset[int] = frozenset()
         self._orders: dict[int, np.ndarray] = {}
 
     def take(self, position: int, count: int) -> Span:
@@ -100,12 +102,36 @@ class Stream:
 
     def quarantine(self, rows: Iterable[int]) -> None:
         """Replace these rows by healthy ones from now on; every other place of the stream stays what it was."""
-        quarantined = self._quarantined | {int(row) for row in rows}
+        quarantined = self.quarantined | {int(row) for row in rows}
         if any(not 0 <= row < self.rows for row in quarantined):
             raise ValueError(f"a quarantined row lies outside of 0..{self.rows - 1}")
         if len(quarantined) == self.rows:
             raise ValueError(f"all {self.rows} rows would be in quarantine: nothing is left to train on")
-        self._quarantined = quarantined
+        self.quarantined = quarantined
+
+    def others(self, keys: Sequence[Key], draw: int, *, without: Collection[int] = ()) -> list[Key]:
+        """Return as many keys of other healthy rows, each in the epoch of the key in its place.
+
+        A row comes twice only where there are too few, and a row of `keys` only where there is no other at all. None
+        is in quarantine or in `without`: where that leaves nothing, neither does this.
+        """
+        left_out = self.quarantined.union(without)
+        if len(beside := left_out.union(key.row for key in keys)) < self.rows:
+            left_out = beside
+        if not (left := self.rows - len(left_out)):
+            return []
+        named = [number for key in keys for number in (key.epoch, key.row)]
+        numbers = np.random.default_rng([self.seed, draw, *named, _OTHERS])
+        others: list[Key] = []
+        used: set[int] = set()
+        while len(others) < len(keys):
+            row = int(numbers.integers(self.rows))
+            if row not in left_out and row not in used:
+                others.append(Key(self.seed, keys[len(others)].epoch, row))
+                used.add(row)
+                if len(used) == left:
+                    used.clear()
+        return others
 
     def _keys(self, start: int, stop: int) -> list[Key]:
         keys: list[Key] = []
@@ -113,9 +139,9 @@ class Stream:
             epoch, slot = divmod(start, self.rows)
             end = min(self.rows, slot + stop - start)
             indices = self._order(epoch)[slot:end].tolist()
-            if self._quarantined:
+            if self.quarantined:
                 indices = [
-                    self._substitute(epoch, place) if index in self._quarantined else index
+                    self._substitute(epoch, place) if index in self.quarantined else index
                     for place, index in enumerate(indices, start=slot)
                 ]
             keys += [Key(self.seed, epoch, index) for index in indices]
@@ -135,7 +161,7 @@ class Stream:
 
     def _substitute(self, epoch: int, slot: int) -> int:
         numbers = np.random.default_rng([self.seed, epoch, slot, _SUBSTITUTE])
-        while (row := int(numbers.integers(self.rows))) in self._quarantined:
+        while (row := int(numbers.integers(self.rows))) in self.quarantined:
             pass
         return row
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, default_collate
 
 from resilient_train.data import build
+from resilient_train.data.fingerprint import fingerprint
 from resilient_train.data.foreign import ForeignSamples
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
@@ -30,6 +31,7 @@ from resilient_train.ranks.world import World
 from resilient_train.record.console import log
 from resilient_train.record.incidents import INCIDENTS, IncidentBook
 from resilient_train.record.journal import JOURNAL
+from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover import policy as policies
 from resilient_train.recover.policy import Policy
 from resilient_train.update.clip import ClipConfig
@@ -63,8 +65,10 @@ def called(model: Any, world: World) -> nn.Module:
     if replicates and not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
         why = "each process would train a model of its own: give what accelerator.prepare(model) returns"
         raise ValueError(f"model: it is not prepared for {world.size} processes, so {why}")
-    unwrapped: nn.Module = world.accelerator.unwrap_model(model, keep_fp32_wrapper=True)
-    return unwrapped
+    # Of a compiled model that is replicated, Accelerate's would leave the replicas out of the training loop's as well.
+    inner = getattr(model, "_orig_mod", model)
+    unwrapped: nn.Module = world.accelerator.unwrap_model(inner, keep_fp32_wrapper=True)
+    return model if unwrapped is inner else unwrapped
 
 
 def objective(given: Any) -> Measured | None:
@@ -186,6 +190,28 @@ def book(run_dir: str | Path | None, world: World) -> IncidentBook:
     if path != Path(run_dir).absolute():
         log.info("%s holds another run: this one writes to %s", run_dir, path)
     return IncidentBook(path if world.is_main else None)
+
+
+def quarantine(given: str | Path | None, samples: Samples, directory: Path | None, world: World) -> Quarantine:
+    """Recall which rows the run has in quarantine, take up a list that is given, and keep the data free of them."""
+    if given is not None and not samples.rows:
+        raise ConfigError("quarantine", given, "names rows by their index, and the rows of this data have none")
+    if not samples.rows:
+        return Quarantine(None, dict)
+
+    listed = Quarantine(None, dict)
+
+    def recalled() -> dict[int, Quarantined]:
+        nonlocal listed
+        listed = Quarantine(directory, lambda: fingerprint(samples.dataset))  # type: ignore[attr-defined]
+        if given is not None:
+            listed.load(Path(given))
+        return dict(listed.rows)
+
+    rows = world.on_main(recalled)  # what it complains of there is raised everywhere
+    listed.adopt(rows)
+    samples.quarantine(rows)
+    return listed
 
 
 def _claimed(wanted: Path) -> Path:

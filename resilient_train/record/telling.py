@@ -37,12 +37,13 @@ _BESIDE_THE_WEIGHTS = {  # it makes no sense to say whether these reached the we
 
 
 def told(incident: Incident) -> str:
-    """Tell in two or three lines what was noticed and what was done about it, the moment it is handled."""
+    """Tell in a few lines what was noticed, what was done about it, and what a person can do."""
     anomaly = incident.anomaly
     return _indented(
         f"! step {anomaly.step:,}: {_noticed(anomaly)}{_reached(anomaly)}",
         anomaly.evidence,
         f"{_cause(incident.diagnosis)}; {_done(incident)}",
+        f"advice: {incident.diagnosis.advice}" if incident.diagnosis.culprit or incident.diagnosis.rows else "",
     )
 
 
@@ -157,6 +158,8 @@ def _remedies(incident: Incident) -> str:
 def _remedy(action: Action, incident: Incident) -> str:
     if action.remedy == "rewind":
         return _rewind(incident)
+    if action.remedy == "quarantine":
+        return f"put {'it' if len(incident.diagnosis.rows) == 1 else 'them'} in quarantine"
     settings = {name: value for name, value in action.settings.items() if value is not None}
     words = _WORDS.get(action.remedy)
     said = words(settings) if words else action.remedy  # one of the user's own, perhaps a dotted name
@@ -213,6 +216,8 @@ _WORDS: dict[str, Callable[[Settings], str]] = {
     "reset_moments": lambda settings: "reset the optimizer's moments",
     "lower_loss_scale": _turned("loss scale", "lowered"),
     "higher_precision": lambda settings: "full precision" + _stretch(settings),
+    "armor": lambda settings: "put armor around that line",
+    "mend_eps": lambda settings: "raised an epsilon that was lost in its type",
     "repeat": lambda settings: "the update is made again",
     "report": lambda settings: "reported only",
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident
 from resilient_train.recover.policy import UNLIMITED, Budget, Policy, Rung
-from resilient_train.recover.remedies import Applicable, Case, passes_over
+from resilient_train.recover.remedies import Applicable, Case, Quarantine, passes_over
 
 
 def decide(
@@ -31,6 +31,7 @@ def decide(
         allowed = policy.strikes_of(rung, cause)
         if allowed == UNLIMITED or _strikes(policy, rung, place, case, history, tick) < allowed:
             over = _over_budget(policy.budget, actions, anomaly, history, tick)
+            over = over or _over_quarantine(policy.budget, actions, diagnosis, can)
             return Decision(actions, place) if over is None else Decision(rung=place, gave_up=over)
         spent += 1
     if spent:
@@ -90,6 +91,17 @@ def _over_budget(
     if sum(not passes_over(one.decision.actions) for one in _taken_up(history)) >= budget.run:
         return f"the budget of {_count(budget.run, 'incident')} in a run is used up"
     return None
+
+
+def _over_quarantine(budget: Budget, actions: Sequence[Action], diagnosis: Diagnosis, can: Applicable) -> str | None:
+    """Say so if more rows would be in quarantine than the data set can lose."""
+    if all(action.remedy != Quarantine.name for action in actions):
+        return None
+    wanted, allowed = can.quarantined + len(set(diagnosis.rows)), budget.rows_of(can.rows)
+    if wanted <= allowed:
+        return None
+    share = f"{wanted:,} of its {can.rows:,} rows are guilty"
+    return f"the data set is broken: {share}, and the budget allows for {allowed:,}"
 
 
 def _without_progress(anomaly: Anomaly, history: Sequence[Incident]) -> int:

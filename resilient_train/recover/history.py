@@ -29,7 +29,7 @@ class History:
         Where the decision is to give up, it is closed itself, and so is everything that was still open.
         """
         before = [self.incidents[self._places[number]] for number in self._open]
-        same = [one for one in before if _kind(one.anomaly, one.diagnosis) == _kind(anomaly, diagnosis)]
+        same = [one for one in before if kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, diagnosis)]
         closed = [self._close(one, Outcome.RECURRED) for one in same]
         number = max(self._places, default=0) + 1
         incident = Incident(number, anomaly, diagnosis, decision)
@@ -82,11 +82,11 @@ class History:
         return closed
 
 
-def _kind(anomaly: Anomaly, diagnosis: Diagnosis) -> tuple[object, ...]:
-    """What makes two incidents the same trouble: the cause and the line, not the values that it met there.
+def kind_of(anomaly: Anomaly, diagnosis: Diagnosis) -> tuple[object, ...]:
+    """What makes two incidents the same trouble: the cause, and the line or the rows, not the values that it met there.
 
     Where the cause is not known, two signals are not said to have the same one.
     """
     culprit = diagnosis.culprit
     line = culprit and (culprit.phase, culprit.op, culprit.module, culprit.file, culprit.line)
-    return diagnosis.cause, line, anomaly.signal if diagnosis.cause is Cause.UNKNOWN else None
+    return diagnosis.cause, line, diagnosis.rows, anomaly.signal if diagnosis.cause is Cause.UNKNOWN else None

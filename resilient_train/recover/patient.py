@@ -17,6 +17,10 @@ class Applicable:
     skip: bool = True  # the data can be passed over
     mixed_precision: bool = False
     loss_scaler: bool = False
+    rows: int = 0  # of the data set, that have an index; 0: none has
+    quarantined: int = 0  # of them, already
+    armor: bool = False  # the guilty line is known and has none
+    lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +49,17 @@ class Patient(Protocol):
     def skip(self, updates: int | None = None) -> None:
         """Pass over the samples from what is to blame up to the anomaly, or a window of `updates` from here."""
 
+    def quarantine(self) -> None:
+        """Put others in the places of the guilty rows for the rest of the run; where nothing skips, in this update."""
+
     def reset_moments(self) -> None:
         """Let the optimizers begin anew."""
+
+    def armor(self) -> None:
+        """Guard the operation that broke."""
+
+    def mend_eps(self) -> None:
+        """Raise an optimizer's epsilon to what its type can hold."""
 
     def lower_loss_scale(self, factor: float) -> None:
         """Multiply the loss scale."""

@@ -37,6 +37,13 @@ class Budget:
     refused: int = 500  # updates passed over within the window
     in_a_row: int = 50  # updates refused without an accepted one
     window: int = 1000  # ticks
+    rows: int = 1000  # in quarantine
+    share: float = 0.05  # of the data set in quarantine, at least one row
+
+    def rows_of(self, count: int) -> int:
+        """Return how many rows of so many may be in quarantine; one has to be left to train on."""
+        share = max(int(self.share * count), 1) if self.share else 0
+        return min(self.rows, share, count - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +159,10 @@ def _strikes(key: str, value: Any) -> int:
 
 def _budget(key: str, node: Any) -> Budget:
     table = _mapping(key, node, [one.name for one in fields(Budget)])
-    least = {"window": 1}
-    checked = {name: number(f"{key}.{name}", value, at_least=least.get(name, 0)) for name, value in table.items()}
+    limits: dict[str, dict[str, Any]] = {"window": {"at_least": 1}, "share": {"wanted": float, "at_most": 1}}
+    checked = {
+        name: number(f"{key}.{name}", value, **{"at_least": 0, **limits.get(name, {})}) for name, value in table.items()
+    }
     return Budget(**checked)
 
 

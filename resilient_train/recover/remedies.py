@@ -63,6 +63,26 @@ class Skip(Remedy):
 
 
 @dataclass(frozen=True)
+class Quarantine(Remedy):
+    """Others stand in the places of the guilty rows, so a refused update can be made again."""
+
+    name: ClassVar[str] = "quarantine"
+    about: ClassVar[str] = "take the guilty rows out of the data for the rest of the run"
+
+    def applies(self, case: Case) -> bool:
+        """There have to be guilty rows, and an index to know them by."""
+        return bool(case.diagnosis.rows) and case.can.rows > 0
+
+    def apply(self, patient: Patient) -> None:
+        """Take them out."""
+        patient.quarantine()
+
+    def undo(self, patient: Patient) -> str | None:
+        """What was trained on in their places has been trained on."""
+        return "rows are not brought back into a run: mend them, and they are in the data of the next one"
+
+
+@dataclass(frozen=True)
 class LowerLr(Remedy):
     """The knob relaxes by itself; a factor of 1 only warms up anew."""
 
@@ -131,6 +151,46 @@ class ResetMoments(Remedy):
     def undo(self, patient: Patient) -> str | None:
         """New ones come of themselves."""
         return "moments that were reset cannot be brought back, and need not: they build up again"
+
+
+@dataclass(frozen=True)
+class MendEps(Remedy):
+    """An epsilon of 1e-8 is 0 in half precision, and an update divides by it."""
+
+    name: ClassVar[str] = "mend_eps"
+    about: ClassVar[str] = "raise an optimizer's epsilon that is lost in its type to what the type can hold"
+
+    def applies(self, case: Case) -> bool:
+        """There has to be one."""
+        return case.can.lost_eps
+
+    def apply(self, patient: Patient) -> None:
+        """Raise it for the rest of the run."""
+        patient.mend_eps()
+
+    def undo(self, patient: Patient) -> str | None:
+        """It was no epsilon before."""
+        return "an epsilon that is lost in its type cannot be brought back, and needs not: it was none"
+
+
+@dataclass(frozen=True)
+class PutOnArmor(Remedy):
+    """All elements that do not break stay what they are, to the last bit."""
+
+    name: ClassVar[str] = "armor"
+    about: ClassVar[str] = "guard the operation that broke, in its own line and there only, for the rest of the run"
+
+    def applies(self, case: Case) -> bool:
+        """The line has to be known, and not armored yet; what landed broke elsewhere."""
+        return case.can.armor and not case.anomaly.landed and case.diagnosis.culprit is not None
+
+    def apply(self, patient: Patient) -> None:
+        """Put it on."""
+        patient.armor()
+
+    def undo(self, patient: Patient) -> str | None:
+        """It acts only where there would be no number."""
+        return "armor needs not be taken off: it does nothing where the operation does not break"
 
 
 @dataclass(frozen=True)
@@ -216,8 +276,8 @@ class Report(Remedy):
 
 # In the order in which the remedies of a rung are applied; those of a user's own come last.
 _ALL: tuple[type[Remedy], ...] = (
-    *(Rewind, Skip, Repeat, Report, ResetMoments, LowerLr, TightenClip),
-    *(RaiseEps, LowerLossScale, HigherPrecision),
+    *(Rewind, Skip, Quarantine, Repeat, Report, ResetMoments, LowerLr, TightenClip),
+    *(RaiseEps, MendEps, PutOnArmor, LowerLossScale, HigherPrecision),
 )
 KNOWN: dict[str, type[Remedy]] = {kind.name: kind for kind in _ALL}
 ORDER = {name: place for place, name in enumerate(KNOWN)}
@@ -231,8 +291,9 @@ def remedy(action: Action) -> Remedy:
 
 
 def passes_over(actions: Iterable[Action]) -> bool:
-    """Say whether a decision leaves the run as it was, but for samples that it passes over."""
+    """Say whether a decision leaves the run as it was, but for samples that it passes over or replaces."""
     return all(
-        action.remedy in (Repeat.name, Report.name) or (action.remedy == Skip.name and not action.settings)
+        action.remedy in (Quarantine.name, Repeat.name, Report.name)
+        or (action.remedy == Skip.name and not action.settings)
         for action in actions
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -76,6 +77,7 @@ class Updater:
         """`gather` collects a vector from every rank, if there are several; `scaler` is that of half precision."""
         self.optimizers, self.schedules = list(optimizers), list(schedules)
         self.clipping, self.gather, self.scaler = clipping, gather, scaler
+        self.mends_eps = False  # raise an epsilon that is lost in the type of its weights
         self.usual_norm: float | None = None  # of recent gradients, for a clip that is tightened and was not there
         self.gate = Gate(optimizers, device)
         self._restarts = Restarts()
@@ -148,7 +150,7 @@ class Updater:
                 first = lr if first is None else first
                 setting = {**planned, "lr": lr * factor}
                 if eps is not None:
-                    setting["eps"] = eps * eps_factor
+                    setting["eps"] = max(eps * eps_factor, _least_eps(group)) if self.mends_eps else eps * eps_factor
                 old = {name: group.get(name) for name in setting}
                 old[_OURS] = ours = group.get(_OURS, old["lr"])  # missing where the loop has loaded a state
                 if old["lr"] is not ours and old["lr"] != ours:
@@ -205,6 +207,12 @@ _ADDED = (
     "a parameter group was added to {optimizer} after the guard was made, so it has no schedule and would not rewind: "
     "give it all groups before (frozen weights may be in them), or make another guard"
 )
+
+
+def _least_eps(group: Mapping[str, Any]) -> float:
+    """What an epsilon has to be so that an update stays small where a second moment has underflowed to zero."""
+    floating = [torch.finfo(weight.dtype) for weight in group["params"] if weight.is_floating_point()]
+    return max((math.sqrt(one.smallest_normal * one.eps) for one in floating), default=0.0)
 
 
 def _number(eps: Any) -> float | None:

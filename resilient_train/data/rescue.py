@@ -1,0 +1,144 @@
+"""Rows that raise: which are to blame for a micro-batch that cannot be made, and the batch without them."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from resilient_train.data.rows import RepeatableBatches
+from resilient_train.data.stream import Key, Stream
+
+_DRAWS = 5  # of others to put in; after that the data set, or the collate function, is broken as a whole
+_FEW = 3  # others in all draws but the first: the fewer, the likelier that none of them is odd itself
+_LONGEST = 300  # characters of an error
+
+# Whose frames are not the user's. By package: a user's own code may well be installed.
+_LIBRARIES = sys.stdlib_module_names | {
+    *("torch", "torchvision", "torchaudio", "torchdata", "accelerate", "transformers", "tokenizers", "datasets"),
+    *("numpy", "scipy", "pandas", "polars", "pyarrow", "sklearn", "PIL", "cv2", "h5py", "soundfile", "librosa"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FailedRow:
+    """A row that could not be fetched or collated."""
+
+    row: int
+    error: str  # in one line: "FileNotFoundError: [Errno 2] ..."
+    file: str | None = None  # the user's innermost line; None where only libraries were at work
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.error if self.file is None else f"{self.error} ({self.file}:{self.line})"
+
+
+@dataclass(frozen=True, slots=True)
+class Rescued:
+    """A micro-batch that could be made, of these keys: others stand in the places of the rows that failed."""
+
+    batch: Any
+    keys: Sequence[Key]
+    failed: tuple[FailedRow, ...] = ()
+
+
+def rescued(keys: Sequence[Key], rows: RepeatableBatches, stream: Stream) -> Rescued:
+    """Make a micro-batch, with others in the places of rows that raise. Where none helps, the error is raised."""
+    try:
+        return Rescued(rows.collated(keys), keys)
+    except Exception:
+        raised = {key.row: error for key in keys if (error := _error(rows.fetch, key)) is not None}
+        for draw in range(_DRAWS):
+            spares = stream.others(keys, draw, without=raised)[: len(keys) if draw == 0 else _FEW]
+            if spares and (found := _Trial(keys, spares, rows).without_the_guilty(raised)) is not None:
+                return found
+        raise
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Finds the guilty rows of a micro-batch by putting others in their places."""
+
+    keys: Sequence[Key]
+    spares: Sequence[Key]
+    rows: RepeatableBatches
+
+    def without_the_guilty(self, raised: Mapping[int, Exception]) -> Rescued | None:
+        """Return the batch without rows that raise by themselves, or that do not collate. None: others do no better."""
+        places = range(len(self.keys))
+        guilty = [place for place in places if self.keys[place].row in raised]
+        batch, error = self._without(guilty)
+        if error is not None:
+            if not self._works_without(places):
+                return None
+            suspects = [place for place in places if place not in guilty]
+            guilty += fewest(suspects, lambda more: self._works_without([*guilty, *more]))
+            batch, error = self._without(guilty)
+        if error is not None:
+            return None
+        errors = {self.keys[place].row: raised.get(self.keys[place].row) for place in guilty}
+        for place in guilty:  # what does not collate raises again if it alone is put back
+            row = self.keys[place].row
+            errors[row] = errors[row] or self._without([one for one in guilty if one != place])[1]
+        failed = tuple(_failed(row, error) for row, error in errors.items() if error is not None)
+        return Rescued(batch, self._mixed(guilty), failed)
+
+    def _works_without(self, places: Collection[int]) -> bool:
+        return self._without(places)[1] is None
+
+    def _without(self, places: Collection[int]) -> tuple[Any, Exception | None]:
+        try:
+            return self.rows.collated(self._mixed(places)), None
+        except Exception as error:
+            return None, error
+
+    def _mixed(self, places: Collection[int]) -> list[Key]:
+        """The keys with others in these places: as many as before, because a collate function may count on that."""
+        left_out = set(places)
+        spares = self.spares
+        return [spares[place % len(spares)] if place in left_out else key for place, key in enumerate(self.keys)]
+
+
+def fewest(suspects: Sequence[int], works_without: Callable[[Sequence[int]], bool]) -> list[int]:
+    """Return the fewest suspects that it works without, by halving. It works without all of them, and not with all."""
+    if len(suspects) == 1:
+        return list(suspects)
+    first, second = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
+    of_second = [] if works_without(first) else fewest(second, lambda more: works_without([*first, *more]))
+    if of_second and works_without(of_second):
+        return of_second
+    return fewest(first, lambda more: works_without([*of_second, *more])) + of_second
+
+
+def _error(fetch: Callable[[Key], Any], key: Key) -> Exception | None:
+    try:
+        fetch(key)
+    except Exception as error:
+        return error
+    return None
+
+
+def _failed(row: int, error: Exception) -> FailedRow:
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    text = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return FailedRow(row, text, *users_line(error))
+
+
+def users_line(error: BaseException) -> tuple[str | None, int | None]:
+    """Find the innermost line of the user's own code, which is rather outside of site-packages than inside."""
+    lines = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if _is_theirs(frame.f_globals.get("__name__", ""))
+    ]
+    outside = [one for one in lines if not {"site-packages", "dist-packages"} & set(one[0].split("/"))]
+    return (outside or lines)[-1] if lines else (None, None)
+
+
+def _is_theirs(module: str) -> bool:
+    package, _, rest = module.partition(".")
+    if package == "resilient_train":
+        return rest.startswith("zoo")
+    return package not in _LIBRARIES or package == "__main__"

@@ -1,0 +1,1 @@
+"""Replay one step under a microscope: the operation, its line, the rows, the cause."""

@@ -1,0 +1,117 @@
+"""One step once more, as it was: same weights, same random numbers, batches as given. It leaves nothing behind."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from resilient_train.diagnose.microscope import Microscope, Seen
+from resilient_train.state import randomness
+from resilient_train.state.backup import Backups
+from resilient_train.state.randomness import Purpose, mix, seed_all
+
+Measure = Callable[[nn.Module, Any], Tensor]  # (model, batch) -> loss
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay measured on this rank alone."""
+
+    loss: float
+    norm: float
+    by_layer: dict[str, float]  # the norm of each weight's gradient
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+    def is_beyond(self, limits: tuple[float, float]) -> bool:
+        """Whether the gate would have refused it."""
+        return not (self.loss <= limits[0] and self.norm <= limits[1])
+
+
+class Replay:
+    """Makes forward and backward of given batches at the weights as they are.
+
+    No rank waits for another in it: the model is taken out of DistributedDataParallel.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        measure: Measure,
+        backward: Callable[[Tensor], None],
+        backups: Backups,
+        forget: Callable[[], None],
+        *,
+        seed: int,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        """`model` as training calls it, wrappers of other processes apart; `forget` drops gradients."""
+        self.model, self._measure, self._backward, self._backups, self._forget = (
+            model,
+            measure,
+            backward,
+            backups,
+            forget,
+        )
+        self._seed, self._rank, self._device = seed, rank, device
+        self._bare: nn.Module = getattr(model, "_orig_mod", model)
+
+    def of(self, batches: Sequence[Any], start: int, microscope: Microscope | None = None) -> Replayed:
+        """Replay the update at position `start` of the stream, with these batches in the place of its own."""
+        before = self._backups.take()
+        with randomness.preserved(self._device), _in_eager(self.model):
+            try:
+                return self._replayed(batches, start, microscope or nullcontext())
+            finally:
+                self._backups.put_back(before)
+                self._backups.let_go(before)
+                self._forget()
+
+    def seen(self, batches: Sequence[Any], start: int) -> Seen:
+        """Replay under the microscope; a call whose backward is to blame is looked at once more."""
+        microscope = Microscope(self._bare)
+        self.of(batches, start, microscope)
+        seen = microscope.seen
+        again = Microscope(self._bare, look_at=seen.backward.call if seen.backward else None)
+        self.of(batches, start, again)  # every rank replays as often
+        seen.inputs = again.seen.inputs
+        return seen
+
+    def _replayed(
+        self, batches: Sequence[Any], start: int, microscope: Microscope | AbstractContextManager[None]
+    ) -> Replayed:
+        seed_all(mix(Purpose.UPDATE, self._seed, start, self._rank), self._device)
+        losses = []
+        with microscope:
+            for batch in batches:
+                loss = self._measure(self.model, batch)
+                if isinstance(microscope, Microscope) and microscope.seen.of_loss is None:
+                    microscope.judge(loss)
+                self._backward(loss)
+                losses.append(loss.detach().float().reshape(()))
+        named = [(name, one.grad) for name, one in self._bare.named_parameters() if one.grad is not None]
+        grads = [grad.coalesce().values() if grad.is_sparse else grad for _, grad in named]
+        norms = [torch.linalg.vector_norm(grad.double() if grad.numel() else grad.new_zeros(1)) for grad in grads]
+        by_layer = {name: float(norm) for (name, _), norm in zip(named, norms, strict=True)}
+        total = math.sqrt(sum(norm**2 for norm in by_layer.values())) if by_layer else 0.0
+        return Replayed(float(torch.stack(losses).mean()), total, by_layer)
+
+
+@contextmanager
+def _in_eager(model: nn.Module) -> Iterator[None]:
+    """Let what is compiled run as it was written: a microscope sees nothing of a kernel that somebody has fused."""
+    if hasattr(model, "_orig_mod") or "torch._dynamo" in sys.modules:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield

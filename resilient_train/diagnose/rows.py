@@ -1,0 +1,96 @@
+"""Which rows of a batch did it: by trying parts of it, with other rows in the place of the rest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten_with_path
+
+MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
+_MANY = 0.5  # of a batch: where as many rows are guilty it is not the rows
+
+
+def guilty(count: int, breaks: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
+    """Find the places of a batch of `count` rows each of which breaks a batch that is healthy otherwise.
+
+    `breaks(places)` tries a batch that keeps the rows at these places and has others in all other places. Nothing is
+    returned where no part of the batch does it alone, or where most of it does.
+    """
+    found: list[int] = []
+    waiting = [list(range(count))]
+    trials = 0
+    while waiting:
+        places = waiting.pop()
+        if len(places) == 1:
+            found.append(places[0])
+            continue
+        middle = len(places) // 2
+        parts = [part for part in (places[:middle], places[middle:]) if breaks(part)]
+        trials += 2
+        if trials > MOST_TRIALS or len(found) > _MANY * count:
+            return ()
+        waiting += reversed(parts)
+    return tuple(sorted(found)) if 0 < len(found) <= max(1, _MANY * count) else ()
+
+
+def rotten_fields(row: Any) -> list[str]:
+    """Name the fields of a row that hold values that are not finite, and where: `[0][3, 17] is nan`."""
+    told = []
+    for path, leaf in tree_flatten_with_path(row)[0]:
+        values = _numbers(leaf)
+        if values is None or bool(values.isfinite().all()):
+            continue
+        places = (~values.isfinite()).nonzero()
+        first = tuple(places[0].tolist())
+        where = f" at {list(first)}" if first else ""
+        more = f", and {len(places) - 1:,} more" if len(places) > 1 else ""
+        told.append(f"{_spoken(path)}{where} is {float(values[first]):g}{more}")
+    return told
+
+
+def sizes(row: Any) -> dict[str, float]:
+    """The largest absolute value of each field of a row that holds numbers with a fraction."""
+    found = {}
+    for path, leaf in tree_flatten_with_path(row)[0]:
+        values = _numbers(leaf)
+        if values is not None and values.numel():
+            found[_spoken(path)] = float(values.abs().max())
+    return found
+
+
+def outlying(row: Any, others: Sequence[Any]) -> list[str]:
+    """Name the fields of a row whose values lie far beyond those of other rows."""
+    told = []
+    usual = [sizes(other) for other in others]
+    for field, size in sizes(row).items():
+        theirs = sorted(one[field] for one in usual if field in one and math.isfinite(one[field]))
+        if not theirs:
+            continue
+        middle, largest = theirs[len(theirs) // 2], theirs[-1]
+        if not size <= _FAR * max(largest, 2 * middle):
+            told.append(f"{field} reaches {size:.3g}, where {largest:.3g} is the most of {len(theirs)} other rows")
+    return told
+
+
+_FAR = 4.0  # times the largest of some hundred others
+
+
+def _numbers(leaf: Any) -> torch.Tensor | None:
+    if isinstance(leaf, float):
+        return torch.tensor(leaf, dtype=torch.float64)
+    if hasattr(leaf, "__array__") and not isinstance(leaf, torch.Tensor):
+        try:
+            leaf = torch.as_tensor(leaf)
+        except (TypeError, ValueError):
+            return None
+    if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+        return None
+    return leaf.detach()
+
+
+def _spoken(path: Sequence[Any]) -> str:
+    """The place of a field in a row, as one would write it behind the row."""
+    return "".join(str(key) for key in path) or "its value"

@@ -1,0 +1,148 @@
+"""From what replays have shown to a cause. Pure: the same facts, the same diagnosis on every rank. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from resilient_train.diagnose import advice
+from resilient_train.events import Cause, Culprit, Diagnosis
+
+_CLIMB = 100.0  # times the usual: an explosion on its way
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the replays of one rank have shown; `together` makes them those of all ranks."""
+
+    reproduced: bool = False  # it happened again
+    everywhere: bool = False  # with other rows in the batch, too
+    culprit: Culprit | None = None
+    kind: str = ""  # of what was born there: nan, inf
+    rows: tuple[int, ...] = ()  # of which each breaks a healthy batch
+    rotten: Mapping[int, str] = field(default_factory=dict)  # what is odd about them
+    batch_is_rotten: bool = False  # it holds values that are not finite
+    layer: tuple[str, float] | None = None  # whose gradient is farthest above its usual, and how many times
+    could_not: str = ""  # what a replay could not be made of, or see
+
+
+def together(facts: Sequence[Facts]) -> Facts:
+    """The facts of all ranks: the first that has a finding speaks, and all rows count."""
+    again = [one for one in facts if one.reproduced]
+    with_culprit = next((one for one in again if one.culprit), None)
+    could_not = next((one.could_not for one in facts if one.could_not), "")
+    if not again:
+        return Facts(could_not=could_not)
+    return Facts(
+        reproduced=True,
+        everywhere=any(one.everywhere for one in again),
+        culprit=with_culprit.culprit if with_culprit else None,
+        kind=with_culprit.kind if with_culprit else "",
+        rows=tuple(sorted({row for one in again for row in one.rows})),
+        rotten={row: why for one in again for row, why in one.rotten.items()},
+        batch_is_rotten=any(one.batch_is_rotten for one in again),
+        layer=max((one.layer for one in again if one.layer), key=lambda one: one[1], default=None),
+        could_not=could_not,
+    )
+
+
+def climbed(history: Sequence[float]) -> float:
+    """How many times the newest of some losses or norms is what was usual before."""
+    if len(history) < 2:
+        return 1.0
+    before = sorted(abs(one) for one in history[: -max(1, len(history) // 4)])
+    usual = before[len(before) // 2]
+    return abs(history[-1]) / usual if usual > 0 else 1.0
+
+
+def on_failed(failed: Mapping[int, str]) -> Diagnosis:
+    """Rows that could not be fetched."""
+    rows = tuple(sorted(failed))
+    return Diagnosis(Cause.DATA, f"{_rows(rows)}: {failed[rows[0]]}; mend or remove {_it(rows)}.", None, rows)
+
+
+def on_nonfinite(facts: Facts, climb: float) -> Diagnosis:
+    """A loss or gradient that is not finite, and came again."""
+    culprit = facts.culprit
+    rotten = tuple(row for row in facts.rows if row in facts.rotten)
+    if rotten and (facts.batch_is_rotten or len(rotten) == len(facts.rows)):
+        return _on_rotten(rotten, facts)
+    if facts.batch_is_rotten and not facts.everywhere:
+        why = "its rows are finite when they are fetched again" if not facts.could_not else facts.could_not
+        return Diagnosis(Cause.DATA, f"The batch holds values that are not finite: {why}.")
+    if culprit is None:
+        if climb >= _CLIMB:
+            return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=climb))
+        unseen = facts.could_not or "no operation of the forward or backward was seen to make it"
+        return Diagnosis(Cause.UNKNOWN, f"It comes again with this batch, but {unseen}.")
+    where = advice.place(culprit.op, culprit.file, culprit.line)
+    beside = f" {_rows(facts.rows).capitalize()} of the data {_gets(facts.rows)} there." if facts.rows else ""
+    if _overflows(culprit, facts.kind):
+        if climb >= _CLIMB:
+            return Diagnosis(Cause.EXPLOSION, f"{_CLIMBED.format(times=climb)} It broke first in {where}.", culprit)
+        return Diagnosis(Cause.OVERFLOW, advice.on_overflow(where, culprit.inputs) + beside, culprit)
+    return Diagnosis(Cause.OPERATION, advice.on_operation(where, culprit.op, culprit.inputs) + beside, culprit)
+
+
+def on_spike(facts: Facts, climb: float) -> Diagnosis:
+    """A loss or gradient norm far above the usual, which came again and did not land."""
+    layer = ""
+    if facts.layer is not None:
+        layer = f" The gradient of `{facts.layer[0]}` is farthest above its usual, {facts.layer[1]:.3g} times."
+    if facts.rows and not facts.everywhere:
+        rotten = tuple(row for row in facts.rows if row in facts.rotten)
+        if rotten:
+            return _on_rotten(rotten, facts)
+        why = "the batch is ordinary without" if len(facts.rows) == 1 else "the batch is ordinary without them"
+        return Diagnosis(Cause.DATA, f"Look at {_rows(facts.rows)}: {why}.{layer}", None, facts.rows)
+    if facts.everywhere and climb >= _CLIMB:
+        return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=climb) + layer)
+    if facts.everywhere:
+        why = "if it was changed what is trained on, declare it with checks.expect; else lower the learning rate"
+        return Diagnosis(Cause.UNKNOWN, f"Other batches do the same at these weights: {why}.{layer}")
+    return Diagnosis(
+        Cause.UNKNOWN,
+        "This batch does it, other batches do not, and no row of it alone: if many follow, lower the learning rate."
+        f"{layer}",
+    )
+
+
+TRANSIENT = Diagnosis(
+    Cause.TRANSIENT,
+    "The same batch at the same weights is healthy when it is tried again: if it returns, suspect the hardware, or "
+    "code outside of the model.",
+)
+_CLIMBED = "Gradients or losses climbed to {times:.3g} times their usual before it broke: lower the learning rate."
+
+
+def _on_rotten(rows: tuple[int, ...], facts: Facts) -> Diagnosis:
+    """Where rows are to blame, no line is: it did what it could with them."""
+    told = f"{_rows(rows).capitalize()} of the data: {facts.rotten[rows[0]]}; mend or remove {_it(rows)}."
+    return Diagnosis(Cause.DATA, told, None, rows)
+
+
+def _overflows(culprit: Culprit, kind: str) -> bool:
+    """Whether an operation went beyond its type's range rather than meeting a point where it has no value."""
+    if advice.family(culprit.op) is None:
+        return kind == "inf" or _largest(culprit.inputs) > 1e15
+    if culprit.op == "pow" and kind == "inf":
+        return _largest(culprit.inputs) > 1
+    return False
+
+
+def _largest(inputs: Sequence[Mapping[str, Any]]) -> float:
+    return max((max(abs(one["min"]), abs(one["max"])) for one in inputs if "max" in one), default=0.0)
+
+
+def _rows(rows: Sequence[int]) -> str:
+    shown = ", ".join(str(row) for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
+    return f"row{'s' if len(rows) > 1 else ''} {shown}"
+
+
+def _it(rows: Sequence[int]) -> str:
+    return "it" if len(rows) == 1 else "them"
+
+
+def _gets(rows: Sequence[int]) -> str:
+    return "gets" if len(rows) == 1 else "get"

@@ -1,0 +1,293 @@
+"""What an armored operation does.
+
+Where the table knows a safe operation, it is called in its place. Any other operation goes through the general form:
+
+- What it is given passes through an identity whose backward pass puts zero where a gradient is not finite, unless the
+  gradient that came to the operation was already broken: that is somebody else's fault, or a loss scale that is too
+  large, and has to be seen.
+- What it returns is mended where it is not finite and nothing that went in was: a NaN where no input is NaN, an
+  infinity where none is infinite. Element by element for operations that work so, else for the call as a whole. So a
+  mask's -inf stays what it is, and a NaN that was born earlier is not hidden.
+- A NaN becomes 0. An infinity becomes, with its sign, the largest magnitude that the operation's other results have: as
+  much as it can be without standing out, since whatever is far beyond its neighbours drowns a sum, a loss or the
+  gradient of the next weights. It is bounded, so that sums and squares of it stay finite. Where nothing came out
+  finite there is no measure, and 0 does no harm; but a single number, which may be the loss, becomes that bound, so
+  that whoever watches it sees that it broke.
+- The slope there is zero, and all else is as the operation made it, to the last bit.
+
+Nothing here waits for the device, looks at frames, or keeps anything from one call for the next: it means the same when
+it is computed a second time in a checkpoint, and a compiler sees through all of it.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from resilient_train.numerics.armor.names import (
+    computes,
+    fits,
+    is_pointwise,
+    is_torchs_own,
+    name_in_mode,
+    overloads,
+    torchs_name,
+)
+from resilient_train.numerics.table import substitute
+
+Operation = Callable[..., Any]
+
+# A square of it, or a sum of billions, is finite; in float16, whose range is small, a sum of sixteen.
+_BOUND = {torch.float16: 2.0**12}
+_BOUND_OF_OTHERS = 2.0**48
+
+PYTHONS = {  # what Python calls for an operator, and for its form in place
+    "div": (operator.truediv, operator.itruediv),
+    "mul": (operator.mul, operator.imul),
+    "add": (operator.add, operator.iadd),
+    "sub": (operator.sub, operator.isub),
+    "pow": (operator.pow, operator.ipow),
+    "matmul": (operator.matmul, operator.imatmul),
+}
+
+
+# ------------------------------------------------------------------------------------------- what code calls instead
+
+
+def method(name: str) -> Operation:
+    """What is called instead of `owner.name(...)`: a tensor's method, or whatever else the owner has of that name."""
+    if name.endswith("_") and not name.endswith("__"):
+        return _method_in_place(name)
+    safe, pointwise = substitute(name), is_pointwise(name)
+    is_operation = bool(overloads(name)) and computes(name)
+
+    def bare(owner: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(owner, name)(*args, **kwargs)
+
+    def armored_method(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(owner, Tensor):
+            return armored_call(getattr(owner, name), *args, **kwargs)
+        if safe is not None and fits(safe, 1 + len(args), tuple(kwargs)):
+            return safe(owner, *args, **kwargs)
+        return in_armor(bare, pointwise, (owner, *args), kwargs) if is_operation else bare(owner, *args, **kwargs)
+
+    return armored_method
+
+
+def _method_in_place(name: str) -> Operation:
+    compute = method(name[:-1])
+
+    def armored_method_in_place(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(owner, Tensor) or not owner.is_floating_point():
+            return getattr(owner, name)(*args, **kwargs)
+        return owner.copy_(compute(owner.clone(), *args, **kwargs))  # a clone: backward needs what it was computed from
+
+    return armored_method_in_place
+
+
+def operation(name: str) -> Operation:
+    """What is called instead of `left / right` and its like."""
+    bare, _ = PYTHONS[name]
+    safe, reversed_safe = (substitute(f"__{side}{_DUNDER.get(name, name)}__") for side in ("", "r"))
+
+    def armored_operation(left: Any, right: Any, /) -> Any:
+        if isinstance(left, Tensor):
+            if safe is not None and isinstance(right, (Tensor, float, int)):
+                return safe(left, right)
+        elif not isinstance(right, Tensor):
+            return bare(left, right)
+        elif reversed_safe is not None and isinstance(left, (float, int)):
+            return reversed_safe(right, left)
+        return in_armor(bare, name != "matmul", (left, right), {})
+
+    return armored_operation
+
+
+_DUNDER = {"div": "truediv"}
+
+
+def operation_in_place(name: str) -> Operation:
+    """What is called instead of `left /= right`: tensors that share memory with the left one change along, as they do."""
+    compute, (_, bare) = operation(name), PYTHONS[name]
+
+    def armored_operation_in_place(left: Any, right: Any, /) -> Any:
+        if not isinstance(left, Tensor) or not left.is_floating_point():
+            return bare(left, right)
+        return left.copy_(compute(left.clone(), right))
+
+    return armored_operation_in_place
+
+
+def armored_call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
+    """What is called instead of `called(...)`, of which nothing is known before."""
+    if isinstance(called, nn.Module):
+        return _through(called, args, kwargs)
+    name = torchs_name(called)
+    if not name:
+        return called(*args, **kwargs)
+    return _by_name(name, called, args, kwargs)
+
+
+def _by_name(name: str, called: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    safe = substitute(name)
+    if safe is not None and fits(safe, len(args), tuple(kwargs)):
+        return safe(*args, **kwargs)
+    return in_armor(called, is_pointwise(name), args, kwargs)
+
+
+# ------------------------------------------------------------------------------------------------- modules of torch's
+
+
+def _through(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module. Within torch's own ones every operation is armored, since no line of the user's tells which."""
+    if not is_torchs_own(type(module)) or not all(is_torchs_own(type(part)) for part in module.modules()):
+        return module(*args, **kwargs)
+    with _EveryOperation():
+        return module(*args, **kwargs)
+
+
+class _EveryOperation(TorchFunctionMode):
+    """Armors all that torch computes, while it lasts. It asks no frame where it was called from."""
+
+    def __torch_function__(
+        self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = name_in_mode(func)
+        return _by_name(name, func, args, kwargs) if name else func(*args, **kwargs)
+
+
+# -------------------------------------------------------------------------------------------------- the general form
+
+
+def in_armor(bare: Operation, pointwise: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operation and mend what it broke, in its result and in the slopes of its inputs."""
+    leaves, structure = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if not tensors or kwargs.get("out") is not None:
+        return bare(*args, **kwargs)
+    numbers = [leaf for leaf in tensors if _is_mendable(leaf)]
+    born_nan = [torch.isnan(leaf) if pointwise else torch.isnan(leaf).any() for leaf in numbers]
+    born_inf = [torch.isinf(leaf) if pointwise else torch.isinf(leaf).any() for leaf in numbers]
+    constants = [leaf for leaf in leaves if isinstance(leaf, float)]
+    mends = (not any(map(math.isnan, constants)), not any(map(math.isinf, constants)))  # `masked_fill(mask, -inf)`
+    leaves, flags = _guarded(leaves)
+    args, kwargs = tree_unflatten(leaves, structure)
+
+    def mend(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not _is_mendable(value) or not value.numel():
+            return value
+        if flags and value.requires_grad:
+            value = _Witness.apply(value, *flags)
+        return _mended(value, born_nan, born_inf, mends)
+
+    return tree_map(mend, bare(*args, **kwargs))
+
+
+def _guarded(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
+    """Put a guard behind all inputs that a slope flows to. A number that lives on another device goes without.
+
+    An input that is given twice has two guards, the first one made last: slopes add up in the order that they always do.
+    """
+    places = [place for place, leaf in enumerate(leaves) if _has_slope(leaf)]
+    wide = [place for place in places if leaves[place].dim()] or places
+    places = [place for place in places if leaves[place].device == leaves[wide[0]].device]
+    again = [sum(leaves[place] is leaves[other] for other in places if other < place) for place in places]
+    behind, flags = list(leaves), []
+    for time in range(max(again, default=-1), -1, -1):
+        chosen = [place for place, count in zip(places, again, strict=True) if count == time]
+        *guarded, flag = _Guard.apply(*[leaves[place] for place in chosen])
+        for place, leaf in zip(chosen, guarded, strict=True):
+            behind[place] = leaf
+        flags.append(flag)
+    return behind, flags
+
+
+def _is_mendable(leaf: Any) -> bool:
+    """Say whether a tensor is of a kind that torch can ask for its NaNs: no complex, sparse or 8-bit numbers."""
+    return leaf.is_floating_point() and leaf.layout is torch.strided and leaf.element_size() > 1
+
+
+def _has_slope(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and _is_mendable(leaf) and leaf.requires_grad and torch.is_grad_enabled()
+
+
+def _mended(value: Tensor, born_nan: Sequence[Tensor], born_inf: Sequence[Tensor], mends: tuple[bool, bool]) -> Tensor:
+    """Replace what is broken; `mends` says whether NaNs are, and infinities."""
+    still = value.detach()
+    nan, inf = torch.isnan(still), torch.isinf(still)
+    broken = _without(nan, born_nan) if mends[0] else torch.zeros_like(nan)
+    if mends[1]:
+        broken = broken | _without(inf, born_inf)
+    bound = _BOUND.get(value.dtype, _BOUND_OF_OTHERS)
+    if value.numel() == 1:
+        large = torch.full_like(still, bound)
+    else:
+        large = torch.where(nan | inf, 0.0, still).abs().amax().clamp(max=bound)
+    return torch.where(broken, torch.where(nan, 0.0, large.copysign(still)), value)
+
+
+def _without(mask: Tensor, others: Sequence[Tensor]) -> Tensor:
+    for other in others:
+        mask = mask & ~other.to(mask.device)
+    return mask
+
+
+class _Guard(Function):
+    """The identity. Backward it puts zero where a slope is not finite, unless the witness says that it came so."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Tensor) -> tuple[Tensor, ...]:
+        flag = torch.zeros((), device=inputs[0].device)
+        return *(value.view_as(value) for value in inputs), flag
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)  # an input that got no gradient gets none: zeros would let its weight decay
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor | None) -> Any:
+        *slopes_of_inputs, flag = slopes
+        return tuple(None if slope is None else _finite(slope, flag) for slope in slopes_of_inputs)
+
+
+def _finite(slope: Tensor, flag: Tensor | None) -> Tensor:
+    sound = torch.isfinite(slope)
+    if flag is not None:
+        sound = sound | (flag > 0)
+    return torch.where(sound, slope, 0.0)
+
+
+class _Witness(Function):
+    """The identity. Backward it tells the guard whether what comes from above is broken, as the slope of its flags.
+
+    So the word travels through the graph, and not through memory that a second pass would find changed.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(value: Tensor, *flags: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.flags = len(inputs) - 1
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor | None) -> Any:
+        if slope is None:
+            return (None,) * (1 + ctx.flags)
+        return (slope, *[(~torch.isfinite(slope)).any().float()] * ctx.flags)

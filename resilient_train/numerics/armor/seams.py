@@ -1,0 +1,182 @@
+"""Where a line calls us instead of its operation: the user's source, parsed, with some of its nodes replaced.
+
+Only the copy that is compiled changes, never the file. Names of what is called are made so that what they stand for can
+be made from them: `__armor_method_log__`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from resilient_train.numerics.armor import mending
+from resilient_train.numerics.armor.errors import CannotArmor
+from resilient_train.numerics.armor.names import computes, family, is_pointwise, torchs_name
+
+PREFIX = "__armor_"
+
+_OPERATORS: dict[type[ast.operator], str] = {
+    ast.Div: "div",
+    ast.Mult: "mul",
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Pow: "pow",
+    ast.MatMult: "matmul",
+}
+_LOOK_AT_THEIR_CALLER = {"super", "locals", "globals", "vars", "dir", "eval", "exec"}
+
+Node = ast.Call | ast.BinOp | ast.AugAssign
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """A line and an operation, as `torch` names the function."""
+
+    line: int
+    op: str
+
+
+def stand_in(name: str) -> Callable[..., Any]:
+    """Return what the code calls by one of the names that `sew` put into it."""
+    form, _, of = name.removeprefix(PREFIX).removesuffix("__").partition("_of_")
+    forms = {"method": mending.method, "operation": mending.operation, "in_place": mending.operation_in_place}
+    return forms[form](of) if of else mending.armored_call
+
+
+def sew(tree: ast.Module, seams: set[Seam], names: dict[str, Any]) -> None:
+    """Replace the guilty nodes of a module; `names` are its globals, which tell what `from torch import log as ln` is."""
+    chosen: dict[ast.AST, None] = {}
+    for seam in seams:
+        chosen.update(dict.fromkeys(guilty(tree, seam, names)))
+    _Needle(set(chosen)).visit(tree)
+
+
+def guilty(tree: ast.Module, seam: Seam, names: dict[str, Any]) -> list[Node]:
+    """Return the nodes that may have called an operation at a line.
+
+    Those that name the operation, else all that compute anything: then it was called somewhere within torch.
+    """
+    nodes = [node for node in ast.walk(tree) if isinstance(node, Node) and _covers(node, seam.line)]
+    by_name = [node for node in nodes if seam.op and family(seam.op) in _families(node, names)]
+    found = _nearest(by_name, seam.line) or _nearest([node for node in nodes if _may_compute(node)], seam.line)
+    if not found:
+        raise CannotArmor(f"nothing is computed in line {seam.line}")
+    in_place = {node for node in found if isinstance(node, ast.AugAssign) and not _is_simple(node.target)}
+    for node in in_place:
+        if by_name or len(found) == 1:
+            target = ast.unparse(node.target)
+            raise CannotArmor(f"line {seam.line} changes `{target}` in place, which cannot be evaluated twice")
+    return [node for node in found if node not in in_place]
+
+
+def _nearest(nodes: list[Node], line: int) -> list[Node]:
+    """Of those that cover a line, take those that a traceback would show there, else the innermost ones."""
+    there = [node for node in nodes if line in (node.lineno, _line_in_traceback(node))]
+    if there or not nodes:
+        return there
+    least = min(_height(node) for node in nodes)
+    return [node for node in nodes if _height(node) == least]
+
+
+def _covers(node: Node, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
+
+
+def _height(node: Node) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno
+
+
+def _line_in_traceback(node: Node) -> int:
+    """The line of a call of a method is that of the method's name, if nothing is unpacked into its arguments."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        unpacks = any(isinstance(one, ast.Starred) for one in node.args) or any(not one.arg for one in node.keywords)
+        return node.lineno if unpacks else node.func.end_lineno or node.lineno
+    return node.lineno
+
+
+def _families(node: Node, names: dict[str, Any]) -> Iterator[str]:
+    """The names, as families, that a node may go by."""
+    if not isinstance(node, ast.Call):
+        yield _OPERATORS.get(type(node.op), "")
+    elif isinstance(node.func, ast.Attribute):
+        yield family(node.func.attr)
+    elif isinstance(node.func, ast.Name):
+        name = node.func.id
+        yield family(torchs_name(names[name]) if name in names else name)
+
+
+def _may_compute(node: Node) -> bool:
+    if not isinstance(node, ast.Call):
+        return type(node.op) in _OPERATORS
+    if isinstance(node.func, ast.Attribute):
+        name = node.func.attr
+        if name.endswith("_") and not name.endswith("__"):
+            return is_pointwise(name[:-1])
+        return computes(name)
+    return not isinstance(node.func, ast.Name) or node.func.id not in _LOOK_AT_THEIR_CALLER
+
+
+def _is_simple(target: ast.expr) -> bool:
+    """Say whether it does no harm to evaluate something twice, to read it and to write it."""
+    simple = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Slice, ast.Tuple, ast.UnaryOp)
+    parts = (ast.expr_context, ast.unaryop)
+    return all(isinstance(node, (*simple, *parts)) for node in ast.walk(target))
+
+
+class _Needle(ast.NodeTransformer):
+    """Replaces nodes, at the places where they are, so that tracebacks stay what they were."""
+
+    def __init__(self, chosen: set[ast.AST]) -> None:
+        self.chosen = chosen
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        line = _line_in_traceback(node)
+        self.generic_visit(node)
+        if node not in self.chosen:
+            return node
+        function = node.func
+        if isinstance(function, ast.Attribute) and not _is_special(function):
+            name, first = f"method_of_{function.attr}", function.value
+        else:
+            name, first = "call", function
+        call = ast.copy_location(_called(name, [first, *node.args], node.keywords, node), node)
+        if isinstance(function, ast.Attribute) and line != node.lineno:
+            call.lineno, call.col_offset = line, (function.end_col_offset or 0) - len(function.attr)
+        return call
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if node not in self.chosen:
+            return node
+        return _called(f"operation_of_{_OPERATORS[type(node.op)]}", [node.left, node.right], [], node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        self.generic_visit(node)
+        if node not in self.chosen:
+            return node
+        name = f"in_place_of_{_OPERATORS[type(node.op)]}"
+        value = _called(name, [_loaded(node.target), node.value], [], node)
+        return ast.copy_location(ast.Assign([node.target], value), node)
+
+
+def _is_special(function: ast.Attribute) -> bool:
+    """Say whether an attribute cannot be looked up from elsewhere: `super().it`, and the private `self.__it`."""
+    owner = function.value
+    is_super = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super"
+    return is_super or function.attr.startswith("__")
+
+
+def _loaded(target: ast.expr) -> ast.expr:
+    """The same expression, read instead of written."""
+    source = ast.parse(ast.unparse(target), mode="eval").body
+    for node in ast.walk(source):
+        ast.copy_location(node, target)
+    return source
+
+
+def _called(name: str, arguments: list[ast.expr], keywords: list[ast.keyword], at: ast.AST) -> ast.Call:
+    """A call of ours. Its name has underscores at its end too, or a class would make it a private one."""
+    function = ast.copy_location(ast.Name(f"{PREFIX}{name}__", ast.Load()), at)
+    return ast.copy_location(ast.Call(function, arguments, keywords), at)

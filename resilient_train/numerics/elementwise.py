@@ -1,0 +1,224 @@
+"""Safe operations on single numbers.
+
+Each computes torch's own operation where that has a finite value and a finite slope, and touches no bit of either.
+Elsewhere, element by element:
+
+- The value is torch's where that is finite. Out of the domain it is that of the border: `sqrt(-1)` is `sqrt(0)`. At a
+  pole it is that at `eps` from it: `log(0)` is `log(eps)`, `a / -0.0` is `-a / eps`. What overflows is the largest
+  number.
+- The slope is zero: what torch cannot do says nothing about its inputs. One of 1/eps would be a guess, and a clip or
+  Adam's memory would let all other elements pay for it. Only `exp` keeps one, for a reason of its own.
+
+No number that is not finite occurs in a backward pass, so that neither anomaly mode nor a microscope trips over one.
+A NaN stays a NaN: it was born elsewhere, and who hides it lets a run train on with dead weights and a healthy loss.
+An infinity counts as a very large number, and may stay one where torch keeps it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from resilient_train.numerics.limits import edge, eps, finite, instead_of, is_lost, overflows, reach, real
+
+Number = float | int
+
+# The largest numbers whose exponential is finite.
+_EXP_LIMIT = {
+    torch.float16: 11.0859375,
+    torch.bfloat16: 88.5,
+    torch.float32: 88.72283172607422,
+    torch.float64: 709.782712893384,
+}
+
+
+@instead_of(torch.log)
+def log(input: Tensor) -> Tensor:
+    return _log(torch.log, input, 1.0)
+
+
+@instead_of(torch.log2)
+def log2(input: Tensor) -> Tensor:
+    return _log(torch.log2, input, math.log(2))
+
+
+@instead_of(torch.log10)
+def log10(input: Tensor) -> Tensor:
+    return _log(torch.log10, input, math.log(10))
+
+
+@instead_of(torch.log1p)
+def log1p(input: Tensor) -> Tensor:
+    x = real(input)
+    return torch.log1p(torch.where(x <= reach(x.dtype) - 1.0, eps(x.dtype) - 1.0, x))
+
+
+@instead_of(torch.exp)
+def exp(input: Tensor) -> Tensor:
+    """The largest finite value is the limit, 1/eps where eps is raised.
+
+    Beyond it the slope is 1/eps. Where an exponential overflows, something else in the loss mostly pulls the other way
+    (`exp(x) - t * x`, `exp(v) - v`): with no slope against it x would run off for good.
+    """
+    x = real(input)
+    limit = -math.log(eps(x.dtype)) if reach(x.dtype) else _EXP_LIMIT[x.dtype]
+    result: Tensor = _Exp.apply(x, limit, 1.0 / eps(x.dtype))  # type: ignore[no-untyped-call]
+    return result
+
+
+@instead_of(torch.sqrt)
+def sqrt(input: Tensor) -> Tensor:
+    x = real(input)
+    return _settle(x <= reach(x.dtype), torch.sqrt(x.detach().clamp(min=0.0)), torch.sqrt, x)
+
+
+@instead_of(torch.rsqrt)
+def rsqrt(input: Tensor) -> Tensor:
+    x = real(input)
+    pole = x <= reach(x.dtype)
+    value = torch.rsqrt(torch.where(pole, eps(x.dtype), x.detach()))
+    return _settle(pole | overflows(value.pow(3).to(x.dtype)), value, torch.rsqrt, x)
+
+
+@instead_of(torch.reciprocal)
+def reciprocal(input: Tensor) -> Tensor:
+    x = real(input)
+    pole = x.detach().abs() <= edge(x.dtype)
+    value = torch.reciprocal(torch.where(pole, _away(x), x.detach()))
+    return _settle(pole | overflows((value * value).to(x.dtype)), value, torch.reciprocal, x)
+
+
+@instead_of(torch.acos)
+def acos(input: Tensor) -> Tensor:
+    return _arc(torch.acos, input)
+
+
+@instead_of(torch.asin)
+def asin(input: Tensor) -> Tensor:
+    return _arc(torch.asin, input)
+
+
+@instead_of(torch.atanh)
+def atanh(input: Tensor) -> Tensor:
+    x = real(input)
+    limit = 1.0 - eps(x.dtype)
+    pole = x.detach().abs() >= 1.0 - reach(x.dtype)
+    return torch.atanh(torch.where(pole, x.detach().clamp(-limit, limit), x))
+
+
+@instead_of(torch.atan2)
+def atan2(input: Tensor, other: Tensor) -> Tensor:
+    value = torch.atan2(input.detach(), other.detach())
+    y, x = input.to(value.dtype), other.to(value.dtype)
+    square = (y * y + x * x).detach()  # that of 1e-20 is zero, and torch's slope then 0/0
+    near = square <= max(torch.finfo(value.dtype).tiny / 4, reach(value.dtype) ** 2)
+    return _settle(near, value, torch.atan2, y, x)
+
+
+@instead_of(torch.div)
+def div(input: Tensor, other: Tensor | Number, *, rounding_mode: str | None = None) -> Tensor:
+    """A divisor too small to divide by is eps with its own sign: -1e-40 must not turn the quotient's."""
+    divide = partial(torch.div, rounding_mode=rounding_mode)
+    value = divide(input.detach(), _still(other))
+    dtype = value.dtype
+    if not dtype.is_floating_point:
+        return value
+    a, b = input.to(dtype), _to(other, dtype)
+    divisor = _tensor(b, like=value)
+    small, bad = divisor.abs(), is_lost(value)
+    if near := reach(dtype):
+        bad = bad | (small <= near)
+    value = torch.where(bad, finite(divide(a.detach(), _away(divisor))), value)
+    if input.requires_grad:
+        bad = bad | (small <= max(edge(dtype), edge(input.dtype)))
+    if isinstance(other, Tensor) and other.requires_grad:
+        bad = bad | overflows((value / divisor).to(other.dtype))
+    return _settle(bad, value, divide, a, b)
+
+
+@instead_of(torch.pow)
+def pow(input: Tensor | Number, exponent: Tensor | Number) -> Tensor:
+    """Zero, where its power is infinite, counts as eps with its sign, and a negative number without a power as eps."""
+    value = torch.pow(_still(input), _still(exponent))  # type: ignore[arg-type]
+    dtype = value.dtype
+    if not dtype.is_floating_point:
+        return value
+    base, power = _to(input, dtype), _to(exponent, dtype)
+    x, p = _tensor(base, like=value), _still(power)
+    bad = lost = is_lost(value)
+    if isinstance(input, Tensor) and input.requires_grad:
+        bad = bad | overflows((p * torch.pow(x, p - 1)).to(input.dtype))
+    if isinstance(exponent, Tensor) and exponent.requires_grad:
+        bad = bad | (is_lost((value * x.log()).to(exponent.dtype)) & ((x != 0) | (p < 0)))
+    if near := reach(dtype):
+        lost = lost | ((x.abs() <= near) & (p < 0))
+        bad = bad | ((x.abs() <= near) & (p < 1))
+    away = torch.where(value.isnan(), x, x.abs()).clamp(min=eps(dtype))
+    beside = finite(torch.pow(away, p))
+    value = torch.where(lost, torch.where(value < 0, -beside, beside), value)
+    if isinstance(base, Tensor):  # any power of 1 is fine, and has no slope in the exponent
+        return torch.where(bad, value, torch.pow(torch.where(bad, 1.0, base), power))
+    return _settle(bad, value, torch.pow, base, power)
+
+
+class _Exp(torch.autograd.Function):
+    """An exponential that is linear beyond its limit for the backward pass, and constant for the forward one."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, limit: float, slope: float) -> Tensor:
+        return torch.exp(x.clamp(max=limit))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+        x, ctx.limit, ctx.slope = inputs
+        ctx.save_for_backward(x, output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, output = ctx.saved_tensors
+        return grad * torch.where(x > ctx.limit, ctx.slope, output), None, None
+
+
+def _settle(bad: Tensor, value: Tensor, operation: Callable[..., Tensor], *inputs: Tensor | Number) -> Tensor:
+    """Return `value` where it is bad, without a slope, and the operation elsewhere.
+
+    What is bad is kept out of the operation too: a NaN that is only masked in the end comes back as 0 * inf.
+    """
+    harmless = (torch.where(bad, 0.5, x) if isinstance(x, Tensor) else x for x in inputs)
+    return torch.where(bad, value, operation(*harmless))
+
+
+def _log(bare: Callable[[Tensor], Tensor], input: Tensor, scale: float) -> Tensor:
+    x = real(input)
+    flatness = x if scale == 1.0 else x.detach() * scale  # the reciprocal of the slope
+    return bare(torch.where(flatness <= edge(x.dtype), eps(x.dtype), x))
+
+
+def _arc(bare: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
+    x = real(input)
+    return _settle(x.detach().abs() >= 1.0 - reach(x.dtype), bare(x.detach().clamp(-1.0, 1.0)), bare, x)
+
+
+def _still(x: Tensor | Number) -> Tensor | Number:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _to(x: Tensor | Number, dtype: torch.dtype) -> Tensor | Number:
+    return x.to(dtype) if isinstance(x, Tensor) else x
+
+
+def _tensor(x: Tensor | Number, like: Tensor) -> Tensor:
+    return x.detach() if isinstance(x, Tensor) else torch.full((), x, dtype=like.dtype, device=like.device)
+
+
+def _away(x: Tensor) -> Tensor:
+    """No nearer to zero than eps, on its own side of it."""
+    still = x.detach()
+    return still.abs().clamp(min=eps(x.dtype)).copysign(still)

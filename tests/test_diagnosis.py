@@ -1,0 +1,273 @@
+"""A program that breaks, from the first sign to the name of the culprit and the cure: real runs, nothing staged."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+from resilient_train.events import Cause, Incident, Outcome, Signal
+from resilient_train.guard import Guard
+
+ROWS, FEATURES = 512, 6
+
+PROGRAM = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    def __init__(self, breaks):
+        super().__init__()
+        self.breaks = breaks
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh())
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, inputs):
+        hidden = self.body(inputs)
+        if self.breaks == "root":
+            hidden = torch.where(hidden > 0, hidden.sqrt(), hidden)  # root
+        if self.breaks == "length":
+            hidden = hidden / inputs.pow(2).sum(-1, keepdim=True).sqrt()  # length
+        return self.head(hidden).squeeze(-1)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, raising=()):
+        generator = torch.Generator().manual_seed(3)
+        self.inputs = torch.randn(512, 6, generator=generator)
+        self.labels = self.inputs @ torch.arange(6.0) / 4
+        self.raising = raising
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, row):
+        if row in self.raising:
+            raise FileNotFoundError(f"{row}.png is not there")  # raises
+        return self.inputs[row], self.labels[row]
+
+
+def loss(model, batch):
+    inputs, labels = batch
+    return F.mse_loss(model(inputs), labels)
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[ModuleType]:
+    """A stranger's module, which nobody else has patched."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    path = tmp_path / f"stranger_{tmp_path.name}.py"
+    path.write_text(PROGRAM)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[path.stem]
+
+
+def line(mark: str) -> int:
+    (number,) = [number for number, text in enumerate(PROGRAM.splitlines(), 1) if text.endswith(f"# {mark}")]
+    return number
+
+
+def trained(
+    program: ModuleType, rows: Any, *, breaks: str = "", steps: int = 60, compiled: bool = False, **options: Any
+) -> Guard:
+    torch.manual_seed(0)
+    model = program.Net(breaks)
+    if compiled:
+        model.compile(backend="aot_eager")
+    given = {"mixed_precision": options.pop("mixed_precision", "no")}
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.pop("accumulation", 1), **given)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    options = {"batch_size": 16, "recovery": "balanced", "clip": 1.0, **options}
+    guard = Guard(accelerator, accelerator.prepare(model), optimizer, data=rows, objective=program.loss, **options)
+    for batch in guard.batches(steps=steps):
+        guard.step(batch)
+    guard.close()
+    assert all(bool(weight.isfinite().all()) for weight in model.parameters())
+    return guard
+
+
+def named(incidents: list[Incident], program: ModuleType, op: str, mark: str, phase: str) -> bool:
+    culprits = [one.diagnosis.culprit for one in incidents]
+    wanted = (program.__file__, line(mark), phase)
+    return any(one is not None and (one.file, one.line, one.phase) == wanted and one.op == op for one in culprits)
+
+
+WAYS = [
+    {},
+    {"compiled": True},
+    {"mixed_precision": "bf16"},
+    {"accumulation": 4, "batch_size": 4},
+    {"num_workers": 2},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way) or "plain")
+def test_an_operation_is_named_and_armored(program: ModuleType, way: dict[str, Any]) -> None:
+    """A slope that is infinite in every batch: one incident, the line, and the run learns."""
+    guard = trained(program, program.Rows(), breaks="root", **way)
+    (incident,) = guard.incidents
+    assert (incident.anomaly.signal, incident.diagnosis.cause) == (Signal.NONFINITE_GRAD, Cause.OPERATION)
+    assert named(guard.incidents, program, "sqrt", "root", "backward")
+    assert incident.diagnosis.advice.startswith(f"`sqrt` at {Path(program.__file__ or '').name}:{line('root')} has an")
+    assert [action.remedy for action in incident.decision.actions] == ["armor"]
+    assert incident.outcome is Outcome.RECOVERED
+    assert guard.clock.tick == 61
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way) or "plain")
+def test_rotten_rows_are_named_and_replaced(program: ModuleType, way: dict[str, Any], tmp_path: Path) -> None:
+    """Rows with NaN: by index, with field and place; in quarantine.json, and never met again."""
+    rows = program.Rows()
+    rows.inputs[77, 4] = math.nan
+    rows.inputs[401, 0] = math.inf
+    guard = trained(program, rows, steps=70, run_dir=tmp_path / "run", **way)
+    assert {row for one in guard.incidents for row in one.diagnosis.rows} == {77, 401}
+    assert {one.diagnosis.cause for one in guard.incidents} == {Cause.DATA}
+    told = next(one.diagnosis.advice for one in guard.incidents if one.diagnosis.rows == (77,))
+    assert told == "Row 77 of the data: [0] at [4] is nan; mend or remove it."
+    listed = json.loads((tmp_path / "run" / "quarantine.json").read_text())
+    assert {one["row"] for one in listed["rows"]} == {77, 401}
+    assert guard.clock.tick == 70 + len(guard.incidents)
+
+
+def test_an_ordinary_row_that_an_operation_cannot_take_is_no_rotten_row(program: ModuleType) -> None:
+    """A row of zeros is fine, and a division by its length is not: armor, not quarantine."""
+    rows = program.Rows()
+    rows.inputs[[5, 90, 300]] = 0.0
+    guard = trained(program, rows, breaks="length", steps=80)
+    assert {one.diagnosis.cause for one in guard.incidents} == {Cause.OPERATION}
+    assert named(guard.incidents, program, "div", "length", "forward")
+    assert all(one.diagnosis.rows == () for one in guard.incidents)
+
+
+def test_an_outlier_is_named(program: ModuleType) -> None:
+    """A label that is a million times too large: the row, and what is odd about it."""
+    rows = program.Rows()
+    rows.labels[200] = 3e6
+    guard = trained(program, rows, steps=100)
+    (incident,) = guard.incidents
+    assert (incident.diagnosis.cause, incident.diagnosis.rows) == (Cause.DATA, (200,))
+    assert "[1] reaches 3e+06" in incident.diagnosis.advice
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_that_raise_are_named_and_replaced(program: ModuleType, workers: int) -> None:
+    """A missing file is the row's fault: signal exception, with the user's line."""
+    guard = trained(program, program.Rows(raising=(11, 222)), steps=64, num_workers=workers)
+    assert {row for one in guard.incidents for row in one.diagnosis.rows} == {11, 222}
+    assert {one.anomaly.signal for one in guard.incidents} == {Signal.EXCEPTION}
+    assert f"{program.__file__}:{line('raises')}" in guard.incidents[0].diagnosis.advice
+
+
+def test_an_error_in_the_model_is_the_users_own(program: ModuleType) -> None:
+    """It ends the run with its own traceback: it is not data."""
+
+    def loss(model: Any, batch: Any) -> Any:
+        raise ZeroDivisionError("mine")
+
+    program.loss = loss  # type: ignore[attr-defined]
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        trained(program, program.Rows())
+
+
+def test_what_does_not_come_again_is_transient(program: ModuleType) -> None:
+    """A gradient that was spoiled once, outside of the model: replayed, it is healthy."""
+    calls = 0
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return gradient * math.nan if calls == 20 else gradient
+
+    plain = program.Net
+
+    def net(breaks: str) -> Any:
+        model = plain(breaks)
+        model.head.weight.register_hook(hook)
+        return model
+
+    program.Net = net  # type: ignore[attr-defined]
+    guard = trained(program, program.Rows())
+    assert [one.diagnosis.cause for one in guard.incidents] == [Cause.TRANSIENT]
+
+
+def test_conservative_does_not_touch_arithmetic(program: ModuleType) -> None:
+    """It names the line and leaves it as it is."""
+    rows = program.Rows()
+    rows.inputs[5] = 0.0
+    guard = trained(program, rows, breaks="length", steps=40, recovery="conservative")
+    assert named(guard.incidents, program, "div", "length", "forward")
+    assert all(action.remedy != "armor" for one in guard.incidents for action in one.decision.actions)
+
+
+def test_substitutes_leave_all_other_places_as_they_were(program: ModuleType) -> None:
+    """The run ends as one whose data set held the substitutes at those places, to the last bit."""
+    rotten = program.Rows()
+    rotten.inputs[[40, 333]] = math.nan
+    guard = trained(program, rotten, steps=64)
+    healed = program.Rows()
+    stream = guard.samples.stream  # type: ignore[attr-defined]
+    asked: dict[int, list[int]] = {}
+    for epoch in range(3):
+        order = stream._order(epoch).tolist()
+        for row in (40, 333):
+            asked.setdefault(row, []).append(stream._substitute(epoch, order.index(row)))
+
+    class Healed:
+        """Hands out the substitute of each epoch in turn."""
+
+        def __len__(self) -> int:
+            return ROWS
+
+        def __getitem__(self, row: int) -> Any:
+            if row in asked:
+                return healed[asked[row][0] if row not in seen else asked[row][len(seen[row])]]
+            return healed[row]
+
+    seen: dict[int, list[int]] = {}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    other = trained(program, Healed(), steps=32)
+    again = trained(program, rotten, steps=32)
+    assert other.state.weights_sha256() == again.state.weights_sha256()
+
+
+def test_a_known_culprit_is_not_searched_for_again(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The like of the last two incidents costs no replay."""
+    from resilient_train.diagnose.search import Search
+
+    searched = 0
+    real = Search.diagnose
+
+    def counted(self: Search, *given: Any) -> Any:
+        nonlocal searched
+        searched += 1
+        return real(self, *given)
+
+    monkeypatch.setattr(Search, "diagnose", counted)
+    ladder = {"ladders": {"default": [{"do": ["skip"], "strikes": None}]}, "budget": {"in_a_row": 12}}
+    from resilient_train.errors import GaveUp
+
+    with pytest.raises(GaveUp):
+        trained(program, program.Rows(), breaks="root", recovery=ladder)
+    assert searched == 2

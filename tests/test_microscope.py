@@ -1,0 +1,259 @@
+"""The microscope: where a value that is not finite was born, named as a person would."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from resilient_train.diagnose.frames import Line
+from resilient_train.diagnose.microscope import Birth, Microscope, op_name
+
+HERE = __file__
+
+
+class Body(nn.Module):
+    """A linear layer, and what a test does with its output."""
+
+    def __init__(self, does: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.does = does
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.does(self.layer(inputs))
+
+
+def by_hand(hidden: Tensor) -> Tensor:
+    return -(F.softmax(hidden * 1e5, dim=-1).log() * torch.eye(4)).sum(-1).mean()
+
+
+def branch(hidden: Tensor) -> Tensor:
+    return torch.where(hidden > 0, hidden.sqrt(), torch.zeros_like(hidden)).sum()
+
+
+def distances(hidden: Tensor) -> Tensor:
+    apart = hidden[:, None] - hidden[None]
+    return (apart**2).sum(-1).sqrt().mean()
+
+
+def ratio(hidden: Tensor) -> Tensor:
+    difference = hidden - hidden
+    return (hidden / difference).sum()
+
+
+def masked(hidden: Tensor) -> Tensor:
+    scores = hidden.masked_fill(torch.ones_like(hidden, dtype=torch.bool), float("-inf"))
+    return (torch.softmax(scores, -1) * hidden).sum()
+
+
+def squared(hidden: Tensor) -> Tensor:
+    grown = (hidden * 0 + 10).exp()
+    for _ in range(6):
+        grown = grown * grown
+    return grown.mean()
+
+
+def in_place(hidden: Tensor) -> Tensor:
+    hidden = hidden.clone()
+    hidden.mul_(0)
+    hidden.log_()
+    return hidden.sum()
+
+
+def angle(hidden: Tensor) -> Tensor:
+    cosine = hidden * 0 + 1
+    return torch.acos(cosine).mean()
+
+
+def nested(hidden: Tensor) -> Tensor:
+    def inner(value: Tensor) -> Tensor:
+        return (value * 0).pow(0.5)
+
+    return inner(hidden).mean()
+
+
+def in_torch(hidden: Tensor) -> Tensor:
+    return F.cosine_similarity(hidden * float("nan"), hidden, dim=-1).mean()
+
+
+def power(hidden: Tensor) -> Tensor:
+    return ((hidden - 100) ** 2.5).mean()
+
+
+def rematerialised(hidden: Tensor) -> Tensor:
+    result: Tensor = checkpoint(lambda value: (value * 0).sqrt().mean(), hidden, use_reentrant=False)
+    return result
+
+
+def born(does: Callable[[Tensor], Tensor], **options: Any) -> Birth | None:
+    torch.manual_seed(0)
+    model = Body(does)
+    with Microscope(model, **options) as microscope:
+        loss = model(torch.randn(3, 4) if does is not by_hand else torch.randn(4, 4))
+        microscope.judge(loss)
+        loss.backward()
+    return microscope.seen.of_loss or microscope.seen.backward
+
+
+def line_of(does: Callable[[Tensor], Tensor], text: str) -> int:
+    lines, first = inspect.getsourcelines(does)
+    (number,) = [first + place for place, line in enumerate(lines) if text in line]
+    return number
+
+
+@pytest.mark.parametrize(
+    ("does", "phase", "op", "kind", "text"),
+    [
+        (by_hand, "forward", "log", "inf", ".log()"),
+        (branch, "backward", "sqrt", "nan", "torch.where"),
+        (distances, "backward", "sqrt", "inf", ".sqrt()"),
+        (ratio, "forward", "div", "inf", "/ difference"),
+        (masked, "forward", "softmax", "nan", "torch.softmax"),
+        (squared, "forward", "mul", "inf", "grown * grown"),
+        (in_place, "forward", "log", "inf", "log_()"),
+        (angle, "backward", "acos", "inf", "acos"),
+        (nested, "backward", "pow", "inf", ".pow("),
+        (power, "forward", "pow", "nan", "** 2.5"),
+        (rematerialised, "backward", "sqrt", "inf", ".sqrt()"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_it_names_operation_and_line(does: Any, phase: str, op: str, kind: str, text: str) -> None:
+    """Births are told as the operation's name, in the user's own line, forward or backward."""
+    found = born(does)
+    assert found is not None
+    assert (found.phase, found.op) == (phase, op)
+    assert found.kind in (kind, "nan")
+    assert found.line is not None
+    assert (found.line.file, found.line.line) == (HERE, line_of(does, text))
+
+
+def test_what_was_not_finite_already_is_nobodys_fault() -> None:
+    """A NaN that came in with the batch was not born in any operation."""
+    model = Body(lambda hidden: hidden.sum())
+    with Microscope(model) as microscope:
+        loss = model(torch.full((2, 4), torch.nan))
+        microscope.judge(loss)
+    assert microscope.seen.of_loss is None
+
+
+def test_masks_are_on_purpose() -> None:
+    """Infinite values of a mask, which softmax takes out again, make no birth."""
+
+    def attention(hidden: Tensor) -> Tensor:
+        mask = torch.tril(torch.ones(3, 4)) == 0
+        return torch.softmax(hidden.masked_fill(mask, float("-inf")), -1).square().mean()
+
+    assert born(attention) is None
+
+
+def test_a_healthy_model_shows_nothing_and_computes_the_same() -> None:
+    """Watching changes no bit of loss and gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    inputs = torch.randn(5, 4)
+    grads = []
+    for watched in (False, True):
+        torch.manual_seed(1)
+        model.zero_grad()
+        if watched:
+            with Microscope(model) as microscope:
+                model(inputs).square().mean().backward()
+            assert microscope.seen.of_loss is None
+            assert microscope.seen.backward is None
+        else:
+            model(inputs).square().mean().backward()
+        grads.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+def test_a_second_look_tells_what_the_inputs_were() -> None:
+    """Of the call whose backward is to blame: shape, type, range, zeros, the smallest magnitude."""
+    found = born(distances)
+    assert found is not None
+    torch.manual_seed(0)
+    model = Body(distances)
+    with Microscope(model, look_at=found.call) as microscope:
+        model(torch.randn(3, 4)).backward()
+    (inputs,) = microscope.seen.inputs
+    assert (inputs["shape"], inputs["dtype"], inputs["zeros"], inputs["nonfinite"]) == ([3, 3], "float32", 3, 0)
+    assert inputs["min"] == 0.0 < inputs["smallest"] <= inputs["max"]
+
+
+def test_a_module_is_named_by_its_path() -> None:
+    """An operation within torch's own modules is told at the user's line that calls the module."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Softmax(dim=-1)])
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            hidden = self.blocks[0](inputs)
+            hidden = hidden + float("-inf")
+            return self.blocks[1](hidden).sum()  # the line
+
+    model = Net()
+    with Microscope(model) as microscope:
+        loss = model(torch.randn(2, 4))
+        microscope.judge(loss)
+    found = microscope.seen.of_loss
+    assert found is not None
+    assert found.op == "softmax"
+    assert isinstance(found.line, Line)
+    assert found.line.module == "blocks.1"
+    assert "# the line" in Path(HERE).read_text().splitlines()[found.line.line - 1]
+
+
+class Careless(torch.autograd.Function):
+    """Somebody's own operation."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.save_for_backward(value)
+        return value.abs()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (value,) = ctx.saved_tensors
+        return grad * value / (value.abs() * 0)  # always by zero
+
+
+def test_the_backward_of_a_users_own_operation_is_named() -> None:
+    """An autograd function that somebody has written is told by its class and its backward."""
+    found = born(lambda hidden: Careless.apply(hidden).sum())  # type: ignore[no-untyped-call]
+    assert found is not None
+    assert (found.phase, found.op) == ("backward", "Careless")
+    assert found.line is not None
+    assert found.line.file == HERE
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("__rtruediv__", "div"),
+        ("__itruediv__", "div"),
+        ("__pow__", "pow"),
+        ("__rpow__", "pow"),
+        ("__rsub__", "sub"),
+        ("sqrt_", "sqrt"),
+        ("_softmax", "softmax"),
+        ("log", "log"),
+        ("arctan2", "atan2"),
+        ("true_divide", "div"),
+        ("__getitem__", "getitem"),
+        ("__matmul__", "matmul"),
+        ("linalg_vector_norm", "linalg_vector_norm"),
+    ],
+)
+def test_operations_are_called_as_torch_calls_the_function(given: str, name: str) -> None:
+    """Operators and in-place forms by the function that does it."""
+    assert op_name(given) == name

@@ -1,0 +1,396 @@
+"""Safe operations: torch's own to the last bit where it has a finite value and slope, finite everywhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from resilient_train import numerics
+
+HALF, BRAIN, SINGLE, DOUBLE = DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+WHOLE = {HALF: torch.int16, BRAIN: torch.int16, SINGLE: torch.int32, DOUBLE: torch.int64}
+BORDERS = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 1e-7, 1e-20, 1e-30, 1e-40, 1e20, 11.09, 88.72, 709.78)
+
+Operation = Callable[..., Tensor]
+
+steadily = settings(derandomize=True, deadline=None, max_examples=40)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+ALONE: dict[str, tuple[Operation, Operation]] = {
+    **{
+        name: (getattr(torch, name), getattr(numerics, name))
+        for name in ("log", "log2", "log10", "log1p", "exp", "sqrt", "rsqrt", "reciprocal", "acos", "asin", "atanh")
+    },
+    **{
+        f"pow {p}": (lambda x, p=p: torch.pow(x, p), lambda x, p=p: numerics.pow(x, p))
+        for p in (0, 0.5, 1, 2, 2.5, 3, -0.5, -1, -2, 100)
+    },
+    **{
+        f"{base} pow": (lambda x, base=base: torch.pow(base, x), lambda x, base=base: numerics.pow(base, x))
+        for base in (0.0, 0.5, 3)
+    },
+    **{
+        f"div {d}": (lambda x, d=d: torch.div(x, d), lambda x, d=d: numerics.div(x, d))
+        for d in (0.0, 1e-30, -3, 0.1, 1e30)
+    },
+}
+IN_PAIRS: dict[str, tuple[Operation, Operation]] = {
+    "div": (torch.div, numerics.div),
+    "div down": (
+        lambda x, y: torch.div(x, y, rounding_mode="floor"),
+        lambda x, y: numerics.div(x, y, rounding_mode="floor"),
+    ),
+    "atan2": (torch.atan2, numerics.atan2),
+    "pow": (torch.pow, numerics.pow),
+    "pow of whole exponents": (lambda x, y: torch.pow(x, y.round()), lambda x, y: numerics.pow(x, y.round())),
+}
+ALONG: dict[str, tuple[Operation, Operation]] = {
+    **{
+        f"norm {p}": (lambda x, p=p: torch.norm(x, p, 1), lambda x, p=p: numerics.norm(x, p, 1))
+        for p in ("fro", 0.5, 1, 1.5, 2, 3, math.inf)
+    },
+    **{
+        f"normalize {p}": (lambda x, p=p: F.normalize(x, p), lambda x, p=p: numerics.normalize(x, p))
+        for p in (1.0, 2.0, math.inf)
+    },
+    "std": (lambda x: torch.std(x, 1), lambda x: numerics.std(x, 1)),
+    "std of all": (lambda x: torch.std(x, 1, correction=0), lambda x: numerics.std(x, 1, correction=0)),
+    "softmax": (lambda x: torch.softmax(x, 1), lambda x: numerics.softmax(x, 1)),
+    "log_softmax": (lambda x: torch.log_softmax(x, 1), lambda x: numerics.log_softmax(x, 1)),
+}
+
+
+def from_bits(bits: list[int] | range, dtype: torch.dtype) -> Tensor:
+    width = 8 * dtype.itemsize
+    return torch.tensor([b - (b >> (width - 1) << width) for b in bits], dtype=WHOLE[dtype]).view(dtype)
+
+
+def beside(number: float, steps: int, dtype: torch.dtype) -> int:
+    """The bits of the number that lies so many numbers of this type farther from zero, or nearer to it."""
+    bits = int(torch.tensor(number, dtype=DOUBLE).to(dtype).view(WHOLE[dtype]).item()) + steps
+    return bits % 2 ** (8 * dtype.itemsize)
+
+
+def any_bits(dtype: torch.dtype) -> st.SearchStrategy[int]:
+    """All numbers alike, numbers of ordinary size, and those around the places where something happens."""
+    info = torch.finfo(dtype)
+    borders = (
+        *BORDERS,
+        info.tiny,
+        info.tiny / 4,
+        info.tiny**0.5,
+        info.eps,
+        info.max,
+        info.max**0.5,
+        info.max ** (-2 / 3),
+    )
+    return st.one_of(
+        st.integers(0, 2 ** (8 * dtype.itemsize) - 1),
+        st.floats(-4, 4).map(lambda x: beside(x, 0, dtype)),
+        st.builds(beside, st.sampled_from([*borders, *(-x for x in borders)]), st.integers(-3, 3), st.just(dtype)),
+    )
+
+
+def numbers(dtype: torch.dtype, data: st.DataObject, size: int = 60) -> Tensor:
+    """A tensor of finite numbers."""
+    drawn = from_bits(data.draw(st.lists(any_bits(dtype), min_size=size, max_size=size)), dtype)
+    return torch.where(drawn.isfinite(), drawn, 1.0)
+
+
+def slices(dtype: torch.dtype, data: st.DataObject, width: int) -> Tensor:
+    """Rows of zeros, of one number, of numbers of one scale, however large or small, and of any."""
+    highest = math.log2(torch.finfo(dtype).max)
+    rows = []
+    for kind in ("any", "zeros", "same", "scaled", "scaled", "scaled", "ordinary"):
+        row = numbers(dtype, data, width)
+        if kind in ("scaled", "ordinary"):
+            shape = data.draw(st.lists(st.floats(-1, 1), min_size=width, max_size=width))
+            exponent = data.draw(st.floats(-highest, highest)) if kind == "scaled" else 1.0
+            row = (torch.tensor(shape, dtype=DOUBLE) * 2.0**exponent).to(dtype)
+        rows.append({"zeros": row * 0, "same": row[:1].expand(width)}.get(kind, row))
+    return torch.stack(rows)
+
+
+def answer(
+    operation: Operation, inputs: tuple[Tensor, ...], grads: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """The value, and the slopes for a gradient of 1 or the given ones."""
+    inputs = tuple(x.detach().clone().requires_grad_() for x in inputs)
+    value = operation(*inputs)
+    grads = torch.ones_like(value) if grads is None else grads.to(value.dtype).expand(value.shape)
+    return value.detach(), list(torch.autograd.grad(value, inputs, grads))
+
+
+def same_bits(x: Tensor, y: Tensor) -> Tensor:
+    return x.contiguous().view(WHOLE[x.dtype]) == y.contiguous().view(WHOLE[y.dtype])
+
+
+def per_row(said: Tensor, rows: int) -> Tensor:
+    return said.reshape(rows, -1).all(1)
+
+
+def check(bare: Operation, safe: Operation, *inputs: Tensor, few: Tensor | None = None, signed: bool = True) -> None:
+    """What torch can do is torch's, all else is finite: by rows, and where there are none by element.
+
+    `few`: rows that need not be torch's. `signed`: a slope of zero has torch's sign.
+    """
+    rows = len(inputs[0])
+    value, slopes = answer(bare, inputs)
+    fine = per_row(value.isfinite(), rows)
+    for slope in slopes:
+        fine &= per_row(slope.isfinite(), rows)
+    if few is not None:
+        fine &= ~few
+    for grads in (None, torch.tensor(-0.7)):
+        value, slopes = answer(bare, inputs, grads)
+        safe_value, safe_slopes = answer(safe, inputs, grads)
+        assert safe_value.dtype is value.dtype
+        assert safe_value.shape == value.shape
+        assert (per_row(same_bits(value, safe_value), rows) | ~fine).all()
+        assert safe_value.isfinite().all()
+        for slope, safe_slope in zip(slopes, safe_slopes, strict=True):
+            same = same_bits(slope, safe_slope) if signed else (slope == safe_slope)
+            assert (per_row(same, rows) | ~fine).all()
+            assert safe_slope.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ALONE)
+@each_dtype
+@given(data=st.data())
+@settings(steadily, max_examples=15)
+def test_an_operation_on_one_number(dtype: torch.dtype, name: str, data: st.DataObject) -> None:
+    """It is torch's where torch is finite, bit by bit, whatever lies beside it in the tensor, and finite elsewhere."""
+    check(*ALONE[name], numbers(dtype, data))
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("dtype", [HALF, BRAIN], ids=str)
+def test_every_number_of_16_bits(dtype: torch.dtype, name: str) -> None:
+    """No number that there is is an exception."""
+    every = from_bits(range(2**16), dtype)
+    check(*ALONE[name], every[every.isfinite()])
+
+
+@pytest.mark.parametrize("name", IN_PAIRS)
+@each_dtype
+@given(data=st.data())
+@steadily
+def test_an_operation_on_two_numbers(dtype: torch.dtype, name: str, data: st.DataObject) -> None:
+    """It is torch's where torch is finite, also where only one of both has a slope, and finite elsewhere."""
+    bare, safe = IN_PAIRS[name]
+    x, y = numbers(dtype, data), numbers(dtype, data)
+    signed = name != "atan2"
+    check(bare, safe, x, y, signed=signed)
+    check(lambda x: bare(x, y), lambda x: safe(x, y), x, signed=signed)
+    check(lambda y: bare(x, y), lambda y: safe(x, y), y, signed=signed)
+
+
+@pytest.mark.parametrize("name", ALONG)
+@each_dtype
+@given(data=st.data(), width=st.integers(2, 6))
+@settings(steadily, max_examples=15)
+def test_an_operation_along_a_dimension(dtype: torch.dtype, name: str, data: st.DataObject, width: int) -> None:
+    """Slices that torch can do are torch's, whatever lies beside them, and the others are finite."""
+    x = slices(dtype, data, width)
+    # In float16 what a gradient adds up to on its way to a tiny norm overflows, or does not, as the gradient wants.
+    few = x.double().norm(dim=1) < 1e-3 if dtype is HALF and name.startswith("normalize") else None
+    check(*ALONG[name], x, few=few)
+
+
+@each_dtype
+@given(data=st.data(), width=st.integers(1, 6), eps=st.sampled_from([1e-8, 0.0, 1e-30]))
+@steadily
+def test_the_cosine(dtype: torch.dtype, data: st.DataObject, width: int, eps: float) -> None:
+    """Pairs of vectors that torch can do are torch's, and the others are finite."""
+    x, y = slices(dtype, data, width), slices(dtype, data, width)
+    check(
+        lambda x, y: torch.cosine_similarity(x, y, eps=eps),
+        lambda x, y: numerics.cosine_similarity(x, y, eps=eps),
+        x,
+        y,
+    )
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@each_dtype
+@given(data=st.data())
+@settings(steadily, max_examples=15)
+def test_cross_entropy_of_two_classes(dtype: torch.dtype, reduction: str, data: st.DataObject) -> None:
+    """Probabilities that torch can do are torch's; the ends are finite in every type, and so is what lies beside them."""
+    x = numbers(dtype, data, 40)
+    target = from_bits(
+        [beside(t, 0, dtype) for t in data.draw(st.lists(st.floats(0, 1), min_size=40, max_size=40))], dtype
+    )
+    inside = (x >= 0) & (x <= 1)
+    probability = torch.where(inside, x, 0.25)
+    _, (slope,) = answer(lambda p: F.binary_cross_entropy(p, target, reduction="none"), (probability,))
+    probability = torch.where(slope.isfinite(), probability, 0.25)
+    theirs = answer(lambda p: F.binary_cross_entropy(p, target, reduction=reduction), (probability,))
+    ours = answer(lambda p: numerics.binary_cross_entropy(p, target, reduction=reduction), (probability,))
+    assert same_bits(theirs[0], ours[0]).all()
+    assert same_bits(theirs[1][0], ours[1][0]).all()
+    value, slopes = answer(lambda p, t: numerics.binary_cross_entropy(p, t, reduction=reduction), (x, target))
+    assert value.isfinite().all()
+    assert all(slope.isfinite().all() for slope in slopes)
+
+
+@each_dtype
+def test_cross_entropy_of_probabilities(dtype: torch.dtype) -> None:
+    """It is the negative log likelihood of their logarithms, and a class that had no chance costs -log(eps)."""
+    p = torch.tensor([[0.2, 0.3, 0.5], [0.1, 0.8, 0.1]], dtype=dtype)
+    classes, weight = torch.tensor([2, 0]), torch.tensor([1.0, 2.0, 3.0], dtype=dtype)
+    soft = F.one_hot(classes, 3).to(dtype)
+    for kind in ("none", "mean", "sum"):
+        theirs = F.nll_loss(p.log(), classes, weight, reduction=kind)
+        assert torch.equal(numerics.cross_entropy_of_probabilities(p, classes, weight, reduction=kind), theirs)
+        of_logits = F.cross_entropy(p.log(), soft, weight, reduction=kind)
+        of_probabilities = numerics.cross_entropy_of_probabilities(p, soft, weight, reduction=kind)
+        torch.testing.assert_close(
+            of_probabilities, of_logits, atol=0.02 if dtype in (HALF, BRAIN) else 1e-6, rtol=0.01
+        )
+    hopeless = torch.tensor([0.0, 1.0], dtype=dtype)
+    value, (slope,) = answer(lambda p: numerics.cross_entropy_of_probabilities(p, torch.tensor(0)), (hopeless,))
+    assert value.item() == pytest.approx(-math.log(numerics.eps(dtype)), rel=0.01)
+    assert slope.isfinite().all()
+
+
+@each_dtype
+def test_a_sign_survives(dtype: torch.dtype) -> None:
+    """What is divided by a small negative number has its other sign, however small that is, and zero has a sign too."""
+    tiny = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    divisor = torch.tensor([tiny, -tiny, 0.0, -0.0], dtype=dtype)
+    expected = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=dtype)
+    assert torch.equal(numerics.div(torch.ones_like(divisor), divisor).sign(), expected)
+    assert torch.equal(numerics.reciprocal(divisor).sign(), expected)
+    assert torch.equal(numerics.pow(divisor, -1).sign(), expected)
+    assert torch.equal(numerics.pow(divisor, -2).sign(), expected.abs())
+    assert [numerics.div(torch.ones(1, dtype=dtype), d).sign().item() for d in (0.0, -0.0, -1e-40)] == [1, -1, -1]
+
+
+@each_dtype
+def test_values_that_a_person_would_expect(dtype: torch.dtype) -> None:
+    """Out of the domain it is the border's, at a pole it is the value at eps, and what overflows is the largest."""
+
+    def of(operation: Operation, *numbers: float) -> list[float]:
+        return [operation(torch.tensor([x], dtype=dtype)).item() for x in numbers]
+
+    eps, largest = numerics.eps(dtype), torch.finfo(dtype).max
+    assert of(numerics.sqrt, 0.0, -4.0) == [0, 0]
+    assert of(numerics.acos, 1.0, 1.5) == [0, 0]
+    assert of(numerics.asin, -1.5) == of(torch.asin, -1.0)
+    assert of(numerics.log, 0.0, -3.0) == of(torch.log, eps, eps)
+    assert of(numerics.log1p, -1.0) == of(torch.log1p, eps - 1)
+    assert of(numerics.atanh, 2.0, -1.0) == of(torch.atanh, 1 - eps, eps - 1)
+    assert of(numerics.rsqrt, 0.0) == of(torch.rsqrt, eps)
+    assert of(lambda x: numerics.pow(x, -0.5), 0.0, -3.0) == of(lambda x: torch.pow(x, -0.5), eps, eps)
+    assert of(numerics.exp, 1e4) == pytest.approx([largest], rel=0.25)
+    assert of(lambda x: numerics.pow(x, 3), -(largest**0.5)) == [-largest]
+    assert of(lambda x: numerics.norm(x.expand(4)), largest) == [largest]
+    assert of(lambda x: numerics.std(x), 3.0) == of(lambda x: numerics.std(x.expand(4)), 3.0) == [0]
+    assert (
+        of(lambda x: numerics.cosine_similarity(x, x, 0), 0.0) == of(lambda x: numerics.normalize(x, dim=0), 0.0) == [0]
+    )
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@each_dtype
+def test_a_slice_that_is_masked_altogether(dtype: torch.dtype, dim: int) -> None:
+    """Nothing is chosen, no slope comes back, and no other slice notices."""
+    x = torch.tensor([[1.0, 2.0, -math.inf], [-math.inf] * 3, [0.0, -math.inf, -math.inf]], dtype=dtype)
+    x = x.T.contiguous() if dim == 0 else x
+    fine = [0, 2]
+    for bare, safe, nothing in (
+        (torch.softmax, numerics.softmax, 0.0),
+        (torch.log_softmax, numerics.log_softmax, math.log(numerics.eps(dtype))),
+    ):
+        (value, (slope,)), (own, (own_slope,)) = (answer(lambda x, f=f: f(x, dim), (x,)) for f in (safe, bare))
+        assert torch.equal(value.select(1 - dim, 1), torch.full((3,), nothing, dtype=dtype))
+        assert not slope.select(1 - dim, 1).any()
+        index = torch.tensor(fine)
+        mine, theirs = value.index_select(1 - dim, index), own.index_select(1 - dim, index)
+        assert torch.equal(mine, theirs.clamp(min=torch.finfo(dtype).min))
+        assert slope.isfinite().all()
+        if safe is numerics.softmax:
+            assert torch.equal(slope.index_select(1 - dim, index), own_slope.index_select(1 - dim, index))
+
+
+def test_an_exponential_that_overflows_still_pulls_back() -> None:
+    """Its slope is bounded, not zero: else the other half of a Poisson loss would drive its argument off for good."""
+    x = torch.tensor([200.0, 1.0])
+    _, (slope,) = answer(lambda x: numerics.exp(x) - 1000 * x, (x,))
+    assert slope[0] > 0
+    assert slope[0].item() == pytest.approx(1 / numerics.eps(SINGLE), rel=0.01)
+
+
+@pytest.mark.parametrize("name", [*ALONE, *ALONG])
+def test_a_nan_is_not_hidden(name: str) -> None:
+    """It was born elsewhere, and has to be seen. Only its own element or slice is one."""
+    if name in ("pow 0",):
+        return  # which is 1 of anything, for torch as well
+    _, safe = ALONE[name] if name in ALONE else ALONG[name]
+    value = safe(torch.tensor([[0.5, math.nan], [0.5, 0.25]]))
+    assert value[0].isnan().any()
+    assert value[1].isfinite().all()
+
+
+def test_a_nan_is_not_hidden_among_two() -> None:
+    """Whichever of two numbers it is."""
+    x, nan = torch.tensor([0.5, 0.0]), torch.tensor([math.nan, math.nan])
+    for safe in (numerics.div, numerics.atan2, numerics.pow):
+        assert safe(nan, x + 1).isnan().all()
+        assert safe(x, nan).isnan().all()
+    assert numerics.cosine_similarity(nan, x, 0).isnan()
+    assert numerics.binary_cross_entropy(nan, x).isnan()
+    assert numerics.binary_cross_entropy(torch.tensor([math.nan, 0.5]), x, reduction="none").isnan().tolist() == [
+        True,
+        False,
+    ]
+    assert numerics.std(torch.tensor([math.nan])).isnan()
+
+
+@pytest.mark.parametrize(
+    "safe", [numerics.log, numerics.sqrt, numerics.exp, numerics.rsqrt, numerics.acos, numerics.atanh]
+)
+def test_slopes_are_the_derivative(safe: Operation) -> None:
+    """Near a singularity, on its other side, and of the slope itself."""
+    for x in ([0.3, 0.9, 0.01], [0.999, 0.9999], [-2.0, -5.0] if safe is not numerics.exp else [-2.0]):
+        inputs = (torch.tensor(x, dtype=DOUBLE, requires_grad=True),)
+        assert torch.autograd.gradcheck(safe, inputs)
+        assert torch.autograd.gradgradcheck(safe, inputs)
+
+
+def test_slopes_of_several_numbers_are_the_derivative() -> None:
+    """Beside a bad element or slice, and in it."""
+
+    def matrix(*rows: list[float]) -> Tensor:
+        return torch.tensor(rows, dtype=DOUBLE, requires_grad=True)
+
+    numbers.raise_eps(1) if hasattr(numbers, "raise_eps") else None
+    x, y = matrix([1.0, -2.0, 0.5], [0.3, 0.2, 0.9]), matrix([0.1, -0.4, 1e-3], [2.0, 3.0, 4.0])
+    for safe in (numerics.div, numerics.atan2, numerics.cosine_similarity):
+        assert torch.autograd.gradcheck(safe, (x, y))
+    assert torch.autograd.gradcheck(numerics.pow, (matrix([0.5, 2.0, 1e-2]), matrix([-0.5, 3.0, 0.5])))
+    for name in ("norm 2", "norm 3", "normalize 2.0", "std", "softmax", "log_softmax"):
+        assert torch.autograd.gradcheck(ALONG[name][1], (x,))
+    assert torch.autograd.gradcheck(numerics.softmax, (matrix([1.0, 2.0], [-math.inf, -math.inf])[:1], 1))
+
+
+@pytest.mark.parametrize("grad", [0.0, 1.0])
+@each_dtype
+def test_nothing_on_the_way_back_is_a_nan(dtype: torch.dtype, grad: float) -> None:
+    """Anomaly mode, which looks at every gradient on the way, has nothing to say."""
+    x = torch.tensor([[0.0, 1.0, 2.0, -3.0], [0.0] * 4, [1e-30, -1e-30, 0.0, 1e30]]).clamp(-6e4, 6e4).to(dtype)
+    operations: list[Any] = [safe for _, safe in (*ALONE.values(), *ALONG.values())]
+    operations += [lambda x, safe=safe: safe(x, x.flip(1)) for _, safe in IN_PAIRS.values()]
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():  # type: ignore[no-untyped-call]
+        for operation in operations:
+            _, (slope,) = answer(operation, (x,), torch.tensor(grad))
+            assert slope.isfinite().all()

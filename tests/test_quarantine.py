@@ -1,0 +1,310 @@
+"""quarantine.json: rows that stay out of the data, known again by the data set they belong to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strangers import Augmented, Fixed, RarelyRandom
+
+from resilient_train.data.fingerprint import fingerprint
+from resilient_train.errors import ConfigError
+from resilient_train.record import quarantine
+from resilient_train.record.quarantine import QUARANTINE, Quarantine, Quarantined
+from resilient_train.state.randomness import seed_host
+
+DATA = {"dataset": "Images", "rows": 50, "digests": {"0": "aa", "24": None, "49": "cc"}}
+WHY = Quarantined("values that are not finite in x", 120, 3)
+
+
+def same() -> dict[str, Any]:
+    return DATA
+
+
+def listed(directory: Path, *rows: int) -> Path:
+    """Write a list as a run does."""
+    Quarantine(directory, same).add(rows, WHY.reason, WHY.step, WHY.incident)
+    return directory / QUARANTINE
+
+
+def test_what_is_listed_is_there_in_the_next_process(tmp_path: Path) -> None:
+    """With its reasons, in its order; what is listed already stays as it is."""
+    first = Quarantine(tmp_path, same)
+    first.add([17, 3], WHY.reason, WHY.step, WHY.incident)
+    first.add([3, 49], "it raises", 200, 5)
+    second = Quarantine(tmp_path, same)
+    assert list(second.rows.items()) == [(17, WHY), (3, WHY), (49, Quarantined("it raises", 200, 5))]
+    second.add([1], "it raises", 300, 6)
+    assert list(Quarantine(tmp_path, same).rows) == [17, 3, 49, 1]
+
+
+@settings(max_examples=30)
+@given(
+    added=st.lists(
+        st.tuples(st.sets(st.integers(0, 49), max_size=4), st.text(max_size=20), st.integers(0), st.integers(1)),
+        max_size=5,
+    )
+)
+def test_any_list_comes_back(tmp_path_factory: pytest.TempPathFactory, added: list[Any]) -> None:
+    """Whatever a reason says."""
+    directory = tmp_path_factory.mktemp("run")
+    first = Quarantine(directory, same)
+    for rows, reason, step, incident in added:
+        first.add(rows, reason, step, incident)
+    assert Quarantine(directory, same).rows == first.rows
+
+
+def test_a_healthy_run_has_no_list_and_fetches_no_row(tmp_path: Path) -> None:
+    """The fingerprint is asked for with the first row, and once."""
+    asked = itertools.count(1)
+
+    def counted() -> dict[str, Any]:
+        return {**DATA, "rows": 49 + next(asked)}
+
+    one = Quarantine(tmp_path, counted)
+    one.add([], "nothing", 1, 1)
+    assert list(tmp_path.iterdir()) == []
+    for row in range(3):
+        one.add([row], "it raises", 1, 1)
+    assert next(asked) == 2
+
+
+def test_a_rank_without_the_directory_keeps_the_same_rows(tmp_path: Path) -> None:
+    """It takes over what rank 0 has read, and writes nothing."""
+    listed(tmp_path, 3)
+    main, other = Quarantine(tmp_path, same), Quarantine(None, same)
+    other.adopt(main.rows)
+    for one in (main, other):
+        one.add([4], "it raises", 5, 6)
+    assert other.rows == main.rows
+    assert [file.name for file in tmp_path.iterdir()] == [QUARANTINE]
+
+
+def test_a_later_run_can_be_given_the_list(tmp_path: Path) -> None:
+    """It keeps the reasons, adds its own, and leaves the other run's list alone."""
+    (tmp_path / "later").mkdir()
+    given = listed(tmp_path, 3, 17)
+    before = given.read_text()
+    later = Quarantine(tmp_path / "later", same)
+    later.load(given)
+    later.add([4], "it raises", 5, 6)
+    assert dict(Quarantine(tmp_path / "later", same).rows) == {3: WHY, 17: WHY, 4: Quarantined("it raises", 5, 6)}
+    assert given.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("here", "said"),
+    [
+        ({"dataset": "Texts"}, "lists rows of Images (50 rows), and this data set is Texts (50 rows)"),
+        ({"rows": 1500}, "lists rows of Images (50 rows), and this data set is Images (1,500 rows)"),
+        (
+            {"digests": {"0": "aa", "49": "xx"}},
+            "lists rows of other data: row 49 of Images (50 rows) is not what it was",
+        ),
+    ],
+)
+def test_the_list_of_another_data_set_is_refused(tmp_path: Path, here: dict[str, Any], said: str) -> None:
+    """In one line with the file: given by hand, and in the run's own directory."""
+    file = listed(tmp_path, 3)
+    before = file.read_text()
+    for attempt in (
+        lambda: Quarantine(None, lambda: {**DATA, **here}).load(file, "data.quarantine"),
+        lambda: Quarantine(tmp_path, lambda: {**DATA, **here}),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            attempt()
+        assert said in str(refused.value)
+        assert str(file) in str(refused.value)
+        assert "\n" not in str(refused.value)
+    assert file.read_text() == before
+
+
+@pytest.mark.parametrize("digests", [{"0": "aa", "24": "bb", "49": None}, {"0": None, "24": None}, {}])
+def test_rows_that_cannot_be_compared_tell_nothing(tmp_path: Path, digests: dict[str, Any]) -> None:
+    """One that raised then or raises now does not make it another data set."""
+    listed(tmp_path, 3)
+    assert list(Quarantine(tmp_path, lambda: {**DATA, "digests": digests}).rows) == [3]
+
+
+def damaged(change: Any) -> str:
+    content = {"format": 1, "data": json.loads(json.dumps(DATA)), "rows": [{"row": 3, **vars_of(WHY)}]}
+    change(content)
+    return json.dumps(content)
+
+
+def vars_of(why: Quarantined) -> dict[str, Any]:
+    return {"reason": why.reason, "step": why.step, "incident": why.incident}
+
+
+DAMAGE = [
+    "",
+    "{",
+    "\x00" * 40,
+    "[" * 100_000,
+    "null",
+    "[1]",
+    "{}",
+    '{"format": 1}',
+    damaged(lambda content: content.update(format="1")),
+    damaged(lambda content: content.update(format=True)),
+    damaged(lambda content: content.update(more=1)),
+    damaged(lambda content: content.update(rows={})),
+    damaged(lambda content: content.update(data=None)),
+    damaged(lambda content: content["data"].pop("rows")),
+    damaged(lambda content: content["data"].update(digests=[])),
+    damaged(lambda content: content["data"].update(digests={"0": 1})),
+    damaged(lambda content: content["rows"].append(3)),
+    *[
+        damaged(lambda content, broken=broken: content["rows"][0].update(broken))
+        for broken in ({"row": True}, {"row": "3"}, {"row": 3.0}, {"row": -1}, {"row": 50}, {"step": None}, {"x": 1})
+    ],
+]
+
+
+@pytest.mark.parametrize("text", DAMAGE, ids=range(len(DAMAGE)))
+def test_a_damaged_list_is_told_and_executes_nothing(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Given by hand it is refused; a run's own is put aside, because the run would rather go on."""
+    file = tmp_path / QUARANTINE
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"^quarantine=.*quarantine\.json: is damaged: ") as refused:
+        Quarantine(None, same).load(file)
+    assert "\n" not in str(refused.value)
+    with caplog.at_level(logging.ERROR, "resilient_train"):
+        own = Quarantine(tmp_path, same)
+    assert dict(own.rows) == {}
+    assert "cannot be used and is put aside: is damaged" in caplog.text
+    assert (tmp_path / "quarantine.json.damaged").read_text() == text
+    own.add([5], "it raises", 1, 1)
+    assert list(Quarantine(tmp_path, same).rows) == [5]
+
+
+def test_the_list_of_a_later_version_is_not_guessed_at(tmp_path: Path) -> None:
+    """It says which format it has."""
+    file = tmp_path / QUARANTINE
+    file.write_text(damaged(lambda content: content.update(format=2, rows={"3": "new"})))
+    with pytest.raises(ConfigError, match="is of format 2, where this version reads 1"):
+        Quarantine(None, same).load(file)
+
+
+def test_a_list_that_is_not_there(tmp_path: Path) -> None:
+    """Is told with the key that named it."""
+    with pytest.raises(ConfigError, match=r"data\.quarantine=.*nowhere\.json: cannot be read: No such file"):
+        Quarantine(None, same).load(tmp_path / "nowhere.json", "data.quarantine")
+
+
+def test_a_full_disk_costs_the_list_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rows are in quarantine all the same; the list is written with the next change, and the failure told once."""
+    one = Quarantine(tmp_path, same)
+    with monkeypatch.context() as patched, caplog.at_level(logging.ERROR, "resilient_train"):
+        patched.setattr(quarantine, "commit_text", full)
+        one.add([3], WHY.reason, WHY.step, WHY.incident)
+        one.add([4], "it raises", 5, 6)
+    assert list(one.rows) == [3, 4]
+    (line,) = caplog.messages
+    assert "quarantine.json could not be written, and is tried again with the next row" in line
+    one.add([4], "it raises", 7, 8)
+    assert Quarantine(tmp_path, same).rows == one.rows
+
+
+def full(path: Path, text: str) -> None:
+    raise OSError(28, "No space left on device")
+
+
+# The fingerprint.
+
+
+class Rows:
+    """Rows as they are given, with whatever they draw."""
+
+    def __init__(self, row: Any, rows: int = 20) -> None:
+        self.row, self.rows = row, rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> Any:
+        return self.row(index)
+
+
+def raising(index: int) -> Any:
+    if index > 9:
+        raise OSError("the disk is gone")
+    return index
+
+
+@pytest.mark.parametrize("kind", [Augmented, RarelyRandom, Fixed])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 1000])
+def test_a_data_set_is_known_again(kind: Any, rows: int) -> None:
+    """Whatever was drawn before, and nothing that is drawn afterwards changes; a few rows are looked at."""
+    seed_host(1)
+    drawn = [torch.rand(1).item(), random.random(), np.random.random()]
+    seed_host(1)
+    first = fingerprint(kind(rows))
+    assert [torch.rand(1).item(), random.random(), np.random.random()] == drawn
+    assert fingerprint(kind(rows)) == first
+    assert (first["dataset"], first["rows"]) == (kind.__name__, rows)
+    assert len(first["digests"]) == min(rows, 8)
+    assert {"0", str(rows - 1)} <= first["digests"].keys()
+    assert None not in first["digests"].values()
+    assert json.loads(json.dumps(first)) == first
+
+
+def test_other_data_is_another_data_set() -> None:
+    """A changed row, another type, another order."""
+    digests = [
+        fingerprint(Rows(row))["digests"]
+        for row in (
+            lambda index: index,
+            lambda index: index + 1,
+            lambda index: float(index),
+            lambda index: {"x": index},
+            lambda index: torch.tensor(index),
+            lambda index: np.asarray(index),
+            lambda index: str(index),
+        )
+    ]
+    for one, other in itertools.combinations(digests, 2):
+        assert not set(one.items()) & set(other.items())
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        lambda index: np.random.default_rng().random(),
+        lambda index: (_ for _ in ()).throw(OSError("no")),
+        lambda index: np.array([print, index], dtype=object).sum(),
+    ],
+)
+def test_rows_that_raise_or_never_repeat_have_no_digest(row: Any) -> None:
+    """They are no reason to refuse the data set, and do not keep others from being compared."""
+    assert set(fingerprint(Rows(row))["digests"].values()) == {None}
+    digests = fingerprint(Rows(raising))["digests"]
+    assert {int(index) < 10 for index, digest in digests.items() if digest} == {True}
+    assert {int(index) > 9 for index, digest in digests.items() if not digest} == {True}
+
+
+class Thing:
+    """Nothing that could be hashed: its text shows an address."""
+
+
+def test_objects_without_a_lasting_form_do_not_change_it() -> None:
+    """Sets come in another order in every process, and objects lie at other addresses: only their class counts."""
+    first, second, third = (
+        fingerprint(Rows(lambda index, things=things: {"x": index, "things": things}))["digests"]
+        for things in ([Thing(), {"a", "b"}, print], [Thing(), {"c"}, len], [Thing(), {"a", "b"}, Thing])
+    )
+    assert first == second != third
+    assert None not in first.values()

@@ -1,0 +1,189 @@
+"""From facts to a cause, as a table; and the parts of a search that need no run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from resilient_train.diagnose import advice
+from resilient_train.diagnose.damage import lost_eps, of_state
+from resilient_train.diagnose.rows import guilty, outlying, rotten_fields
+from resilient_train.diagnose.verdict import Facts, climbed, on_failed, on_nonfinite, on_spike, together
+from resilient_train.events import Anomaly, Cause, Culprit, Signal
+
+
+def culprit(op: str, *inputs: Mapping[str, Any]) -> Culprit:
+    return Culprit("forward", op, "net.head", "/home/me/losses.py", 41, inputs)
+
+
+def values(low: float, high: float, *, zeros: int = 0, smallest: float = 1e-3) -> dict[str, Any]:
+    held = {"min": low, "max": high, "zeros": zeros, "smallest": smallest}
+    return {"shape": [8], "dtype": "float32", "nonfinite": 0, **held}
+
+
+AGAIN = Facts(reproduced=True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "climb", "cause", "said"),
+    [
+        (replace(AGAIN, culprit=culprit("log", values(0, 1, zeros=3)), kind="inf"), 1, Cause.OPERATION, "3 elements"),
+        (replace(AGAIN, culprit=culprit("log", values(0, 1)), kind="inf"), 1e4, Cause.OPERATION, "losses.py:41"),
+        (replace(AGAIN, culprit=culprit("mul", values(-1e30, 1e30)), kind="inf"), 1, Cause.OVERFLOW, "1e+30"),
+        (replace(AGAIN, culprit=culprit("mul", values(-1e30, 1e30)), kind="inf"), 1e4, Cause.EXPLOSION, "climbed"),
+        (replace(AGAIN, culprit=culprit("exp", values(0, 120)), kind="inf"), 2, Cause.OVERFLOW, "float32"),
+        (replace(AGAIN, culprit=culprit("pow", values(-3, 1e25)), kind="inf"), 1, Cause.OVERFLOW, "pow"),
+        (replace(AGAIN, culprit=culprit("pow", values(-3, 2)), kind="nan"), 1, Cause.OPERATION, "-3"),
+        (replace(AGAIN, culprit=culprit("linalg_inv", values(0, 2)), kind="inf"), 1, Cause.OPERATION, "identity"),
+        (replace(AGAIN, culprit=culprit("Mine", values(0, 2)), kind="nan"), 1, Cause.OPERATION, "Mine"),
+        (AGAIN, 1e5, Cause.EXPLOSION, "1e+05 times"),
+        (AGAIN, 1, Cause.UNKNOWN, "no operation"),
+        (replace(AGAIN, could_not="rows of such data cannot be named"), 1, Cause.UNKNOWN, "cannot be named"),
+        (
+            replace(AGAIN, rows=(7,), rotten={7: "[0] at [3] is nan"}, batch_is_rotten=True),
+            *(1, Cause.DATA, "Row 7 of the data: [0] at [3] is nan; mend or remove it."),
+        ),
+        (replace(AGAIN, batch_is_rotten=True), 1, Cause.DATA, "fetched again"),
+        (
+            replace(AGAIN, rows=(7,), rotten={7: "[1] reaches 1e+30"}, culprit=culprit("mul"), kind="inf"),
+            *(1, Cause.DATA, "1e+30"),
+        ),
+        (  # an ordinary row that a singular operation meets
+            replace(AGAIN, rows=(7,), culprit=culprit("sqrt", values(0, 1, zeros=1)), kind="inf"),
+            *(1, Cause.OPERATION, "1 element that is 0"),
+        ),
+    ],
+)
+def test_causes_of_what_is_not_finite(facts: Facts, climb: float, cause: Cause, said: str) -> None:
+    """Rows before operations, climbing before overflow; what is not known is said to be unknown."""
+    found = on_nonfinite(facts, climb)
+    assert found.cause is cause
+    assert said in found.advice
+    assert (found.rows != ()) == (cause is Cause.DATA and facts.rows != ())
+    assert found.culprit is None or cause in (Cause.OPERATION, Cause.OVERFLOW, Cause.EXPLOSION)
+
+
+@pytest.mark.parametrize(
+    ("facts", "climb", "cause", "rows", "said"),
+    [
+        (replace(AGAIN, rows=(3, 9), rotten={3: "[1] reaches 1e+06"}), 1, Cause.DATA, (3,), "1e+06"),
+        (replace(AGAIN, rows=(3,)), 1, Cause.DATA, (3,), "row 3"),
+        (replace(AGAIN, everywhere=True, rows=(3,)), 1e3, Cause.EXPLOSION, (), "climbed to 1e+03 times"),
+        (replace(AGAIN, everywhere=True), 1, Cause.UNKNOWN, (), "Other batches"),
+        (replace(AGAIN, layer=("head.weight", 40.0)), 1e3, Cause.UNKNOWN, (), "`head.weight`"),
+    ],
+)
+def test_causes_of_spikes(facts: Facts, climb: float, cause: Cause, rows: tuple[int, ...], said: str) -> None:
+    """A row that makes a healthy batch jump is to blame; where every batch jumps, an explosion, if it climbed there."""
+    found = on_spike(facts, climb)
+    assert (found.cause, found.rows) == (cause, rows)
+    assert said in found.advice
+
+
+def test_ranks_learn_the_same() -> None:
+    """What one rank has found counts for all of them, and rows of all ranks add up."""
+    idle = Facts()
+    one = replace(AGAIN, rows=(5,), rotten={5: "[0] is nan"})
+    other = replace(AGAIN, rows=(2,), culprit=culprit("log"), kind="inf")
+    assert together([idle, one, other]) == together([idle, other, one])
+    both = together([idle, one, other])
+    assert (both.rows, both.culprit, both.reproduced) == ((2, 5), culprit("log"), True)
+    assert together([idle, idle]) == idle
+
+
+def test_rows_that_raise_are_told_with_the_line() -> None:
+    """A row that cannot be fetched: its error, and what to do."""
+    found = on_failed({4: "FileNotFoundError: a.png (mine.py:3)", 2: "KeyError: 'x' (mine.py:9)"})
+    assert (found.cause, found.rows) == (Cause.DATA, (2, 4))
+    assert "KeyError: 'x' (mine.py:9); mend or remove them" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("history", "times"),
+    [
+        ([], 1.0),
+        ([3.0], 1.0),
+        ([1.0, 1e3, 1e6, 1e9], 1e6),
+        ([2.0] * 30 + [2.2] * 8, 1.1),
+        ([0.0, 0.0, 5.0], 1.0),  # nothing to compare with
+    ],
+)
+def test_climbing(history: Sequence[float], times: float) -> None:
+    """How far the newest is above what was usual."""
+    assert climbed(history) == pytest.approx(times)
+
+
+@settings(max_examples=200, deadline=None)
+@given(count=st.integers(1, 70), data=st.data())
+def test_guilty_rows_are_found_one_by_one(count: int, data: st.DataObject) -> None:
+    """Each row that breaks a batch alone is found, and no other; where most do, none is said to."""
+    bad = data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=max(1, count // 3)))
+    assert guilty(count, lambda places: bool(bad & set(places))) == tuple(sorted(bad))
+    assert guilty(count, lambda places: True) == ((0,) if count == 1 else ())
+
+
+def test_rows_that_break_only_together_are_not_named() -> None:
+    """No half of such a batch breaks, so nobody is blamed."""
+    assert guilty(8, lambda places: {1, 6} <= set(places)) == ()
+
+
+def test_what_is_odd_about_a_row() -> None:
+    """Fields and places of values that are not finite; fields far beyond those of other rows."""
+    row = {"image": torch.tensor([[0.0, math.nan], [math.inf, 1.0]]), "label": 3, "weight": math.nan}
+    image, weight = rotten_fields(row)
+    assert image == "['image'] at [0, 1] is nan, and 1 more"
+    assert weight == "['weight'] is nan"
+    others = [(torch.randn(8), 1.0) for _ in range(50)]
+    assert outlying((torch.randn(8), 1.5), others) == []
+    (told,) = outlying((torch.randn(8), -4e6), others)
+    assert told.startswith("[1] reaches 4e+06")
+
+
+def test_damage_names_the_element() -> None:
+    """The tensor and the index of what no update can have done."""
+    before = {"a.weight": torch.ones(3, 4), "b.bias": torch.zeros(5)}
+    weights = {name: weight.clone() for name, weight in before.items()}
+    weights["a.weight"][1, 2] = 900.0
+    jump = Anomaly(Signal.WEIGHTS_JUMP, 9, 9, 5, "")
+    found = of_state(jump, weights, before, [])
+    assert found is not None
+    assert found.cause is Cause.CORRUPTION
+    assert "`a.weight` went from 1 to 900 at [1, 2]" in found.advice
+    weights["b.bias"][3] = math.nan
+    found = of_state(replace(jump, signal=Signal.NONFINITE_WEIGHTS), weights, before, [])
+    assert found is not None
+    assert "`b.bias` is nan at [3]" in found.advice
+
+
+@pytest.mark.parametrize(
+    ("dtype", "eps", "is_lost"),
+    [
+        (torch.float16, 1e-8, True),
+        (torch.float16, 1e-3, False),
+        (torch.bfloat16, 1e-8, False),
+        (torch.float32, 0.0, True),
+    ],
+)
+def test_an_epsilon_that_its_type_cannot_hold(dtype: torch.dtype, eps: float, is_lost: bool) -> None:
+    """It is the optimizer's fault, not the hardware's."""
+    weight = torch.nn.Parameter(torch.ones(2, dtype=dtype))
+    optimizer = torch.optim.AdamW([weight], eps=eps)
+    assert (lost_eps([optimizer]) is not None) == is_lost
+    found = of_state(Anomaly(Signal.NONFINITE_OPTIMIZER, 3, 3, 1, ""), {"w": weight}, {}, [optimizer])
+    assert (found is not None and found.cause is Cause.OPTIMIZER) == is_lost
+
+
+@pytest.mark.parametrize("op", sorted(advice.SINGULAR))
+def test_every_singular_operation_has_advice(op: str) -> None:
+    """One sentence that names line and mend."""
+    told = advice.on_operation(advice.place(op, "/x/losses.py", 41), op, [values(0, 1, zeros=32)])
+    assert told.startswith(f"`{op}` at losses.py:41 ")
+    assert "32 elements that are 0: " in told
+    assert told.endswith(".")
