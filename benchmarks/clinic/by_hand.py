@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,11 @@ def batches(program: Program, seed: int) -> Iterator[Any]:
         yield from loader
 
 
+def autocast(program: Program) -> AbstractContextManager[Any]:
+    """What forward and loss are computed in."""
+    return torch.autocast("cpu", torch.bfloat16) if program.bf16 else nullcontext()
+
+
 def train(program: Program, seed: int, *, skips: bool = False) -> dict[str, Tensor]:
     """Train as a tutorial does and return the weights. With `skips`, an update that is not finite is left out."""
     torch.manual_seed(seed)
@@ -36,7 +41,7 @@ def train(program: Program, seed: int, *, skips: bool = False) -> dict[str, Tens
     optimizer = program.optimizer(weights)
     for _ in range(program.steps):
         batch = next(source)
-        with torch.autocast("cpu", torch.bfloat16) if program.bf16 else nullcontext():
+        with autocast(program):
             loss = program.loss(model, batch)
         optimizer.zero_grad()
         torch.autograd.backward(loss)

@@ -68,12 +68,17 @@ class Case(Protocol):
     def program(self, seed: int, *, mended: bool = False) -> Program: ...
 
 
+def names(of: str) -> list[str]:
+    """The names of all cases of a set. None of them is imported: one that is half written stops no other."""
+    package = importlib.import_module(of)
+    found = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
+    return [name for name in found if not name.startswith("_")]
+
+
 def cases(of: str) -> Iterator[tuple[str, Any]]:
     """All cases of a set, by name."""
-    package = importlib.import_module(of)
-    for found in sorted(pkgutil.iter_modules(package.__path__), key=lambda module: module.name):
-        if not found.name.startswith("_"):
-            yield found.name, importlib.import_module(f"{of}.{found.name}")
+    for name in names(of):
+        yield name, importlib.import_module(f"{of}.{name}")
 
 
 def guilty_lines(case: ModuleType) -> tuple[int, ...]:
