@@ -103,6 +103,7 @@ class Diagnosis:
     advice: str  # one sentence a person can act on
     culprit: Culprit | None = None
     rows: tuple[int, ...] = ()
+    mendable: bool = False  # where the culprit stands: not a sum that overflows, which has nothing left to learn from
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from resilient_train.checkpoint import last_good
 from resilient_train.data.samples import Samples, Slicing, Update
 from resilient_train.diagnose.damage import lost_eps, of_state
 from resilient_train.diagnose.search import Refused, Search
-from resilient_train.diagnose.verdict import climbed, on_failed
+from resilient_train.diagnose.verdict import on_failed
 from resilient_train.errors import GaveUp, in_one_line
-from resilient_train.events import Anomaly, Cause, Culprit, Diagnosis, Incident, Outcome, Signal, Vitals
+from resilient_train.events import Anomaly, Cause, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.numerics.armor import Armor, CannotArmor
 from resilient_train.ranks.world import World
 from resilient_train.record.console import log
@@ -197,7 +197,7 @@ class Treatment:
         found: Diagnosis | None = None
         if not anomaly.landed:
             if refused is not None and ward.search is not None:
-                found = self._known(anomaly) or ward.search.diagnose(anomaly, refused, self._trend())
+                found = self._known(anomaly) or ward.search.diagnose(anomaly, refused, self._lately())
         else:
             proven = ward.ring.proven(anomaly.since)
             before = proven[0].snapshot.parts["weights"] if proven else {}
@@ -222,10 +222,10 @@ class Treatment:
             and passes_over(incident.decision.actions)
         )
 
-    def _trend(self) -> float:
-        """How many times the usual losses or gradients were when it happened."""
-        accepted = [one for one in self._passed if one.accepted][-_TREND:]
-        return max(climbed([one.loss for one in accepted]), climbed([one.norm for one in accepted]))
+    def _lately(self) -> tuple[list[float], list[float]]:
+        """Losses and gradient norms of the last accepted updates, and of the one that was not."""
+        lately = [*[one for one in self._passed if one.accepted][-_TREND:], self._passed[-1]]
+        return [one.loss for one in lately], [one.norm for one in lately]
 
     def _applicable(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Applicable:
         ward = self.ward
@@ -235,13 +235,14 @@ class Treatment:
             loss_scaler=ward.updater.scaler is not None,
             rows=ward.samples.rows,
             quarantined=len(self.quarantined.rows),
-            armor=not anomaly.landed and self._can_be_armored(diagnosis.culprit),
+            armor=not anomaly.landed and self._can_be_armored(diagnosis),
             lost_eps=lost_eps(ward.updater.optimizers) is not None and not ward.updater.mends_eps,
         )
 
-    def _can_be_armored(self, culprit: Culprit | None) -> bool:
+    def _can_be_armored(self, diagnosis: Diagnosis) -> bool:
         """Try it on, unless it was tried before: what does not help once does not help twice."""
-        if culprit is None or not culprit.line:
+        culprit = diagnosis.culprit
+        if culprit is None or not culprit.line or not diagnosis.mendable:
             return False
         where = (culprit.file, culprit.line, culprit.op)
         if where in self._armored:

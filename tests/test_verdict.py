@@ -74,7 +74,7 @@ def test_causes_of_what_is_not_finite(facts: Facts, climb: float, cause: Cause, 
     ("facts", "climb", "cause", "rows", "said"),
     [
         (replace(AGAIN, rows=(3, 9), rotten={3: "[1] reaches 1e+06"}), 1, Cause.DATA, (3,), "1e+06"),
-        (replace(AGAIN, rows=(3,)), 1, Cause.DATA, (3,), "row 3"),
+        (replace(AGAIN, rows=(3,)), 1, Cause.UNKNOWN, (), "row 3"),  # nothing is odd about it
         (replace(AGAIN, everywhere=True, rows=(3,)), 1e3, Cause.EXPLOSION, (), "climbed to 1e+03 times"),
         (replace(AGAIN, everywhere=True), 1, Cause.UNKNOWN, (), "Other batches"),
         (replace(AGAIN, layer=("head.weight", 40.0)), 1e3, Cause.UNKNOWN, (), "`head.weight`"),
@@ -141,8 +141,8 @@ def test_what_is_odd_about_a_row() -> None:
     assert image == "['image'] at [0, 1] is nan, and 1 more"
     assert weight == "['weight'] is nan"
     others = [(torch.randn(8), 1.0) for _ in range(50)]
-    assert outlying((torch.randn(8), 1.5), others) == []
-    (told,) = outlying((torch.randn(8), -4e6), others)
+    assert outlying((torch.randn(8), 1.5), others, 4.0) == []
+    (told,) = outlying((torch.randn(8), -4e6), others, 1e4)
     assert told.startswith("[1] reaches 4e+06")
 
 

@@ -35,6 +35,7 @@ class Birth:
     line: Line | None
     inputs: tuple[Mapping[str, Any], ...] = ()
     node: str = ""  # what the backward of it is made of
+    is_total: bool = False  # its result is a single number
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class Microscope(TorchFunctionMode):
             for output in outputs:
                 kinds = _kinds(output)
                 if kinds:
-                    self._traces[id(output)] = _Trace(output, self._judged(call, kinds, args, kwargs, inputs, was))
+                    self._traces[id(output)] = _Trace(output, self._judged(call, kinds, args, kwargs, inputs, was, output.numel() == 1))
                 elif in_place:
                     self._traces.pop(id(output), None)
             self._watch(call, inputs, outputs)
@@ -127,6 +128,7 @@ class Microscope(TorchFunctionMode):
         kwargs: Mapping[str, Any],
         inputs: Sequence[Tensor],
         was: Sequence[frozenset[str]],
+        is_total: bool,
     ) -> Birth | None:
         """Whose fault a result is: an input's, nobody's, or that of this call."""
         before = was or [_kinds(one) for one in inputs]
@@ -143,7 +145,8 @@ class Microscope(TorchFunctionMode):
         if "nan" not in kinds and _has_infinite_number((args, kwargs)):
             return None
         kind = "nan" if "nan" in kinds else "inf"
-        return Birth("forward", call.op, kind, call.number, call.line, () if was else statistics(inputs))
+        told = () if was else statistics(inputs)
+        return Birth("forward", call.op, kind, call.number, call.line, told, is_total=is_total)
 
     # Backward.
 

@@ -61,8 +61,8 @@ def sizes(row: Any) -> dict[str, float]:
     return found
 
 
-def outlying(row: Any, others: Sequence[Any]) -> list[str]:
-    """Name the fields of a row whose values lie far beyond those of other rows."""
+def outlying(row: Any, others: Sequence[Any], far: float) -> list[str]:
+    """Name the fields of a row whose values lie `far` times beyond those of other rows."""
     told = []
     usual = [sizes(other) for other in others]
     for field, size in sizes(row).items():
@@ -70,12 +70,9 @@ def outlying(row: Any, others: Sequence[Any]) -> list[str]:
         if not theirs:
             continue
         middle, largest = theirs[len(theirs) // 2], theirs[-1]
-        if not size <= _FAR * max(largest, 2 * middle):
+        if not size <= far * max(largest, 2 * middle):
             told.append(f"{field} reaches {size:.3g}, where {largest:.3g} is the most of {len(theirs)} other rows")
     return told
-
-
-_FAR = 4.0  # times the largest of some hundred others
 
 
 def _numbers(leaf: Any) -> torch.Tensor | None:

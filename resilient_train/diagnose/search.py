@@ -20,6 +20,8 @@ from resilient_train.ranks.world import World
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
 _OTHERS = 128  # rows that a row is compared with
+_FAR = 4.0  # times the largest of those: what makes a gradient jump is an outlier
+_ABSURD = 1e4  # the same where an operation broke: one that cannot take a large value is to blame itself
 _NONFINITE = (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH)
 _SPIKES = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
 
@@ -41,10 +43,10 @@ class Search:
         # Where ranks wait for each other in a forward, all have to replay as often.
         self._in_step = world.size > 1 and any(isinstance(one, nn.SyncBatchNorm) for one in replay.model.modules())
 
-    def diagnose(self, anomaly: Anomaly, refused: Refused, trend: float) -> Diagnosis | None:
+    def diagnose(self, anomaly: Anomaly, refused: Refused, history: Sequence[Sequence[float]]) -> Diagnosis | None:
         """Say what was behind it; None where nothing can be said beyond the signal.
 
-        `trend` is how many times the usual losses or gradients were before it.
+        `history` holds the losses and the gradient norms of the updates before it, and its own at the end.
         """
         if anomaly.signal not in (*_NONFINITE, *_SPIKES):
             return None
@@ -52,13 +54,16 @@ class Search:
         facts = verdict.together(self._world.all_of(self._facts(refused, is_spike)))
         if not facts.reproduced:
             return None if facts.could_not else verdict.TRANSIENT
-        return verdict.on_spike(facts, trend) if is_spike else verdict.on_nonfinite(facts, trend)
+        climb = max(verdict.climbed(one) for one in history)
+        if is_spike:
+            return verdict.on_spike(facts, max(verdict.climbed(one[:-1]) for one in history), climb)
+        return verdict.on_nonfinite(facts, climb, is_first=all(len(one) < 2 for one in history))
 
     def _facts(self, refused: Refused, is_spike: bool) -> Facts:
         start = refused.update.start
 
         def breaks(one: Replayed) -> bool:
-            return one.is_beyond(refused.limits) if is_spike else not one.is_finite
+            return one.is_beyond(refused.limits)  # of a gradient that is not finite, too: its norm may be in doubles
 
         first = self._replay.of(refused.fed, start)
         reproduced = breaks(first)
@@ -73,11 +78,11 @@ class Search:
             layer=_grown(first, control) if is_spike and control is not None else None,
         )
         if (birth := seen.of_loss or seen.backward) is not None:
-            facts = replace(facts, culprit=_culprit(birth, seen), kind=birth.kind)
+            facts = replace(facts, culprit=_culprit(birth, seen), kind=birth.kind, is_total=birth.is_total)
         if filler is None or not reproduced or self._in_step:
             could_not = "" if refused.update.keys else "rows of such data cannot be named"
             return replace(facts, could_not=could_not if facts.culprit is None else "")
-        return self._with_rows(facts, refused, filler, breaks)
+        return self._with_rows(facts, refused, filler, breaks, _FAR if is_spike else _ABSURD)
 
     def _control(
         self, refused: Refused, breaks: Callable[[Replayed], bool]
@@ -98,9 +103,9 @@ class Search:
         return None, measured
 
     def _with_rows(
-        self, facts: Facts, refused: Refused, filler: list[list[Key]], breaks: Callable[[Replayed], bool]
+        self, facts: Facts, refused: Refused, filler: list[list[Key]], breaks: Callable[[Replayed], bool], far: float
     ) -> Facts:
-        """Search the batch for rows each of which breaks a healthy one."""
+        """Search the batch for rows each of which breaks a healthy one; `far` beyond others, a value is an outlier."""
         keys, start = refused.update.keys, refused.update.start
         places = [(number, place) for number, some in enumerate(keys) for place in range(len(some))]
 
@@ -116,16 +121,16 @@ class Search:
         except Exception as error:  # such as a model that refuses other rows
             return replace(facts, could_not=f"its rows could not be tried apart ({type(error).__name__})")
         guilty = [keys[number][place] for number, place in (places[one] for one in found)]
-        return replace(facts, rows=tuple(sorted({key.row for key in guilty})), rotten=self._rotten(guilty, filler))
+        return replace(facts, rows=tuple(sorted({key.row for key in guilty})), rotten=self._rotten(guilty, filler, far))
 
-    def _rotten(self, guilty: Sequence[Key], filler: Sequence[Sequence[Key]]) -> dict[int, str]:
+    def _rotten(self, guilty: Sequence[Key], filler: Sequence[Sequence[Key]], far: float) -> dict[int, str]:
         """What is odd about guilty rows, beside rows that are healthy."""
         samples = self._samples
         others = [samples.fetched(key) for key in [key for some in filler for key in some][:_OTHERS]]
         told = {}
         for key in guilty:
             row = samples.fetched(key)
-            odd = by_rows.rotten_fields(row) or by_rows.outlying(row, others)
+            odd = by_rows.rotten_fields(row) or by_rows.outlying(row, others, far)
             if odd:
                 told[key.row] = "; ".join(odd[:3])
         return told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,9 @@ from resilient_train.diagnose import advice
 from resilient_train.events import Cause, Culprit, Diagnosis
 
 _CLIMB = 100.0  # times the usual: an explosion on its way
+_LEAP = 1e4  # the same, at once: no task changes so much
+_HUGE = 1e15  # sums and squares of it leave float32
+_WITH_POLES = ("log", "div", "reciprocal", "rsqrt", "atanh", "lgamma")  # their infinities are not for want of range
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,7 @@ class Facts:
     everywhere: bool = False  # with other rows in the batch, too
     culprit: Culprit | None = None
     kind: str = ""  # of what was born there: nan, inf
+    is_total: bool = False  # in a single number
     rows: tuple[int, ...] = ()  # of which each breaks a healthy batch
     rotten: Mapping[int, str] = field(default_factory=dict)  # what is odd about them
     batch_is_rotten: bool = False  # it holds values that are not finite
@@ -39,6 +44,7 @@ def together(facts: Sequence[Facts]) -> Facts:
         everywhere=any(one.everywhere for one in again),
         culprit=with_culprit.culprit if with_culprit else None,
         kind=with_culprit.kind if with_culprit else "",
+        is_total=with_culprit.is_total if with_culprit else False,
         rows=tuple(sorted({row for one in again for row in one.rows})),
         rotten={row: why for one in again for row, why in one.rotten.items()},
         batch_is_rotten=any(one.batch_is_rotten for one in again),
@@ -48,7 +54,8 @@ def together(facts: Sequence[Facts]) -> Facts:
 
 
 def climbed(history: Sequence[float]) -> float:
-    """How many times the newest of some losses or norms is what was usual before."""
+    """How many times the newest finite one of some losses or norms is what was usual before."""
+    history = [one for one in history if math.isfinite(one)]
     if len(history) < 2:
         return 1.0
     before = sorted(abs(one) for one in history[: -max(1, len(history) // 4)])
@@ -62,8 +69,8 @@ def on_failed(failed: Mapping[int, str]) -> Diagnosis:
     return Diagnosis(Cause.DATA, f"{_rows(rows)}: {failed[rows[0]]}; mend or remove {_it(rows)}.", None, rows)
 
 
-def on_nonfinite(facts: Facts, climb: float) -> Diagnosis:
-    """A loss or gradient that is not finite, and came again."""
+def on_nonfinite(facts: Facts, climb: float, *, is_first: bool = False) -> Diagnosis:
+    """A loss or gradient that is not finite, and came again; `is_first`: no update has landed yet."""
     culprit = facts.culprit
     rotten = tuple(row for row in facts.rows if row in facts.rotten)
     if rotten and (facts.batch_is_rotten or len(rotten) == len(facts.rows)):
@@ -81,12 +88,16 @@ def on_nonfinite(facts: Facts, climb: float) -> Diagnosis:
     if _overflows(culprit, facts.kind):
         if climb >= _CLIMB:
             return Diagnosis(Cause.EXPLOSION, f"{_CLIMBED.format(times=climb)} It broke first in {where}.", culprit)
-        return Diagnosis(Cause.OVERFLOW, advice.on_overflow(where, culprit.inputs) + beside, culprit)
-    return Diagnosis(Cause.OPERATION, advice.on_operation(where, culprit.op, culprit.inputs) + beside, culprit)
+        if facts.everywhere and not is_first and _largest(culprit.inputs) > _HUGE:
+            return Diagnosis(Cause.EXPLOSION, f"{_LED_THERE} It broke first in {where}.", culprit)
+        told = advice.on_overflow(where, culprit.inputs) + beside
+        return Diagnosis(Cause.OVERFLOW, told, culprit, mendable=not facts.is_total)
+    told = advice.on_operation(where, culprit.op, culprit.inputs) + beside
+    return Diagnosis(Cause.OPERATION, told, culprit, mendable=True)
 
 
-def on_spike(facts: Facts, climb: float) -> Diagnosis:
-    """A loss or gradient norm far above the usual, which came again and did not land."""
+def on_spike(facts: Facts, climb: float, jump: float = 1.0) -> Diagnosis:
+    """A loss or gradient norm `jump` times the usual, which had climbed to `climb` times it before."""
     layer = ""
     if facts.layer is not None:
         layer = f" The gradient of `{facts.layer[0]}` is farthest above its usual, {facts.layer[1]:.3g} times."
@@ -94,10 +105,11 @@ def on_spike(facts: Facts, climb: float) -> Diagnosis:
         rotten = tuple(row for row in facts.rows if row in facts.rotten)
         if rotten:
             return _on_rotten(rotten, facts)
-        why = "the batch is ordinary without" if len(facts.rows) == 1 else "the batch is ordinary without them"
-        return Diagnosis(Cause.DATA, f"Look at {_rows(facts.rows)}: {why}.{layer}", None, facts.rows)
-    if facts.everywhere and climb >= _CLIMB:
-        return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=climb) + layer)
+        # Nothing is odd about them: it may as well be the weights that take them badly, so nobody is put away.
+        told = f"Look at {_rows(facts.rows)} of the data: the batch is ordinary without {_it(facts.rows)}."
+        return Diagnosis(Cause.UNKNOWN, told + layer)
+    if facts.everywhere and (climb >= _CLIMB or jump >= _LEAP):
+        return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=max(climb, jump)) + layer)
     if facts.everywhere:
         why = "if it was changed what is trained on, declare it with checks.expect; else lower the learning rate"
         return Diagnosis(Cause.UNKNOWN, f"Other batches do the same at these weights: {why}.{layer}")
@@ -113,6 +125,7 @@ TRANSIENT = Diagnosis(
     "The same batch at the same weights is healthy when it is tried again: if it returns, suspect the hardware, or "
     "code outside of the model.",
 )
+_LED_THERE = "Every batch breaks at the weights that the last updates have made: lower the learning rate."
 _CLIMBED = "Gradients or losses climbed to {times:.3g} times their usual before it broke: lower the learning rate."
 
 
@@ -124,11 +137,12 @@ def _on_rotten(rows: tuple[int, ...], facts: Facts) -> Diagnosis:
 
 def _overflows(culprit: Culprit, kind: str) -> bool:
     """Whether an operation went beyond its type's range rather than meeting a point where it has no value."""
+    largest = _largest(culprit.inputs)
     if advice.family(culprit.op) is None:
-        return kind == "inf" or _largest(culprit.inputs) > 1e15
-    if culprit.op == "pow" and kind == "inf":
-        return _largest(culprit.inputs) > 1
-    return False
+        return kind == "inf" or largest > _HUGE
+    if culprit.op == "pow":
+        return kind == "inf" and largest > 1
+    return largest > _HUGE and culprit.op not in _WITH_POLES
 
 
 def _largest(inputs: Sequence[Mapping[str, Any]]) -> float:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,8 +66,9 @@ def exp(input: Tensor) -> Tensor:
     """
     x = real(input)
     limit = -math.log(eps(x.dtype)) if reach(x.dtype) else _EXP_LIMIT[x.dtype]
-    result: Tensor = _Exp.apply(x, limit, 1.0 / eps(x.dtype))  # type: ignore[no-untyped-call]
-    return result
+    beyond = x > limit
+    pull = (finite(x) - finite(x).detach()) / eps(x.dtype)  # nothing, but for its slope
+    return torch.where(beyond, pull + math.exp(limit), torch.exp(torch.where(beyond, 0.5, x)))
 
 
 @instead_of(torch.sqrt)
@@ -114,76 +114,56 @@ def atanh(input: Tensor) -> Tensor:
 @instead_of(torch.atan2)
 def atan2(input: Tensor, other: Tensor) -> Tensor:
     value = torch.atan2(input.detach(), other.detach())
-    y, x = input.to(value.dtype), other.to(value.dtype)
-    square = (y * y + x * x).detach()  # that of 1e-20 is zero, and torch's slope then 0/0
-    near = square <= max(torch.finfo(value.dtype).tiny / 4, reach(value.dtype) ** 2)
-    return _settle(near, value, torch.atan2, y, x)
+    y, x = _still(input, value), _still(other, value)
+    near = y * y + x * x <= max(torch.finfo(value.dtype).tiny / 4, reach(value.dtype) ** 2)  # that of 1e-20 is zero
+    return _settle(near, value, torch.atan2, input, other)
 
 
 @instead_of(torch.div)
 def div(input: Tensor, other: Tensor | Number, *, rounding_mode: str | None = None) -> Tensor:
     """A divisor too small to divide by is eps with its own sign: -1e-40 must not turn the quotient's."""
     divide = partial(torch.div, rounding_mode=rounding_mode)
-    value = divide(input.detach(), _still(other))
-    dtype = value.dtype
-    if not dtype.is_floating_point:
+    value = divide(input.detach(), other.detach() if isinstance(other, Tensor) else other)
+    if not value.is_floating_point():
         return value
-    a, b = input.to(dtype), _to(other, dtype)
-    divisor = _tensor(b, like=value)
+    x, divisor = _still(input, value), _still(other, value)
     small, bad = divisor.abs(), is_lost(value)
-    if near := reach(dtype):
+    if near := reach(value.dtype):
         bad = bad | (small <= near)
-    value = torch.where(bad, finite(divide(a.detach(), _away(divisor))), value)
-    if input.requires_grad:
-        bad = bad | (small <= max(edge(dtype), edge(input.dtype)))
+    value = torch.where(bad, finite(divide(x, _away(divisor))), value)
+    if not isinstance(other, Tensor) and abs(other) <= edge(value.dtype):
+        bad, other = torch.ones_like(bad), 1.0
+    elif input.requires_grad:
+        bad = bad | (small <= max(edge(value.dtype), edge(input.dtype)))
     if isinstance(other, Tensor) and other.requires_grad:
         bad = bad | overflows((value / divisor).to(other.dtype))
-    return _settle(bad, value, divide, a, b)
+    return _settle(bad, value, divide, input, other)
 
 
 @instead_of(torch.pow)
 def pow(input: Tensor | Number, exponent: Tensor | Number) -> Tensor:
     """Zero, where its power is infinite, counts as eps with its sign, and a negative number without a power as eps."""
-    value = torch.pow(_still(input), _still(exponent))  # type: ignore[arg-type]
-    dtype = value.dtype
-    if not dtype.is_floating_point:
+    p = exponent.detach() if isinstance(exponent, Tensor) else exponent
+    value: Tensor = torch.pow(input.detach() if isinstance(input, Tensor) else input, p)  # type: ignore[arg-type]
+    if not value.is_floating_point():
         return value
-    base, power = _to(input, dtype), _to(exponent, dtype)
-    x, p = _tensor(base, like=value), _still(power)
+    x = _still(input, value)
     bad = lost = is_lost(value)
     if isinstance(input, Tensor) and input.requires_grad:
         bad = bad | overflows((p * torch.pow(x, p - 1)).to(input.dtype))
     if isinstance(exponent, Tensor) and exponent.requires_grad:
         bad = bad | (is_lost((value * x.log()).to(exponent.dtype)) & ((x != 0) | (p < 0)))
-    if near := reach(dtype):
+    if near := reach(value.dtype):
         lost = lost | ((x.abs() <= near) & (p < 0))
         bad = bad | ((x.abs() <= near) & (p < 1))
-    away = torch.where(value.isnan(), x, x.abs()).clamp(min=eps(dtype))
+    away = torch.where(value.isnan(), x, x.abs()).clamp(min=eps(value.dtype))
     beside = finite(torch.pow(away, p))
     value = torch.where(lost, torch.where(value < 0, -beside, beside), value)
-    if isinstance(base, Tensor):  # any power of 1 is fine, and has no slope in the exponent
-        return torch.where(bad, value, torch.pow(torch.where(bad, 1.0, base), power))
-    return _settle(bad, value, torch.pow, base, power)
-
-
-class _Exp(torch.autograd.Function):
-    """An exponential that is linear beyond its limit for the backward pass, and constant for the forward one."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, limit: float, slope: float) -> Tensor:
-        return torch.exp(x.clamp(max=limit))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
-        x, ctx.limit, ctx.slope = inputs
-        ctx.save_for_backward(x, output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        x, output = ctx.saved_tensors
-        return grad * torch.where(x > ctx.limit, ctx.slope, output), None, None
+    if isinstance(input, Tensor):  # any power of 1 is fine, and has no slope in the exponent
+        return torch.where(bad, value, torch.pow(torch.where(bad, 1.0, _alike(input, value)), exponent))
+    if isinstance(exponent, Tensor) and exponent.requires_grad:
+        input = abs(input)  # of a negative number all is bad, and its logarithm a NaN
+    return _settle(bad, value, torch.pow, input, exponent)
 
 
 def _settle(bad: Tensor, value: Tensor, operation: Callable[..., Tensor], *inputs: Tensor | Number) -> Tensor:
@@ -191,7 +171,7 @@ def _settle(bad: Tensor, value: Tensor, operation: Callable[..., Tensor], *input
 
     What is bad is kept out of the operation too: a NaN that is only masked in the end comes back as 0 * inf.
     """
-    harmless = (torch.where(bad, 0.5, x) if isinstance(x, Tensor) else x for x in inputs)
+    harmless = (torch.where(bad, 0.5, _alike(x, value)) if isinstance(x, Tensor) else x for x in inputs)
     return torch.where(bad, value, operation(*harmless))
 
 
@@ -206,16 +186,16 @@ def _arc(bare: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     return _settle(x.detach().abs() >= 1.0 - reach(x.dtype), bare(x.detach().clamp(-1.0, 1.0)), bare, x)
 
 
-def _still(x: Tensor | Number) -> Tensor | Number:
-    return x.detach() if isinstance(x, Tensor) else x
+def _still(x: Tensor | Number, value: Tensor) -> Tensor:
+    """What torch computed `value` with."""
+    if isinstance(x, Tensor):
+        return x.detach().to(value.dtype)
+    return torch.full((), x, dtype=value.dtype, device=value.device)
 
 
-def _to(x: Tensor | Number, dtype: torch.dtype) -> Tensor | Number:
-    return x.to(dtype) if isinstance(x, Tensor) else x
-
-
-def _tensor(x: Tensor | Number, like: Tensor) -> Tensor:
-    return x.detach() if isinstance(x, Tensor) else torch.full((), x, dtype=like.dtype, device=like.device)
+def _alike(x: Tensor, value: Tensor) -> Tensor:
+    """An input that can be given another shape: in torch the type of a single number or a whole one weighs less."""
+    return x if x.ndim and x.is_floating_point() else x.to(value.dtype)
 
 
 def _away(x: Tensor) -> Tensor:

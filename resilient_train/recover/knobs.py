@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-LOWEST_LR = 1e-4
-LOWEST_CLIP = 1e-3
+LOWEST_LR = 1e-6
+LOWEST_CLIP = 1e-6
 HIGHEST_EPS = 1e8
 LONGEST_PATIENCE = 64  # times `relax_after`
 

@@ -50,7 +50,6 @@ class Source:
     text: str
     flags: int
     seams: list[Seam] = field(default_factory=list)  # one that is asked for twice is there twice
-    worn: dict[CodeType, CodeType] = field(default_factory=dict)  # all that was ever put on, and what it is made from
 
     def tree(self) -> ast.Module:
         return ast.parse(self.text, self.filename)
@@ -81,19 +80,17 @@ class Source:
         changed = _pairs(self.compiled(self.tree()), self.compiled(tree), ())
         return [pair for pair in changed if pair.before != pair.after]
 
-    def bare(self, function: FunctionType) -> CodeType:
-        """Return what a function's code is without any armor."""
-        return self.worn.get(function.__code__, function.__code__)
-
     def dress(self, functions: Sequence[FunctionType]) -> None:
         """Give all functions the code that the seams ask for, and the old code if none do."""
         pairs = self.pairs(self.seams, functions) if self.seams else []
         new = {pair.before: pair.after for pair in pairs}
-        self.worn |= {pair.after: pair.before for pair in pairs}
+        _WORN.update({pair.after: pair.before for pair in pairs})
         names = {name for pair in pairs for name in pair.after.co_names if name.startswith(PREFIX)}
         for function in functions:
             function.__globals__.update({name: stand_in(name) for name in names - function.__globals__.keys()})
-            bare = self.bare(function)
+            bare = _bare(function.__code__)
+            if bare in new:
+                _WORN[new[bare]] = bare  # the very code it had, not one like it
             if function.__code__ is not new.get(bare, bare):
                 function.__code__ = new.get(bare, bare)
         if "torch._dynamo" in sys.modules:  # what was compiled has the old code in it
@@ -113,7 +110,13 @@ def _pairs(before: CodeType, after: CodeType, around: tuple[CodeType, ...]) -> I
         yield from _pairs(old, new, around)
 
 
-_SOURCES: dict[str, Source] = {}  # by file name: functions are the process's, whoever asks for their armor
+# Both are the process's, as functions are, whoever asks for their armor.
+_SOURCES: dict[str, Source] = {}  # by file name: those with seams
+_WORN: dict[CodeType, CodeType] = {}  # all code that was ever put on, and what it is made from
+
+
+def _bare(code: CodeType) -> CodeType:
+    return _WORN.get(code, code)
 
 
 def put_on(file: str, seam: Seam) -> tuple[Source, str]:
@@ -127,23 +130,31 @@ def put_on(file: str, seam: Seam) -> tuple[Source, str]:
     return source, name
 
 
-def take_off(file: str, seam: Seam) -> None:
-    """Take one armor off; if somebody else put on the same one, it stays."""
-    functions = functions_of(file)
-    source = source_of(functions)
-    source.seams.remove(seam)
-    source.dress(functions)
+def take_off(file: str, seams: Sequence[Seam]) -> None:
+    """Take armor off; where somebody else has put on the same, it stays."""
+    functions = _alive(file)
+    for name in {function.__code__.co_filename for function in functions} & _SOURCES.keys():
+        source = _SOURCES[name]
+        for seam in seams:
+            source.seams.remove(seam)
+        source.dress(functions)
+        if not source.seams:
+            del _SOURCES[name]
 
 
 def functions_of(file: str) -> list[FunctionType]:
     """Return all functions that are alive and come from a file."""
-    is_from = _SameFile(file)
-    functions = (thing for thing in gc.get_objects() if type(thing) is FunctionType)  # asks nobody else what it is
-    found = [function for function in functions if is_from(function.__code__.co_filename)]
+    found = _alive(file)
     if not found:
         hidden = ", unless gc.freeze() hid it" if gc.get_freeze_count() else ""
         raise CannotArmor(f"no function that is alive comes from {file}{hidden}")
     return found
+
+
+def _alive(file: str) -> list[FunctionType]:
+    is_from = _SameFile(file)
+    functions = (thing for thing in gc.get_objects() if type(thing) is FunctionType)  # asks nobody else what it is
+    return [function for function in functions if is_from(function.__code__.co_filename)]
 
 
 class _SameFile:
@@ -174,13 +185,13 @@ def source_of(functions: Sequence[FunctionType]) -> Source:
 
 def _check(source: Source, seam: Seam, functions: Sequence[FunctionType]) -> str:
     """Return the name of the function that a seam is in; raise if the seam would not hold."""
-    alive = {source.bare(function) for function in functions}
+    alive = {_bare(function.__code__) for function in functions}
     if _is_stale(source, seam.line, alive):
-        raise CannotArmor(f"{source.filename} is no longer, or never was, the source of what runs: it was edited since")
+        raise CannotArmor(f"{source.filename} is no longer, or never was, the source of what runs: it was edited, or changed on import")
     guilty = [pair for pair in source.pairs([seam], functions) if pair.has_seam and _is_function(pair.before)]
     if not guilty:
         raise CannotArmor(f"line {seam.line} of {source.filename} is in no function, so it has run or is running")
-    running = {source.worn.get(code, code) for code in _running()}
+    running = set(map(_bare, _running(guilty)))
     for pair in guilty:
         name = pair.before.co_qualname
         if pair.before in running:
@@ -213,11 +224,12 @@ def _is_function(code: CodeType) -> bool:
     return bool(code.co_flags & inspect.CO_OPTIMIZED)
 
 
-def _running() -> Iterator[CodeType]:
-    """The code of all calls that have begun and not ended, in all threads, generators that wait included."""
+def _running(pairs: Sequence[Pair]) -> Iterator[CodeType]:
+    """The code of all calls that have begun and not ended, in all threads, and of generators if any of these are."""
     for top in sys._current_frames().values():
         frame: FrameType | None = top
         while frame is not None:
             yield frame.f_code
             frame = frame.f_back
-    yield from (thing.gi_code for thing in gc.get_objects() if type(thing) is GeneratorType and thing.gi_frame)
+    if any(pair.before.co_flags & inspect.CO_GENERATOR for pair in pairs):
+        yield from (thing.gi_code for thing in gc.get_objects() if type(thing) is GeneratorType and thing.gi_frame)

@@ -53,6 +53,8 @@ class Armor:
 
     def take_off(self, plate: Plate | None = None) -> None:
         """Take one plate off, or all of them."""
-        for worn in [plate] if plate else list(self.plates):
-            functions.take_off(worn.file, Seam(worn.line, worn.op))
+        unwanted = list(self.plates) if plate is None else [plate]
+        for file in dict.fromkeys(worn.file for worn in unwanted):
+            functions.take_off(file, [Seam(worn.line, worn.op) for worn in unwanted if worn.file == file])
+        for worn in unwanted:
             self.plates.remove(worn)

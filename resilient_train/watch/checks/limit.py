@@ -20,7 +20,8 @@ def as_float32(value: float) -> float:
 
 
 _ABSURD = 100  # times the usual norm
-_UNSEEN, _FEW = 1000, 4  # times the largest of at least so many norms, before there are enough of them
+_UNSEEN, _FEW = 1e3, 4  # times the median of at least so many norms, before there are enough of them
+_UNHEARD_OF = 1e7  # of fewer norms
 
 
 class GradLimit(Remembers):
@@ -59,9 +60,11 @@ class GradLimit(Remembers):
         self._fresh = 0
         largest = self.largest
         if len(self._norms) < self.config.warmup or not largest > 0:
-            # Little is known yet, but what is a thousand times anything seen would spoil the moments for good.
-            early = as_float32(_UNSEEN * largest) if len(self._norms) >= _FEW and largest > 0 else NO_LIMIT
-            self.limit = min(self._bound, early)
+            # Little is known yet, but what is a thousand times the usual would spoil the moments for good. Not of the
+            # largest: in a run that explodes from the start every norm is the largest so far.
+            usual = sorted(self._norms)[len(self._norms) // 2] if self._norms else 0.0
+            times = _UNSEEN if len(self._norms) >= _FEW else _UNHEARD_OF
+            self.limit = min(self._bound, as_float32(times * usual) if usual > 0 else NO_LIMIT)
             return
         if self._early is None:
             self._drop_outliers()
