@@ -104,6 +104,7 @@ def assemble(config: Config, world: World, book: IncidentBook | None = None) -> 
         memory=config.checkpoint.memory,
         verify_after=config.checkpoint.verify_after,
         seed=seed,
+        quarantine=config.data.quarantine,
         drill=drill,
         book=book,
     )

@@ -149,8 +149,9 @@ class Guard:
             precision=self._precision,
             search=None if self.objective is None else self._search(called, self.objective),
         )
+        key = "data.quarantine" if book else "quarantine"
         book = book or fitting.book(run_dir, self.world)
-        listed = fitting.quarantine(quarantine, self.samples, book.directory, self.world)
+        listed = fitting.quarantine(quarantine, self.samples, book.directory, self.world, key=key)
         self._treatment = Treatment(
             *(ward, fitting.policy(recovery), book, listed),
             recovered_after=max(verify_after, 50),

@@ -203,7 +203,15 @@ class Treatment:
             before = proven[0].snapshot.parts["weights"] if proven else {}
             found = of_state(anomaly, dict(ward.state.model.named_parameters()), before, ward.updater.optimizers)
             found = next((one for one in ward.world.all_of(found) if one is not None), None)
+            found = self._is_the_optimizers(anomaly, found or by_signal(anomaly))
         return found or by_signal(anomaly)
+
+    def _is_the_optimizers(self, anomaly: Anomaly, found: Diagnosis) -> Diagnosis:
+        """What breaks again at the same place, on the way that was made anew, is no accident of the hardware."""
+        again = [one for one in self.history.incidents[-_KNOWN_AFTER:] if one.anomaly.signal is anomaly.signal]
+        if found.cause is not Cause.CORRUPTION or not any(one.anomaly.since == anomaly.since for one in again):
+            return found
+        return Diagnosis(Cause.OPTIMIZER, f"It came again at the same place after a rewind. {found.advice}")
 
     def _known(self, anomaly: Anomaly) -> Diagnosis | None:
         """What the last incidents were found to be, where this is their like and nothing was done but passing over."""

@@ -5,17 +5,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import clinic_ranks
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
+from resilient_train.diagnose.search import Search
+from resilient_train.errors import GaveUp
 from resilient_train.events import Cause, Incident, Outcome, Signal
 from resilient_train.guard import Guard
 
@@ -224,38 +229,23 @@ def test_substitutes_leave_all_other_places_as_they_were(program: ModuleType) ->
     """The run ends as one whose data set held the substitutes at those places, to the last bit."""
     rotten = program.Rows()
     rotten.inputs[[40, 333]] = math.nan
-    guard = trained(program, rotten, steps=64)
+    met = trained(program, rotten, steps=32)  # one epoch
+    stream = met.samples.stream  # type: ignore[attr-defined]
+    order = stream._order(0).tolist()
     healed = program.Rows()
-    stream = guard.samples.stream  # type: ignore[attr-defined]
-    asked: dict[int, list[int]] = {}
-    for epoch in range(3):
-        order = stream._order(epoch).tolist()
-        for row in (40, 333):
-            asked.setdefault(row, []).append(stream._substitute(epoch, order.index(row)))
-
-    class Healed:
-        """Hands out the substitute of each epoch in turn."""
-
-        def __len__(self) -> int:
-            return ROWS
-
-        def __getitem__(self, row: int) -> Any:
-            if row in asked:
-                return healed[asked[row][0] if row not in seen else asked[row][len(seen[row])]]
-            return healed[row]
-
-    seen: dict[int, list[int]] = {}
+    for row in (40, 333):
+        stands_in = stream._substitute(0, order.index(row))
+        healed.inputs[row], healed.labels[row] = rotten.inputs[stands_in], rotten.labels[stands_in]
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    other = trained(program, Healed(), steps=32)
-    again = trained(program, rotten, steps=32)
-    assert other.state.weights_sha256() == again.state.weights_sha256()
+    never = trained(program, healed, steps=32)
+    assert len(met.incidents) == 2
+    assert never.incidents == []
+    assert met.state.sha256() == never.state.sha256()
 
 
 def test_a_known_culprit_is_not_searched_for_again(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The like of the last two incidents costs no replay."""
-    from resilient_train.diagnose.search import Search
-
     searched = 0
     real = Search.diagnose
 
@@ -266,8 +256,36 @@ def test_a_known_culprit_is_not_searched_for_again(program: ModuleType, monkeypa
 
     monkeypatch.setattr(Search, "diagnose", counted)
     ladder = {"ladders": {"default": [{"do": ["skip"], "strikes": None}]}, "budget": {"in_a_row": 12}}
-    from resilient_train.errors import GaveUp
-
     with pytest.raises(GaveUp):
         trained(program, program.Rows(), breaks="root", recovery=ladder)
     assert searched == 2
+
+
+@pytest.mark.parametrize("fault", ["rotten", "raising", "operation"])
+def test_every_rank_learns_what_one_has_met(fault: str) -> None:
+    """Two processes, one of which has the row: the same diagnosis, the same cure, the same weights."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*launcher, str(Path(clinic_ranks.__file__)), fault],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = [json.loads(line.split("LEARNED ")[1]) for line in done.stdout.splitlines() if "LEARNED" in line]
+    assert first == second
+    (incident,) = first["told"]
+    assert incident["ranks"] in ([0], [1])
+    if fault == "operation":
+        assert (incident["cause"], incident["op"], incident["remedies"]) == ("operation", "div", ["armor"])
+        text = Path(clinic_ranks.__file__).read_text().splitlines()[incident["line"] - 1]
+        assert text.endswith("# operation")
+    else:
+        row, signal = (
+            (clinic_ranks.ROTTEN, "nonfinite_batch") if fault == "rotten" else (clinic_ranks.RAISING, "exception")
+        )
+        assert (incident["cause"], incident["rows"], incident["signal"]) == ("data", [row], signal)
+        assert incident["remedies"] == ["quarantine"]
+    assert first["tick"] == 31

@@ -134,15 +134,15 @@ TABLE: dict[str, tuple[list[str], int, list[str]]] = {
         ["schedule._target_", "ValueError"],
     ),
     "a log file that is none": (["run.dir=crooked"], 1, ["IsADirectoryError", "train.log"]),
-    "a row that cannot be read": (
+    "rows that cannot be read": (
         ["data.train._target_=strangers.Rotten"],
         1,
-        ["ValueError: row 5 is rotten", "strangers.py"],
+        ["ValueError: row ", "is rotten", "strangers.py"],
     ),
-    "a row that a worker cannot read": (
+    "rows that a worker cannot read": (
         ["data.train._target_=strangers.Rotten", "data.num_workers=1"],
         1,
-        ["ValueError: row 5 is rotten", "strangers.py"],
+        ["ValueError: row ", "is rotten", "strangers.py"],
     ),
     "an objective that leaves the program": (
         ["objective._target_=strangers.leaves"],

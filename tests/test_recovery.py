@@ -163,8 +163,8 @@ def signals(run: Program) -> list[tuple[str, str, list[str]]]:
 
 
 def test_what_left_nothing_behind_is_skipped_and_what_did_is_rewound() -> None:
-    """A gradient that was refused costs its samples; a weight that changed by itself costs no samples but a rewind."""
-    assert signals(NanGradient().trained()) == [("nonfinite_grad", "unknown", ["skip"])]
+    """A fault that does not come again costs an attempt; a weight that changed by itself costs a rewind."""
+    assert signals(NanGradient().trained()) == [("nonfinite_grad", "transient", ["repeat"])]
     assert signals(StrayWrite().trained()) == [("weights_jump", "corruption", ["rewind"])]
 
 
@@ -227,7 +227,7 @@ def test_a_policy_of_ones_own_is_followed(tmp_path: Path, healthy_loss: float) -
         run = NanGradient().trained()
     finally:
         del NanGradient.recovery
-    assert signals(run) == [("nonfinite_grad", "unknown", ["rewind", "lower_lr", "tighten_clip"])]
+    assert signals(run) == [("nonfinite_grad", "transient", ["rewind", "lower_lr", "tighten_clip"])]
     assert run.guard.incidents[0].rewound_to == 50
     assert run.evaluated() < 1.5 * healthy_loss  # of a lower rate: by a third of what it was, relaxing
 
@@ -237,7 +237,7 @@ def test_a_loop_that_hands_its_loss_over_is_cured_as_well(healthy_loss: float) -
 
     class HandedOver(NanGradient):
         def trained(self) -> Program:
-            self.guard.objective = None
+            self.guard.objective = self.guard._treatment.ward.search = None
             for features, labels in self.guard.batches(STEPS):
                 self.attempts += 1
                 loss = F.cross_entropy(self.model(features), labels)
@@ -268,7 +268,7 @@ def test_a_drilled_run_finishes_and_writes_its_incidents_down(
     told = json.loads(line)
     assert set(told) >= KEYS
     assert (told["step"], told["tick"], told["signal"]) == (50, 50, "nonfinite_grad")
-    assert (told["actions"], told["rewound_to"], told["steps_lost"]) == ([{"remedy": "skip"}], None, 1)
+    assert (told["actions"], told["rewound_to"], told["steps_lost"]) == ([{"remedy": "repeat"}], None, 1)
     assert told["outcome"] == "recovered"
     summary = outcome.summary("runs/drilled")
     assert summary["incidents"] == {"total": 1, "recovered": 1, "by_cause": {told["cause"]: 1}}

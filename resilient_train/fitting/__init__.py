@@ -192,10 +192,15 @@ def book(run_dir: str | Path | None, world: World) -> IncidentBook:
     return IncidentBook(path if world.is_main else None)
 
 
-def quarantine(given: str | Path | None, samples: Samples, directory: Path | None, world: World) -> Quarantine:
-    """Recall which rows the run has in quarantine, take up a list that is given, and keep the data free of them."""
+def quarantine(
+    given: str | Path | None, samples: Samples, directory: Path | None, world: World, *, key: str
+) -> Quarantine:
+    """Recall which rows the run has in quarantine, take up a list that is given, and keep the data free of them.
+
+    `key` is what the place is called where the list was given.
+    """
     if given is not None and not samples.rows:
-        raise ConfigError("quarantine", given, "names rows by their index, and the rows of this data have none")
+        raise ConfigError(key, given, "names rows by their index, and the rows of this data have none")
     if not samples.rows:
         return Quarantine(None, dict)
 
@@ -205,7 +210,7 @@ def quarantine(given: str | Path | None, samples: Samples, directory: Path | Non
         nonlocal listed
         listed = Quarantine(directory, lambda: fingerprint(samples.dataset))  # type: ignore[attr-defined]
         if given is not None:
-            listed.load(Path(given))
+            listed.load(Path(given), key)
         return dict(listed.rows)
 
     rows = world.on_main(recalled)  # what it complains of there is raised everywhere

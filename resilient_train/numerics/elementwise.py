@@ -1,15 +1,16 @@
 """Safe operations on single numbers.
 
-Each computes torch's own operation where that has a finite value and a finite slope, and touches no bit of either.
-Elsewhere, element by element:
+Each computes torch's own operation where that has a finite value and a finite slope, and touches no bit of either, but
+for the sign of a slope of zero in `exp` and `atan2`. Elsewhere, element by element:
 
 - The value is torch's where that is finite. Out of the domain it is that of the border: `sqrt(-1)` is `sqrt(0)`. At a
-  pole it is that at `eps` from it: `log(0)` is `log(eps)`, `a / -0.0` is `-a / eps`. What overflows is the largest
-  number.
+  pole it is that at `eps` from it: `log(0)` is `log(eps)`, `a / -0.0` is `-a / eps`. (A logarithm is at its pole as
+  soon as its slope overflows.) What overflows is the largest number.
 - The slope is zero: what torch cannot do says nothing about its inputs. One of 1/eps would be a guess, and a clip or
   Adam's memory would let all other elements pay for it. Only `exp` keeps one, for a reason of its own.
 
-No number that is not finite occurs in a backward pass, so that neither anomaly mode nor a microscope trips over one.
+Where what comes in is finite, so is all on the way back: neither anomaly mode nor a microscope trips over it. On the
+way to what is bad, where no slope flows, an infinity may occur.
 A NaN stays a NaN: it was born elsewhere, and who hides it lets a run train on with dead weights and a healthy loss.
 An infinity counts as a very large number, and may stay one where torch keeps it.
 """

@@ -20,7 +20,8 @@ P = ParamSpec("P")
 def raise_eps(factor: float) -> None:
     """Let eps be `factor` times its base from now on. Not a product: `raise_eps(1)` takes any raise back.
 
-    Compiled code takes it up too: it is compiled once for each factor that it meets.
+    Compiled code takes it up too: it is compiled once for each factor that it meets, and torch has a limit for that
+    (`torch._dynamo.config.recompile_limit`, 8), beyond which it runs uncompiled or, with `fullgraph`, raises.
     """
     global _factor
     if not 1.0 <= factor < math.inf:

@@ -65,7 +65,11 @@ def std(input: Tensor, dim: Dim = None, *, correction: float = 1, keepdim: bool 
 
 @instead_of(functional.normalize)
 def normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
-    """Where `eps` is nothing, as 1e-12 is in float16, the knob's takes its place."""
+    """Where `eps` is nothing, as 1e-12 is in float16, the knob's takes its place.
+
+    Slices are judged by gradients of up to 1 in each element: those of a tiny one in float16 (shorter than the root of
+    its size times 1.5e-5) add up beyond its range, or do not, as the gradient wants.
+    """
     x = input.detach()
     length = torch.linalg.vector_norm(x, p, dim, True)
     divisor = length.clamp_min(eps)

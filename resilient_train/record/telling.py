@@ -43,8 +43,13 @@ def told(incident: Incident) -> str:
         f"! step {anomaly.step:,}: {_noticed(anomaly)}{_reached(anomaly)}",
         anomaly.evidence,
         f"{_cause(incident.diagnosis)}; {_done(incident)}",
-        f"advice: {incident.diagnosis.advice}" if incident.diagnosis.culprit or incident.diagnosis.rows else "",
+        _advice(incident.diagnosis),
     )
+
+
+def _advice(diagnosis: Diagnosis) -> str:
+    """Where a line or rows are named, what to do about them; of the rest it is told in the report."""
+    return f"advice: {diagnosis.advice}" if diagnosis.advice and (diagnosis.culprit or diagnosis.rows) else ""
 
 
 def outcome_told(incident: Incident, healthy_steps: int | None = None) -> str:

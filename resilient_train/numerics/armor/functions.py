@@ -154,7 +154,8 @@ def functions_of(file: str) -> list[FunctionType]:
 def _alive(file: str) -> list[FunctionType]:
     is_from = _SameFile(file)
     functions = (thing for thing in gc.get_objects() if type(thing) is FunctionType)  # asks nobody else what it is
-    return [function for function in functions if is_from(function.__code__.co_filename)]
+    codes = ((function, function.__code__) for function in functions)
+    return [function for function, code in codes if code.co_name != "<module>" and is_from(code.co_filename)]
 
 
 class _SameFile:

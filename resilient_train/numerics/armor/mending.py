@@ -40,11 +40,21 @@ from resilient_train.numerics.armor.names import (
     is_torchs_own,
     name_in_mode,
     overloads,
+    rounds_exactly,
     torchs_name,
 )
-from resilient_train.numerics.table import substitute
+from resilient_train.numerics.table import substitute as in_table
 
 Operation = Callable[..., Any]
+
+# At a pole the table has the value at eps from it, ten million times that of the neighbours: the general form keeps to
+# their measure, and a quotient of zeros is zero in both.
+_WITHOUT_TABLE = ("div", "divide", "true_divide", "__truediv__", "__rtruediv__", "__div__", "__rdiv__", "reciprocal")
+
+
+def substitute(name: str) -> Operation | None:
+    return None if name in _WITHOUT_TABLE else in_table(name)
+
 
 # A square of it, or a sum of billions, is finite; in float16, whose range is small, a sum of sixteen.
 _BOUND = {torch.float16: 2.0**12}
@@ -67,7 +77,7 @@ def method(name: str) -> Operation:
     """What is called instead of `owner.name(...)`: a tensor's method, or whatever else the owner has of that name."""
     if name.endswith("_") and not name.endswith("__"):
         return _method_in_place(name)
-    safe, pointwise = substitute(name), is_pointwise(name)
+    safe = substitute(name)
     is_operation = bool(overloads(name)) and computes(name)
 
     def bare(owner: Tensor, /, *args: Any, **kwargs: Any) -> Any:
@@ -77,8 +87,8 @@ def method(name: str) -> Operation:
         if not isinstance(owner, Tensor):
             return armored_call(getattr(owner, name), *args, **kwargs)
         if safe is not None and fits(safe, 1 + len(args), tuple(kwargs)):
-            return safe(owner, *args, **kwargs)
-        return in_armor(bare, pointwise, (owner, *args), kwargs) if is_operation else bare(owner, *args, **kwargs)
+            return in_safety(safe, bare, name, (owner, *args), kwargs)
+        return in_armor(bare, name, (owner, *args), kwargs) if is_operation else bare(owner, *args, **kwargs)
 
     return armored_method
 
@@ -97,17 +107,21 @@ def _method_in_place(name: str) -> Operation:
 def operation(name: str) -> Operation:
     """What is called instead of `left / right` and its like."""
     bare, _ = PYTHONS[name]
+
+    def reversed_bare(right: Any, left: Any) -> Any:
+        return bare(left, right)
+
     safe, reversed_safe = (substitute(f"__{side}{_DUNDER.get(name, name)}__") for side in ("", "r"))
 
     def armored_operation(left: Any, right: Any, /) -> Any:
         if isinstance(left, Tensor):
             if safe is not None and isinstance(right, (Tensor, float, int)):
-                return safe(left, right)
+                return in_safety(safe, bare, name, (left, right), {})
         elif not isinstance(right, Tensor):
             return bare(left, right)
         elif reversed_safe is not None and isinstance(left, (float, int)):
-            return reversed_safe(right, left)
-        return in_armor(bare, name != "matmul", (left, right), {})
+            return in_safety(reversed_safe, reversed_bare, name, (right, left), {})
+        return in_armor(bare, name, (left, right), {})
 
     return armored_operation
 
@@ -140,8 +154,8 @@ def armored_call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
 def _by_name(name: str, called: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     safe = substitute(name)
     if safe is not None and fits(safe, len(args), tuple(kwargs)):
-        return safe(*args, **kwargs)
-    return in_armor(called, is_pointwise(name), args, kwargs)
+        return in_safety(safe, called, name, args, kwargs)
+    return in_armor(called, name, args, kwargs)
 
 
 # ------------------------------------------------------------------------------------------------- modules of torch's
@@ -166,21 +180,27 @@ class _EveryOperation(TorchFunctionMode):
         return _by_name(name, func, args, kwargs) if name else func(*args, **kwargs)
 
 
-# -------------------------------------------------------------------------------------------------- the general form
+# --------------------------------------------------------------------------------------------------------- both forms
 
 
-def in_armor(bare: Operation, pointwise: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def in_safety(safe: Operation, bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a safe operation; what it makes up may not stand out among what torch computes."""
+    result = safe(*args, **kwargs)
+    if not is_pointwise(name) or not isinstance(result, Tensor) or not _is_mendable(result) or result.numel() < 2:
+        return result
+    with torch.no_grad():
+        still = bare(*args, **kwargs)
+    broken = _broken(still, _Born([*args, *kwargs.values()], pointwise=True))
+    return _Limited.apply(result, broken, _largest(result, ~broken))
+
+
+def in_armor(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call an operation and mend what it broke, in its result and in the slopes of its inputs."""
     leaves, structure = tree_flatten((args, kwargs))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    if not tensors or kwargs.get("out") is not None:
+    if not any(isinstance(leaf, Tensor) for leaf in leaves) or kwargs.get("out") is not None:
         return bare(*args, **kwargs)
-    numbers = [leaf for leaf in tensors if _is_mendable(leaf)]
-    born_nan = [torch.isnan(leaf) if pointwise else torch.isnan(leaf).any() for leaf in numbers]
-    born_inf = [torch.isinf(leaf) if pointwise else torch.isinf(leaf).any() for leaf in numbers]
-    constants = [leaf for leaf in leaves if isinstance(leaf, float)]
-    mends = (not any(map(math.isnan, constants)), not any(map(math.isinf, constants)))  # `masked_fill(mask, -inf)`
-    leaves, flags = _guarded(leaves)
+    born = _Born(leaves, is_pointwise(name))
+    leaves, flags = _guarded(_spread(leaves) if rounds_exactly(name) else leaves)
     args, kwargs = tree_unflatten(leaves, structure)
 
     def mend(value: Any) -> Any:
@@ -188,9 +208,65 @@ def in_armor(bare: Operation, pointwise: bool, args: tuple[Any, ...], kwargs: di
             return value
         if flags and value.requires_grad:
             value = _Witness.apply(value, *flags)
-        return _mended(value, born_nan, born_inf, mends)
+        return _mended(value, born)
 
     return tree_map(mend, bare(*args, **kwargs))
+
+
+class _Born:
+    """What was not finite before an operation, and is not its fault."""
+
+    def __init__(self, leaves: Sequence[Any], pointwise: bool) -> None:
+        numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and _is_mendable(leaf)]
+        constants = [leaf for leaf in leaves if isinstance(leaf, float)]  # `masked_fill(mask, -inf)`
+        self.nan = [torch.isnan(leaf) if pointwise else torch.isnan(leaf).any() for leaf in numbers]
+        self.inf = [torch.isinf(leaf) if pointwise else torch.isinf(leaf).any() for leaf in numbers]
+        self.has_nan, self.has_inf = any(map(math.isnan, constants)), any(map(math.isinf, constants))
+
+
+def _broken(value: Tensor, born: _Born) -> Tensor:
+    """Say which elements an operation broke: a NaN where there was none, an infinity where nothing was infinite."""
+    nan, inf = torch.isnan(value), torch.isinf(value)
+    nan = torch.zeros_like(nan) if born.has_nan else _without(nan, born.nan)
+    inf = torch.zeros_like(inf) if born.has_inf else _without(inf, born.inf)
+    return nan | inf
+
+
+def _without(mask: Tensor, others: Sequence[Tensor]) -> Tensor:
+    for other in others:
+        mask = mask & ~other.to(mask.device)
+    return mask
+
+
+def _largest(value: Tensor, among: Tensor) -> Tensor:
+    """Return the largest magnitude of some elements, within the bound."""
+    still = value.detach()
+    bound = _BOUND.get(value.dtype, _BOUND_OF_OTHERS)
+    return torch.where(among, still, 0.0).abs().amax().clamp(max=bound)
+
+
+def _mended(value: Tensor, born: _Born) -> Tensor:
+    still = value.detach()
+    if value.numel() == 1:
+        large = torch.full_like(still, _BOUND.get(value.dtype, _BOUND_OF_OTHERS))
+    else:
+        large = _largest(still, torch.isfinite(still))
+    return torch.where(_broken(still, born), torch.where(torch.isnan(still), 0.0, large.copysign(still)), value)
+
+
+def _spread(leaves: list[Any]) -> list[Any]:
+    """Let all tensors have the shape of the result, so that one element of a sum of slopes does not spoil the others.
+
+    Only for operations whose last bit does not depend on how the elements lie in memory.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    first = tensors[0]
+    if all(leaf.shape == first.shape for leaf in tensors):
+        return leaves
+    if any(leaf.dtype != first.dtype or leaf.device != first.device for leaf in tensors):
+        return leaves  # numbers in tensors have less of a say in the type of the result than others do
+    shape = torch.broadcast_shapes(*[leaf.shape for leaf in tensors])
+    return [leaf.expand(shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _guarded(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
@@ -221,25 +297,22 @@ def _has_slope(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and _is_mendable(leaf) and leaf.requires_grad and torch.is_grad_enabled()
 
 
-def _mended(value: Tensor, born_nan: Sequence[Tensor], born_inf: Sequence[Tensor], mends: tuple[bool, bool]) -> Tensor:
-    """Replace what is broken; `mends` says whether NaNs are, and infinities."""
-    still = value.detach()
-    nan, inf = torch.isnan(still), torch.isinf(still)
-    broken = _without(nan, born_nan) if mends[0] else torch.zeros_like(nan)
-    if mends[1]:
-        broken = broken | _without(inf, born_inf)
-    bound = _BOUND.get(value.dtype, _BOUND_OF_OTHERS)
-    if value.numel() == 1:
-        large = torch.full_like(still, bound)
-    else:
-        large = torch.where(nan | inf, 0.0, still).abs().amax().clamp(max=bound)
-    return torch.where(broken, torch.where(nan, 0.0, large.copysign(still)), value)
+class _Limited(Function):
+    """Limits the magnitude of some elements. Their slope stays: a safe operation that gives one knows why."""
 
+    generate_vmap_rule = True
 
-def _without(mask: Tensor, others: Sequence[Tensor]) -> Tensor:
-    for other in others:
-        mask = mask & ~other.to(mask.device)
-    return mask
+    @staticmethod
+    def forward(value: Tensor, chosen: Tensor, limit: Tensor) -> Tensor:
+        return torch.where(chosen, torch.minimum(torch.maximum(value, -limit), limit), value)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:
+        return slope, None, None
 
 
 class _Guard(Function):

@@ -88,6 +88,12 @@ def is_pointwise(name: str) -> bool:
 
 
 @about_names
+def rounds_exactly(name: str) -> bool:
+    """Say whether every element of the result is the one number nearest to the true one, wherever it is computed."""
+    return family(name) in ("add", "sub", "mul", "div")
+
+
+@about_names
 def computes(name: str) -> bool:
     """Say whether an operation makes new numbers: no view of its input, nothing for Python, nothing written into it."""
     if name.endswith("_") and not name.startswith("__") or name in _MAY_WRITE:

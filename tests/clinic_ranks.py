@@ -1,0 +1,91 @@
+"""A loop of somebody's own under torchrun, with a fault that one rank meets: prints what each rank has learned."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import Dataset
+
+from resilient_train.guard import Guard
+
+ROTTEN, RAISING, ZERO = 37, 21, 50
+
+
+class Rows(Dataset[Any]):
+    """Each row is met by one rank in an epoch."""
+
+    def __init__(self, fault: str) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.inputs = torch.randn(96, 5, generator=generator)
+        self.labels = self.inputs.sum(-1)
+        self.fault = fault
+        if fault == "rotten":
+            self.inputs[ROTTEN, 2] = math.nan
+        if fault == "operation":
+            self.inputs[ZERO] = 0.0
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, row: int) -> Any:
+        if self.fault == "raising" and row == RAISING:
+            raise OSError("the disk has a hole")
+        return self.inputs[row], self.labels[row]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        length = inputs.pow(2).sum(-1, keepdim=True).sqrt()
+        hidden = torch.tanh(self.body(inputs / length))  # operation
+        result: torch.Tensor = self.head(hidden).squeeze(-1)
+        return result
+
+
+def main(fault: str) -> None:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    prepared = accelerator.prepare(model)
+    guard = Guard(
+        accelerator,
+        prepared,
+        optimizer,
+        data=Rows(fault),
+        batch_size=4,
+        objective=lambda model, batch: (model(batch[0]) - batch[1]).pow(2).mean(),
+        clip=1.0,
+    )
+    for batch in guard.batches(steps=30):
+        guard.step(batch)
+    told = [
+        {
+            "signal": one.anomaly.signal,
+            "cause": one.diagnosis.cause,
+            "rows": one.diagnosis.rows,
+            "line": one.diagnosis.culprit and one.diagnosis.culprit.line,
+            "op": one.diagnosis.culprit and one.diagnosis.culprit.op,
+            "ranks": one.anomaly.ranks,
+            "remedies": [action.remedy for action in one.decision.actions],
+        }
+        for one in guard.incidents
+    ]
+    learned = {"told": told, "weights": guard.state.weights_sha256(), "tick": guard.clock.tick}
+    print("LEARNED " + json.dumps(learned), flush=True)
+    guard.close()
+    guard.world.leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
