@@ -165,6 +165,19 @@ def test_no_norm_passes_whose_square_is_infinite() -> None:
         assert not gate.admits(1.0, norm)
 
 
+@pytest.mark.parametrize("name", FUSED)
+def test_a_loss_of_minus_infinity_is_no_loss(name: str) -> None:
+    """It is below every limit; and its gradient may be finite. Told on the host and on the device."""
+    weight = nn.Parameter(torch.ones(2))
+    gate = Gate([FUSED[name]([weight])], torch.device("cpu"))
+    for loss, lands in ((1.0, True), (-torch.inf, False), (-1e30, True)):
+        before = weight.detach().clone()
+        weight.grad = torch.ones(2)
+        gate.step(torch.tensor([loss, 1.0]))
+        assert gate.admits(loss, 1.0) == lands
+        assert torch.equal(weight, before) != lands
+
+
 @pytest.mark.parametrize("how", ["batch", "loss", "gradient"])
 @pytest.mark.parametrize("before", [0, 5])
 @pytest.mark.parametrize("name", OPTIMIZERS)

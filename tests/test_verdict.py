@@ -29,6 +29,8 @@ def values(low: float, high: float, *, zeros: int = 0, smallest: float = 1e-3) -
 
 
 AGAIN = Facts(reproduced=True)
+EVERYWHERE = Facts(reproduced=True, everywhere=True, is_compared=True)
+ONLY_HERE = Facts(reproduced=True, is_compared=True)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,12 @@ AGAIN = Facts(reproduced=True)
         (replace(AGAIN, culprit=culprit("linalg_inv", values(0, 2)), kind="inf"), 1, Cause.OPERATION, "identity"),
         (replace(AGAIN, culprit=culprit("Mine", values(0, 2)), kind="nan"), 1, Cause.OPERATION, "Mine"),
         (AGAIN, 1e5, Cause.EXPLOSION, "1e+05 times"),
+        (EVERYWHERE, 1e5, Cause.EXPLOSION, "1e+05 times"),
+        (replace(ONLY_HERE, rows=(4,)), 1e5, Cause.UNKNOWN, "row 4"),
+        (
+            replace(ONLY_HERE, culprit=culprit("mul", values(-1e30, 1e30)), kind="inf", rows=(4,)),
+            *(1e5, Cause.OVERFLOW, "Row 4"),
+        ),
         (AGAIN, 1, Cause.UNKNOWN, "no operation"),
         (replace(AGAIN, could_not="rows of such data cannot be named"), 1, Cause.UNKNOWN, "cannot be named"),
         (

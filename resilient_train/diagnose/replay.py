@@ -28,13 +28,9 @@ class Replayed:
     norm: float
     by_layer: dict[str, float]  # the norm of each weight's gradient
 
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
-
     def is_beyond(self, limits: tuple[float, float]) -> bool:
         """Whether the gate would have refused it."""
-        return not (self.loss <= limits[0] and self.norm <= limits[1])
+        return not (-math.inf < self.loss <= limits[0] and self.norm <= limits[1])
 
 
 class Replay:

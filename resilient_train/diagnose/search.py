@@ -74,6 +74,7 @@ class Search:
         facts = Facts(
             reproduced=reproduced,
             everywhere=control is not None and filler is None,
+            is_compared=control is not None,
             batch_is_rotten=not is_spike and any(by_rows.rotten_fields(one) for one in refused.fed),
             layer=_grown(first, control) if is_spike and control is not None else None,
         )
@@ -82,7 +83,7 @@ class Search:
         if filler is None or not reproduced or self._in_step:
             could_not = "" if refused.update.keys else "rows of such data cannot be named"
             return replace(facts, could_not=could_not if facts.culprit is None else "")
-        return self._with_rows(facts, refused, filler, breaks, _FAR if is_spike else _ABSURD)
+        return self._with_rows(facts, refused, filler, breaks, _ABSURD if facts.culprit else _FAR)
 
     def _control(
         self, refused: Refused, breaks: Callable[[Replayed], bool]

@@ -22,6 +22,7 @@ class Facts:
 
     reproduced: bool = False  # it happened again
     everywhere: bool = False  # with other rows in the batch, too
+    is_compared: bool = False  # other rows could be tried
     culprit: Culprit | None = None
     kind: str = ""  # of what was born there: nan, inf
     is_total: bool = False  # in a single number
@@ -42,6 +43,7 @@ def together(facts: Sequence[Facts]) -> Facts:
     return Facts(
         reproduced=True,
         everywhere=any(one.everywhere for one in again),
+        is_compared=any(one.is_compared for one in again),
         culprit=with_culprit.culprit if with_culprit else None,
         kind=with_culprit.kind if with_culprit else "",
         is_total=with_culprit.is_total if with_culprit else False,
@@ -78,15 +80,18 @@ def on_nonfinite(facts: Facts, climb: float, *, is_first: bool = False) -> Diagn
     if facts.batch_is_rotten and not facts.everywhere:
         why = "its rows are finite when they are fetched again" if not facts.could_not else facts.could_not
         return Diagnosis(Cause.DATA, f"The batch holds values that are not finite: {why}.")
+    climbs = climb >= _CLIMB and (facts.everywhere or not facts.is_compared)
     if culprit is None:
-        if climb >= _CLIMB:
+        if climbs:
             return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=climb))
+        if facts.rows:
+            return _on_ordinary(facts)
         unseen = facts.could_not or "no operation of the forward or backward was seen to make it"
         return Diagnosis(Cause.UNKNOWN, f"It comes again with this batch, but {unseen}.")
     where = advice.place(culprit.op, culprit.file, culprit.line)
     beside = f" {_rows(facts.rows).capitalize()} of the data {_gets(facts.rows)} there." if facts.rows else ""
     if _overflows(culprit, facts.kind):
-        if climb >= _CLIMB:
+        if climbs:
             return Diagnosis(Cause.EXPLOSION, f"{_CLIMBED.format(times=climb)} It broke first in {where}.", culprit)
         if facts.everywhere and not is_first and _largest(culprit.inputs) > _HUGE:
             return Diagnosis(Cause.EXPLOSION, f"{_LED_THERE} It broke first in {where}.", culprit)
@@ -105,9 +110,7 @@ def on_spike(facts: Facts, climb: float, jump: float = 1.0) -> Diagnosis:
         rotten = tuple(row for row in facts.rows if row in facts.rotten)
         if rotten:
             return _on_rotten(rotten, facts)
-        # Nothing is odd about them: it may as well be the weights that take them badly, so nobody is put away.
-        told = f"Look at {_rows(facts.rows)} of the data: the batch is ordinary without {_it(facts.rows)}."
-        return Diagnosis(Cause.UNKNOWN, told + layer)
+        return _on_ordinary(facts, layer)
     if facts.everywhere and (climb >= _CLIMB or jump >= _LEAP):
         return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=max(climb, jump)) + layer)
     if facts.everywhere:
@@ -127,6 +130,12 @@ TRANSIENT = Diagnosis(
 )
 _LED_THERE = "Every batch breaks at the weights that the last updates have made: lower the learning rate."
 _CLIMBED = "Gradients or losses climbed to {times:.3g} times their usual before it broke: lower the learning rate."
+
+
+def _on_ordinary(facts: Facts, layer: str = "") -> Diagnosis:
+    """Nothing is odd about the rows: it may as well be the weights that take them badly, so nobody is put away."""
+    told = f"Look at {_rows(facts.rows)} of the data: the batch is ordinary without {_it(facts.rows)}."
+    return Diagnosis(Cause.UNKNOWN, told + layer)
 
 
 def _on_rotten(rows: tuple[int, ...], facts: Facts) -> Diagnosis:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -35,7 +36,7 @@ class Gate:
 
     def admits(self, loss: float, grad_norm: float) -> bool:
         """Say what the device says."""
-        return loss <= self.limits[0] and grad_norm <= self.limits[1]
+        return -math.inf < loss <= self.limits[0] and grad_norm <= self.limits[1]
 
     def waits(self) -> list[str]:
         """Name the optimizers for which the host has to read the measurement at once."""
@@ -55,6 +56,7 @@ class Gate:
                 self._note_stateless()
             return numbers
         heads = measured if measured.numel() == 2 else measured[:2]
+        heads = heads.nan_to_num(nan=math.inf, neginf=math.inf)  # a loss of -inf is below every limit, and no loss
         refused = (heads <= self._on_device).all().logical_not().float()
         for optimizer in self.optimizers:
             optimizer.found_inf = refused  # type: ignore[attr-defined]
