@@ -37,7 +37,6 @@ from resilient_train.state.ring import Held, MemoryConfig, Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
 from resilient_train.treatment import Treatment, Ward
 from resilient_train.update.clip import ClipConfig
-from resilient_train.update.gate import NO_LIMIT
 from resilient_train.update.precision import Precision
 from resilient_train.update.updater import Attempt, Updater
 from resilient_train.watch import pulse
@@ -436,11 +435,8 @@ class Guard:
         return Anomaly(vitals.refused, vitals.step + 1, vitals.tick, vitals.step, evidence, landed=False)
 
     def _set_limits(self) -> None:
-        """Hand what the checks allow to the gate, and what they are used to, to the clip."""
-        loss, norm = self._panel.limits
-        self._updater.gate.limit(loss, norm)
-        if norm < NO_LIMIT:
-            self._updater.usual_norm = norm / self._panel.config.limit.grad_factor
+        """Hand what the checks allow to the gate."""
+        self._updater.gate.limit(*self._panel.limits)
 
     def _accept(self, flight: _InFlight, vitals: Vitals) -> None:
         self.clock.step += 1

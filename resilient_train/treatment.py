@@ -100,6 +100,7 @@ class Treatment:
         self._anomaly, self._rewound = anomaly, None
         self._blamed = self._samples_to_blame(anomaly, update)
         ward.ring.distrust(anomaly.since)
+        ward.updater.usual_norm = ward.panel.usual_norm or ward.updater.usual_norm
         self._diagnosis = diagnosis = self._diagnosed(anomaly, update, refused)
         decision = decide(
             *(self.policy, anomaly, diagnosis, self.history.incidents, ward.clock.tick),

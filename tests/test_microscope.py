@@ -199,7 +199,8 @@ def test_a_module_is_named_by_its_path() -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             hidden = self.blocks[0](inputs)
             hidden = hidden + float("-inf")
-            return self.blocks[1](hidden).sum()  # the line
+            shares: Tensor = self.blocks[1](hidden)  # the line
+            return shares.sum()
 
     model = Net()
     with Microscope(model) as microscope:
@@ -222,9 +223,10 @@ class Careless(torch.autograd.Function):
         return value.abs()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (value,) = ctx.saved_tensors
-        return grad * value / (value.abs() * 0)  # always by zero
+        spoiled: Tensor = grad * value / (value.abs() * 0)  # always by zero
+        return spoiled
 
 
 def test_the_backward_of_a_users_own_operation_is_named() -> None:

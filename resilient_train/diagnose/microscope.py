@@ -99,7 +99,8 @@ class Microscope(TorchFunctionMode):
             for output in outputs:
                 kinds = _kinds(output)
                 if kinds:
-                    self._traces[id(output)] = _Trace(output, self._judged(call, kinds, args, kwargs, inputs, was, output.numel() == 1))
+                    birth = self._judged(call, kinds, args, kwargs, inputs, was, output.numel() == 1)
+                    self._traces[id(output)] = _Trace(output, birth)
                 elif in_place:
                     self._traces.pop(id(output), None)
             self._watch(call, inputs, outputs)

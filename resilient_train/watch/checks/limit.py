@@ -47,6 +47,16 @@ class GradLimit(Remembers):
         """Of the recent ones."""
         return max(self._norms, default=0.0)
 
+    @property
+    def is_warm(self) -> bool:
+        """Enough of them were seen."""
+        return len(self._norms) >= self.config.warmup and self.largest > 0
+
+    @property
+    def usual(self) -> float:
+        """The median of the recent ones."""
+        return sorted(self._norms)[len(self._norms) // 2] if self._norms else 0.0
+
     def learn(self, norm: float) -> None:
         if not self.config.every:
             return
@@ -59,11 +69,10 @@ class GradLimit(Remembers):
     def refresh(self) -> None:
         self._fresh = 0
         largest = self.largest
-        if len(self._norms) < self.config.warmup or not largest > 0:
+        if not self.is_warm:
             # Little is known yet, but what is a thousand times the usual would spoil the moments for good. Not of the
             # largest: in a run that explodes from the start every norm is the largest so far.
-            usual = sorted(self._norms)[len(self._norms) // 2] if self._norms else 0.0
-            times = _UNSEEN if len(self._norms) >= _FEW else _UNHEARD_OF
+            times, usual = _UNSEEN if len(self._norms) >= _FEW else _UNHEARD_OF, self.usual
             self.limit = min(self._bound, as_float32(times * usual) if usual > 0 else NO_LIMIT)
             return
         if self._early is None:
@@ -75,7 +84,7 @@ class GradLimit(Remembers):
 
     def _drop_outliers(self) -> None:
         """Before there was a limit anything landed: one absurd norm would raise it for as long as it is remembered."""
-        usual = sorted(self._norms)[len(self._norms) // 2]
+        usual = self.usual
         kept = [norm for norm in self._norms if norm <= _ABSURD * usual or not usual > 0]
         self._norms.clear()
         self._norms.extend(kept)
@@ -114,8 +123,12 @@ class LossLimit(Remembers):
 
     def refresh(self) -> None:
         level = self.level
-        if not self.config.every or not level.ready or self._gave_way:
+        if not self.config.every or self._gave_way:
             self.limit = NO_LIMIT
+            return
+        if not level.ready:  # little is known yet: as of norms
+            largest = max(map(abs, level.losses), default=0.0) if len(level.losses) >= _FEW - 1 else 0.0
+            self.limit = as_float32(_UNSEEN * largest) if largest > 0 else NO_LIMIT
             return
         self.limit = as_float32(level.median + self.config.loss_factor * max(level.spread, level.scale))
 

@@ -66,6 +66,11 @@ class Panel:
         for step in config.expect:
             self.expect(step)
 
+    @property
+    def usual_norm(self) -> float | None:
+        """What gradient norms come to at most; None while too little is known."""
+        return self._grad_limit.largest if self._grad_limit.is_warm else None
+
     def expect(self, step: int) -> None:
         """Declare that something changes on purpose with this step."""
         self._declared.update(range(step - _AROUND, step + _AROUND + 1))
@@ -112,7 +117,7 @@ class Panel:
             return _NOTHING
         outside = self._jump.is_outside(loss)
         jumped = self._jump.see(step, loss, outside)
-        if not outside and self._level.learn(loss):
+        if not outside and (self._level.learn(loss) or not self._level.ready):
             self._loss_limit.refresh()
         if not outside:
             self._path.setdefault(step, (loss, vitals.grad_norm))
