@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
+from resilient_train import incidents
 from resilient_train.diagnose.search import Search
 from resilient_train.errors import GaveUp
 from resilient_train.events import Cause, Incident, Outcome, Signal
@@ -289,3 +290,26 @@ def test_every_rank_learns_what_one_has_met(fault: str) -> None:
         assert (incident["cause"], incident["rows"], incident["signal"]) == ("data", [row], signal)
         assert incident["remedies"] == ["quarantine"]
     assert first["tick"] == 31
+
+
+def test_the_story_can_be_read_afterwards(
+    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`python -m resilient_train.incidents`: what, where, what was done, and what to do; for programs with --json."""
+    rows = program.Rows()
+    rows.inputs[77, 4] = math.nan
+    trained(program, rows, breaks="root", steps=60, run_dir=tmp_path / "run")
+    assert incidents.main([str(tmp_path / "run")]) == 0
+    told = capsys.readouterr().out
+    assert f"cause operation (sqrt, {program.__file__}:{line('root')}, backward); put armor around that line" in told
+    assert "cause data (row 77 of the data); put it in quarantine" in told
+    assert "advice: Row 77 of the data: [0] at [4] is nan; mend or remove it." in told
+    assert told.count("recovered") == 2
+    assert incidents.main([str(tmp_path / "run"), "--json"]) == 0
+    lines = [json.loads(one) for one in capsys.readouterr().out.splitlines()]
+    assert [one["cause"] for one in lines] == ["operation", "data"] or [one["cause"] for one in lines] == [
+        "data",
+        "operation",
+    ]
+    assert incidents.main([str(tmp_path / "nowhere")]) == 2
+    assert "is no directory" in capsys.readouterr().err

@@ -36,7 +36,9 @@ MAY_KNOW: dict[str, set[str]] = {
     "diagnose": {"data", "ranks", "state"},
     "record": {"ranks"},
     "objective": set(),
-    "treatment": {"checkpoint", "data", "diagnose", "numerics", "ranks", "record", "recover", "state", "update", "watch"},
+    "treatment": {
+        *("checkpoint", "data", "diagnose", "numerics", "ranks", "record", "recover", "state", "update", "watch"),
+    },
     "examination": {"data", "ranks", "state", "watch"},
     "fitting": {"data", "objective", "ranks", "record", "recover", "update", "watch"},
     "guard": {
@@ -51,6 +53,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "session": {"assemble", "checkpoint", "config", "ranks", "record", "state", "train"},
     "command": {"config", "ranks", "session"},
     "__main__": {"command"},
+    "incidents": {"record"},
     "__init__": {"guard", "errors"},
 }
 

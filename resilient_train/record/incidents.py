@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from resilient_train.files import commit_text
 from resilient_train.record.journal import JOURNAL, Entry, Journal, plain
 from resilient_train.record.telling import farewell, outcome_told, tags, told
 
-__all__ = ["INCIDENTS", "IncidentBook", "as_line", "farewell", "from_line", "outcome_told", "tags", "told"]
+__all__ = ["INCIDENTS", "IncidentBook", "as_line", "farewell", "from_line", "outcome_told", "recalled", "tags", "told"]
 
 INCIDENTS = "incidents.jsonl"  # its name in a run directory
 
@@ -133,6 +134,17 @@ class IncidentBook:
             why = error.strerror or error
             _log.warning("%s cannot be written (%s): it is made anew from the journal later", self._file, why)
         self._is_failing = True
+
+
+def recalled(entries: Iterable[Entry]) -> list[Incident]:
+    """Return the incidents of a journal as they stand, those that are open included."""
+    found: dict[int, Incident] = {}
+    for entry in entries:
+        if entry["kind"] in (_OPENED, _TREATED, _CLOSED):
+            with contextlib.suppress(ValueError):  # damaged: the book says so when the run is taken up
+                incident = from_line(entry.get("incident"))
+                found[incident.id] = incident
+    return [found[number] for number in sorted(found)]
 
 
 def as_line(incident: Incident) -> dict[str, Any]:
