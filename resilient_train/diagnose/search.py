@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +52,10 @@ class Search:
         if anomaly.signal not in (*_NONFINITE, *_SPIKES):
             return None
         is_spike = anomaly.signal in _SPIKES
+        if anomaly.signal is Signal.NONFINITE_BATCH:
+            seen = verdict.together(self._world.all_of(self._rotten_rows(refused)))
+            if seen.rows:
+                return verdict.on_nonfinite(seen, 1.0)
         facts = verdict.together(self._world.all_of(self._facts(refused, is_spike)))
         if not facts.reproduced:
             return None if facts.could_not else verdict.TRANSIENT
@@ -78,12 +83,22 @@ class Search:
             batch_is_rotten=not is_spike and any(by_rows.rotten_fields(one) for one in refused.fed),
             layer=_grown(first, control) if is_spike and control is not None else None,
         )
-        if (birth := seen.of_loss or seen.backward) is not None:
+        # Where the loss is not finite, no slope can be: that says nothing about what makes them.
+        birth = seen.backward if math.isfinite(first.loss) else seen.of_loss
+        if birth is not None:
             facts = replace(facts, culprit=_culprit(birth, seen), kind=birth.kind, is_total=birth.is_total)
         if filler is None or not reproduced or self._in_step:
             could_not = "" if refused.update.keys else "rows of such data cannot be named"
             return replace(facts, could_not=could_not if facts.culprit is None else "")
         return self._with_rows(facts, refused, filler, breaks, _ABSURD if facts.culprit else _FAR)
+
+    def _rotten_rows(self, refused: Refused) -> Facts:
+        """Look for values that are not finite row by row: that takes no replay."""
+        rotten = {}
+        for key in [key for some in refused.update.keys for key in some]:
+            if odd := by_rows.rotten_fields(self._samples.fetched(key)):
+                rotten[key.row] = "; ".join(odd[:3])
+        return Facts(reproduced=bool(rotten), rows=tuple(sorted(rotten)), rotten=rotten, batch_is_rotten=bool(rotten))
 
     def _control(
         self, refused: Refused, breaks: Callable[[Replayed], bool]
