@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-
-
 import importlib
 import itertools
 import json
 import linecache
 import math
-
 import sys
 import textwrap
 import traceback
@@ -23,15 +20,20 @@ import pytest
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import resilient_train.numerics
 from resilient_train.numerics.armor import Armor, CannotArmor, Plate
 
 Write = Callable[[str], ModuleType]
-HEAD = "from __future__ import annotations\nimport math\nimport torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
+HEAD = """from __future__ import annotations
+import math
+import torch
+import torch.nn.functional as F
+from torch import nn
+"""
 # Its compiler makes an instance of what it says nobody should make one of, wherever an autograd.Function is called.
 TORCHS_OWN_WARNING = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 _numbers = itertools.count()
@@ -151,7 +153,7 @@ BROKEN = [  # operation, expression, x, what comes out, and the slope of 1 * out
 def test_only_what_the_operation_broke_is_mended(
     write: Write, armor: Armor, op: str, text: str, x: list[float], value: list[float] | None, slope: list[float] | None
 ) -> None:
-    """NaN becomes 0, an infinity as large as its neighbours, with no slope; all else stays, infinities from before too."""
+    """NaN becomes 0, an infinity as large as its neighbours, without a slope; infinities from before stay."""
     module = write(f"from torch import erfinv\ndef compute(x):\n    return {text}  # guilty\n")
     put_on(armor, module, "" if "sqrt" in text else op)
     out, *rest = slopes(module.compute, torch.tensor(x))
@@ -194,7 +196,7 @@ def test_what_a_safe_operation_makes_up_does_not_stand_out(write: Write, armor: 
 
 
 def test_a_logarithm_of_what_rounded_to_zero_still_learns(write: Write, armor: Armor) -> None:
-    """`log(softmax(x))` with a logit of 1000: where it breaks it is torch's logarithm of both in one, slope included."""
+    """`log(softmax(x))` with a logit of 1000: where it breaks it is torch's own of both in one, slope included."""
     module = write("""
         def by_method(x):
             return x.softmax(-1).log()  # guilty
@@ -229,8 +231,9 @@ def test_a_slope_that_was_broken_before_is_not_hidden(write: Write, armor: Armor
 
 def test_an_input_that_gets_no_slope_bare_gets_none_in_armor(write: Write, armor: Armor) -> None:
     """Zeros would let its weights decay."""
-    module = write("def compute(x, y):\n    return nn.Identity()(torch.max(x, 0)[0]), take(x, y)  # guilty\ntake = torch.lerp")
-    module.take = lambda x, y: x
+    module = write(
+        "def compute(x, y):\n    return torch.max(x, 0)[0], [torch.lgamma(one) for one in (x, y)][0]  # guilty\n"
+    )
     put_on(armor, module, "")
     x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
     sum(out.sum() for out in module.compute(x, y)).backward()
@@ -294,7 +297,7 @@ def test_augmented_assignments_are_in_place_too(write: Write, armor: Armor) -> N
     *simple, last = lines(module)
     for line in simple:
         armor.put_on(str(module.__file__), line, "div_")
-    with pytest.raises(CannotArmor, match="changes `x.view"):
+    with pytest.raises(CannotArmor, match="changes `x"):
         armor.put_on(str(module.__file__), last, "div_")
     for function in (module.name, module.attribute, module.element):
         x = torch.tensor([1.0, 2.0])
@@ -337,7 +340,8 @@ PLACES = {
     "comprehension": "def compute(x):\n    return [one.digamma() for one in (x,)][0]  # guilty",
     "method": "class A:\n    def f(self, x):\n        return x.digamma()  # guilty\ncompute = A().f",
     "static method": "class A:\n    @staticmethod\n    def f(x):\n        return x.digamma()  # guilty\ncompute = A.f",
-    "class method": "class A:\n    @classmethod\n    def f(cls, x):\n        return x.digamma()  # guilty\ncompute = A.f",
+    "class method": "class A:\n    @classmethod\n    def f(cls, x):\n        return x.digamma()  # guilty\n"
+    "compute = A.f",
     "private": "class A:\n    def f(self, x):\n        return self.__g(x)  # guilty\n    __g = torch.digamma\n"
     "A._A__g = staticmethod(torch.digamma)\ncompute = A().f",
     "property": "class A:\n    @property\n    def f(self):\n        return self.x.digamma()  # guilty\n"
@@ -346,16 +350,19 @@ PLACES = {
     "super": "class B(nn.Identity):\n    pass\nclass A(B):\n    def forward(self, x):\n"
     "        return super().forward(x.digamma())  # guilty\ncompute = A()",
     "decorated": "@torch.no_grad()\n@functools.lru_cache\ndef compute(x):\n    return x.digamma()  # guilty",
-    "closure": "def make(scale):\n    def f(x):\n        return x.digamma() * scale  # guilty\n    return f\ncompute = make(1)",
+    "closure": "def make(scale):\n    def f(x):\n        return x.digamma() * scale  # guilty\n    return f\n"
+    "compute = make(1)",
     "made anew": "def compute(x):\n    def f():\n        return x.digamma()  # guilty\n    return f()",
     "partial": "def f(y, x):\n    return x.digamma()  # guilty\ncompute = functools.partial(f, 1)",
     "generator": "def f(x):\n    yield x.digamma()  # guilty\ndef compute(x):\n    return next(f(x))",
-    "several lines": "def compute(x):\n    return (\n        x.abs()\n        .digamma()  # guilty\n        .clone()\n    )",
+    "several lines": "def compute(x):\n    return (\n        x.abs()\n        .digamma()  # guilty\n"
+    "        .clone()\n    )",
     "an argument": "def compute(x):\n    return torch.add(\n        x - x,\n        torch.digamma(x),  # guilty\n    )",
     "the rest of a call": "def compute(x):\n    return torch.digamma(\n        x  # guilty\n    )",
     "a name of its own": "act = torch.digamma\ndef compute(x):\n    return act(x)  # guilty",
     "a local name": "def compute(x):\n    act = torch.digamma\n    return act(x)  # guilty",
-    "an attribute": "class A:\n    act = torch.digamma\n    def f(self, x):\n        return A.act(x)  # guilty\ncompute = A().f",
+    "an attribute": "class A:\n    act = torch.digamma\n    def f(self, x):\n        return A.act(x)  # guilty\n"
+    "compute = A().f",
     "in an f-string": "def compute(x):\n    f'{x}'; return x.digamma()  # guilty",
 }
 
@@ -397,14 +404,15 @@ def test_tracebacks_keep_their_lines(write: Write, armor: Armor) -> None:
         frames = traceback.extract_tb(raised.tb)
         return [(frame.filename, frame.lineno, frame.name) for frame in frames if frame.filename == module.__file__]
 
-    for name, line, op in zip(("compute", "in_place", "called"), lines(module), ("matmul", "div", "matmul"), strict=True):
+    guilty = {"compute": "matmul", "in_place": "div", "called": "matmul"}
+    for line, (name, op) in zip(lines(module), guilty.items(), strict=True):
         bare = place(name)
         plate = armor.put_on(str(module.__file__), line, op)
         assert place(name) == bare == [(module.__file__, line, name)]
         assert plate.function == name
 
 
-# ---------------------------------------------------------------------------------------------------- under what it runs
+# --------------------------------------------------------------------------------------------------- under what it runs
 
 NETWORK = """
     class Ratio(nn.Module):
@@ -434,7 +442,7 @@ def broken_network(write: Write, armor: Armor, op: str = "digamma") -> tuple[nn.
 
 def gradients(network: nn.Module, loss: Tensor) -> list[Tensor]:
     network.zero_grad()
-    loss.backward()
+    torch.autograd.backward(loss)
     found = [weight.grad for weight in network.parameters() if weight.grad is not None]
     assert len(found) == len(list(network.parameters()))
     return [loss.detach(), *(gradient.clone() for gradient in found)]
@@ -524,7 +532,10 @@ def test_it_holds_in_second_slopes_and_under_transforms(write: Write, armor: Arm
     assert torch.equal(torch.func.vmap(torch.func.grad(module.compute))(sound), bare)
 
 
-@pytest.mark.parametrize("text", ["x.digamma() / x", "nn.Softmax(-1)(x)", "F.normalize(x, dim=0).cumsum(0)", "x.log_()"])
+FORMS = ["x.digamma() / x", "nn.Softmax(-1)(x)", "F.normalize(x, dim=0).cumsum(0)", "x.log_()"]
+
+
+@pytest.mark.parametrize("text", FORMS)
 def test_nothing_waits_for_the_device(write: Write, armor: Armor, text: str) -> None:
     """A tensor without numbers in it cannot be asked for one."""
     module = write(f"def compute(x):\n    return {text}  # guilty\n")
@@ -542,7 +553,7 @@ def test_a_compiled_model_is_compiled_anew(write: Write, armor: Armor) -> None:
     torch.manual_seed(0)
     network = module.Ratio()
     x = torch.rand(3, 4) + 2
-    compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+    compiled: Any = torch.compile(network, backend="aot_eager", fullgraph=True)
     bare = gradients(network, compiled(x).sum())
     assert finite(bare)
     put_on(armor, module, "digamma")
@@ -559,7 +570,7 @@ def test_a_compiled_model_is_compiled_anew(write: Write, armor: Armor) -> None:
 def test_inductor_compiles_it_as_well(write: Write, armor: Armor) -> None:
     """Into one graph, forward and backward. As small as can be: every kernel is seconds of a C++ compiler."""
     module = write("def compute(x):\n    return x.lgamma()  # guilty\n")
-    compiled = torch.compile(module.compute, fullgraph=True)
+    compiled: Any = torch.compile(module.compute, fullgraph=True)
     x = torch.tensor([3.0, 0.0])
     assert compiled(x).tolist() == [pytest.approx(math.log(2)), INF]
     put_on(armor, module, "lgamma")
@@ -571,7 +582,12 @@ def test_inductor_compiles_it_as_well(write: Write, armor: Armor) -> None:
 @TORCHS_OWN_WARNING
 @pytest.mark.parametrize(
     ("text", "op"),
-    [("self.act(x)", ""), ("F.normalize(x / (x - x), dim=0)", ""), ("x.abs().log_()", "log_"), ("self.function(x)", "")],
+    [
+        ("self.act(x)", ""),
+        ("F.normalize(x / (x - x), dim=0)", ""),
+        ("x.abs().log_()", "log_"),
+        ("self.function(x)", ""),
+    ],
 )
 def test_every_form_compiles_into_one_graph(write: Write, armor: Armor, text: str, op: str) -> None:
     """Modules of torch's, operators, safe operations, operations in place, and functions known at run time only."""
@@ -643,9 +659,9 @@ def test_a_plate_is_found_again_after_an_edit(write: Write, armor: Armor) -> Non
     out = module.compute(torch.tensor([1.0, 0.0]))
     assert not out.isnan().any()
     gone = Plate(plate.file, "compute", "x = x.erfinv()", 0, line, "erfinv")
-    with pytest.raises(CannotArmor, match="compute in .* has no such line any more: x = x.erfinv()"):
+    with pytest.raises(CannotArmor, match="has no such line any more"):
         armor.put_on_again(gone)
-    with pytest.raises(CannotArmor, match="no function that is alive comes from /nowhere.py"):
+    with pytest.raises(CannotArmor, match="no function that is alive comes from /nowhere"):
         armor.put_on_again(Plate("/nowhere.py", "compute", "x", 0, 1, "log"))
 
 
@@ -698,7 +714,10 @@ def test_what_was_made_by_exec_has_no_source(armor: Armor) -> None:
     assert names["compute"](torch.zeros(1)).isinf()
 
 
-@pytest.mark.parametrize("edit", ["# a line more\n{}", "{} + 1", "{}\n    (", "def compute(x):\n    return x.digamma() * 1"])
+EDITS = ["# a line more\n{}", "{} + 1", "{}\n    (", "def compute(x):\n    return x.digamma() * 1"]
+
+
+@pytest.mark.parametrize("edit", EDITS)
 def test_a_file_that_was_edited_is_not_what_runs(write: Write, armor: Armor, edit: str) -> None:
     """Neither shifted, nor changed, nor unfinished; with its text as it was it can be armored."""
     module = write("def compute(x):\n    return x.digamma()")
@@ -706,7 +725,7 @@ def test_a_file_that_was_edited_is_not_what_runs(write: Write, armor: Armor, edi
     before = path.read_text()
     line = len(before.splitlines())
     path.write_text(edit.format(before))
-    with pytest.raises(CannotArmor, match=f"{path} is no longer, or never was, the source of what runs"):
+    with pytest.raises(CannotArmor, match=f"{path} is not what runs: it was edited"):
         armor.put_on(str(path), line, "digamma")
     path.write_text(before)
     armor.put_on(str(path), line, "digamma")
@@ -774,10 +793,16 @@ def test_a_function_that_is_called_like_an_operation_is_not_taken_for_it(write: 
 # ------------------------------------------------------------------------------------------------------------- learning
 
 LEARNERS = {  # what breaks in every batch: the line as it is, and as a person would mend it
-    "pow": ("h.pow(self.p).mean(1, keepdim=True).pow(1 / self.p)", "h.clamp(min=1e-4).pow(3).mean(1, keepdim=True) ** 0.33"),
+    "pow": (
+        "h.pow(self.p).mean(1, keepdim=True).pow(1 / self.p)",
+        "h.clamp(min=1e-4).pow(3).mean(1, keepdim=True) ** 0.33",
+    ),
     "log": ("-torch.log(torch.softmax(h * 300, 1))", "-torch.log_softmax(h * 300, 1)"),
     "sqrt": ("((h[:, :, None] - h[:, None]) ** 2).sqrt().sum(2)", "(h[:, :, None] - h[:, None]).abs().sum(2)"),
-    "div": ("h + x[:, :4] / (x[:, :4] - x[:, :1])", "h + torch.where(near, 0.0, x[:, :4] / (x[:, :4] - x[:, :1] + near))"),
+    "div": (
+        "h + x[:, :4] / (x[:, :4] - x[:, :1])",
+        "h + torch.where(near, 0.0, x[:, :4] / (x[:, :4] - x[:, :1] + near))",
+    ),
     "acosh": ("h + torch.acosh(h)", "h + torch.acosh(h.clamp(min=1.01))"),
 }
 
@@ -812,7 +837,7 @@ def test_a_program_that_breaks_in_every_batch_learns(write: Write, armor: Armor,
             batch = slice(32 * step % 512, 32 * step % 512 + 32)
             optimizer.zero_grad()
             loss = F.mse_loss(network(rows[batch]), labels[batch])
-            loss.backward()
+            torch.autograd.backward(loss)
             weights = list(network.parameters())
             if not any(weight.grad is not None and not weight.grad.isfinite().all() for weight in weights):
                 optimizer.step()

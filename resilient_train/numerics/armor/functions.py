@@ -5,7 +5,6 @@ Line numbers, names and closures stay what they were, so callers, tracebacks, de
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -188,7 +187,7 @@ def _check(source: Source, seam: Seam, functions: Sequence[FunctionType]) -> str
     """Return the name of the function that a seam is in; raise if the seam would not hold."""
     alive = {_bare(function.__code__) for function in functions}
     if _is_stale(source, seam.line, alive):
-        raise CannotArmor(f"{source.filename} is no longer, or never was, the source of what runs: it was edited, or changed on import")
+        raise CannotArmor(f"{source.filename} is not what runs: it was edited since it was imported, or changed while")
     guilty = [pair for pair in source.pairs([seam], functions) if pair.has_seam and _is_function(pair.before)]
     if not guilty:
         raise CannotArmor(f"line {seam.line} of {source.filename} is in no function, so it has run or is running")

@@ -1,197 +1,61 @@
-"""What an armored operation does.
+"""What an armored operation does: what it always did, and then it mends what it broke.
 
-Where the table knows a safe operation, it is called in its place. Any other operation goes through the general form:
+Where the table knows a safe operation, that is called in its place. Any other operation goes through the general
+form:
 
-- What it is given passes through an identity whose backward pass puts zero where a gradient is not finite, unless the
-  gradient that came to the operation was already broken: that is somebody else's fault, or a loss scale that is too
+- What it is given passes through an identity whose backward pass puts zero where a slope is not finite, unless the
+  slope that came to the operation was broken already: that is somebody else's fault, or a loss scale that is too
   large, and has to be seen.
 - What it returns is mended where it is not finite and nothing that went in was: a NaN where no input is NaN, an
   infinity where none is infinite. Element by element for operations that work so, else for the call as a whole. So a
   mask's -inf stays what it is, and a NaN that was born earlier is not hidden.
-- A NaN becomes 0. An infinity becomes, with its sign, the largest magnitude that the operation's other results have: as
-  much as it can be without standing out, since whatever is far beyond its neighbours drowns a sum, a loss or the
-  gradient of the next weights. It is bounded, so that sums and squares of it stay finite. Where nothing came out
-  finite there is no measure, and 0 does no harm; but a single number, which may be the loss, becomes that bound, so
+- A NaN becomes 0. An infinity becomes, with its sign, the largest magnitude that the operation's other results have:
+  as much as it can be without standing out, since what is far beyond its neighbours drowns a sum, a loss, or the
+  slopes of the weights behind it. It is bounded, so that sums and squares of it stay finite. Where nothing came out
+  finite there is no measure, and 0 does no harm. But a single number, which may be the loss, becomes that bound, so
   that whoever watches it sees that it broke.
-- The slope there is zero, and all else is as the operation made it, to the last bit.
+- The slope there is zero. All else is as the operation made it, to the last bit.
 
-Nothing here waits for the device, looks at frames, or keeps anything from one call for the next: it means the same when
-it is computed a second time in a checkpoint, and a compiler sees through all of it.
+Nothing here waits for the device, looks at frames, or keeps anything from one call for the next: it means the same
+when it is computed a second time for a checkpoint, and a compiler sees through all of it.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from resilient_train.numerics.armor.names import (
-    computes,
-    fits,
-    is_pointwise,
-    is_torchs_own,
-    name_in_mode,
-    overloads,
-    rounds_exactly,
-    torchs_name,
-)
-from resilient_train.numerics.table import substitute as in_table
+from resilient_train.numerics.armor.names import is_logarithm, is_pointwise, rounds_exactly
 
 Operation = Callable[..., Any]
-
-# At a pole the table has the value at eps from it, ten million times that of the neighbours: the general form keeps to
-# their measure, and a quotient of zeros is zero in both.
-_WITHOUT_TABLE = ("div", "divide", "true_divide", "__truediv__", "__rtruediv__", "__div__", "__rdiv__", "reciprocal")
-
-
-def substitute(name: str) -> Operation | None:
-    return None if name in _WITHOUT_TABLE else in_table(name)
-
 
 # A square of it, or a sum of billions, is finite; in float16, whose range is small, a sum of sixteen.
 _BOUND = {torch.float16: 2.0**12}
 _BOUND_OF_OTHERS = 2.0**48
 
-PYTHONS = {  # what Python calls for an operator, and for its form in place
-    "div": (operator.truediv, operator.itruediv),
-    "mul": (operator.mul, operator.imul),
-    "add": (operator.add, operator.iadd),
-    "sub": (operator.sub, operator.isub),
-    "pow": (operator.pow, operator.ipow),
-    "matmul": (operator.matmul, operator.imatmul),
-}
-
-
-# ------------------------------------------------------------------------------------------- what code calls instead
-
-
-def method(name: str) -> Operation:
-    """What is called instead of `owner.name(...)`: a tensor's method, or whatever else the owner has of that name."""
-    if name.endswith("_") and not name.endswith("__"):
-        return _method_in_place(name)
-    safe = substitute(name)
-    is_operation = bool(overloads(name)) and computes(name)
-
-    def bare(owner: Tensor, /, *args: Any, **kwargs: Any) -> Any:
-        return getattr(owner, name)(*args, **kwargs)
-
-    def armored_method(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(owner, Tensor):
-            return armored_call(getattr(owner, name), *args, **kwargs)
-        if safe is not None and fits(safe, 1 + len(args), tuple(kwargs)):
-            return in_safety(safe, bare, name, (owner, *args), kwargs)
-        return in_armor(bare, name, (owner, *args), kwargs) if is_operation else bare(owner, *args, **kwargs)
-
-    return armored_method
-
-
-def _method_in_place(name: str) -> Operation:
-    compute = method(name[:-1])
-
-    def armored_method_in_place(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(owner, Tensor) or not owner.is_floating_point():
-            return getattr(owner, name)(*args, **kwargs)
-        return owner.copy_(compute(owner.clone(), *args, **kwargs))  # a clone: backward needs what it was computed from
-
-    return armored_method_in_place
-
-
-def operation(name: str) -> Operation:
-    """What is called instead of `left / right` and its like."""
-    bare, _ = PYTHONS[name]
-
-    def reversed_bare(right: Any, left: Any) -> Any:
-        return bare(left, right)
-
-    safe, reversed_safe = (substitute(f"__{side}{_DUNDER.get(name, name)}__") for side in ("", "r"))
-
-    def armored_operation(left: Any, right: Any, /) -> Any:
-        if isinstance(left, Tensor):
-            if safe is not None and isinstance(right, (Tensor, float, int)):
-                return in_safety(safe, bare, name, (left, right), {})
-        elif not isinstance(right, Tensor):
-            return bare(left, right)
-        elif reversed_safe is not None and isinstance(left, (float, int)):
-            return in_safety(reversed_safe, reversed_bare, name, (right, left), {})
-        return in_armor(bare, name, (left, right), {})
-
-    return armored_operation
-
-
-_DUNDER = {"div": "truediv"}
-
-
-def operation_in_place(name: str) -> Operation:
-    """What is called instead of `left /= right`: tensors that share memory with the left one change along, as they do."""
-    compute, (_, bare) = operation(name), PYTHONS[name]
-
-    def armored_operation_in_place(left: Any, right: Any, /) -> Any:
-        if not isinstance(left, Tensor) or not left.is_floating_point():
-            return bare(left, right)
-        return left.copy_(compute(left.clone(), right))
-
-    return armored_operation_in_place
-
-
-def armored_call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
-    """What is called instead of `called(...)`, of which nothing is known before."""
-    if isinstance(called, nn.Module):
-        return _through(called, args, kwargs)
-    name = torchs_name(called)
-    if not name:
-        return called(*args, **kwargs)
-    return _by_name(name, called, args, kwargs)
-
-
-def _by_name(name: str, called: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    safe = substitute(name)
-    if safe is not None and fits(safe, len(args), tuple(kwargs)):
-        return in_safety(safe, called, name, args, kwargs)
-    return in_armor(called, name, args, kwargs)
-
-
-# ------------------------------------------------------------------------------------------------- modules of torch's
-
-
-def _through(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a module. Within torch's own ones every operation is armored, since no line of the user's tells which."""
-    if not is_torchs_own(type(module)) or not all(is_torchs_own(type(part)) for part in module.modules()):
-        return module(*args, **kwargs)
-    with _EveryOperation():
-        return module(*args, **kwargs)
-
-
-class _EveryOperation(TorchFunctionMode):
-    """Armors all that torch computes, while it lasts. It asks no frame where it was called from."""
-
-    def __torch_function__(
-        self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = name_in_mode(func)
-        return _by_name(name, func, args, kwargs) if name else func(*args, **kwargs)
-
-
-# --------------------------------------------------------------------------------------------------------- both forms
-
 
 def in_safety(safe: Operation, bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a safe operation; what it makes up may not stand out among what torch computes."""
+    """Call a safe operation; what it makes up at a pole may not stand out among what torch computes.
+
+    The value at eps from the pole of a quotient is ten million times that of its neighbours. A logarithm's is no more
+    than 36, and says how unlikely something is: it stays.
+    """
     result = safe(*args, **kwargs)
-    if not is_pointwise(name) or not isinstance(result, Tensor) or not _is_mendable(result) or result.numel() < 2:
+    if not is_pointwise(name) or is_logarithm(name) or not isinstance(result, Tensor):
+        return result
+    if not _is_mendable(result) or result.numel() < 2:
         return result
     with torch.no_grad():
         still = bare(*args, **kwargs)
+    sound = torch.isfinite(still)
     broken = _broken(still, _Born([*args, *kwargs.values()], pointwise=True))
-    return _Limited.apply(result, broken, _largest(result, ~broken))
+    return _applied(_Limited, result, still, sound, broken, _largest(still, sound))
 
 
 def in_armor(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,7 +71,7 @@ def in_armor(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str
         if not isinstance(value, Tensor) or not _is_mendable(value) or not value.numel():
             return value
         if flags and value.requires_grad:
-            value = _Witness.apply(value, *flags)
+            value = _applied(_Witness, value, *flags)
         return _mended(value, born)
 
     return tree_map(mend, bare(*args, **kwargs))
@@ -265,14 +129,15 @@ def _spread(leaves: list[Any]) -> list[Any]:
         return leaves
     if any(leaf.dtype != first.dtype or leaf.device != first.device for leaf in tensors):
         return leaves  # numbers in tensors have less of a say in the type of the result than others do
-    shape = torch.broadcast_shapes(*[leaf.shape for leaf in tensors])
+    shape = torch.broadcast_shapes(*[leaf.shape for leaf in tensors])  # type: ignore[no-untyped-call]
     return [leaf.expand(shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def _guarded(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
     """Put a guard behind all inputs that a slope flows to. A number that lives on another device goes without.
 
-    An input that is given twice has two guards, the first one made last: slopes add up in the order that they always do.
+    An input that is given twice has two guards, the first one made last: so slopes add up in the order that they
+    always do.
     """
     places = [place for place, leaf in enumerate(leaves) if _has_slope(leaf)]
     wide = [place for place in places if leaves[place].dim()] or places
@@ -281,7 +146,7 @@ def _guarded(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
     behind, flags = list(leaves), []
     for time in range(max(again, default=-1), -1, -1):
         chosen = [place for place, count in zip(places, again, strict=True) if count == time]
-        *guarded, flag = _Guard.apply(*[leaves[place] for place in chosen])
+        *guarded, flag = _applied(_Guard, *[leaves[place] for place in chosen])
         for place, leaf in zip(chosen, guarded, strict=True):
             behind[place] = leaf
         flags.append(flag)
@@ -297,14 +162,22 @@ def _has_slope(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and _is_mendable(leaf) and leaf.requires_grad and torch.is_grad_enabled()
 
 
+def _applied(function: type[Function], *args: Any) -> Any:
+    return function.apply(*args)  # type: ignore[no-untyped-call]
+
+
 class _Limited(Function):
-    """Limits the magnitude of some elements. Their slope stays: a safe operation that gives one knows why."""
+    """Limits the magnitude of what is broken, and leaves to torch what was not finite before.
+
+    The slope is that of the safe operation: where it gives one that torch does not have, it knows why.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(value: Tensor, chosen: Tensor, limit: Tensor) -> Tensor:
-        return torch.where(chosen, torch.minimum(torch.maximum(value, -limit), limit), value)
+    def forward(safe: Tensor, bare: Tensor, sound: Tensor, broken: Tensor, limit: Tensor) -> Tensor:
+        limited = torch.minimum(torch.maximum(safe, -limit), limit)
+        return torch.where(broken, limited, torch.where(sound, safe, bare))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -312,7 +185,7 @@ class _Limited(Function):
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Any:
-        return slope, None, None
+        return slope, None, None, None, None
 
 
 class _Guard(Function):

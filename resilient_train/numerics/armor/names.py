@@ -17,8 +17,8 @@ T = TypeVar("T")
 def constant(function: Callable[P, T]) -> Callable[P, T]:
     """Let a compiler take the answer and not look inside.
 
-    That is what `torch.compiler.assume_constant_result` says, but saying it there imports the whole compiler, which takes
-    seconds, whether anybody compiles or not.
+    That is what `torch.compiler.assume_constant_result` says, but saying it there imports the whole compiler, which
+    takes seconds, whether anybody compiles or not.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -29,7 +29,7 @@ def about_names(function: Callable[P, T]) -> Callable[P, T]:
     known = cache(function)
 
     def answer(*args: P.args, **kwargs: P.kwargs) -> T:
-        return known(*args, **kwargs)
+        return known(*args, **kwargs)  # type: ignore[arg-type]
 
     return constant(answer)
 
@@ -42,20 +42,20 @@ _FAMILIES = [
     ("sub", "subtract", "rsub"),
     ("pow", "rpow"),
     ("matmul", "rmatmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm"),
-    ("norm", "linalg_norm", "vector_norm", "linalg_vector_norm"),
+    ("norm", "vector_norm"),
     ("acos", "arccos"),
     ("asin", "arcsin"),
     ("atanh", "arctanh"),
     ("atan2", "arctan2"),
     ("acosh", "arccosh"),
-    ("logit", "special_logit"),
     ("std", "std_mean"),
     ("var", "var_mean"),
-    ("inverse", "linalg_inv"),
-    ("det", "linalg_det"),
+    ("inverse", "inv"),
     ("to", "to_copy", "half", "float", "double", "bfloat16", "type", "type_as"),
 ]
 _HEAD = {name: family[0] for family in _FAMILIES for name in family}
+
+_MODULES = ("linalg_", "special_", "fft_")  # `torch.linalg.inv` calls itself linalg_inv
 
 # Those of the nn.functional functions that may write into what they are given. None of them is ever singular.
 _MAY_WRITE = {
@@ -67,15 +67,18 @@ _HOMES = {"torch", "torch.functional", "torch.nn.functional", "_operator"}
 
 
 def family(name: str) -> str:
-    """Return the name under which all of an operation's go: `div_`, `__rtruediv__` and `true_divide` are `div`."""
+    """Return the name that stands for all of an operation's: `div_`, `__rtruediv__` and `true_divide` are `div`."""
     bare = name.strip("_")
+    for module in _MODULES:
+        bare = bare.removeprefix(module)
     return _HEAD.get(bare, bare)
 
 
 @about_names
 def overloads(name: str) -> tuple[Any, ...]:
     """Return all forms of the operation of that name below torch's functions and methods, without those with `out=`."""
-    packet = getattr(torch.ops.aten, family(name), None)
+    of_modules = [getattr(torch.ops.aten, module + family(name), None) for module in ("", *_MODULES)]
+    packet = next((packet for packet in of_modules if packet is not None), None)
     forms = [getattr(packet, form) for form in packet.overloads()] if packet is not None else []
     return tuple(form for form in forms if not any(argument.is_out for argument in form._schema.arguments))
 
@@ -94,15 +97,20 @@ def rounds_exactly(name: str) -> bool:
 
 
 @about_names
+def is_logarithm(name: str) -> bool:
+    return family(name) in ("log", "log2", "log10", "log1p")
+
+
+@about_names
 def computes(name: str) -> bool:
     """Say whether an operation makes new numbers: no view of its input, nothing for Python, nothing written into it."""
-    if name.endswith("_") and not name.startswith("__") or name in _MAY_WRITE:
+    if (name.endswith("_") and not name.startswith("__")) or name in _MAY_WRITE:
         return False
     if family(name) == "to":
         return True  # a copy if it changes the type, which is what can break
     returned = [kind for form in overloads(name) for kind in form._schema.returns]
     makes_tensors = any("Tensor" in str(kind.type) for kind in returned)
-    return not overloads(name) or makes_tensors and not any(kind.alias_info for kind in returned)
+    return not overloads(name) or (makes_tensors and not any(kind.alias_info for kind in returned))
 
 
 @constant
@@ -116,7 +124,7 @@ def torchs_name(called: Any) -> str:
     """Return the name of a function of torch that makes new numbers, and nothing for all else that can be called."""
     home = getattr(called, "__module__", None) or ""
     name = getattr(called, "__name__", None) or ""
-    is_function = home in _HOMES and not isinstance(called, type) or home.startswith("torch._C") or called is pow
+    is_function = (home in _HOMES and not isinstance(called, type)) or home.startswith("torch._C") or called is pow
     return name if is_function and name and computes(name) else ""
 
 

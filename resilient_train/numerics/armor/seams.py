@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from resilient_train.numerics.armor import mending
+import torch
+
+from resilient_train.numerics.armor import stand_ins
 from resilient_train.numerics.armor.errors import CannotArmor
 from resilient_train.numerics.armor.names import computes, family, is_pointwise, torchs_name
 
@@ -41,16 +43,15 @@ class Seam:
 def stand_in(name: str) -> Callable[..., Any]:
     """Return what the code calls by one of the names that `sew` put into it."""
     form, _, of = name.removeprefix(PREFIX).removesuffix("__").partition("_of_")
-    forms = {"method": mending.method, "operation": mending.operation, "in_place": mending.operation_in_place}
-    return forms[form](of) if of else mending.armored_call
+    return stand_ins.FORMS[form](of) if of else stand_ins.armored_call
 
 
 def sew(tree: ast.Module, seams: set[Seam], names: dict[str, Any]) -> None:
-    """Replace the guilty nodes of a module; `names` are its globals, which tell what `from torch import log as ln` is."""
+    """Replace the guilty nodes of a module; its globals tell what `ln` is after `from torch import log as ln`."""
     chosen: dict[ast.AST, None] = {}
     for seam in seams:
         chosen.update(dict.fromkeys(guilty(tree, seam, names)))
-    _Needle(set(chosen)).visit(tree)
+    _Needle(set(chosen), names).visit(tree)
 
 
 def guilty(tree: ast.Module, seam: Seam, names: dict[str, Any]) -> list[Node]:
@@ -128,16 +129,19 @@ def _is_simple(target: ast.expr) -> bool:
 class _Needle(ast.NodeTransformer):
     """Replaces nodes, at the places where they are, so that tracebacks stay what they were."""
 
-    def __init__(self, chosen: set[ast.AST]) -> None:
-        self.chosen = chosen
+    def __init__(self, chosen: set[ast.AST], names: dict[str, Any]) -> None:
+        self.chosen, self.names = chosen, names
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        line = _line_in_traceback(node)
+        line, inner = _line_in_traceback(node), _inside_a_logarithm(node, self.names)
         self.generic_visit(node)
         if node not in self.chosen:
             return node
         function = node.func
-        if isinstance(function, ast.Attribute) and not _is_special(function):
+        if inner is not None and inner not in self.chosen:
+            name, first = f"logarithm_of_{inner.func.attr}", inner.func.value  # type: ignore[attr-defined]
+            node = ast.copy_location(ast.Call(function, inner.args, inner.keywords), node)
+        elif isinstance(function, ast.Attribute) and not _is_special(function):
             name, first = f"method_of_{function.attr}", function.value
         else:
             name, first = "call", function
@@ -159,6 +163,20 @@ class _Needle(ast.NodeTransformer):
         name = f"in_place_of_{_OPERATORS[type(node.op)]}"
         value = _called(name, [_loaded(node.target), node.value], [], node)
         return ast.copy_location(ast.Assign([node.target], value), node)
+
+
+def _inside_a_logarithm(node: ast.Call, names: dict[str, Any]) -> ast.Call | None:
+    """Return the call whose logarithm this is, if torch computes both in one: `torch.log(x.softmax(-1))`."""
+    if not isinstance(node.func, ast.Attribute) or node.func.attr != "log" or node.keywords:
+        return None
+    owner = node.func.value
+    of_torch = isinstance(owner, ast.Name) and names.get(owner.id) is torch
+    if len(node.args) != of_torch:
+        return None
+    inner = node.args[0] if of_torch else owner
+    if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr in stand_ins.IN_ONE:
+        return inner
+    return None
 
 
 def _is_special(function: ast.Attribute) -> bool:

@@ -1,0 +1,159 @@
+"""What armored code calls instead of its operations.
+
+What they are is known no sooner than at run time: `x.norm(...)` is an operation if x is a tensor, and a module of the
+user's if x is `self`. Whatever is not torch's is called as ever.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from resilient_train.numerics.armor.mending import Operation, in_armor, in_safety
+from resilient_train.numerics.armor.names import computes, fits, is_torchs_own, name_in_mode, overloads, torchs_name
+from resilient_train.numerics.table import substitute
+
+PYTHONS: dict[str, tuple[Operation, Operation]] = {  # what Python calls for an operator, and for its form in place
+    "div": (operator.truediv, operator.itruediv),
+    "mul": (operator.mul, operator.imul),
+    "add": (operator.add, operator.iadd),
+    "sub": (operator.sub, operator.isub),
+    "pow": (operator.pow, operator.ipow),
+    "matmul": (operator.matmul, operator.imatmul),
+}
+# A logarithm of these is one operation of torch's, finite where what is between has rounded to zero.
+IN_ONE: dict[str, Operation] = {"softmax": torch.log_softmax, "sigmoid": functional.logsigmoid}
+
+
+def method(name: str) -> Operation:
+    """What is called instead of `owner.name(...)`: a tensor's method, or whatever else the owner has of that name."""
+    if name.endswith("_") and not name.endswith("__"):
+        return _method_in_place(name)
+    safe = substitute(name)
+    is_operation = bool(overloads(name)) and computes(name)
+
+    def bare(owner: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(owner, name)(*args, **kwargs)
+
+    def armored_method(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(owner, Tensor):
+            return armored_call(getattr(owner, name), *args, **kwargs)
+        if safe is not None and fits(safe, 1 + len(args), tuple(kwargs)):
+            return in_safety(safe, bare, name, (owner, *args), kwargs)
+        return in_armor(bare, name, (owner, *args), kwargs) if is_operation else bare(owner, *args, **kwargs)
+
+    return armored_method
+
+
+def _method_in_place(name: str) -> Operation:
+    compute = method(name[:-1])
+
+    def armored_method_in_place(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(owner, Tensor) or not owner.is_floating_point():
+            return getattr(owner, name)(*args, **kwargs)
+        return owner.copy_(compute(owner.clone(), *args, **kwargs))  # a clone: backward needs what it was computed from
+
+    return armored_method_in_place
+
+
+def operation(name: str) -> Operation:
+    """What is called instead of `left / right` and its like."""
+    bare, _ = PYTHONS[name]
+
+    def reversed_bare(right: Any, left: Any) -> Any:
+        return bare(left, right)
+
+    special = "truediv" if name == "div" else name
+    safe, reversed_safe = substitute(f"__{special}__"), substitute(f"__r{special}__")
+
+    def armored_operation(left: Any, right: Any, /) -> Any:
+        if isinstance(left, Tensor):
+            if safe is not None and isinstance(right, (Tensor, float, int)):
+                return in_safety(safe, bare, name, (left, right), {})
+        elif not isinstance(right, Tensor):
+            return bare(left, right)
+        elif reversed_safe is not None and isinstance(left, (float, int)):
+            return in_safety(reversed_safe, reversed_bare, name, (right, left), {})
+        return in_armor(bare, name, (left, right), {})
+
+    return armored_operation
+
+
+def operation_in_place(name: str) -> Operation:
+    """What is called instead of `left /= right`: tensors that share memory with the left one change along."""
+    compute, (_, bare) = operation(name), PYTHONS[name]
+
+    def armored_operation_in_place(left: Any, right: Any, /) -> Any:
+        if not isinstance(left, Tensor) or not left.is_floating_point():
+            return bare(left, right)
+        return left.copy_(compute(left.clone(), right))
+
+    return armored_operation_in_place
+
+
+def logarithm(of: str) -> Operation:
+    """What is called instead of `torch.log(owner.softmax(...))`.
+
+    Where the inner one has rounded to zero its slope is zero too, and no logarithm of it learns: there it takes what
+    torch computes for both in one. `owner` is a tensor, or has a function of torch's or a module of that name.
+    """
+    log = method("log")
+
+    def armored_logarithm(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        inner = getattr(owner, of)
+        value = inner(*args, **kwargs)
+        given = (owner, *args) if isinstance(owner, Tensor) else args
+        if isinstance(inner, nn.Softmax):
+            given, kwargs = (*given, inner.dim), {}
+        elif not isinstance(owner, Tensor) and torchs_name(inner) != of:
+            given = ()
+        if not given or not isinstance(value, Tensor):
+            return log(value)
+        both = in_armor(IN_ONE[of], "", given, kwargs)
+        return torch.where((value == 0.0) & torch.isfinite(both), both, log(value))
+
+    return armored_logarithm
+
+
+def armored_call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
+    """What is called instead of `called(...)`, of which nothing is known before."""
+    if isinstance(called, nn.Module):
+        return _through(called, args, kwargs)
+    name = torchs_name(called)
+    if not name:
+        return called(*args, **kwargs)
+    return _by_name(name, called, args, kwargs)
+
+
+def _by_name(name: str, called: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    safe = substitute(name)
+    if safe is not None and fits(safe, len(args), tuple(kwargs)):
+        return in_safety(safe, called, name, args, kwargs)
+    return in_armor(called, name, args, kwargs)
+
+
+def _through(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module. Within torch's own ones every operation is armored, since no line of the user's tells which."""
+    if not is_torchs_own(type(module)) or not all(is_torchs_own(type(part)) for part in module.modules()):
+        return module(*args, **kwargs)
+    with _EveryOperation():
+        return module(*args, **kwargs)
+
+
+class _EveryOperation(TorchFunctionMode):
+    """Armors all that torch computes, while it lasts. It asks no frame where it was called from."""
+
+    def __torch_function__(
+        self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = name_in_mode(func)
+        return _by_name(name, func, args, kwargs) if name else func(*args, **kwargs)
+
+
+FORMS = {"method": method, "operation": operation, "in_place": operation_in_place, "logarithm": logarithm}
