@@ -24,6 +24,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -53,9 +55,11 @@ def in_safety(safe: Operation, bare: Operation, name: str, args: tuple[Any, ...]
         return result
     with torch.no_grad():
         still = bare(*args, **kwargs)
-    sound = torch.isfinite(still)
-    broken = _broken(still, _Born([*args, *kwargs.values()], pointwise=True))
-    return _applied(_Limited, result, still, sound, broken, _largest(still, sound))
+    size = still.abs()
+    infinite = size == math.inf
+    born = _Born([*args, *kwargs.values()], pointwise=True)
+    broken = (still != still) | (infinite & born.finite)
+    return _applied(_Limited, result, still, broken, infinite > broken, _largest(size))
 
 
 def in_armor(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,44 +82,39 @@ def in_armor(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str
 
 
 class _Born:
-    """What was not finite before an operation, and is not its fault."""
+    """What was not finite before an operation, and is not its fault. In few passes over memory: they are the cost."""
 
     def __init__(self, leaves: Sequence[Any], pointwise: bool) -> None:
-        numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and _is_mendable(leaf)]
+        numbers = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and _is_mendable(leaf)]
         constants = [leaf for leaf in leaves if isinstance(leaf, float)]  # `masked_fill(mask, -inf)`
-        self.nan = [torch.isnan(leaf) if pointwise else torch.isnan(leaf).any() for leaf in numbers]
-        self.inf = [torch.isinf(leaf) if pointwise else torch.isinf(leaf).any() for leaf in numbers]
-        self.has_nan, self.has_inf = any(map(math.isnan, constants)), any(map(math.isinf, constants))
+        nan, zeros = [leaf != leaf for leaf in numbers], [leaf - leaf for leaf in numbers]  # NaN, if not of finite ones
+        if not pointwise:
+            nan, zeros = [mask.any() for mask in nan], [zero.sum() for zero in zeros]
+        self.nan: list[Tensor | bool] = [*nan, *[True] * any(map(math.isnan, constants))]
+        self.finite: Tensor | bool = not any(map(math.isinf, constants))
+        if zeros:
+            self.finite = (reduce(add, zeros) == 0.0) & self.finite
 
 
-def _broken(value: Tensor, born: _Born) -> Tensor:
-    """Say which elements an operation broke: a NaN where there was none, an infinity where nothing was infinite."""
-    nan, inf = torch.isnan(value), torch.isinf(value)
-    nan = torch.zeros_like(nan) if born.has_nan else _without(nan, born.nan)
-    inf = torch.zeros_like(inf) if born.has_inf else _without(inf, born.inf)
-    return nan | inf
+def _largest(size: Tensor) -> Tensor:
+    """Return the largest of some magnitudes that is finite, within the bound."""
+    return torch.nan_to_num(size, 0.0, 0.0).amax().clamp(max=_bound(size.dtype))
 
 
-def _without(mask: Tensor, others: Sequence[Tensor]) -> Tensor:
-    for other in others:
-        mask = mask & ~other.to(mask.device)
-    return mask
-
-
-def _largest(value: Tensor, among: Tensor) -> Tensor:
-    """Return the largest magnitude of some elements, within the bound."""
-    still = value.detach()
-    bound = _BOUND.get(value.dtype, _BOUND_OF_OTHERS)
-    return torch.where(among, still, 0.0).abs().amax().clamp(max=bound)
+def _bound(dtype: torch.dtype) -> float:
+    return _BOUND.get(dtype, _BOUND_OF_OTHERS)
 
 
 def _mended(value: Tensor, born: _Born) -> Tensor:
+    """Replace a NaN where there was none before, and an infinity where everything was finite."""
     still = value.detach()
-    if value.numel() == 1:
-        large = torch.full_like(still, _BOUND.get(value.dtype, _BOUND_OF_OTHERS))
-    else:
-        large = _largest(still, torch.isfinite(still))
-    return torch.where(_broken(still, born), torch.where(torch.isnan(still), 0.0, large.copysign(still)), value)
+    size = still.abs()
+    broken, infinite = still != still, size == math.inf
+    for mask in born.nan:
+        broken = broken > mask
+    broken = broken | (infinite & born.finite)
+    large = torch.full_like(size, _bound(size.dtype)) if size.numel() == 1 else _largest(size)
+    return torch.where(broken, torch.nan_to_num(torch.clamp(still, -large, large)), value)
 
 
 def _spread(leaves: list[Any]) -> list[Any]:
@@ -167,7 +166,7 @@ def _applied(function: type[Function], *args: Any) -> Any:
 
 
 class _Limited(Function):
-    """Limits the magnitude of what is broken, and leaves to torch what was not finite before.
+    """Limits the magnitude of what is broken, and leaves to torch the infinities that come of others.
 
     The slope is that of the safe operation: where it gives one that torch does not have, it knows why.
     """
@@ -175,9 +174,8 @@ class _Limited(Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(safe: Tensor, bare: Tensor, sound: Tensor, broken: Tensor, limit: Tensor) -> Tensor:
-        limited = torch.minimum(torch.maximum(safe, -limit), limit)
-        return torch.where(broken, limited, torch.where(sound, safe, bare))
+    def forward(safe: Tensor, bare: Tensor, broken: Tensor, old: Tensor, limit: Tensor) -> Tensor:
+        return torch.where(broken, torch.clamp(safe, -limit, limit), torch.where(old, bare, safe))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -209,10 +207,8 @@ class _Guard(Function):
 
 
 def _finite(slope: Tensor, flag: Tensor | None) -> Tensor:
-    sound = torch.isfinite(slope)
-    if flag is not None:
-        sound = sound | (flag > 0)
-    return torch.where(sound, slope, 0.0)
+    finite = torch.nan_to_num(slope, 0.0, 0.0, 0.0)
+    return finite if flag is None else torch.where(flag == 0.0, finite, slope)
 
 
 class _Witness(Function):
@@ -236,4 +232,5 @@ class _Witness(Function):
     def backward(ctx: Any, slope: Tensor | None) -> Any:
         if slope is None:
             return (None,) * (1 + ctx.flags)
-        return (slope, *[(~torch.isfinite(slope)).any().float()] * ctx.flags)
+        flag = (slope - slope).sum().float()  # zero, or NaN
+        return (slope, *[flag] * ctx.flags)
