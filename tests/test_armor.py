@@ -571,12 +571,13 @@ def test_inductor_compiles_it_as_well(write: Write, armor: Armor) -> None:
     """Into one graph, forward and backward. As small as can be: every kernel is seconds of a C++ compiler."""
     module = write("def compute(x):\n    return x.lgamma()  # guilty\n")
     compiled: Any = torch.compile(module.compute, fullgraph=True)
-    x = torch.tensor([3.0, 0.0])
-    assert compiled(x).tolist() == [pytest.approx(math.log(2)), INF]
+    x = torch.tensor([3.0, 0.0, -INF, math.nan])
+    assert compiled(x).isfinite().tolist() == [True, False, False, False]
     put_on(armor, module, "lgamma")
     out, slope = slopes(compiled, x)
-    assert out.tolist() == [pytest.approx(math.log(2))] * 2
-    assert slope.tolist() == [pytest.approx(0.9227843), 0.0]
+    assert out.tolist()[:3] == [pytest.approx(math.log(2)), pytest.approx(math.log(2)), INF]
+    assert out[3].isnan()
+    assert slope.tolist()[:2] == [pytest.approx(0.9227843), 0.0]
 
 
 @TORCHS_OWN_WARNING
@@ -701,6 +702,9 @@ def test_it_says_plainly_what_cannot_be_armored(write: Write, armor: Armor) -> N
     ):
         with pytest.raises(CannotArmor, match=why):
             armor.put_on(file, place, "digamma")
+        with pytest.raises(CannotArmor, match=why):
+            armor.check(file, place, "digamma")
+    armor.check(file, line, "digamma")
     assert armor.plates == []
     assert not module.compute(torch.zeros(2))[0].isfinite().any()
 

@@ -18,6 +18,7 @@ from resilient_train.diagnose.replay import Replay, Replayed
 from resilient_train.diagnose.verdict import Facts
 from resilient_train.events import Anomaly, Culprit, Diagnosis, Signal
 from resilient_train.ranks.world import World
+from resilient_train.state import randomness
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
 _OTHERS = 128  # rows that a row is compared with
@@ -51,6 +52,10 @@ class Search:
         """
         if anomaly.signal not in (*_NONFINITE, *_SPIKES):
             return None
+        with randomness.preserved(self._world.device):  # to fetch rows leaves them anywhere
+            return self._diagnosed(anomaly, refused, history)
+
+    def _diagnosed(self, anomaly: Anomaly, refused: Refused, history: Sequence[Sequence[float]]) -> Diagnosis | None:
         is_spike = anomaly.signal in _SPIKES
         if anomaly.signal is Signal.NONFINITE_BATCH:
             seen = verdict.together(self._world.all_of(self._rotten_rows(refused)))

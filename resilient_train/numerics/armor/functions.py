@@ -122,11 +122,17 @@ def put_on(file: str, seam: Seam) -> tuple[Source, str]:
     """Armor a line; return the source it is in, and the name of the function. Nothing has changed if this raises."""
     functions = functions_of(file)
     source = source_of(functions)
-    name = _check(source, seam, functions)
+    name = _checked(source, seam, functions)
     _SOURCES[source.filename] = source
     source.seams.append(seam)
     source.dress(functions)
     return source, name
+
+
+def check(file: str, seam: Seam) -> None:
+    """Raise what putting it on would raise."""
+    functions = functions_of(file)
+    _checked(source_of(functions), seam, functions)
 
 
 def take_off(file: str, seams: Sequence[Seam]) -> None:
@@ -183,7 +189,7 @@ def source_of(functions: Sequence[FunctionType]) -> Source:
     return Source(filename, "".join(lines), flags)
 
 
-def _check(source: Source, seam: Seam, functions: Sequence[FunctionType]) -> str:
+def _checked(source: Source, seam: Seam, functions: Sequence[FunctionType]) -> str:
     """Return the name of the function that a seam is in; raise if the seam would not hold."""
     alive = {_bare(function.__code__) for function in functions}
     if _is_stale(source, seam.line, alive):

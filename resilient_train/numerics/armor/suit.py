@@ -43,6 +43,10 @@ class Armor:
         self.plates.append(plate)
         return plate
 
+    def check(self, file: str, line: int, op: str) -> None:
+        """Raise CannotArmor if `put_on` would; nothing changes, and nothing is compiled anew."""
+        functions.check(file, Seam(line, op))
+
     def put_on_again(self, plate: Plate) -> Plate:
         """Armor what a plate of an earlier process was about, wherever its line is by now."""
         source = functions.source_of(functions.functions_of(plate.file))
