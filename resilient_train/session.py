@@ -20,7 +20,7 @@ from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import tracking
 from resilient_train.record.console import Terminal, duration, log
 from resilient_train.record.directory import RunDirectory, claim
-from resilient_train.record.incidents import INCIDENTS, IncidentBook, tags
+from resilient_train.record.incidents import INCIDENTS, IncidentBook, tags, to_mend
 from resilient_train.record.summary import Summary
 from resilient_train.record.tracking import NullTracker, TrackedRun, Tracker
 from resilient_train.state.determinism import set_deterministic
@@ -176,6 +176,8 @@ def _say(error: BaseException | None, directory: RunDirectory, world: World, run
             lost = run.guard.clock.tick - run.guard.clock.step
             met = f"{total} incident{'s' * (total > 1)} ({causes})"
             log.info("met %s: %d of %d updates were lost; see incidents.jsonl", met, lost, run.guard.clock.tick)
+            for line in to_mend(run.guard.incidents):
+                log.info("%s", line)
         log.info("weights and summary in %s", directory.path)
     elif isinstance(error, GaveUp):
         log.info(

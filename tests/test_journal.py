@@ -21,7 +21,16 @@ from hypothesis import strategies as st
 
 from resilient_train.errors import TrainError
 from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
-from resilient_train.record.incidents import IncidentBook, as_line, farewell, from_line, outcome_told, tags, told
+from resilient_train.record.incidents import (
+    IncidentBook,
+    as_line,
+    farewell,
+    from_line,
+    outcome_told,
+    tags,
+    to_mend,
+    told,
+)
 from resilient_train.record.journal import Journal, plain, read
 
 SLOW_DISK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -673,6 +682,16 @@ def test_every_remedy_has_words(action: Action, expected: str) -> None:
 def test_what_it_cost_is_told(incident: Incident, expected: str) -> None:
     """Steps back, steps lost, the time it took, or that nothing helped."""
     assert any(line.endswith(f"; {expected}") for line in told(incident).split("\n"))
+
+
+def test_what_is_to_be_mended_is_told_once() -> None:
+    """A line that broke again and again is one thing to mend, and so are all rows."""
+    other = dataclasses.replace(POISON, diagnosis=dataclasses.replace(POISON.diagnosis, rows=(3,)))
+    assert to_mend([POISON, other, POISON]) == [
+        f"to mend: {POISON.diagnosis.advice}",
+        "to mend: rows 3, 17 and 90000 of the data, see quarantine.json",
+    ]
+    assert to_mend([SPIKE]) == []
 
 
 @pytest.mark.parametrize("one", Signal)

@@ -13,9 +13,20 @@ from typing import Any
 from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.files import commit_text
 from resilient_train.record.journal import JOURNAL, Entry, Journal, plain
-from resilient_train.record.telling import farewell, outcome_told, tags, told
+from resilient_train.record.telling import farewell, outcome_told, tags, to_mend, told
 
-__all__ = ["INCIDENTS", "IncidentBook", "as_line", "farewell", "from_line", "outcome_told", "recalled", "tags", "told"]
+__all__ = [
+    "INCIDENTS",
+    "IncidentBook",
+    "as_line",
+    "farewell",
+    "from_line",
+    "outcome_told",
+    "recalled",
+    "tags",
+    "to_mend",
+    "told",
+]
 
 INCIDENTS = "incidents.jsonl"  # its name in a run directory
 

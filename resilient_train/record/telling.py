@@ -30,6 +30,8 @@ _NOTICED = {
     Signal.RANK_MISMATCH: "the ranks disagree",
 }
 
+_MOST_TOLD = 5  # lines of code at the end of a run
+
 _BESIDE_THE_WEIGHTS = {  # it makes no sense to say whether these reached the weights
     *(Signal.EXCEPTION, Signal.OUT_OF_MEMORY, Signal.HANG, Signal.CRASH),
     *(Signal.DISK_FULL, Signal.CHECKPOINT_DAMAGED),
@@ -80,6 +82,21 @@ def farewell(incident: Incident, last_good: Path | None, before: Sequence[Incide
         f"last good weights: {last_good or 'none were written'}",
         f"what to try next: {diagnosis.advice}" if diagnosis.advice else "",
     )
+
+
+def to_mend(incidents: Sequence[Incident]) -> list[str]:
+    """Tell at the end of a run what a person should mend: lines that wear armor now, and rows that are put away."""
+    lines = {
+        (one.diagnosis.culprit.file, one.diagnosis.culprit.line, one.diagnosis.culprit.op): one.diagnosis.advice
+        for one in incidents
+        if one.diagnosis.culprit is not None
+    }
+    told = [f"to mend: {advice}" for advice in list(lines.values())[:_MOST_TOLD]]
+    if len(lines) > _MOST_TOLD:
+        told.append(f"to mend: {len(lines) - _MOST_TOLD:,} more lines of code, see incidents.jsonl")
+    if rows := sorted({row for one in incidents for row in one.diagnosis.rows}):
+        told.append(f"to mend: {_rows(rows)}, see quarantine.json")
+    return told
 
 
 def tags(incidents: Sequence[Incident]) -> dict[str, str]:
