@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from resilient_train.diagnose.frames import Line
-from resilient_train.diagnose.microscope import Birth, Microscope, op_name
+from resilient_train.diagnose.microscope import Birth, Microscope, Seen, op_name
 
 HERE = __file__
 
@@ -100,7 +100,8 @@ def born(does: Callable[[Tensor], Tensor], **options: Any) -> Birth | None:
         loss = model(torch.randn(3, 4) if does is not by_hand else torch.randn(4, 4))
         microscope.judge(loss)
         loss.backward()
-    return microscope.seen.of_loss or microscope.seen.backward
+    seen: Seen = microscope.seen
+    return seen.of_loss or seen.backward
 
 
 def line_of(does: Callable[[Tensor], Tensor], text: str) -> int:

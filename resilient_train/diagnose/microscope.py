@@ -112,7 +112,7 @@ class Microscope(TorchFunctionMode):
         self.seen.of_loss = trace.birth if trace else None
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

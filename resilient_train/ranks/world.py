@@ -116,7 +116,7 @@ class World:
 
     def all_of(self, mine: T) -> list[T]:
         """Return what every rank has, in order of the ranks: small things, after trouble."""
-        return gather_object([mine]) if self.size > 1 else [mine]  # type: ignore[no-any-return]
+        return gather_object([mine]) if self.size > 1 else [mine]
 
     def on_main(self, decide: Callable[[], T]) -> T:
         """Decide on rank 0 and tell all; an error there is raised everywhere, so that nobody waits for nothing."""
