@@ -24,7 +24,7 @@ class Examination:
     def __init__(self, world: World, clock: Clock, scans: Scans, backups: Backups) -> None:
         self._world, self._clock, self._scans, self._backups = world, clock, scans, backups
         self._launched: tuple[int, int, Sent] | None = None  # step and tick of a scan whose numbers are on their way
-        self._nan_is_usual = False  # batches hold values that are not finite, masks perhaps, and nobody minds
+        self.nan_is_usual = False  # batches hold values that are not finite, masks perhaps, and nobody minds
 
     def launch(self, before: Backup) -> None:
         """Measure what is due of the state without what a forward, of which nothing is known yet, did to buffers.
@@ -55,7 +55,7 @@ class Examination:
 
     def note_first(self, fed: Sequence[Any]) -> None:
         """Learn from the first update, which was healthy, whether NaN in a batch is usual."""
-        self._nan_is_usual = bool(self._ranks_where(not pulse.all_finite(fed)))
+        self.nan_is_usual = bool(self._ranks_where(not pulse.all_finite(fed)))
 
     def named(self, anomaly: Anomaly, fed: Sequence[Any], failed: Sequence[FailedRow]) -> Anomaly:
         """Say more precisely what is wrong, now that time does not matter. Every rank comes here.
@@ -72,7 +72,7 @@ class Examination:
             return dataclasses.replace(anomaly, signal=Signal.EXCEPTION, evidence=evidence, ranks=ranks)
         if (found := self.now()) is not None:
             return found
-        if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD) or self._nan_is_usual:
+        if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD) or self.nan_is_usual:
             return anomaly
         ranks = self._ranks_where(not pulse.all_finite(fed))
         if not ranks:

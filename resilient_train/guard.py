@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,6 +56,7 @@ class _Begun:
     step: int  # that it would be
     backup: Backup  # of the buffers, from before
     fed: list[Any]  # its micro-batches, as the model saw them
+    versions: list[Any] = field(default_factory=list)  # of their tensors, as they were then
 
 
 @dataclass
@@ -199,6 +200,7 @@ class Guard:
                 if self._begun is not None and len(self._losses) < number:
                     raise TrainError("a batch was not handed back: call guard.step(batch), or guard.update(loss)")
         self._treatment.finish()
+        numerics.raise_eps(1.0)  # a knob of this run, and of the process
 
     def step(self, batch: Any) -> bool:
         """Forward, backward, gate, update. Says whether an update was attempted: not while gradients accumulate."""
@@ -207,6 +209,7 @@ class Guard:
         begun = self._require_batch("step")
         if batch is not self._handed:
             begun.fed[-1] = batch  # as the loop has made it of the one it got
+        begun.versions.append(pulse.versions(begun.fed[-1]))
         loss, metrics = self.objective.for_training(self.model, batch)
         if self.drill is not None:
             loss = self.drill.on_loss(self._place(), loss)
@@ -243,6 +246,8 @@ class Guard:
         self._put_back_batch()
         if self.settle() and self._examination.now() is None:
             self._treatment.finish()
+        self._treatment.disarm()
+        numerics.raise_eps(1.0)
         self.samples.close()
 
     @property
@@ -271,6 +276,8 @@ class Guard:
             self.world.accelerator.backward,
             self._backups,
             self._updater.drop_gradients,
+            trained=self._updater.weights,
+            scale=self._updater.loss_scale,
             seed=self.seed,
             rank=self.world.rank,
             device=self.world.device,
@@ -422,7 +429,10 @@ class Guard:
         if anomaly is not None:
             update, fed = flight.begun.update, flight.begun.fed
             named = scanned or self._examination.named(anomaly, fed, update.failed)
-            self._treatment.treat(named, update, None if vitals.accepted else Refused(update, fed, flight.limits))
+            is_spent = flight.begun.versions != [pulse.versions(batch) for batch in fed]
+            usual = self._examination.nan_is_usual
+            refused = None if vitals.accepted else Refused(update, fed, flight.limits, is_spent, usual)
+            self._treatment.treat(named, update, refused)
             self._set_limits()
         return False
 

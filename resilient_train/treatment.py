@@ -129,6 +129,10 @@ class Treatment:
         self.book.treated(incident)
         log.warning("%s", told(incident))
 
+    def disarm(self) -> None:
+        """Give the user's code back as it was: another run of this process is to find its own faults."""
+        self._armor.take_off()
+
     def finish(self) -> None:
         """The run ended healthy: whatever is open has recovered."""
         self._close(self.history.finish())
@@ -174,8 +178,11 @@ class Treatment:
         assert self._diagnosis is not None
         assert self._diagnosis.culprit is not None
         culprit = self._diagnosis.culprit
-        self._armored.add((culprit.file, culprit.line, culprit.op))
-        self._armor.put_on(culprit.file, culprit.line, culprit.op)
+        where = (culprit.file, culprit.line, culprit.op)
+        self._armored.add(where)
+        self._armor.put_on(*where)
+        if self.ward.search is not None:
+            self.ward.search.armored.add(where)
 
     def mend_eps(self) -> None:
         """Raise an epsilon that is lost in its type to what the type can hold, for the rest of the run."""
@@ -198,7 +205,10 @@ class Treatment:
         found: Diagnosis | None = None
         if not anomaly.landed:
             if refused is not None and ward.search is not None:
-                found = self._known(anomaly) or ward.search.diagnose(anomaly, refused, self._lately())
+                known = self._known(anomaly)
+                if known is not None and ward.search.confirms(known, refused):
+                    return known
+                found = ward.search.diagnose(anomaly, refused, self._lately())
         else:
             proven = ward.ring.proven(anomaly.since)
             before = proven[0].snapshot.parts["weights"] if proven else {}
@@ -215,10 +225,10 @@ class Treatment:
         return Diagnosis(Cause.OPTIMIZER, f"It came again at the same place after a rewind. {found.advice}")
 
     def _known(self, anomaly: Anomaly) -> Diagnosis | None:
-        """What the last incidents were found to be, where this is their like and nothing was done but passing over."""
+        """The culprit of the last incidents, where nothing was done about it but passing over."""
         last = self.history.incidents[-_KNOWN_AFTER:]
         first = last[0].diagnosis if len(last) == _KNOWN_AFTER else None
-        if first is None or first.cause in (Cause.DATA, Cause.TRANSIENT):  # other rows every time
+        if first is None or first.culprit is None:
             return None
         return first if all(self._is_like(one, anomaly, first) for one in last) else None
 
@@ -243,13 +253,13 @@ class Treatment:
             mixed_precision=ward.precision.is_mixed,
             loss_scaler=ward.updater.scaler is not None,
             rows=ward.samples.rows,
-            quarantined=len(self.quarantined.rows),
-            armor=not anomaly.landed and self._can_be_armored(diagnosis),
+            quarantined=len(self.quarantined.rows) - self.quarantined.given,
+            armor=not anomaly.landed and all(ward.world.all_of(self._can_be_armored(diagnosis))),
             lost_eps=lost_eps(ward.updater.optimizers) is not None and not ward.updater.mends_eps,
         )
 
     def _can_be_armored(self, diagnosis: Diagnosis) -> bool:
-        """Try it on, unless it was tried before: what does not help once does not help twice."""
+        """Say whether it fits, unless it was tried before: what does not help once does not help twice."""
         culprit = diagnosis.culprit
         if culprit is None or not culprit.line or not diagnosis.mendable:
             return False
@@ -257,7 +267,7 @@ class Treatment:
         if where in self._armored:
             return False
         try:
-            self._armor.take_off(self._armor.put_on(*where))
+            self._armor.check(*where)
         except CannotArmor as why:
             self._armored.add(where)
             log.warning("no armor around `%s` at %s:%d: %s", culprit.op, culprit.file, culprit.line, why)

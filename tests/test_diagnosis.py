@@ -196,6 +196,71 @@ def test_an_error_in_the_model_is_the_users_own(program: ModuleType) -> None:
         trained(program, program.Rows())
 
 
+def test_an_objective_may_take_its_batch_apart(program: ModuleType) -> None:
+    """It pops what it needs, and writes into it: a replay gets a whole batch all the same."""
+
+    class Named(program.Rows):  # type: ignore[name-defined,misc]
+        def __getitem__(self, row: int) -> Any:
+            inputs, labels = super().__getitem__(row)
+            return {"inputs": inputs, "labels": labels}
+
+    def loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        labels = batch.pop("labels").mul_(0.5)
+        return torch.nn.functional.mse_loss(model(batch["inputs"]), labels)
+
+    program.loss = loss  # type: ignore[attr-defined]
+    rows = Named()
+    rows.labels[200] = 3e6
+    guard = trained(program, rows, steps=100)
+    assert [(one.diagnosis.cause, one.diagnosis.rows) for one in guard.incidents] == [(Cause.DATA, (200,))]
+
+
+def test_a_replay_that_fails_ends_no_run(program: ModuleType) -> None:
+    """Then it is not known what it was, and that is said."""
+    plain, calls = program.loss, 0
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 12:  # the replay of the tenth update, whose verdict is heard in the eleventh
+            raise RuntimeError("only once a step")
+        made: torch.Tensor = plain(model, batch)
+        return made * math.nan if calls == 10 else made
+
+    program.loss = loss  # type: ignore[attr-defined]
+    guard = trained(program, program.Rows())
+    (incident,) = guard.incidents
+    assert incident.diagnosis.cause is Cause.UNKNOWN
+    assert "could not be tried again: RuntimeError: only once a step" in incident.diagnosis.advice
+
+
+def test_masks_of_nan_make_no_row_rotten(program: ModuleType) -> None:
+    """Where labels are missing in most rows, the one row that an operation cannot take is not put away for that."""
+    rows = program.Rows()
+    rows.labels[::2] = math.nan
+    rows.inputs[6] = 0.0
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        inputs, labels = batch
+        missing = labels.isnan()
+        mean: torch.Tensor = (model(inputs) - labels.nan_to_num()).square().masked_fill(missing, 0.0).mean()
+        return mean
+
+    program.loss = loss  # type: ignore[attr-defined]
+    guard = trained(program, rows, breaks="length", steps=60)
+    assert {one.diagnosis.cause for one in guard.incidents} == {Cause.OPERATION}
+    assert named(guard.incidents, program, "div", "length", "forward")
+
+
+def test_armor_comes_off_with_the_run(program: ModuleType) -> None:
+    """The next run of the same process finds its own faults."""
+    first = trained(program, program.Rows(), breaks="root")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    second = trained(program, program.Rows(), breaks="root")
+    assert len(first.incidents) == len(second.incidents) == 1
+
+
 def test_what_does_not_come_again_is_transient(program: ModuleType) -> None:
     """A gradient that was spoiled once, outside of the model: replayed, it is healthy."""
     calls = 0

@@ -88,6 +88,18 @@ def power(hidden: Tensor) -> Tensor:
     return ((hidden - 100) ** 2.5).mean()
 
 
+def in_slices(hidden: Tensor) -> Tensor:
+    filled = torch.zeros(3, 8)
+    filled[:, :4] = hidden / (hidden - hidden)
+    return nn.functional.linear(filled, torch.ones(2, 8)).sum()
+
+
+def swallowed(hidden: Tensor) -> Tensor:
+    odds = (hidden * 0).log()
+    weights = torch.ones(4, 4, requires_grad=True)
+    return torch.tanh(odds @ weights + hidden).mean()
+
+
 def rematerialised(hidden: Tensor) -> Tensor:
     result: Tensor = checkpoint(lambda value: (value * 0).sqrt().mean(), hidden, use_reentrant=False)
     return result
@@ -123,6 +135,8 @@ def line_of(does: Callable[[Tensor], Tensor], text: str) -> int:
         (angle, "backward", "acos", "inf", "acos"),
         (nested, "backward", "pow", "inf", ".pow("),
         (power, "forward", "pow", "nan", "** 2.5"),
+        (in_slices, "forward", "div", "inf", "hidden / (hidden - hidden)"),
+        (swallowed, "forward", "log", "inf", ".log()"),
         (rematerialised, "backward", "sqrt", "inf", ".sqrt()"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -59,6 +59,31 @@ _LIKE = {
 }
 
 
+_NOT_AT_ZERO = ("softmax", "linalg", "acos", "atanh", "mean", "loss", "layer_norm", "std")
+_PLAIN = (
+    "exp",
+    "exp2",
+    "expm1",
+    "cosh",
+    "sinh",
+    "square",
+    "sum",
+    "cumsum",
+    "prod",
+    "einsum",
+    "to",
+    "half",
+    "float",
+    "i0",
+)
+_PLAIN_PARTS = ("add", "sub", "mul", "mm", "conv", "linear", "dot", "mv", "_loss", "bilinear", "embedding")
+
+
+def is_plain(op: str) -> bool:
+    """Say whether an operation has a value and a slope everywhere, if only its type had room for it."""
+    return op in _PLAIN or any(part in op for part in _PLAIN_PARTS)
+
+
 def family(op: str) -> str | None:
     """The singular operation that an operation is one of; None for plain arithmetic, which can only overflow."""
     if op in SINGULAR:
@@ -77,7 +102,9 @@ def on_operation(where: str, op: str, inputs: Sequence[Mapping[str, Any]]) -> st
     if name is None:
         return f"{where} makes values that are not finite of {_reached(inputs) or 'what it is given'}: mask them."
     wrong, mend = SINGULAR[name]
-    reached = _reached(inputs)
+    # Of a quotient the denominator counts; and zeros say nothing about what is singular elsewhere.
+    counted = inputs[1:2] if name == "div" and len(inputs) > 1 else inputs
+    reached = "" if name in _NOT_AT_ZERO else _reached(counted)
     return f"{where} {wrong}{f', reached by {reached}' if reached else ''}: {mend}."
 
 

@@ -25,11 +25,11 @@ def of_state(
         return None
     if where is None:
         return None
-    return Diagnosis(
-        Cause.CORRUPTION,
-        f"{where}, which no update can have done: if it returns, suspect the hardware, or code that writes to weights "
-        "between updates.",
-    )
+    if "lately" in anomaly.evidence:  # nothing proves that no update has done it
+        why = "farther than updates went lately: if it returns, lower the learning rate, or suspect the hardware"
+    else:
+        why = "which no update can have done: if it returns, suspect the hardware"
+    return Diagnosis(Cause.CORRUPTION, f"{where}, {why}, or code that writes to weights between updates.")
 
 
 def lost_eps(optimizers: Iterable[Optimizer]) -> str | None:
@@ -56,7 +56,7 @@ def _first_nonfinite(weights: Mapping[str, Tensor]) -> str | None:
 
 @torch.no_grad()
 def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str | None:
-    """The element that is farthest from where it was, beside how far its tensor goes otherwise."""
+    """The element that is farthest from where it was."""
     farthest, told = 0.0, None
     for name, weight in weights.items():
         was = before.get(name)
@@ -64,9 +64,8 @@ def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> st
             continue
         moved = (weight - was.to(weight.device)).abs().flatten()
         far, place = moved.max(dim=0)
-        relative = float(far) / (float(was.abs().mean()) + 1e-12)
-        if relative > farthest:
+        if float(far) > farthest:
             index = [int(one) for one in torch.unravel_index(place, weight.shape)]
-            farthest = relative
+            farthest = float(far)
             told = f"`{name}` went from {float(was[tuple(index)]):.3g} to {float(weight[tuple(index)]):.3g} at {index}"
     return told

@@ -46,6 +46,11 @@ def user_line(names: dict[int, str]) -> Line | None:
     return second
 
 
+def is_users(file: str) -> bool:
+    """Say whether a file is somebody's own."""
+    return _rank(file) == 0
+
+
 def _stack() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:

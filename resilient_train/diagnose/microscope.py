@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from resilient_train.diagnose.frames import Line, user_line
+from resilient_train.diagnose.frames import Line, is_users, user_line
 
 _MADE = ("full", "full_like", "new_full", "tensor", "as_tensor", "masked_fill", "fill", "fill_diagonal", "zeros_like")
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")
@@ -43,6 +43,7 @@ class _Call:
     number: int
     op: str
     line: Line | None
+    origin: Birth | None = None  # of what it was given that is not finite
 
 
 @dataclass(slots=True)
@@ -70,8 +71,12 @@ class Microscope(TorchFunctionMode):
     whose backward is to blame are looked at in a second replay: `look_at` is its number.
     """
 
-    def __init__(self, model: nn.Module, *, look_at: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, look_at: int | None = None, armored: Collection[tuple[str, int, str]] = ()
+    ) -> None:
+        """`armored` are operations by file, line and name: what they break is mended behind them."""
         super().__init__()
+        self._armored = armored
         self.seen = Seen()
         self._names = {id(module): name for name, module in model.named_modules()}
         self._look_at = look_at
@@ -85,8 +90,8 @@ class Microscope(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "backward"):
-            return func(*args, **kwargs)
-        inputs = _floating((args, kwargs))
+            return func(*args, **kwargs)  # what a reentrant checkpoint computes once more in there is out of sight
+        inputs = _floating((args, {key: value for key, value in kwargs.items() if key != "out"}))
         in_place = _is_in_place(name)
         was = [_kinds(one) for one in inputs] if in_place else []
         call = _Call(self.seen.calls, op_name(name), user_line(self._names))
@@ -95,7 +100,7 @@ class Microscope(TorchFunctionMode):
             self.seen.inputs = statistics(inputs)
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            outputs = _floating(result)
+            outputs = _floating(args[:1] if in_place and result is None else result)
             for output in outputs:
                 kinds = _kinds(output)
                 if kinds:
@@ -103,6 +108,9 @@ class Microscope(TorchFunctionMode):
                     self._traces[id(output)] = _Trace(output, birth)
                 elif in_place:
                     self._traces.pop(id(output), None)
+            if not in_place:
+                births = [self._traces[id(one)].birth for one in inputs if id(one) in self._traces]
+                call.origin = next(filter(None, births), None)
             self._watch(call, inputs, outputs)
         return result
 
@@ -167,13 +175,17 @@ class Microscope(TorchFunctionMode):
 
     def _listen(self, node: Any, call: _Call) -> None:
         self._nodes[node] = call
+        is_armored = call.line is not None and (call.line.file, call.line.line, call.op) in self._armored
 
         def passed(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
-            if self.seen.backward is not None:
+            if self.seen.backward is not None or is_armored:
                 return
             with torch._C.DisableTorchFunction():
                 after = frozenset().union(*(_kinds(one) for one in grad_inputs if one is not None))
                 if after and not any(_kinds(one) for one in grad_outputs if one is not None):
+                    if call.origin is not None:  # its slope is not finite for what came into it
+                        self.seen.backward = call.origin
+                        return
                     kind = "nan" if "nan" in after else "inf"
                     name = node.name().removesuffix("Backward0").removesuffix("Backward")
                     self.seen.backward = Birth("backward", call.op, kind, call.number, call.line, (), name)
@@ -187,10 +199,12 @@ def _foreign(node: Any, call: _Call) -> _Call:
     if kind is None:
         return _Call(-1, node.name().removesuffix("0").removesuffix("Backward"), None)
     try:
-        line = Line(inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind.backward)[1])
-    except (OSError, TypeError):
+        lines, first = inspect.getsourcelines(kind.backward)
+        at = next(first + place for place, text in enumerate(lines) if text.lstrip().startswith("def "))
+        line = Line(inspect.getsourcefile(kind) or "", at)
+    except (OSError, TypeError, StopIteration):
         return _Call(call.number, kind.__name__, None)
-    return _Call(call.number, kind.__name__, line)
+    return _Call(call.number, kind.__name__, line if is_users(line.file) else None)
 
 
 _OPERATORS = {"truediv": "div", "matmul": "matmul", "floordiv": "floor_divide", "getitem": "getitem"}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from resilient_train.diagnose.microscope import Microscope, Seen
 from resilient_train.state import randomness
@@ -47,11 +49,16 @@ class Replay:
         backups: Backups,
         forget: Callable[[], None],
         *,
+        trained: Iterable[Tensor],
+        scale: Callable[[], float],
         seed: int,
         rank: int,
         device: torch.device,
     ) -> None:
-        """`model` as training calls it, wrappers of other processes apart; `forget` drops gradients."""
+        """`model` as training calls it, wrappers of other processes apart; `forget` drops gradients.
+
+        `trained` are the weights whose gradients the gate looks at, `scale` is what they are multiplied by.
+        """
         self.model, self._measure, self._backward, self._backups, self._forget = (
             model,
             measure,
@@ -61,27 +68,41 @@ class Replay:
         )
         self._seed, self._rank, self._device = seed, rank, device
         self._bare: nn.Module = getattr(model, "_orig_mod", model)
+        self.armored: set[tuple[str, int, str]] = set()  # operations that break no more, by file, line and name
+        self._trained, self._scale = {id(weight) for weight in trained}, scale
+        # Frozen weights may be teachers that a forward moves. Those that have moved so far are few; all would be many.
+        frozen = [weight for weight in self._bare.parameters() if not weight.requires_grad]
+        self._versions = [(weight, weight._version) for weight in frozen]
 
     def of(self, batches: Sequence[Any], start: int, microscope: Microscope | None = None) -> Replayed:
         """Replay the update at position `start` of the stream, with these batches in the place of its own."""
-        before = self._backups.take()
+        before, gradients = self._backups.take(), [(weight, weight.grad) for weight in self._bare.parameters()]
+        moving = [(weight, weight.detach().clone()) for weight, version in self._versions if weight._version != version]
+        for weight, _ in gradients:
+            weight.grad = None
         with randomness.preserved(self._device), _in_eager(self.model):
             try:
-                return self._replayed(batches, start, microscope or nullcontext())
+                return self._replayed([_copied(batch) for batch in batches], start, microscope or nullcontext())
             finally:
                 self._backups.put_back(before)
                 self._backups.let_go(before)
                 self._forget()
+                for weight, gradient in gradients:
+                    weight.grad = gradient
+                with torch.no_grad():
+                    for weight, value in moving:
+                        weight.copy_(value)
 
-    def seen(self, batches: Sequence[Any], start: int) -> Seen:
+    def seen(self, batches: Sequence[Any], start: int) -> tuple[Seen, Replayed]:
         """Replay under the microscope; a call whose backward is to blame is looked at once more."""
-        microscope = Microscope(self._bare)
-        self.of(batches, start, microscope)
+        microscope = Microscope(self._bare, armored=self.armored)
+        measured = self.of(batches, start, microscope)
         seen = microscope.seen
-        again = Microscope(self._bare, look_at=seen.backward.call if seen.backward else None)
+        look_at = seen.backward.call if seen.backward else None
+        again = Microscope(self._bare, look_at=look_at, armored=self.armored)
         self.of(batches, start, again)  # every rank replays as often
         seen.inputs = again.seen.inputs
-        return seen
+        return seen, measured
 
     def _replayed(
         self, batches: Sequence[Any], start: int, microscope: Microscope | AbstractContextManager[None]
@@ -95,12 +116,23 @@ class Replay:
                     microscope.judge(loss)
                 self._backward(loss)
                 losses.append(loss.detach().float().reshape(()))
-        named = [(name, one.grad) for name, one in self._bare.named_parameters() if one.grad is not None]
+        mine = [(name, one) for name, one in self._bare.named_parameters() if id(one) in self._trained]
+        named = [(name, one.grad) for name, one in mine if one.grad is not None]
         grads = [grad.coalesce().values() if grad.is_sparse else grad for _, grad in named]
         norms = [torch.linalg.vector_norm(grad.double() if grad.numel() else grad.new_zeros(1)) for grad in grads]
-        by_layer = {name: float(norm) for (name, _), norm in zip(named, norms, strict=True)}
+        scale = self._scale()
+        by_layer = {name: float(norm) / scale for (name, _), norm in zip(named, norms, strict=True)}
         total = math.sqrt(sum(norm**2 for norm in by_layer.values())) if by_layer else 0.0
         return Replayed(float(torch.stack(losses).mean()), total, by_layer)
+
+
+def _copied(batch: Any) -> Any:
+    """The same tensors in other containers: an objective may take them out."""
+    if isinstance(batch, torch.Tensor):
+        return batch
+    if type(batch) in (dict, list, tuple):
+        return tree_map(lambda leaf: leaf, batch)
+    return copy.copy(batch)
 
 
 @contextmanager

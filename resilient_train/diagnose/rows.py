@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 
 _MANY = 0.5  # of a batch: where as many rows are guilty it is not the rows
 
 
-def guilty(count: int, breaks: Callable[[Sequence[int]], bool]) -> tuple[int, ...]:
+def guilty(count: int) -> Generator[Sequence[int], bool, tuple[int, ...]]:
     """Find the places of a batch of `count` rows each of which breaks a batch that is healthy otherwise.
 
-    `breaks(places)` tries a batch that keeps the rows at these places and has others in all other places. Nothing is
-    returned where no part of the batch does it alone, or where most of it does.
+    It asks for trials: yields places, and is sent whether a batch breaks that keeps the rows there and has others in
+    all other places. Nothing is returned where no part of the batch does it alone, or where most of it does.
     """
     found: list[int] = []
     waiting = [list(range(count))]
@@ -28,7 +28,10 @@ def guilty(count: int, breaks: Callable[[Sequence[int]], bool]) -> tuple[int, ..
             found.append(places[0])
             continue
         middle = len(places) // 2
-        parts = [part for part in (places[:middle], places[middle:]) if breaks(part)]
+        parts = []
+        for part in (places[:middle], places[middle:]):
+            if (yield part):
+                parts.append(part)
         trials += 2
         if trials > MOST_TRIALS or len(found) > _MANY * count:
             return ()
@@ -67,7 +70,7 @@ def outlying(row: Any, others: Sequence[Any], far: float) -> list[str]:
     usual = [sizes(other) for other in others]
     for field, size in sizes(row).items():
         theirs = sorted(one[field] for one in usual if field in one and math.isfinite(one[field]))
-        if not theirs:
+        if not theirs or not math.isfinite(size):  # what is not finite is told elsewhere, where it is unusual
             continue
         middle, largest = theirs[len(theirs) // 2], theirs[-1]
         if not size <= far * max(largest, 2 * middle):

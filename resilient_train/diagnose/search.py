@@ -1,13 +1,16 @@
-"""Searches for what is behind an incident: replays, a control, the microscope, the rows."""
+"""Searches for what is behind an incident: replays, a control, the microscope, the rows.
+
+All ranks search in step: whatever one of them replays, the others replay something as well, because a forward may hold
+collectives. So every rank takes the same turns here, and what is local is which batch it looks at.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
-
-from torch import nn
 
 from resilient_train.data.samples import Samples, Update
 from resilient_train.data.stream import Key
@@ -27,6 +30,11 @@ _ABSURD = 1e4  # the same where an operation broke: one that cannot take a large
 _NONFINITE = (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH)
 _SPIKES = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
 
+History = Sequence[
+    Sequence[float]
+]  # losses, and gradient norms: of the updates before, and of the one that was refused
+Keys = Sequence[Sequence[Key]]  # of the micro-batches of an update
+
 
 @dataclass(frozen=True, slots=True)
 class Refused:
@@ -35,27 +43,34 @@ class Refused:
     update: Update
     fed: Sequence[Any]  # its micro-batches as the model saw them
     limits: tuple[float, float]  # of the gate, for loss and gradient norm
+    is_spent: bool = False  # the objective has written into its batches: as they were they are no more
+    nan_is_usual: bool = False  # in the batches of this run
 
 
 class Search:
-    """Finds the culprit of an update that was refused. Every rank searches at the same time and learns the same."""
+    """Finds the culprit of an update that was refused. Every rank learns the same."""
 
     def __init__(self, replay: Replay, samples: Samples, world: World, on_device: Callable[[Any], Any]) -> None:
+        self.armored = replay.armored
         self._replay, self._samples, self._world, self._on_device = replay, samples, world, on_device
-        # Where ranks wait for each other in a forward, all have to replay as often.
-        self._in_step = world.size > 1 and any(isinstance(one, nn.SyncBatchNorm) for one in replay.model.modules())
 
-    def diagnose(self, anomaly: Anomaly, refused: Refused, history: Sequence[Sequence[float]]) -> Diagnosis | None:
-        """Say what was behind it; None where nothing can be said beyond the signal.
-
-        `history` holds the losses and the gradient norms of the updates before it, and its own at the end.
-        """
+    def diagnose(self, anomaly: Anomaly, refused: Refused, history: History) -> Diagnosis | None:
+        """Say what was behind it; None where nothing can be said beyond the signal."""
         if anomaly.signal not in (*_NONFINITE, *_SPIKES):
             return None
         with randomness.preserved(self._world.device):  # to fetch rows leaves them anywhere
             return self._diagnosed(anomaly, refused, history)
 
-    def _diagnosed(self, anomaly: Anomaly, refused: Refused, history: Sequence[Sequence[float]]) -> Diagnosis | None:
+    def confirms(self, known: Diagnosis, refused: Refused) -> bool:
+        """Say whether it broke where it broke before: one look, and nothing else is tried."""
+        with randomness.preserved(self._world.device):
+            seen, first = self._seen(refused)
+        birth = None if first is None else self._birth(seen, first)
+        culprit = None if birth is None else _culprit(birth, seen)
+        theirs = [one for one in self._world.all_of(culprit) if one is not None]
+        return bool(theirs) and known.culprit is not None and _place(theirs[0]) == _place(known.culprit)
+
+    def _diagnosed(self, anomaly: Anomaly, refused: Refused, history: History) -> Diagnosis | None:
         is_spike = anomaly.signal in _SPIKES
         if anomaly.signal is Signal.NONFINITE_BATCH:
             seen = verdict.together(self._world.all_of(self._rotten_rows(refused)))
@@ -63,39 +78,121 @@ class Search:
                 return verdict.on_nonfinite(seen, 1.0)
         facts = verdict.together(self._world.all_of(self._facts(refused, is_spike)))
         if not facts.reproduced:
-            return None if facts.could_not else verdict.TRANSIENT
+            return verdict.on_untried(facts.could_not) if facts.could_not else verdict.TRANSIENT
         climb = max(verdict.climbed(one) for one in history)
         if is_spike:
             return verdict.on_spike(facts, max(verdict.climbed(one[:-1]) for one in history), climb)
         return verdict.on_nonfinite(facts, climb, is_first=all(len(one) < 2 for one in history))
 
+    # What is tried. Every rank takes every turn.
+
     def _facts(self, refused: Refused, is_spike: bool) -> Facts:
-        start = refused.update.start
-
-        def breaks(one: Replayed) -> bool:
-            return one.is_beyond(refused.limits)  # of a gradient that is not finite, too: its norm may be in doubles
-
-        first = self._replay.of(refused.fed, start)
-        reproduced = breaks(first)
+        first, why = self._tried(refused, lambda: self._batches_of(refused))
+        reproduced = first is not None and _breaks(first, refused)
         if not any(self._world.all_of(reproduced)):
-            return Facts()
-        filler, control = self._control(refused, breaks)
-        seen = Seen() if is_spike else self._replay.seen(refused.fed, start)
+            return Facts(could_not=why)
+        filler, control = self._control(refused)
+        seen = Seen() if is_spike else self._seen(refused)[0]
         facts = Facts(
             reproduced=reproduced,
             everywhere=control is not None and filler is None,
             is_compared=control is not None,
-            batch_is_rotten=not is_spike and any(by_rows.rotten_fields(one) for one in refused.fed),
-            layer=_grown(first, control) if is_spike and control is not None else None,
+            batch_is_rotten=not is_spike
+            and not refused.nan_is_usual
+            and any(by_rows.rotten_fields(one) for one in refused.fed),
+            layer=_grown(first, control) if is_spike and first and control else None,
+            could_not=why,
         )
-        # Where the loss is not finite, no slope can be: that says nothing about what makes them.
-        birth = seen.backward if math.isfinite(first.loss) else seen.of_loss
+        birth = self._birth(seen, first) if first is not None else None
         if birth is not None:
             facts = replace(facts, culprit=_culprit(birth, seen), kind=birth.kind, is_total=birth.is_total)
-        if filler is None or not reproduced or self._in_step:
-            could_not = "" if refused.update.keys else "rows of such data cannot be named"
-            return replace(facts, could_not=could_not if facts.culprit is None else "")
-        return self._with_rows(facts, refused, filler, breaks, _ABSURD if facts.culprit else _FAR)
+        found = self._guilty(refused, filler if reproduced else None)
+        if not refused.update.keys and birth is None:
+            return replace(facts, could_not="rows of such data cannot be named")
+        if not found or filler is None:
+            return facts
+        far = _ABSURD if facts.culprit else _FAR
+        rotten = self._rotten(found, filler, far, refused.nan_is_usual)
+        return replace(facts, rows=tuple(sorted({key.row for key in found})), rotten=rotten)
+
+    def _seen(self, refused: Refused) -> tuple[Seen, Replayed | None]:
+        """Look at the update under the microscope."""
+        looked: list[Seen] = []
+
+        def look() -> Replayed:
+            seen, measured = self._replay.seen(self._batches_of(refused), refused.update.start)
+            looked.append(seen)
+            return measured
+
+        measured, _ = self._attempted(look)
+        return (looked[0] if looked else Seen()), measured
+
+    def _control(self, refused: Refused) -> tuple[Keys | None, Replayed | None]:
+        """Try other rows at the same weights: keys of healthy ones if there are, and what the last try measured."""
+        keys = refused.update.keys
+        filler: Keys | None = None
+        measured: Replayed | None = None
+        if not any(self._world.all_of(bool(keys))):
+            return None, None
+        for draw in range(_CONTROLS):
+            others = [self._samples.others(some, draw) for some in keys]
+            tried, _ = self._tried(refused, partial(self._made, others))
+            if tried is not None and filler is None:
+                measured = tried
+                filler = others if not _breaks(tried, refused) else None
+            if all(self._world.all_of(filler is not None)):
+                break
+        return filler, measured
+
+    def _guilty(self, refused: Refused, filler: Keys | None) -> list[Key]:
+        """Search the batch for rows each of which breaks a healthy one; ranks that have nothing to search go along."""
+        keys = refused.update.keys
+        places = [(number, place) for number, some in enumerate(keys) for place in range(len(some))]
+        search = by_rows.guilty(len(places)) if filler is not None and places else None
+        wanted = next(search, None) if search is not None else None
+        found: Sequence[int] = ()
+        while any(self._world.all_of(wanted is not None)):
+            batches = [list(some) for some in filler] if filler is not None else []
+            for one in wanted or ():
+                number, place = places[one]
+                batches[number][place] = keys[number][place]
+            tried, why = self._tried(refused, partial(self._made_or_fed, batches, refused))
+            if search is None or wanted is None:
+                continue
+            try:  # where other rows cannot be tried, no row is to blame
+                wanted = search.send(tried is not None and _breaks(tried, refused)) if not why else None
+            except StopIteration as end:
+                found, wanted = end.value, None
+        return [keys[number][place] for number, place in (places[one] for one in found)]
+
+    def _tried(self, refused: Refused, batches: Callable[[], Sequence[Any]]) -> tuple[Replayed | None, str]:
+        return self._attempted(lambda: self._replay.of(batches(), refused.update.start))
+
+    def _attempted(self, replay: Callable[[], Replayed]) -> tuple[Replayed | None, str]:
+        """Replay; what goes wrong in it is no reason to end a run, and says nothing about it."""
+        try:
+            return replay(), ""
+        except Exception as error:
+            return None, f"{type(error).__name__}: {error}".splitlines()[0]
+
+    # What it is made of.
+
+    def _batches_of(self, refused: Refused) -> Sequence[Any]:
+        if not refused.is_spent:
+            return [self._on_device(batch) for batch in refused.fed]
+        if not refused.update.keys:
+            raise RuntimeError("the objective has written into the batch, and it cannot be fetched again")
+        return self._made(refused.update.keys)
+
+    def _made(self, keys: Keys) -> Sequence[Any]:
+        return [self._on_device(self._samples.collated(some)) for some in keys]
+
+    def _made_or_fed(self, keys: Keys, refused: Refused) -> Sequence[Any]:
+        return self._made(keys) if keys else self._batches_of(refused)
+
+    def _birth(self, seen: Seen, first: Replayed) -> Birth | None:
+        """Where the loss is not finite, no slope can be: that says nothing about what makes them."""
+        return seen.backward if math.isfinite(first.loss) else seen.of_loss
 
     def _rotten_rows(self, refused: Refused) -> Facts:
         """Look for values that are not finite row by row: that takes no replay."""
@@ -105,59 +202,21 @@ class Search:
                 rotten[key.row] = "; ".join(odd[:3])
         return Facts(reproduced=bool(rotten), rows=tuple(sorted(rotten)), rotten=rotten, batch_is_rotten=bool(rotten))
 
-    def _control(
-        self, refused: Refused, breaks: Callable[[Replayed], bool]
-    ) -> tuple[list[list[Key]] | None, Replayed | None]:
-        """Try other rows at the same weights: keys of healthy ones if there are, and what the last try measured."""
-        keys, samples = refused.update.keys, self._samples
-        if not keys:
-            return None, None
-        measured: Replayed | None = None
-        for draw in range(1 if self._in_step else _CONTROLS):
-            try:
-                others = [samples.others(some, draw) for some in keys]
-                measured = self._replay.of(self._batches(others), refused.update.start)
-            except Exception:  # a control that cannot be made says nothing; what training meets is told by training
-                continue
-            if not breaks(measured):
-                return others, measured
-        return None, measured
-
-    def _with_rows(
-        self, facts: Facts, refused: Refused, filler: list[list[Key]], breaks: Callable[[Replayed], bool], far: float
-    ) -> Facts:
-        """Search the batch for rows each of which breaks a healthy one; `far` beyond others, a value is an outlier."""
-        keys, start = refused.update.keys, refused.update.start
-        places = [(number, place) for number, some in enumerate(keys) for place in range(len(some))]
-
-        def tried(kept: Sequence[int]) -> bool:
-            batches = [list(some) for some in filler]
-            for one in kept:
-                number, place = places[one]
-                batches[number][place] = keys[number][place]
-            return breaks(self._replay.of(self._batches(batches), start))
-
-        try:
-            found = by_rows.guilty(len(places), tried)
-        except Exception as error:  # such as a model that refuses other rows
-            return replace(facts, could_not=f"its rows could not be tried apart ({type(error).__name__})")
-        guilty = [keys[number][place] for number, place in (places[one] for one in found)]
-        return replace(facts, rows=tuple(sorted({key.row for key in guilty})), rotten=self._rotten(guilty, filler, far))
-
-    def _rotten(self, guilty: Sequence[Key], filler: Sequence[Sequence[Key]], far: float) -> dict[int, str]:
+    def _rotten(self, guilty: Sequence[Key], filler: Keys, far: float, nan_is_usual: bool) -> dict[int, str]:
         """What is odd about guilty rows, beside rows that are healthy."""
-        samples = self._samples
-        others = [samples.fetched(key) for key in [key for some in filler for key in some][:_OTHERS]]
+        others = [self._samples.fetched(key) for key in [key for some in filler for key in some][:_OTHERS]]
         told = {}
         for key in guilty:
-            row = samples.fetched(key)
-            odd = by_rows.rotten_fields(row) or by_rows.outlying(row, others, far)
-            if odd:
+            row = self._samples.fetched(key)
+            odd = [] if nan_is_usual else by_rows.rotten_fields(row)
+            if odd := odd or by_rows.outlying(row, others, far):
                 told[key.row] = "; ".join(odd[:3])
         return told
 
-    def _batches(self, keys: Sequence[Sequence[Key]]) -> list[Any]:
-        return [self._on_device(self._samples.collated(some)) for some in keys]
+
+def _breaks(one: Replayed, refused: Refused) -> bool:
+    """Of a gradient that is not finite, too: the norm of a replay is in doubles."""
+    return one.is_beyond(refused.limits)
 
 
 def _culprit(birth: Birth, seen: Seen) -> Culprit:
@@ -166,6 +225,10 @@ def _culprit(birth: Birth, seen: Seen) -> Culprit:
     return Culprit(
         birth.phase, birth.op, line.module if line else "", line.file if line else "", line.line if line else 0, inputs
     )
+
+
+def _place(culprit: Culprit) -> tuple[str, str, str, int]:
+    return culprit.phase, culprit.op, culprit.file, culprit.line
 
 
 def _grown(now: Replayed, usual: Replayed) -> tuple[str, float] | None:

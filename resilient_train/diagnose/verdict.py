@@ -116,11 +116,20 @@ def on_spike(facts: Facts, climb: float, jump: float = 1.0) -> Diagnosis:
     if facts.everywhere:
         why = "if it was changed what is trained on, declare it with checks.expect; else lower the learning rate"
         return Diagnosis(Cause.UNKNOWN, f"Other batches do the same at these weights: {why}.{layer}")
+    if not facts.is_compared:
+        if climb >= _CLIMB:
+            return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=climb) + layer)
+        return Diagnosis(Cause.UNKNOWN, f"It comes again with this batch; no other rows could be tried.{layer}")
     return Diagnosis(
         Cause.UNKNOWN,
         "This batch does it, other batches do not, and no row of it alone: if many follow, lower the learning rate."
         f"{layer}",
     )
+
+
+def on_untried(why: str) -> Diagnosis:
+    """The step could not be replayed."""
+    return Diagnosis(Cause.UNKNOWN, f"It could not be tried again: {why}.")
 
 
 TRANSIENT = Diagnosis(
@@ -148,7 +157,7 @@ def _overflows(culprit: Culprit, kind: str) -> bool:
     """Whether an operation went beyond its type's range rather than meeting a point where it has no value."""
     largest = _largest(culprit.inputs)
     if advice.family(culprit.op) is None:
-        return kind == "inf" or largest > _HUGE
+        return largest > _HUGE or (kind == "inf" and advice.is_plain(culprit.op))
     if culprit.op == "pow":
         return kind == "inf" and largest > 1
     return largest > _HUGE and culprit.op not in _WITH_POLES

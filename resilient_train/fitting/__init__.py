@@ -206,15 +206,16 @@ def quarantine(
 
     listed = Quarantine(None, dict)
 
-    def recalled() -> dict[int, Quarantined]:
+    def recalled() -> tuple[dict[int, Quarantined], int]:
         nonlocal listed
         listed = Quarantine(directory, lambda: fingerprint(samples.dataset))  # type: ignore[attr-defined]
         if given is not None:
             listed.load(Path(given), key)
-        return dict(listed.rows)
+        return dict(listed.rows), listed.given
 
-    rows = world.on_main(recalled)  # what it complains of there is raised everywhere
+    rows, given_rows = world.on_main(recalled)  # what it complains of there is raised everywhere
     listed.adopt(rows)
+    listed.given = given_rows
     samples.quarantine(rows)
     return listed
 

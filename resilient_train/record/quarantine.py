@@ -42,6 +42,7 @@ class Quarantine:
         self._file = None if directory is None else directory / QUARANTINE
         self._fingerprint = functools.cache(fingerprint)
         self._rows: dict[int, Quarantined] = {}
+        self.given = 0  # of the rows were another run's
         self._is_behind = False  # the file, because it could not be written
         if self._file is not None and self._file.exists():
             self._recall(self._file)
@@ -70,7 +71,9 @@ class Quarantine:
             raise ConfigError(key, path, f"cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise ConfigError(key, path, str(error)) from error
+        before = len(self._rows)
         self.adopt(rows)
+        self.given += len(self._rows) - before
 
     def _recall(self, file: Path) -> None:
         """Take up the run's own list; without one that is damaged the run goes on all the same."""

@@ -103,6 +103,10 @@ class Updater:
             self.scaler.update()
         return Attempt(measured, numbers, settings, before, planned, self._restarts.at(step, planned), max_norm)
 
+    def loss_scale(self) -> float:
+        """What half precision multiplies the loss by."""
+        return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
+
     def require_groups(self) -> None:
         """Raise if a parameter group was added that nothing here knows."""
         for optimizer, configured in zip(self.optimizers, self._eps, strict=True):

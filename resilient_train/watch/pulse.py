@@ -69,6 +69,11 @@ def all_finite(batches: Iterable[Any]) -> bool:
     return all(bool(one.isfinite().all()) for one in tensors if one.is_floating_point() or one.is_complex())
 
 
+def versions(batch: Any) -> list[int]:
+    """Count what was written into the tensors of a batch so far, to notice what is written later."""
+    return [leaf._version for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+
+
 def mean(values: Sequence[torch.Tensor | float]) -> torch.Tensor:
     """Average over micro-batches."""
     device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
