@@ -178,7 +178,7 @@ def test_the_culprits_that_are_shown_are_named_so(tmp_path: Path) -> None:
             assert line in said
 
 
-@pytest.mark.parametrize("figures", ["recovery", "cost", "detection"])
+@pytest.mark.parametrize("figures", ["recovery", "cost", "clinic", "detection"])
 def test_figures_come_from_a_script(figures: str) -> None:
     """Each table stands between its marks."""
     (found,) = re.findall(rf"<!-- figures: {figures} -->\n(.+?)\n<!-- end -->", README, re.S)
