@@ -32,6 +32,7 @@ def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
     """Train as `python -m resilient_train` does: its guard, its lines and its log file included."""
     from resilient_train.assemble import assemble
     from resilient_train.config.compose import load
+    from resilient_train.ranks.interrupt import Interrupt
     from resilient_train.ranks.world import World
     from resilient_train.record import tracking
     from resilient_train.record.console import Terminal
@@ -55,7 +56,7 @@ def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
                 time.sleep(0.1)  # MLflow's import and its new database belong to the start, not to a step
             on_step(step)
 
-        train(run, _Counted(terminal.display(steps=job.steps, done=0), settled), tracker)
+        train(run, _Counted(terminal.display(steps=job.steps, done=0), settled), tracker, Interrupt())
         tracker.finish("completed")
         terminal.close()
         if run.guard.incidents:

@@ -50,7 +50,7 @@ class Run:
 
     def close(self) -> None:
         """Let go of worker processes."""
-        self.guard.samples.close()
+        self.guard.let_go()
         if self.evaluation is not None:
             self.evaluation.close()
 

@@ -246,6 +246,10 @@ class Guard:
         self._put_back_batch()
         if self.settle() and self._examination.now() is None:
             self._treatment.finish()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Give back what is the process's: worker processes, the code that wears armor, the knob of safe operations."""
         self._treatment.disarm()
         numerics.raise_eps(1.0)
         self.samples.close()

@@ -15,6 +15,7 @@ from resilient_train.checkpoint.last_good import CHECKPOINTS
 from resilient_train.config.compose import Composed, flattened
 from resilient_train.errors import ConfigError, GaveUp, TrainError, in_one_line
 from resilient_train.files import commit_text
+from resilient_train.ranks.interrupt import Interrupt
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import tracking
@@ -96,7 +97,8 @@ def _run(composed: Composed, world: World, terminal: Terminal, directory: RunDir
         tracker.artifact(directory.config)
         display = terminal.display(steps=config.run.steps, done=assembled.guard.clock.step)
         try:
-            train(assembled, display, tracker)
+            with Interrupt() as interrupt:
+                train(assembled, display, tracker, interrupt)
         finally:
             display.close()
             assembled.close()

@@ -7,18 +7,20 @@ import math
 import torch
 
 from resilient_train.assemble import Run
+from resilient_train.ranks.interrupt import Interrupt
 from resilient_train.record.console import Display, log
 from resilient_train.record.incidents import tags
 from resilient_train.record.tracking import Tracker
 from resilient_train.state.randomness import preserved
 
 
-def train(run: Run, display: Display, tracker: Tracker) -> None:
+def train(run: Run, display: Display, tracker: Tracker, interrupt: Interrupt) -> None:
     """Make updates until `run.steps` of them are accepted; evaluate on the way and at the end."""
     settings, guard = run.config.run, run.guard
     run.model.train()
     run.tally.start_lap()
     for batch in guard.batches(settings.steps):
+        interrupt.check()
         if not guard.step(batch):
             continue  # gradients accumulate, or the update was dropped for the sake of an incident
         display.step(guard.clock.step)

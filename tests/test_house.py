@@ -49,7 +49,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "assemble": {
         *("checkpoint", "config", "data", "drill", "guard", "objective", "ranks", "record", "state", "update", "watch"),
     },
-    "train": {"assemble", "record", "state"},
+    "train": {"assemble", "ranks", "record", "state"},
     "session": {"assemble", "checkpoint", "config", "ranks", "record", "state", "train"},
     "command": {"config", "ranks", "session"},
     "__main__": {"command"},
