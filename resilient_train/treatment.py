@@ -14,7 +14,7 @@ from resilient_train.checkpoint import last_good
 from resilient_train.data.samples import Samples, Slicing, Update
 from resilient_train.diagnose.damage import lost_eps, of_state
 from resilient_train.diagnose.search import Refused, Search
-from resilient_train.diagnose.verdict import on_failed
+from resilient_train.diagnose.verdict import again, on_failed
 from resilient_train.errors import GaveUp, in_one_line
 from resilient_train.events import Anomaly, Cause, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.numerics.armor import Armor, CannotArmor
@@ -27,7 +27,7 @@ from resilient_train.recover.decide import decide
 from resilient_train.recover.history import History, kind_of
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import Applicable, passes_over, remedy
+from resilient_train.recover.remedies import Applicable, PutOnArmor, passes_over, remedy
 from resilient_train.state.ring import Held, Ring
 from resilient_train.state.run_state import Clock, RunState
 from resilient_train.update.precision import Precision
@@ -207,7 +207,7 @@ class Treatment:
             if refused is not None and ward.search is not None:
                 known = self._known(anomaly)
                 if known is not None and ward.search.confirms(known, refused):
-                    return known
+                    return again(known)
                 found = ward.search.diagnose(anomaly, refused, self._lately())
         else:
             proven = ward.ring.proven(anomaly.since)
@@ -259,9 +259,15 @@ class Treatment:
         )
 
     def _can_be_armored(self, diagnosis: Diagnosis) -> bool:
-        """Say whether it fits, unless it was tried before: what does not help once does not help twice."""
+        """Say whether it fits, unless it was tried before: what does not help once does not help twice.
+
+        Only where the policy could put it on: to look for a line takes a pass over all objects.
+        """
         culprit = diagnosis.culprit
         if culprit is None or not culprit.line or not diagnosis.mendable:
+            return False
+        rungs = self.policy.ladder(diagnosis.cause)
+        if all(one.action.remedy != PutOnArmor.name for rung in rungs for one in rung.remedies):
             return False
         where = (culprit.file, culprit.line, culprit.op)
         if where in self._armored:

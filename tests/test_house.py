@@ -68,7 +68,10 @@ KNOWN_TO = {
     "datasets": {"zoo"},
     "sklearn": {"zoo"},
 }
-WITHOUT_TORCH = {"errors", "events", "files", "imports", "record", "recover", "watch/checks", "watch/config.py"}
+WITHOUT_TORCH = {
+    *("errors", "events", "files", "imports", "incidents", "record", "recover", "watch/checks", "watch/config.py"),
+    *("diagnose/advice.py", "diagnose/verdict.py"),
+}
 
 
 def room(file: Path) -> str:

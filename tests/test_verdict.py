@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from resilient_train.diagnose import advice
 from resilient_train.diagnose.damage import lost_eps, of_state
 from resilient_train.diagnose.rows import guilty, outlying, rotten_fields
-from resilient_train.diagnose.verdict import Facts, climbed, on_failed, on_nonfinite, on_spike, together
+from resilient_train.diagnose.verdict import Facts, again, climbed, on_failed, on_nonfinite, on_spike, together
 from resilient_train.events import Anomaly, Cause, Culprit, Signal
 
 
@@ -95,6 +95,14 @@ def test_causes_of_spikes(facts: Facts, climb: float, cause: Cause, rows: tuple[
     found = on_spike(facts, climb)
     assert (found.cause, found.rows) == (cause, rows)
     assert said in found.advice
+
+
+def test_a_line_that_is_met_again_is_told_without_the_rows_of_the_first_time() -> None:
+    """Those were another batch's."""
+    first = on_nonfinite(replace(ONLY_HERE, rows=(4,), culprit=culprit("log", values(0, 1, zeros=3)), kind="inf"), 1)
+    assert "Row 4" in first.advice
+    assert first.advice.startswith(again(first).advice)
+    assert "Row 4" not in again(first).advice
 
 
 def test_ranks_learn_the_same() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from resilient_train.diagnose import advice
@@ -99,6 +99,17 @@ def on_nonfinite(facts: Facts, climb: float, *, is_first: bool = False) -> Diagn
         return Diagnosis(Cause.OVERFLOW, told, culprit, mendable=not facts.is_total)
     told = advice.on_operation(where, culprit.op, culprit.inputs) + beside
     return Diagnosis(Cause.OPERATION, told, culprit, mendable=True)
+
+
+def again(known: Diagnosis) -> Diagnosis:
+    """The same line once more: of other rows, so nothing is said of those."""
+    culprit = known.culprit
+    if culprit is None or known.cause not in (Cause.OPERATION, Cause.OVERFLOW):
+        return known
+    where = advice.place(culprit.op, culprit.file, culprit.line)
+    if known.cause is Cause.OVERFLOW:
+        return replace(known, advice=advice.on_overflow(where, culprit.inputs))
+    return replace(known, advice=advice.on_operation(where, culprit.op, culprit.inputs))
 
 
 def on_spike(facts: Facts, climb: float, jump: float = 1.0) -> Diagnosis:
