@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 COUNTED = 50  # steps: whole cycles of the scans and of the snapshots
-KINDS = ("torch calls", "host reads", "collectives")
+KINDS = ("torch calls", "host reads", "collectives", "bytes in collectives")
 # Methods by which a tensor gets to the host. On a CPU `tolist` and `numpy` reach no kernel, so kernels do not tell.
 READS = ("item", "tolist", "numpy", "cpu", "__array__", "__bool__", "__float__", "__int__", "__index__")
 _READING_KERNELS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")
@@ -36,6 +37,8 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's o
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
             self.counts["collectives"] += 1
+            tensors = [one for one in tree_leaves(args[0]) if isinstance(one, torch.Tensor)]
+            self.counts["bytes in collectives"] += sum(one.nbytes for one in tensors)
         else:
             self.counts["torch calls"] += 1
         reads = func.overloadpacket.__name__ in _READING_KERNELS

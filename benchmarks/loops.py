@@ -32,7 +32,6 @@ def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
     """Train as `python -m resilient_train` does: its guard, its lines and its log file included."""
     from resilient_train.assemble import assemble
     from resilient_train.config.compose import load
-    from resilient_train.ranks.interrupt import Interrupt
     from resilient_train.ranks.world import World
     from resilient_train.record import tracking
     from resilient_train.record.console import Terminal
@@ -46,7 +45,7 @@ def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
         world = World.joined(config.accelerate)
         terminal = Terminal(is_main=True)
         terminal.log_to(Path(scratch, "train.log"))
-        tracker = tracking.build(config.tracking, "step_cost", Path(scratch))
+        tracker = tracking.build(config.tracking, Path(scratch, "step_cost"), Path(scratch))
         run = assemble(config, world)
         optimizers = run.guard.state.optimizers
         tell(work(run.model, optimizers, run.guard.slicing.samples // world.size))
@@ -56,7 +55,7 @@ def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
                 time.sleep(0.1)  # MLflow's import and its new database belong to the start, not to a step
             on_step(step)
 
-        train(run, _Counted(terminal.display(steps=job.steps, done=0), settled), tracker, Interrupt())
+        train(run, _Counted(terminal.display(steps=job.steps, done=0), settled), tracker)
         tracker.finish("completed")
         terminal.close()
         if run.guard.incidents:

@@ -15,15 +15,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 from counts import COUNTED, counting
-from interleaved import Job, Loop, Timing, answer, begin, compared, quiet, spawn, table, time_blocks
+from interleaved import (
+    Job,
+    Loop,
+    Timing,
+    answer,
+    begin,
+    compared,
+    group,
+    placed_in_group,
+    quiet,
+    spawn,
+    table,
+    time_blocks,
+)
 from interleaved import machine as machine  # startup.py takes both from here
 from interleaved import median_with_interval as median_with_interval
 from loops import LOOPS, OVERRIDES, plain
@@ -73,21 +84,9 @@ def judge(timing: Timing, workload: str) -> str:
 
 def count_collectives(loop: Loop, name: str, workload: str, processes: int) -> float:
     """Count what each step of several processes asks of the others."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    place = {
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": str(processes),
-        "ACCELERATE_USE_CPU": "true",
-    }
-    group = [
-        spawn(_one_of_several, loop, workload, {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(processes)
-    ]
+    members = [spawn(_one_of_several, loop, workload, place) for place in group(processes)]
     counts = []
-    for process, pipe in group:
+    for process, pipe in members:
         answer(pipe, name)  # what it works on
         counts.append(answer(pipe, name))
         process.join()
@@ -95,7 +94,6 @@ def count_collectives(loop: Loop, name: str, workload: str, processes: int) -> f
 
 
 def _one_of_several(loop: Loop, workload: str, place: dict[str, str], pipe: Connection) -> None:
-    os.environ.update(place)
     quiet()
     counts = Counter[str]()
     counted = counting(counts)
@@ -106,10 +104,8 @@ def _one_of_several(loop: Loop, workload: str, place: dict[str, str], pipe: Conn
         elif step == 2 * COUNTED:
             counted.__exit__(None, None, None)
 
-    loop(Job(workload, COUNTED, 2 * COUNTED, log_every=10), on_step, pipe.send)
+    placed_in_group(loop, place, Job(workload, COUNTED, 2 * COUNTED, log_every=10), on_step, pipe.send)
     pipe.send(counts["collectives"] / COUNTED)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def main() -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import sys
+from resilient_train.ranks.leaving import end_with_agent, ignore_requests, leave_when_asked
 
 
 def main() -> None:
     """Train as the command line says."""
-    try:
-        from resilient_train import command  # takes seconds, in which a person may change their mind
+    end_with_agent()
+    leave_when_asked()
+    from resilient_train import command  # takes seconds, in which a person may change their mind
 
+    try:
         command.main()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(1)
+    finally:
+        ignore_requests()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,14 @@ from resilient_train.drill import Drill, parse
 from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.guard import Guard
 from resilient_train.objective import Measured
+from resilient_train.ranks import sharding
 from resilient_train.ranks.world import World
+from resilient_train.record.console import log
 from resilient_train.record.incidents import IncidentBook
 from resilient_train.record.summary import Tally
+from resilient_train.resumption import Resume
 from resilient_train.state.randomness import Purpose, mix, seed_all
+from resilient_train.state.spread import own_class
 from resilient_train.update.optimizers import parameter_groups
 from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
 
@@ -43,10 +48,30 @@ class Run:
     objective: Measured
     guard: Guard
     evaluation: MapEvaluation | IterableEvaluation | None
+    strategy: str = ""  # how the model is spread over the processes, where it is
     tally: Tally = field(default_factory=Tally)
+    stop: Callable[[], bool] = lambda: False
     evaluated: dict[str, float] | None = None
+    evaluated_at: int | None = None  # step
+    has_begun: bool = False  # an update was made
     told_tick: int = 0  # to display and tracker
     told_incidents: int = 0
+
+    def evaluates_at(self, step: int) -> bool:
+        """Say whether an evaluation is due after so many steps, on the way."""
+        return bool(self.config.run.eval_every) and step % self.config.run.eval_every == 0
+
+    def owes_evaluation(self, step: int) -> bool:
+        """Say whether the process before this one ended before the evaluation that was due."""
+        return step > 0 and self.evaluates_at(step) and self.evaluated_at != step
+
+    def state_dict(self) -> dict[str, Any]:
+        """What does not rewind, and is there again after a resume."""
+        return {"evaluated": self.evaluated, "evaluated_at": self.evaluated_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.evaluated, self.evaluated_at = state["evaluated"], state["evaluated_at"]
 
     def close(self) -> None:
         """Let go of worker processes."""
@@ -58,12 +83,21 @@ class Run:
         count = sum(weight.numel() for weight in self.bare_model.parameters())
         sliced = self.guard.slicing
         factors = [(sliced.batch_size, "rows"), (sliced.accumulation, "micro-batches"), (sliced.world, "processes")]
-        cut = " x ".join(f"{number} {what}" for number, what in factors if number > 1) or "1 row"
-        return f"{type(self.bare_model).__name__} with {_spoken(count)} weights, {cut} to an update"
+        told = [f"{number} {what}" for number, what in factors if number > 1] or ["1 row"]
+        cut = " x ".join(told) + (f" = {sliced.samples} rows" if len(told) > 1 else "")
+        strategy = self.strategy or ("copied to all processes (DDP)" if self.world.size > 1 else "")
+        spread = f", {strategy}" if strategy else ""
+        return f"{own_class(self.bare_model).__name__} with {_spoken(count)} weights, {cut} to an update{spread}"
 
 
-def assemble(config: Config, world: World, book: IncidentBook | None = None) -> Run:
-    """Build everything a configuration names; incidents are written into `book`."""
+def assemble(
+    config: Config,
+    world: World,
+    book: IncidentBook | None = None,
+    resume: Resume | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Run:
+    """Build everything a configuration names; incidents are written into `book`. `stop` is asked before updates."""
     book = book or IncidentBook(None, None)
     seed = config.run.seed
     seed_all(mix(Purpose.INITIAL_WEIGHTS, seed), world.device)
@@ -85,11 +119,12 @@ def assemble(config: Config, world: World, book: IncidentBook | None = None) -> 
         dataset = targets.build("data.eval", config.data.eval)
         evaluation = data.evaluation(dataset, config.data, slicing, seed=seed, collate=collate)
     model = _model(config)
+    strategy = _spread(model, config, world)
     optimizers = _optimizers(config.optimizer, model)
     schedules = [_schedule(config.schedule, optimizer) for optimizer in optimizers]
     if config.accelerate.compile:
         model.compile()  # in place: torch.compile() would put _orig_mod. before every name
-    prepared, *_ = world.accelerator.prepare(model, *optimizers)
+    prepared = world.prepared(model, optimizers, is_spread=bool(strategy))
     guard = Guard(
         world.accelerator,
         prepared,
@@ -105,10 +140,13 @@ def assemble(config: Config, world: World, book: IncidentBook | None = None) -> 
         verify_after=config.checkpoint.verify_after,
         seed=seed,
         quarantine=config.data.quarantine,
+        disk=config.checkpoint.disk,
         drill=drill,
         book=book,
+        resume=resume or False,
+        stop=stop,
     )
-    return Run(
+    run = Run(
         config=config,
         world=world,
         model=prepared,
@@ -116,7 +154,11 @@ def assemble(config: Config, world: World, book: IncidentBook | None = None) -> 
         objective=objective,
         guard=guard,
         evaluation=evaluation,
+        strategy=strategy,
+        stop=stop,
     )
+    guard.remember("run", run)
+    return run
 
 
 def _model(config: Config) -> nn.Module:
@@ -128,6 +170,19 @@ def _model(config: Config) -> nn.Module:
     if config.run.init_from is not None:
         weights.load_into(model, Path(config.run.init_from))
     return model
+
+
+def _spread(model: nn.Module, config: Config, world: World) -> str:
+    """Do with the blocks of a model what is asked for; say how it is spread over the processes, if it is."""
+    asked = config.accelerate
+    if asked.activation_checkpointing:
+        log.info("%s", sharding.recompute(model, asked.blocks))
+    if not asked.fsdp:
+        return ""
+    if world.size == 1:
+        log.info("accelerate.fsdp: there is one process, which holds everything")
+        return ""
+    return sharding.shard(model, asked.blocks, world.device, world.size)
 
 
 def _drill(config: Config, book: IncidentBook) -> Drill | None:

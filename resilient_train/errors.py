@@ -2,8 +2,11 @@
 
 TrainError               1  told in one line; the traceback is in train.log
 ├── DirectoryInUse       1  another live process trains there: later the same command works
+├── RanksDiffer          1  the ranks did not decide alike: the same command goes on from the newest proven state
 ├── GaveUp               3  the policy has nothing left to try: the newest proven state is on disk
 └── ConfigError          2  the configuration is wrong: names the key, the value, and what is allowed
+
+Stopped                 75  no error: somebody asked for it; the state is on disk, and the same command goes on
 """
 
 from __future__ import annotations
@@ -23,6 +26,16 @@ class TrainError(Exception):
 
 class DirectoryInUse(TrainError):
     """Another live process holds the run directory."""
+
+
+class RanksDiffer(TrainError):
+    """The ranks of a run did not decide alike, or do not hold the same weights. All of them raise it at one place."""
+
+
+class Stopped(BaseException):
+    """A run ends because it was asked to: no error, so that nobody's `except Exception` takes it for one."""
+
+    exit_code = 75
 
 
 class GaveUp(TrainError):

@@ -68,6 +68,9 @@ class Vitals(NamedTuple):
     overflowed: bool = False  # refused by the loss scale of half precision, in the ordinary course of things
     loss_scale: float | None = None
     ranks: tuple[int, ...] = ()  # where it began, if only some ranks had it
+    stop_asked: bool = False  # on some rank: all stop together
+    any_busy: bool = False  # on some rank a checkpoint is being written
+    alike: bool = True  # all ranks have decided alike until it
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,14 @@ class Diagnosis:
     advice: str  # one sentence a person can act on
     culprit: Culprit | None = None
     rows: tuple[int, ...] = ()
-    mendable: bool = False  # where the culprit stands: not a sum that overflows, which has nothing left to learn from
+    mendable: bool = False  # where it broke: not a sum that overflows, which has nothing left to learn from
+    ranks: tuple[int, ...] = ()  # where it came again, if only on some
+    follower: Culprit | None = None  # what broke this time, where that only follows from the culprit in its armor
+
+    @property
+    def broken(self) -> Culprit | None:
+        """Where it broke this time, and armor would go."""
+        return self.follower or self.culprit
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,30 +2,132 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
 import json
 import os
-from collections.abc import Callable
+import stat
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _TEMPORARY = ".resilient-tmp"
 
 
-def commit(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside `path`, sync, rename, sync the directory."""
-    temporary = path.with_name(f".{path.name}{_TEMPORARY}")
-    temporary.touch()
-    mode = temporary.stat().st_mode
-    write(temporary)
-    temporary.chmod(mode)  # safetensors would leave a file that only its owner can read
-    with open(temporary, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY)
+class Disk:
+    """The calls that make something last, all of them: the seam where a test cuts the power at any one."""
+
+    def create(self, path: Path) -> int:
+        """Open a new file for writing."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+
+    def open(self, path: Path) -> int:
+        """Open a file for reading and writing, which need not be there."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+    def write(self, descriptor: int, data: memoryview, at: int) -> int:
+        return os.pwrite(descriptor, data, at)
+
+    def truncate(self, descriptor: int, size: int) -> None:
+        os.ftruncate(descriptor, size)
+
+    def sync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.rename(old, new)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def make_directory(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def remove_directory(self, path: Path) -> None:
+        os.rmdir(path)
+
+
+disk = Disk()
+
+
+class Written(NamedTuple):
+    """What a file holds."""
+
+    size: int
+    sha256: str
+
+
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+    """Write a new file and sync it; its name lasts only once its directory is synced, too."""
+    digest, size = hashlib.sha256(), 0
+    descriptor = disk.create(path)
     try:
-        os.fsync(directory)
+        for chunk in chunks:
+            digest.update(chunk)
+            size += write_all(descriptor, chunk, size)
+        disk.sync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)
+    return Written(size, digest.hexdigest())
+
+
+def write_all(descriptor: int, data: bytes | memoryview, at: int) -> int:
+    """Write to the last byte: the kernel takes less at a time on a disk that is about to say why."""
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += disk.write(descriptor, view[done:], at + done)
+    return done
+
+
+def commit(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
+    """Write beside `path`, sync, rename, sync the directory."""
+    beside = temporary(path)
+    try:
+        written = write_file(beside, chunks)
+        disk.rename(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            disk.unlink(beside)
+        raise
+    sync_directory(path.parent)
+    return written
+
+
+def commit_text(path: Path, text: str) -> None:
+    """Commit a text file."""
+    commit(path, [text.encode("utf-8")])
+
+
+def commit_directory(beside: Path, path: Path) -> None:
+    """Give a directory, whose files are synced, its name."""
+    sync_directory(beside)
+    disk.rename(beside, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Let the names in a directory last."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        disk.sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory with all it holds; links are removed, not followed."""
+    if stat.S_ISDIR(path.lstat().st_mode):
+        for one in path.iterdir():
+            remove(one)
+        disk.remove_directory(path)
+    else:
+        disk.unlink(path)
+
+
+def temporary(path: Path) -> Path:
+    """Where a file or directory is made before it gets its name."""
+    return path.with_name(f".{path.name}{_TEMPORARY}")
 
 
 def is_left_over(name: str) -> bool:
@@ -33,14 +135,29 @@ def is_left_over(name: str) -> bool:
     return name.startswith(".") and name.endswith(_TEMPORARY)
 
 
-def commit_text(path: Path, text: str) -> None:
-    """Commit a text file."""
-    commit(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+def sweep(directory: Path) -> None:
+    """Remove what kills have left behind; what cannot be removed does no harm."""
+    with contextlib.suppress(OSError):
+        for path in [one for one in directory.iterdir() if is_left_over(one.name)]:
+            with contextlib.suppress(OSError):
+                remove(path)
 
 
 def read_json(path: Path) -> Any:
     """Return what a JSON file holds; None if there is no such file or it holds something else."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return json.loads(read_plain(path).decode("utf-8"))
+    except (OSError, ValueError, RecursionError):
         return None
+
+
+def read_plain(path: Path) -> bytes:
+    """Read a regular file: a pipe in its place would be waited for, and a device never ends."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)

@@ -8,7 +8,7 @@ k+1: take samples -> forward and backward of each micro-batch
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,25 +20,34 @@ from accelerate.utils import send_to_device
 from torch import nn
 
 from resilient_train import fitting, numerics
+from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing, Update
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Refused, Search
 from resilient_train.drill import Drill, Place
-from resilient_train.errors import TrainError
-from resilient_train.events import Anomaly, Incident, Vitals
+from resilient_train.durable import Durable
+from resilient_train.errors import RanksDiffer, TrainError
+from resilient_train.events import Anomaly, Incident, Signal, Vitals
 from resilient_train.examination import Examination
+from resilient_train.fitting.memory import is_out_of_memory
+from resilient_train.fitting.memory import told as memory_told
 from resilient_train.objective import Measured, Metrics, Objective
+from resilient_train.portions import Portions
 from resilient_train.record.console import log
 from resilient_train.record.incidents import IncidentBook
+from resilient_train.record.progress import Doing
+from resilient_train.resumption import Resume
 from resilient_train.state.backup import Backup, Backups
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.ring import Held, MemoryConfig, Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
-from resilient_train.treatment import Treatment, Ward
-from resilient_train.update.clip import ClipConfig
+from resilient_train.treatment import Treatment
+from resilient_train.update.agreement import DIGEST, Flag
+from resilient_train.update.clip import ClipConfig, norm_over_ranks
 from resilient_train.update.precision import Precision
 from resilient_train.update.updater import Attempt, Updater
+from resilient_train.ward import Ward
 from resilient_train.watch import pulse
 from resilient_train.watch.checks import Panel
 from resilient_train.watch.config import ChecksConfig
@@ -65,6 +74,7 @@ class _InFlight:
 
     begun: _Begun
     attempt: Attempt
+    loss: torch.Tensor  # of this rank
     limits: tuple[float, float]
     sent: Sent
     metrics: Metrics
@@ -97,13 +107,18 @@ class Guard:
         num_workers: int = 0,
         collate: Collate | None = None,
         quarantine: str | Path | None = None,
+        disk: DiskConfig | int | None = None,
         drill: Drill | None = None,
         book: IncidentBook | None = None,
+        resume: Resume | bool = False,
+        stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Take what a loop has: the model as Accelerate prepared it, the optimizer or several, a data set or a loader.
 
         `objective` is `(model, batch) -> loss`. Without one the loop makes the loss, and hands it to `update`.
-        `quarantine` is the quarantine.json of another run on the same data: its rows are left out.
+        `quarantine` is the quarantine.json of another run on the same data: its rows are left out. `disk` says
+        after how many updates a proven state is written to the run directory, and with `resume` a run goes on from
+        the newest one there. `stop` is asked before every update.
         """
         self.world = fitting.world(accelerator)
         self.model, self.clock, self.seed, self.drill = model, Clock(), seed, drill
@@ -111,7 +126,7 @@ class Guard:
             fitting.speak_up(self.world)
         self.objective = fitting.objective(objective)
         batch_size = fitting.batch_size(batch_size, data, self.world)
-        self.slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, self.world.rank, self.world.size)
+        slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, self.world.rank, self.world.size)
         device, scaler = self.world.device, accelerator.scaler
         fitting.hold_on_to_memory(device)
         bare, called = fitting.bare(model, self.world), fitting.called(model, self.world)
@@ -119,7 +134,7 @@ class Guard:
         schedules = fitting.schedules(schedule, optimizers)
         self.samples, caution = fitting.samples(
             data,
-            self.slicing,
+            slicing,
             seed=seed,
             shuffle=shuffle,
             num_workers=num_workers,
@@ -127,20 +142,23 @@ class Guard:
             pin_memory=device.type == "cuda",
         )
         clipping, checks = fitting.clipping(clip), fitting.checks(checks)
+        gather = self.world.gather if self.world.size > 1 else None
         self.state = RunState(bare, optimizers, schedules, self.samples, self.clock, device=device, scaler=scaler)
-        self._updater = Updater(optimizers, schedules, clipping, self.world.gather, device=device, scaler=scaler)
+        self._updater = Updater(
+            *(optimizers, schedules, clipping, gather), device=device, scaler=scaler, over_ranks=self.world.sum
+        )
         self._backups = Backups(bare, scaler)
         self._ring = Ring(self.state, memory or MemoryConfig(every=25, keep=4, max_gib=None), self.world.least)
         self._verify_after = verify_after
         self._panel = Panel(checks)
-        self._scans = Scans(checks, called, optimizers)
+        self._scans = Scans(checks, called, optimizers, fitting.own_weights(model) if self.world.size > 1 else None)
         self._examination = Examination(self.world, self.clock, self._scans, self._backups)
         self._precision = Precision(called, accelerator.mixed_precision)
         ward = Ward(
             world=self.world,
             clock=self.clock,
             samples=self.samples,
-            slicing=self.slicing,
+            slicing=slicing,
             state=self.state,
             updater=self._updater,
             ring=self._ring,
@@ -150,19 +168,32 @@ class Guard:
             search=None if self.objective is None else self._search(called, self.objective),
         )
         key = "data.quarantine" if book else "quarantine"
-        book = book or fitting.book(run_dir, self.world)
+        book = book or fitting.book(run_dir, self.world, goes_on=bool(resume))
         listed = fitting.quarantine(quarantine, self.samples, book.directory, self.world, key=key)
         self._treatment = Treatment(
             *(ward, fitting.policy(recovery), book, listed),
             recovered_after=max(verify_after, 50),
         )
+        self._portions = Portions(self._treatment)
+        how = resume if isinstance(resume, Resume) else Resume()
+        self._is_spread = self.state.is_spread
+        self._durable = Durable(fitting.disk(disk), ward, self._treatment, how)
+        self._owes_resume = bool(resume)
+        self._treatment.on_disk = self._durable
+        self._examination.convict = self._treatment.convict
+        self._stop, self.stopped = stop, False  # before its last update, because somebody asked
         self._cautions = [caution] if caution else []
+        if fitting.disk(disk).every and memory is not None and not memory.every:
+            self._cautions.append(
+                "checkpoints come from snapshots in memory, and there are none: one is left at the end"
+            )
         if waits := self._updater.gate.waits():
             why = "the host waits for the device once an update, because it cannot be told there to refuse one"
             self._cautions.append(f"gate: {' and '.join(waits)}: {why}")
         if self.objective is None:
             self._cautions.append("the loss is handed over: a bad update cannot be replayed, so causes stay coarse")
         self.metrics = MetricsLog(self.world, device)
+        self.beat: Callable[[], None] = lambda: None  # called whenever a diagnosis has got on
         self.newest: Vitals | None = None  # the newest update that was heard of
         self._turn = fitting.Turn(optimizers)
         self._has_begun = False
@@ -177,6 +208,11 @@ class Guard:
 
     # What a loop calls.
 
+    @property
+    def slicing(self) -> Slicing:
+        """How the samples of an update are dealt out."""
+        return self._treatment.ward.slicing
+
     def keep(self, **items: Stateful) -> None:
         """Let more rewind along, such as an average of the weights: anything with state_dict and load_state_dict.
 
@@ -186,20 +222,51 @@ class Guard:
             fitting.keepable(name, item, has_begun=self._has_begun)
             self.state.keep(name, item)
 
+    def resume(self) -> bool:
+        """Go on where the run directory's run ended, if one did: after `keep`. `batches` does it, if nobody has."""
+        self._owes_resume = False
+        resumed = self._durable.resume(is_explained=self._portions.look())
+        self._portions.as_before(self._durable.samples)
+        self._set_limits()
+        self._seed_between(self.samples.position)
+        return resumed
+
+    def remember(self, name: str, item: Stateful) -> None:
+        """Let something that does not rewind be there again after a resume."""
+        self._durable.remember(name, item)
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Take note of an evaluation: once they are proven, the weights with the least loss are kept in `best`."""
+        self._durable.evaluated(metrics)
+
+    def leave(self) -> Path | None:
+        """Write the state as it is, when `batches` has ended: `resume` goes on from there."""
+        left = self._durable.finish(healthy=not self.stopped)
+        self.ended()
+        return left
+
     def batches(self, steps: int) -> Iterator[Any]:
-        """Yield micro-batches, on the device, until `steps` updates are accepted and the last of them is sound."""
+        """Yield micro-batches, on the device, until `steps` updates are accepted and the last of them is sound.
+
+        Or until `stopped`.
+        """
         self._start()
         while self._goes_on(steps):
             if self.drill is not None and self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
                 continue  # the fault strikes once, so not in an update that is dropped for the sake of the last one
             self._snapshot()
+            start = self.samples.next_start  # known before they are fetched: that may take for ever
+            self._durable.progress.updating(self.clock.tick + 1, self.clock.step, start, start + self.slicing.samples)
             update = self.samples.next_update()
             self._begin(update)
             for number, batch in enumerate(update.batches, start=1):
                 yield from self._fed(batch, is_last=number == len(update.batches))
-                if self._begun is not None and len(self._losses) < number:
+                if self._begun is None:
+                    break  # dropped, or made to the end
+                if len(self._losses) < number:
                     raise TrainError("a batch was not handed back: call guard.step(batch), or guard.update(loss)")
-        self._treatment.finish()
+        if not self.stopped:
+            self._treatment.finish()
         numerics.raise_eps(1.0)  # a knob of this run, and of the process
 
     def step(self, batch: Any) -> bool:
@@ -210,12 +277,20 @@ class Guard:
         if batch is not self._handed:
             begun.fed[-1] = batch  # as the loop has made it of the one it got
         begun.versions.append(pulse.versions(begun.fed[-1]))
-        loss, metrics = self.objective.for_training(self.model, batch)
-        if self.drill is not None:
-            loss = self.drill.on_loss(self._place(), loss)
-        self.world.accelerator.backward(loss)
-        self._reported.append(metrics)
-        return self.update(loss)
+        try:
+            loss, metrics = self.objective.for_training(self.model, batch)
+            if self.drill is not None:
+                loss = self.drill.on_loss(self._place(), loss)
+            self.world.accelerator.backward(loss)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            evidence = memory_told(error, self.world.device)
+        else:
+            self._reported.append(metrics)
+            return self.update(loss)
+        self._slim(begun, evidence)  # here, where the error no longer holds on to what it was raised among
+        return False
 
     def update(self, loss: torch.Tensor) -> bool:
         """Take over after the loop's own forward and backward of a batch."""
@@ -239,6 +314,7 @@ class Guard:
         if self._begun is not None:
             raise TrainError("guard.settle belongs between two updates: hand the batch over first")
         self._seed_between(self.samples.position)
+        self._durable.progress.turned_to(Doing.BETWEEN)
         return self._hear()
 
     def close(self) -> None:
@@ -246,6 +322,7 @@ class Guard:
         self._put_back_batch()
         if self.settle() and self._examination.now() is None:
             self._treatment.finish()
+        self.ended()
         self.let_go()
 
     def let_go(self) -> None:
@@ -253,6 +330,7 @@ class Guard:
         self._treatment.disarm()
         numerics.raise_eps(1.0)
         self.samples.close()
+        self._durable.let_go()
 
     @property
     def incidents(self) -> list[Incident]:
@@ -262,6 +340,28 @@ class Guard:
     def tally(self) -> dict[str, Any]:
         """Count incidents for a summary."""
         return self._treatment.history.tally()
+
+    @property
+    def recent_loss(self) -> float | None:
+        """The median of the last 50 accepted losses, those of earlier processes included."""
+        return self._treatment.passed.recent_loss
+
+    @property
+    def saving_since(self) -> float | None:
+        """Since when a checkpoint is being written, on the monotonic clock."""
+        return self._durable.saving_since
+
+    def ended(self, *, was_killed: bool = False) -> None:
+        """Note that the process ends in order, be it with an error: no samples are to blame for it.
+
+        `was_killed`: another process of the run was, and the record stays as if it had been this one.
+        """
+        if not was_killed:
+            self._durable.progress.turned_to(Doing.ENDED, self.clock.tick)
+
+    def hung(self, evidence: str, *, in_update: bool) -> None:
+        """From another thread, while nothing goes on: write that down, and the newest proven state if there is time."""
+        self._durable.hung(evidence, in_update=in_update)
 
     @property
     def attempted_step(self) -> int:
@@ -282,11 +382,12 @@ class Guard:
             self._updater.drop_gradients,
             trained=self._updater.weights,
             scale=self._updater.loss_scale,
+            over_ranks=lambda grads: norm_over_ranks(grads, self.world.sum),
             seed=self.seed,
             rank=self.world.rank,
             device=self.world.device,
         )
-        return Search(replay, self.samples, self.world, self.on_device)
+        return Search(replay, self.samples, self.world, self.on_device, lambda: self.beat())
 
     # One update, from its samples to the gate.
 
@@ -295,16 +396,27 @@ class Guard:
         if not self._has_begun:
             for line in self._cautions:
                 log.info("%s", line)
+        if self._owes_resume and self.resume():
+            log.info("goes on from step %d", self.clock.step)
         self._has_begun = True
         self._put_back_batch()
         self._seed_between(self.samples.position)
-        if self.clock.step == 0 and not self._ring.held:
-            self._examination.now()  # what is compared with from now on
-            if (held := self._ring.take(0, verified=True)) is not None:
-                held.statistics = self._statistics()
+        if not self._ring.held and self._in_flight is None:
+            if self.clock.step == 0:
+                found = self._examination.now()  # what is compared with from now on
+                if found is not None and found.signal is Signal.RANK_MISMATCH:
+                    raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
+            self._durable.take(verified=self._durable.is_proven)
 
     def _goes_on(self, steps: int) -> bool:
         """Say whether another update is wanted; at the end the last one is heard and scanned first."""
+        if self._stop():
+            self._updater.ask_to_stop()
+            if self.world.size == 1:
+                self.settle()
+                self.stopped = True
+        if self.stopped:
+            return False
         if self.attempted_step < steps:
             return True
         if self.settle() and self.clock.step >= steps and (anomaly := self._examination.now()) is not None:
@@ -330,7 +442,14 @@ class Guard:
             if self._in_flight is not None:
                 self._in_flight.held = held
             else:
-                held.statistics = self._statistics()
+                held.statistics, held.remedies = self._statistics(), self._treatment.remedies()
+
+    def _slim(self, begun: _Begun, evidence: str) -> None:
+        """Make the update again in smaller micro-batches, as it did not fit into memory."""
+        slimmer = self._portions.slimmer(begun.step, evidence)
+        self._begun = None
+        self._drop(begun)
+        self._portions.slim(slimmer, begun.step, evidence)
 
     def _require_batch(self, verb: str) -> _Begun:
         """Return the update whose batch the loop is handing back; raise where there is none."""
@@ -353,6 +472,7 @@ class Guard:
         begun = _Begun(update, self.clock.tick + 1, self.attempted_step + 1, self._backups.take(), [])
         self._begun = self._newest_begun = begun
         Guard._newest = id(begun)
+        self._durable.progress.updating(begun.tick, self.clock.step, update.start, update.stop)
         if self.drill is not None:
             self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)
         self._scans.arm(self.attempted_step)
@@ -367,7 +487,8 @@ class Guard:
         self._begun.fed.append(batch)  # where it lies already: on a device it would be kept for two updates
         self._handed = batch = self.on_device(batch)
         self._scans.see_batch(self.attempted_step, batch)
-        stays_here = self.world.size > 1 and not is_last
+        # Where weights are spread they go to their owners at once: to wait, each rank would have to hold all of them.
+        stays_here = self.world.size > 1 and not is_last and not self._is_spread
         with self.world.accelerator.no_sync(self.model) if stays_here else nullcontext(), self._turn.of_loop():
             yield batch
 
@@ -382,17 +503,22 @@ class Guard:
         assert begun is not None
         if not self._hear(begun):
             return False
+        if self.stopped:
+            self._drop(begun)
+            return False
         if self.drill is not None:
             self.drill.on_gradients(self._place(), self._updater.weights)
         self._examination.launch(begun.backup)
         loss = self._losses[0] if len(self._losses) == 1 else pulse.mean(self._losses)
         rate = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
         self._ring.before_change()
-        attempt = self._updater.apply(self.clock.step, loss, self._treatment.knobs.values, rate=rate)
+        self._updater.agreement.tell(Flag.BUSY, self._durable.is_busy)
+        digest = 0 if self._updater.agreement.is_alone else self._treatment.digest(begun.update.start)
+        attempt = self._updater.apply(self.clock.step, loss, self._treatment.knobs.values, rate=rate, digest=digest)
         self._declare_restart(attempt)
         self.clock.tick += 1
         sent, metrics = Sent(attempt.measured, attempt.numbers), pulse.mean_metrics(self._reported)
-        self._in_flight = _InFlight(begun, attempt, self._updater.gate.limits, sent, metrics)
+        self._in_flight = _InFlight(begun, attempt, loss, self._updater.gate.limits, sent, metrics)
         return True
 
     def _seed_between(self, position: int) -> None:
@@ -412,8 +538,13 @@ class Guard:
             flight.sent.read(),
             flight.limits,
             has_scale=self._updater.scaler is not None,
+            is_busy=flight.attempt.is_busy,
+            by_rank=flight.attempt.told,
         )
+        if not vitals.alike:
+            self._treatment.ranks_differ([row[DIGEST] for row in flight.attempt.told()])
         self.newest = vitals
+        self.stopped |= vitals.stop_asked
         self.metrics.note(flight.metrics)
         finding = self._panel.judge(vitals)
         for remark in (*finding.remarks, *self._scans.remarks()):
@@ -432,7 +563,8 @@ class Guard:
         self._undo(flight, begun, vitals)
         if anomaly is not None:
             update, fed = flight.begun.update, flight.begun.fed
-            named = scanned or self._examination.named(anomaly, fed, update.failed)
+            spiked = not float(flight.loss) <= flight.limits[0]
+            named = scanned or self._examination.named(anomaly, fed, update.failed, spiked=spiked)
             is_spent = flight.begun.versions != [pulse.versions(batch) for batch in fed]
             usual = self._examination.nan_is_usual
             refused = None if vitals.accepted else Refused(update, fed, flight.limits, is_spent, usual)
@@ -464,8 +596,11 @@ class Guard:
         self._backups.let_go(flight.begun.backup)
         if vitals.accepted:
             self._treatment.healthy()
+            if flight.held is not None:
+                flight.held.remedies = self._treatment.remedies()
             scanned, after = self._scans.clean_step, self._verify_after
             self._ring.verify(healthy_until=self.clock.step, scanned_until=scanned, after=after)
+            self._durable.verified(any_busy=vitals.any_busy)
         if vitals.accepted and self.clock.step == 1 and not self._described:
             self._described = True
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
@@ -483,9 +618,14 @@ class Guard:
             self._updater.undo(flight.attempt)
         first = flight.begun if not vitals.accepted else begun
         if first is not None:
-            self._seed_between(first.update.start)
-            self._backups.put_back(first.backup)
-            self.samples.go_back(first.update)
+            self._drop(first)
+
+    def _drop(self, begun: _Begun) -> None:
+        """Take back an update that is not to land."""
+        self._updater.drop_gradients()
+        self._seed_between(begun.update.start)
+        self._backups.put_back(begun.backup)
+        self.samples.go_back(begun.update)
 
     def _statistics(self) -> dict[str, Any]:
         return {"panel": self._panel.state_dict(), "scans": self._scans.state_dict()}
@@ -498,3 +638,7 @@ _IN_TURN = (
 )
 _TWICE = f"guard.{{verb}} was called twice for one batch: {_IN_TURN}"
 _TWO_GUARDS = f"two guards are at work in turn: {_IN_TURN}"
+_FROM_THE_START = (
+    "make or load the model alike on every rank before it is prepared, and change no weights after that; "
+    "if they are to differ, say checks.replicas.every=0"
+)

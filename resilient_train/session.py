@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,22 +11,28 @@ from typing import Any
 
 from resilient_train import __version__
 from resilient_train.assemble import Run, assemble
-from resilient_train.checkpoint import weights
-from resilient_train.checkpoint.last_good import CHECKPOINTS
-from resilient_train.config.compose import Composed, flattened
-from resilient_train.errors import ConfigError, GaveUp, TrainError, in_one_line
+from resilient_train.checkpoint import export, weights
+from resilient_train.config.compose import Composed, flattened, is_fixed, told_changes
+from resilient_train.diagnose.frames import is_users
+from resilient_train.errors import ConfigError, GaveUp, RanksDiffer, Stopped, TrainError, in_one_line
 from resilient_train.files import commit_text
-from resilient_train.ranks.interrupt import Interrupt
+from resilient_train.ranks.leaving import has_lost_sibling
 from resilient_train.ranks.lock import DirectoryLock
+from resilient_train.ranks.stop import StopRequests
+from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
-from resilient_train.record import tracking
-from resilient_train.record.console import Terminal, duration, log
-from resilient_train.record.directory import RunDirectory, claim
+from resilient_train.record import endings, hangs, tracking
+from resilient_train.record.console import IN_FILE_ONLY, Terminal, duration, log
+from resilient_train.record.directory import CHECKPOINTS, RunDirectory, claim
 from resilient_train.record.incidents import INCIDENTS, IncidentBook, tags, to_mend
 from resilient_train.record.summary import Summary
 from resilient_train.record.tracking import NullTracker, TrackedRun, Tracker
+from resilient_train.resumption import Resume
 from resilient_train.state.determinism import set_deterministic
 from resilient_train.train import train
+
+_BEHIND_WATCHDOG_S = 60.0  # a collective that fails tells less than a watchdog
+_FOR_OTHERS_S = 1.2  # until the watchdogs of other ranks have looked at their clocks, too
 
 
 @dataclass(frozen=True)
@@ -39,13 +46,15 @@ class Ending:
 def run(composed: Composed) -> Ending:
     """Train as configured, in a directory of its own. An error becomes one line, a summary and an exit code."""
     config = composed.config
-    world = World.joined(config.accelerate)
+    limits = (config.run.start_timeout, config.run.step_timeout, config.run.save_timeout)
+    limit = max(limits) + _BEHIND_WATCHDOG_S if all(limits) else 0.0
+    world = World.joined(config.accelerate, start_timeout=config.run.start_timeout, limit=limit)
     terminal = Terminal(is_main=world.is_main)
     held: list[DirectoryLock] = []
     try:
         directory = world.on_main(lambda: _open(composed, held))
         if directory.finished is not None:
-            ending = _already_complete(directory, directory.finished)
+            ending = _already_complete(directory, directory.finished, world)
         else:
             terminal.log_to(directory.log(world.rank))
             set_deterministic(config.run.deterministic)
@@ -63,71 +72,216 @@ def _open(composed: Composed, held: list[DirectoryLock]) -> RunDirectory:
     """Choose and lock the run directory: a decision of rank 0."""
     settings = composed.config.run
     directory, lock = claim(
-        Path(settings.dir),
-        steps=settings.steps,
-        resume=settings.resume,
-        is_same=composed.is_same_as,
-        is_unchanged=composed.is_unchanged,
+        Path(settings.dir), steps=settings.steps, resume=settings.resume, is_unchanged=composed.is_unchanged
     )
     held.append(lock)
-    if directory.finished is None:
+    if directory.finished is not None:
+        if changes := composed.differences(directory.config):
+            lock.release()
+            why = f"holds a finished run of another configuration ({'; '.join(changes)}): choose another run.name"
+            raise ConfigError("run.dir", directory.path, why)
+    elif directory.goes_on:
+        directory.changes = composed.changes(directory.config)
+        if refused := [f"{key}: {how}" for key, how in directory.changes.items() if is_fixed(key)]:
+            lock.release()
+            why = f"holds a run that cannot go on with another {'; '.join(refused)}: choose another run.name"
+            raise ConfigError("run.dir", directory.path, why)
+    else:
         commit_text(directory.config, composed.yaml(directory.path))
-    elif changes := composed.differences(directory.config):
-        lock.release()
-        why = f"holds a finished run of another configuration ({'; '.join(changes)}): choose another run.name"
-        raise ConfigError("run.dir", directory.path, why)
+    if not directory.goes_on:
+        endings.begin(directory.path, is_finished=directory.finished is not None)
     return directory
 
 
 def _run(composed: Composed, world: World, terminal: Terminal, directory: RunDirectory) -> Ending:
-    config, started = composed.config, time.monotonic()
-    tracker: Tracker = NullTracker()
-    assembled: Run | None = None
-    book = IncidentBook(None)
+    one = _Session(composed, world, directory, terminal)
     status, error = "failed", None
-    try:
-        if world.is_main:
-            tracker = tracking.build(config.tracking, directory.path.name, Path("runs").absolute())
-        _greet(directory, world)
-        if world.is_main:
-            book = IncidentBook(directory.path)
-        assembled = assemble(config, world, book)
-        log.info("%s", assembled)
-        tracker.params(flattened(composed.resolved))
-        tracker.artifact(directory.config)
-        display = terminal.display(steps=config.run.steps, done=assembled.guard.clock.step)
+    with StopRequests(composed.config.run.max_hours, is_in_loop=False) as requests:
         try:
-            with Interrupt() as interrupt:
-                train(assembled, display, tracker, interrupt)
-        finally:
-            display.close()
-            assembled.close()
-        if world.is_main:
-            weights.save(assembled.bare_model, directory.path / weights.WEIGHTS)
-        status = "completed"
-    except BaseException as caught:  # a SystemExit in a user's code, too: it is not the end that was asked for
-        error = caught
-        status = "gave_up" if isinstance(caught, GaveUp) else "failed"
-    book.close()
-    seconds = time.monotonic() - started
-    summary = _summary(status, _exit_code(error), seconds, assembled)
-    _say(error, directory, world, assembled, seconds)
-    if world.is_main:
-        summary.write(directory.summary)  # before MLflow may take its time
-        if summary.ticks:  # a mistake in a configuration is nothing to track
-            if assembled is not None:
-                tracker.tags(tags(assembled.guard.incidents))
-            for file in (directory.log(0), directory.path / INCIDENTS):
-                if file.exists():
-                    tracker.artifact(file)
-            tracked = _finish(tracker, status)
-            summary.mlflow = tracked.as_dict() if tracked else None
-            summary.write(directory.summary)
-    if isinstance(error, KeyboardInterrupt):
-        raise error
-    evaluated = assembled.evaluated if assembled else None
-    loss = evaluated["loss"] if evaluated else summary.final_loss
-    return Ending(summary.exit_code, None if error else loss)
+            one.train(requests)
+            status = "completed"
+        except BaseException as caught:  # a SystemExit in a user's code, too: it is not the end that was asked for
+            error = caught
+            status = {GaveUp: "gave_up", Stopped: "preempted"}.get(type(caught), "failed")
+        requests.is_in_loop = True  # what comes now is short, and is to be finished
+        return one.end(status, error)
+
+
+class _Session:
+    """What is built on the way into a run, as far as it got."""
+
+    def __init__(self, composed: Composed, world: World, directory: RunDirectory, terminal: Terminal) -> None:
+        self.composed, self.world, self.directory, self.terminal = composed, world, directory, terminal
+        self.config, self.started = composed.config, time.monotonic()
+        self.tracker: Tracker = NullTracker()
+        self.book = IncidentBook(None)
+        self.run: Run | None = None
+        self.has_begun = not directory.goes_on
+
+    def train(self, requests: StopRequests) -> None:
+        """Build, take up where the run ended, train, and leave what has to be left."""
+        settings, directory, composed = self.config.run, self.directory, self.composed
+        if self.world.is_main:
+            self.tracker = tracking.build(self.config.tracking, directory.path, Path("runs").absolute())
+        _greet(directory, self.world)
+        self.book = IncidentBook(directory.path if self.world.is_main else None, place=directory.path)
+        source = None if settings.resume in ("auto", "never") else Path(settings.resume)
+        resume = Resume(source, composed.digest, tuple(directory.changes), self._mlflow_run)
+        with self._watchdog(requests) as watchdog:
+            self.run = run = assemble(self.config, self.world, self.book, resume, requests.asked)
+            log.info("%s", run)
+            if self.world.is_main:
+                export.describe(run.bare_model, directory.path)
+            self._take_up(run)
+            self.tracker.params(flattened(composed.resolved))
+            self.tracker.artifact(directory.config)
+            display = self.terminal.display(steps=settings.steps, done=run.guard.clock.step)
+            requests.is_in_loop = True
+            try:
+                train(run, display, self.tracker, watchdog.beat)
+                watchdog.beat(Phase.SAVE)
+                left = run.guard.leave()
+            finally:
+                display.close()
+                run.close()
+            if run.guard.stopped:
+                where = f"the state is in {left}" if left else "no state could be written"
+                raise Stopped(f"stopped at step {run.guard.clock.step:,}, asked by {requests.by or 'another'}: {where}")
+            self._save_weights(run, directory.path / weights.WEIGHTS)
+
+    def _watchdog(self, requests: StopRequests) -> Watchdog:
+        """Somebody who looks at the clock, from before the first of a user's code runs."""
+        settings = self.config.run
+        limits = {
+            Phase.START: settings.start_timeout,
+            Phase.STEP: settings.step_timeout,
+            Phase.SAVE: settings.save_timeout,
+        }
+
+        def saving_since() -> float | None:
+            return self.run.guard.saving_since if self.run else None
+
+        return Watchdog(limits, requests, settings.grace, saving_since, self._last_words, self.terminal.file)
+
+    def end(self, status: str, error: BaseException | None) -> Ending:
+        """Say how it ended, to all who want to know."""
+        directory, run, seconds = self.directory, self.run, time.monotonic() - self.started
+        was_lost = self.world.size > 1 and error is not None and is_lost_peer(error)
+        if isinstance(error, Stopped) and self._was_asked_for_another():
+            status, was_lost = "failed", True
+            error = TrainError("another process of this run ended; what it said is above or in its train.rank*.log")
+        elif status == "failed" and not (self.world.is_main or was_lost):
+            endings.failed(directory.path, self.world.rank)
+        if run is not None and self.has_begun:  # else the record is still of the process before this one
+            run.guard.ended(was_killed=was_lost)
+        self.book.close()
+        summary = _summary(status, _exit_code(error), seconds, run)
+        if summary.weights_sha256 is not None:  # each rank's own, in its own log
+            log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
+        _say(error, directory, self.world, run, seconds)
+        if self.world.is_main:
+            self._note(summary, error)  # before MLflow may take its time
+            if summary.ticks:  # a mistake in a configuration is nothing to track
+                if run is not None:
+                    self.tracker.tags(tags(run.guard.incidents))
+                for file in (directory.log(0), directory.path / INCIDENTS):
+                    if file.exists():
+                        self.tracker.artifact(file)
+                tracked = _finish(self.tracker, status)
+                summary.mlflow = tracked.as_dict() if tracked else None
+                self._note(summary, error)
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        evaluated = run.evaluated if run else None
+        loss = evaluated["loss"] if evaluated else summary.final_loss
+        return Ending(summary.exit_code, None if error else loss)
+
+    def _was_asked_for_another(self) -> bool:
+        """Say whether an agent asks to stop because another rank has failed: nobody wished it then."""
+        if self.world.size == 1 or (self.run is not None and self.run.guard.stopped):  # all have agreed to it
+            return False
+        return endings.has_failed(self.directory.path) or has_lost_sibling()
+
+    def _note(self, summary: Summary, error: BaseException | None) -> None:
+        """Write down how it ended; of a configuration that was refused, only that: the run stands where it stood."""
+        if self.has_begun or not isinstance(error, ConfigError):
+            _write(summary, self.directory)
+        elif "WORLD_SIZE" in os.environ:  # a launcher makes another code of it
+            endings.refused(self.directory.path, error.exit_code, str(error))
+
+    def _take_up(self, run: Run) -> None:
+        """Go on where the run ended, with what has changed since; only now is the new configuration written down."""
+        directory = self.directory
+        for line in told_changes(directory.changes):
+            log.info("changed: %s", line)
+        if run.guard.resume():
+            log.info("goes on from step %d", run.guard.clock.step)
+        elif directory.goes_on:
+            log.info("the run there had no checkpoint yet: it begins at step 0 again")
+        self.has_begun = True
+        if directory.goes_on and self.world.is_main:
+            endings.begin(directory.path, is_finished=False)
+        if directory.changes and self.world.is_main:
+            commit_text(directory.config, self.composed.yaml(directory.path))
+
+    def _save_weights(self, run: Run, path: Path) -> None:
+        tensors = weights.gathered(run.bare_model, keep=self.world.is_main)
+        if not self.world.is_main:
+            return
+        try:
+            weights.save(tensors, path)
+        except OSError as error:
+            why = "make room; the same command goes on from the newest checkpoint, if one could be written"
+            raise TrainError(f"{path} cannot be written ({error.strerror or error}): {why}") from error
+
+    def _mlflow_run(self) -> str | None:
+        return self.tracker.run.run_id if self.tracker.run else None
+
+    def _last_words(self, hang: Hang) -> int:
+        """Write down where a run stands that does not go on; called in another thread, just before the end."""
+        asked = "it was asked to stop, and " if hang.stop_asked else ""
+        where = next((f for f in reversed(hang.frames) if is_users(f.f_code.co_filename)), None)
+        place = (
+            f"{where.f_code.co_filename}:{where.f_lineno}, in {where.f_code.co_name}" if where else "no line of yours"
+        )
+        evidence = f"{asked}no {hang.phase} was finished for {hang.seconds:.0f} s; it stands in {place}"
+        # Of the many that wait for one, rank 0 speaks; where the user's own code stands is for everybody's eyes.
+        level = logging.ERROR if self.world.is_main or where else logging.INFO
+        log.log(level, "%s: the process ends; all stacks are in %s", evidence, self.directory.log(self.world.rank))
+        log.info("%s", hang.stacks, extra=IN_FILE_ONLY)
+        if self.world.size > 1 and not hang.stop_asked:
+            evidence = self._among_others(hangs.Hung(self.world.rank, evidence, where is not None))
+        for_another = hang.stop_asked and self._was_asked_for_another()
+        code = 75 if hang.stop_asked and not for_another else 1  # the same command goes on, from what was written
+        if self.run is not None:
+            if not hang.stop_asked:
+                self.run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)
+            else:
+                self.run.guard.ended(was_killed=for_another)
+            if self.world.is_main:
+                status = "preempted" if code == 75 else "failed"
+                _write(_summary(status, code, time.monotonic() - self.started, self.run), self.directory)
+        return code
+
+    def _among_others(self, mine: hangs.Hung) -> str:
+        """Have rank 0 say who hung where: the others give it the time, because their end would be all that it sees."""
+        place, size = self.directory.path, self.world.size
+        if not self.world.is_main:
+            hangs.leave(place, mine)
+            time.sleep(_FOR_OTHERS_S)
+            return mine.evidence
+        evidence = hangs.told(hangs.gathered(place, mine, size, _FOR_OTHERS_S), size)
+        if evidence != mine.evidence:
+            log.error("%s", evidence)
+        return evidence
+
+
+def _write(summary: Summary, directory: RunDirectory) -> None:
+    """Commit the summary; a disk that does not take it is no reason to fail."""
+    try:
+        summary.write(directory.summary)
+    except OSError as error:
+        log.error("%s cannot be written: %s", directory.summary, error.strerror or error)
 
 
 def _finish(tracker: Tracker, status: str) -> TrackedRun | None:
@@ -146,18 +300,18 @@ def _finish(tracker: Tracker, status: str) -> TrackedRun | None:
 
 
 def _greet(directory: RunDirectory, world: World) -> None:
-    if directory.note:
-        log.info("%s", directory.note)
     log.info("resilient_train %s in %s", __version__, directory.path)
     log.info("%s", world)
 
 
-def _already_complete(directory: RunDirectory, summary: dict[str, Any]) -> Ending:
+def _already_complete(directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
+    if summary["status"] == "gave_up" and not world.is_main:
+        return Ending(int(summary["exit_code"]), None)
     if summary["status"] == "gave_up":
         kept = sorted((directory.path / CHECKPOINTS).glob("step-*"))
         where = f"its last good state is in {kept[-1]}" if kept else "it left no state"
         log.error("%s gave up: the end of its train.log says why; %s", directory.path, where)
-        log.error("with another configuration it starts anew, and so it does with run.resume=never")
+        log.error("with another configuration it goes on from there; with run.resume=never it starts anew")
         return Ending(int(summary["exit_code"]), None)
     log.info("%s is complete: %s steps, loss %s", directory.path, summary["steps"], _rounded(summary.get("final_loss")))
     log.info("run.resume=never trains another one beside it")
@@ -169,7 +323,7 @@ def _say(error: BaseException | None, directory: RunDirectory, world: World, run
     """Say how it ended: one line for the terminal; a traceback goes to the log file."""
     if error is None:
         assert run is not None
-        loss = _rounded(run.tally.final_loss)
+        loss = _rounded(run.guard.recent_loss)
         evaluated = "".join(f", evaluation {name} {value:.4g}" for name, value in (run.evaluated or {}).items())
         log.info("completed %d steps in %s: recent loss %s%s", run.guard.clock.step, duration(seconds), loss, evaluated)
         counted = run.guard.tally()
@@ -183,18 +337,20 @@ def _say(error: BaseException | None, directory: RunDirectory, world: World, run
         log.info("weights and summary in %s", directory.path)
     elif isinstance(error, GaveUp):
         log.info(
-            "the same command says so again; with run.resume=never it starts anew"
+            "the same command says so again; with another configuration it goes on from there"
         )  # the rest was said by the guard
+    elif isinstance(error, Stopped):
+        log.info("%s; the same command goes on", error)
     elif isinstance(error, TrainError):
-        # Every rank finds the same fault in a configuration; rank 0 says it for all.
-        level = logging.ERROR if world.is_main or not isinstance(error, ConfigError) else logging.INFO
+        # Every rank finds the same fault in a configuration, and in what they tell each other; rank 0 says it for all.
+        is_everybodys = isinstance(error, ConfigError | RanksDiffer)
+        level = logging.ERROR if world.is_main or not is_everybodys else logging.INFO
         log.log(level, "error: %s", error, exc_info=error.__cause__)
     elif isinstance(error, KeyboardInterrupt):
-        log.error("interrupted: the run cannot be continued yet, the same command starts it anew")
+        log.error("interrupted: the same command goes on from the newest checkpoint")
     elif world.size > 1 and is_lost_peer(error):
-        log.error(
-            "error: another process of this run ended; its own line is above, or in its train.rank*.log", exc_info=error
-        )
+        told = "another process of this run ended; what it said, if anything, is above or in its train.rank*.log"
+        log.log(logging.ERROR if world.is_main else logging.INFO, "error: %s", told, exc_info=error)
     else:
         where = f" on rank {world.rank}" if world.size > 1 else ""
         file = directory.log(world.rank)
@@ -208,7 +364,7 @@ def _rounded(loss: Any) -> str:
 def _exit_code(error: BaseException | None) -> int:
     if error is None:
         return 0
-    return error.exit_code if isinstance(error, TrainError) else 1
+    return error.exit_code if isinstance(error, TrainError | Stopped) else 1
 
 
 def _summary(status: str, exit_code: int, seconds: float, run: Run | None) -> Summary:
@@ -219,7 +375,7 @@ def _summary(status: str, exit_code: int, seconds: float, run: Run | None) -> Su
         steps=clock.step if clock else 0,
         ticks=clock.tick if clock else 0,
         steps_lost=clock.tick - clock.step if clock else 0,
-        final_loss=run.tally.final_loss if run else None,
+        final_loss=run.guard.recent_loss if run else None,
         eval=run.evaluated if run else None,
         incidents=run.guard.tally() if run else {"total": 0, "recovered": 0, "by_cause": {}},
         seconds=round(seconds, 3),

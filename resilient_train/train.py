@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from resilient_train.assemble import Run
-from resilient_train.ranks.interrupt import Interrupt
 from resilient_train.record.console import Display, log
 from resilient_train.record.incidents import tags
 from resilient_train.record.tracking import Tracker
 from resilient_train.state.randomness import preserved
 
 
-def train(run: Run, display: Display, tracker: Tracker, interrupt: Interrupt) -> None:
-    """Make updates until `run.steps` of them are accepted; evaluate on the way and at the end."""
+def _unwatched() -> None:
+    """Nobody looks at the clock."""
+
+
+def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None] = _unwatched) -> None:
+    """Make updates until `run.steps` of them are accepted, or it is asked to stop; evaluate on the way and at the end.
+
+    `beat` is called whenever the run has got on.
+    """
     settings, guard = run.config.run, run.guard
+    guard.beat = beat
     run.model.train()
+    if run.owes_evaluation(guard.clock.step):
+        evaluate_and_report(run, tracker, beat)
     run.tally.start_lap()
     for batch in guard.batches(settings.steps):
-        interrupt.check()
-        if not guard.step(batch):
+        attempted = guard.step(batch)
+        beat()
+        if not attempted:
             continue  # gradients accumulate, or the update was dropped for the sake of an incident
         display.step(guard.clock.step)
-        if guard.clock.tick == 1:
+        if not run.has_begun:
+            run.has_begun = True
             tracker.begin()  # MLflow may load now; before, it would have kept the first update waiting
-        run.tally.add(guard.newest)
         if guard.newest and guard.newest.accepted and guard.newest.step % settings.log_every == 0:
             report(run, display, tracker)
-        if settings.eval_every and guard.attempted_step % settings.eval_every == 0 and guard.settle():
-            run.tally.add(guard.newest)
+        if run.evaluates_at(guard.attempted_step) and guard.settle():
             report(run, display, tracker)
-            evaluate_and_report(run, tracker)
-    run.tally.add(guard.newest)
+            evaluate_and_report(run, tracker, beat)
     report(run, display, tracker)
-    if not settings.eval_every or guard.clock.step % settings.eval_every:
-        evaluate_and_report(run, tracker)
+    if not guard.stopped and run.evaluated_at != guard.clock.step:
+        evaluate_and_report(run, tracker, beat)
 
 
 def report(run: Run, display: Display, tracker: Tracker) -> None:
@@ -57,25 +66,35 @@ def report(run: Run, display: Display, tracker: Tracker) -> None:
     tracker.metrics(newest.tick, values | {"incidents_total": len(guard.incidents)})
 
 
-def evaluate_and_report(run: Run, tracker: Tracker) -> None:
-    """Evaluate, if there is something to evaluate on."""
-    if run.evaluation is None:
+def evaluate_and_report(run: Run, tracker: Tracker, beat: Callable[[], None]) -> None:
+    """Evaluate, if there is something to evaluate on, and nobody asks to stop meanwhile."""
+    if run.evaluation is None or not (found := evaluate(run, beat)):
         return
-    run.evaluated = evaluate(run)
+    run.evaluated, run.evaluated_at = found, run.guard.clock.step
+    run.guard.evaluated(found)
     told = "  ".join(f"{name} {value:.4g}" for name, value in run.evaluated.items())
     log.info("evaluation after step %d: %s", run.guard.clock.step, told)
     tracker.metrics(run.guard.clock.tick, {f"eval/{name}": value for name, value in run.evaluated.items()})
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> dict[str, float]:
-    """Return the mean over all rows and ranks of the loss and of what the objective reports."""
+def evaluate(run: Run, beat: Callable[[], None] = _unwatched) -> dict[str, float]:
+    """Return the mean over all rows and ranks of the loss and of what the objective reports.
+
+    Nothing where it was left because the run is to stop: it is made up for when the run goes on. Several processes, of
+    which each would leave at another batch, finish it first.
+    """
     assert run.evaluation is not None
     sums: dict[str, torch.Tensor] = {}
     rows: dict[str, int] = {}
     run.model.eval()
     with preserved(run.world.device):  # whatever evaluation draws, training goes on as if it had not happened
         for batch, weight in run.evaluation:
+            beat()
+            if run.world.size == 1 and run.stop():
+                run.model.train()
+                run.guard.stopped = True  # the end, too, is not reached without it
+                return {}
             loss, metrics = run.objective(run.model, run.guard.on_device(batch))
             for name, value in {"loss": loss, **metrics}.items():
                 part = torch.as_tensor(value, dtype=torch.float32, device=run.world.device) * weight

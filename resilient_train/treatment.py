@@ -4,67 +4,50 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
 
-from resilient_train.checkpoint import last_good
-from resilient_train.data.samples import Samples, Slicing, Update
-from resilient_train.diagnose.damage import lost_eps, of_state
-from resilient_train.diagnose.search import Refused, Search
-from resilient_train.diagnose.verdict import again, on_failed
-from resilient_train.errors import GaveUp, in_one_line
-from resilient_train.events import Anomaly, Cause, Diagnosis, Incident, Outcome, Signal, Vitals
-from resilient_train.numerics.armor import Armor, CannotArmor
-from resilient_train.ranks.world import World
+from resilient_train.data.samples import Update
+from resilient_train.diagnose.damage import is_possible, lost_eps, of_state
+from resilient_train.diagnose.search import Refused
+from resilient_train.diagnose.verdict import on_failed
+from resilient_train.errors import GaveUp, RanksDiffer, TrainError, in_one_line
+from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
+from resilient_train.numerics.armor import Armor, CannotArmor, Plate
+from resilient_train.passed import PassedUpdates
+from resilient_train.ranks.majority import named, odd_ones
 from resilient_train.record.console import log
 from resilient_train.record.incidents import IncidentBook, farewell, outcome_told, told
 from resilient_train.record.quarantine import Quarantine
+from resilient_train.recover import digest
 from resilient_train.recover.causes import by_signal
 from resilient_train.recover.decide import decide
 from resilient_train.recover.history import History, kind_of
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import Applicable, PutOnArmor, passes_over, remedy
-from resilient_train.state.ring import Held, Ring
-from resilient_train.state.run_state import Clock, RunState
-from resilient_train.update.precision import Precision
-from resilient_train.update.updater import Updater
-from resilient_train.watch.checks import Panel
-from resilient_train.watch.scans import Scans
+from resilient_train.state.ring import Held
+from resilient_train.ward import OnDisk, Ward
 
 _KNOWN_AFTER, _KNOWN_FOR = 2, 50  # incidents and updates: the like of the last two needs no search
-_TREND = 32  # accepted updates
+_BEGINNING = 16  # accepted updates: what breaks so soon was wrong from the start
 
 
-class Passed(NamedTuple):
-    """An update that was attempted: which it would be, where its samples lie, and what it measured."""
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Something that happened to the process, the disk or the files of a run, and what was done about it."""
 
+    signal: Signal
     step: int
-    start: int
-    stop: int
-    accepted: bool
-    loss: float
-    norm: float
-
-
-@dataclass
-class Ward:
-    """The rooms that remedies reach into."""
-
-    world: World
-    clock: Clock
-    samples: Samples
-    slicing: Slicing
-    state: RunState
-    updater: Updater
-    ring: Ring
-    panel: Panel
-    scans: Scans
-    precision: Precision
-    search: Search | None  # None where a step cannot be replayed
+    since: int
+    evidence: str
+    remedy: str
+    advice: str = ""
+    rows: tuple[int, ...] = ()
+    rewound_to: int | None = None
+    steps_lost: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 class Treatment:
@@ -76,18 +59,33 @@ class Treatment:
         self.ward, self.policy, self.book, self.quarantined = ward, policy, book, quarantined
         self.knobs = Knobs(relax_after=policy.relax_after)
         self.history = History(book.incidents, recovered_after=recovered_after)
-        self._passed: deque[Passed] = deque(maxlen=10_000)
+        self.passed = PassedUpdates()
         self._anomaly: Anomaly | None = None
         self._diagnosis: Diagnosis | None = None
         self._armor = Armor()
         self._armored: set[tuple[str, int, str]] = set()  # by file, line and operation; also where it could not be
         self._blamed = (0, 0)
-        self._rewound: Held | None = None
+        self.on_disk: OnDisk | None = None
+        self.micro_batch: int | None = None  # rows that memory was found to have room for
+        self._rewound: int | None = None
+        self._decisions: int | None = None  # their digest; None since something was decided
+
+    def digest(self, start: int) -> int:
+        """Digest all that ranks have to have decided alike for an update whose samples begin at `start`."""
+        if self._decisions is None:
+            in_force = {
+                "skipped": self.ward.samples.passed_over(),
+                "quarantined": sorted(self.quarantined.rows),
+                "armor": [(plate.function, plate.text, plate.count, plate.op) for plate in self._armor.plates],
+                "mends_eps": self.ward.updater.mends_eps,
+            }
+            self._decisions = digest.of_decisions(self.history.incidents, in_force)
+        clock, samples = self.ward.clock, self.ward.slicing.samples
+        return digest.of_update(self._decisions, clock.step, clock.tick, start, samples, self.knobs.values)
 
     def heard(self, vitals: Vitals) -> None:
         """Note an update that was attempted, in case it is to blame for something later."""
-        accepted, step = vitals.accepted, vitals.step + (not vitals.accepted)
-        self._passed.append(Passed(step, vitals.start, vitals.stop, accepted, vitals.loss, vitals.grad_norm))
+        self.passed.add(vitals)
 
     def healthy(self) -> None:
         """Note that an update landed without trouble."""
@@ -97,13 +95,18 @@ class Treatment:
     def treat(self, anomaly: Anomaly, update: Update, refused: Refused | None = None) -> None:
         """Do what the policy prescribes about the newest update. Raises GaveUp where it has nothing left."""
         started, before, ward = time.perf_counter(), self.ward.clock.step, self.ward
+        self._decisions = None
         self._anomaly, self._rewound = anomaly, None
-        self._blamed = self._samples_to_blame(anomaly, update)
+        self._blamed = self.passed.first_to_blame(anomaly, update.start), update.stop
         ward.ring.distrust(anomaly.since)
+        if self.on_disk is not None and anomaly.landed:  # before a diagnosis, in which the process may end
+            self.on_disk.distrust(anomaly.since)
         ward.updater.usual_norm = ward.panel.usual_norm or ward.updater.usual_norm
         self._diagnosis = diagnosis = self._diagnosed(anomaly, update, refused)
+        if not anomaly.ranks:  # gradients are on every rank alike once they were averaged: a replay tells more
+            self._anomaly = anomaly = dataclasses.replace(anomaly, ranks=diagnosis.ranks)
         decision = decide(
-            *(self.policy, anomaly, diagnosis, self.history.incidents, ward.clock.tick),
+            *(self.policy, anomaly, diagnosis, self.history.of_training, ward.clock.tick),
             self._applicable(anomaly, diagnosis),
         )
         incident, closed = self.history.open(anomaly, diagnosis, decision)
@@ -115,19 +118,164 @@ class Treatment:
             self.knobs.trouble()
         for action in decision.actions:
             remedy(action).apply(self)
+        if self.on_disk is not None and self._rewound is not None:
+            self.on_disk.rewound(self._rewound)
         if self._rewound is not None:
             self.history.undone(before - ward.clock.step)
             as_before = self.knobs.values.lr == 1.0
-            ward.panel.rewound(self._rewound.step, anomaly.since, comparable=as_before)
+            ward.panel.rewound(self._rewound, anomaly.since, comparable=as_before)
         incident = dataclasses.replace(
             incident,
-            rewound_to=self._rewound.step if self._rewound else None,
+            rewound_to=self._rewound,
             steps_lost=before - ward.clock.step + (refused is not None),
             seconds=time.perf_counter() - started,
         )
         self.history.treated(incident)
         self.book.treated(incident)
+        self.book.in_force(self.remedies())
         log.warning("%s", told(incident))
+
+    def ranks_differ(self, digests: Sequence[float]) -> NoReturn:
+        """End the run on all ranks, as they did not decide alike: what they would do together now may wait for ever.
+
+        `digests` are those of all ranks with the update in flight: what landed before it, they have made alike.
+        """
+        ward, odd = self.ward, odd_ones(digests)
+        step, since = ward.clock.step + 1, ward.clock.step
+        others = len(digests) - len(odd)
+        evidence = f"{named(odd)} decided " + (f"otherwise than the {others:,} others" if others else "differently")
+        anomaly = Anomaly(Signal.RANK_MISMATCH, step, ward.clock.tick, since, evidence, ranks=odd)
+        incident, _ = self.history.open(anomaly, Diagnosis(Cause.PROCESS, _DIFFER), Decision((Action("end"),)))
+        self.book.opened(incident)
+        incident = self.history.ended(incident.id)
+        ward.ring.distrust(since)
+        held = ward.ring.last_good(since)
+
+        def leave() -> None:
+            self.book.closed(incident)
+            if self.on_disk is not None:
+                self.on_disk.distrust(since)
+                if held is not None:
+                    self.on_disk.leave_alone(held)
+
+        ward.world.main_before_others(leave)
+        raise RanksDiffer(f"{evidence} in update {step}: the run ends before weights drift apart; {_ALIKE_AGAIN}")
+
+    def convict(self, ranks: tuple[int, ...]) -> None:
+        """Name the ranks whose weights were changed, now that the others came to the same ones for a second time."""
+        open_ones = (one for one in reversed(self.history.incidents) if one.outcome is None)
+        incident = next((one for one in open_ones if one.anomaly.signal is Signal.RANK_MISMATCH), None)
+        if incident is not None:
+            incident = dataclasses.replace(incident, anomaly=dataclasses.replace(incident.anomaly, ranks=ranks))
+            self.history.treated(incident)
+            self.book.treated(incident)
+            log.info("incident %d began on %s: the others came to the same weights again", incident.id, named(ranks))
+
+    def over(self, number: int) -> None:
+        """Take note that an incident does not last any more: from now on healthy updates count."""
+        self.history.lasting.discard(number)
+
+    def note(self, trouble: Trouble, *, lasts: bool = False) -> int:
+        """Write down an incident of the process, not of the training: what is done about it is done already."""
+        tick = self.ward.clock.tick
+        anomaly = Anomaly(trouble.signal, trouble.step, tick, trouble.since, trouble.evidence, ranks=trouble.ranks)
+        known = by_signal(anomaly)
+        diagnosis = dataclasses.replace(known, advice=trouble.advice or known.advice, rows=trouble.rows)
+        incident, closed = self.history.open(anomaly, diagnosis, Decision((Action(trouble.remedy),)))
+        self._close(closed)
+        self.book.opened(incident)
+        incident = dataclasses.replace(incident, rewound_to=trouble.rewound_to, steps_lost=trouble.steps_lost)
+        self.history.treated(incident)
+        self.book.treated(incident)
+        if lasts:
+            self.history.lasting.add(incident.id)
+        log.warning("%s", told(incident))
+        return incident.id
+
+    # What outlives the process.
+
+    def remedies(self) -> dict[str, Any]:
+        """What is in force now, as plain data: it does not rewind, and a resume takes it up."""
+        return {
+            "tick": self.ward.clock.tick,
+            "knobs": self.knobs.state_dict(),
+            "skipped": [list(span) for span in self.ward.samples.passed_over()],
+            "quarantined": sorted(self.quarantined.rows),
+            "armor": [asdict(plate) for plate in self._armor.plates],
+            "armored": sorted(map(list, self._armored)),
+            "mends_eps": self.ward.updater.mends_eps,
+            "micro_batch": self.micro_batch,
+            "usual_norm": self.ward.updater.usual_norm,
+            "open": {str(number): healthy for number, healthy in self.history.healthy_since().items()},
+        }
+
+    def know(self, incidents: Iterable[Incident]) -> None:
+        """Take up the history that rank 0 has read from its journal: all ranks decide by the same one."""
+        self._decisions = None
+        if not self.ward.world.is_main:
+            self.history = History(incidents, recovered_after=self.history.recovered_after)
+
+    def take_up(self, remedies: Mapping[str, Any]) -> None:
+        """Put in force what was before the process ended. Raises ValueError where these are no remedies."""
+        self._decisions = None
+        try:
+            self.knobs.load_state_dict(remedies["knobs"])
+            for start, stop in remedies["skipped"]:
+                self.ward.samples.skip(int(start), int(stop))
+            plates = [Plate(**plate) for plate in remedies["armor"]]
+            self._armored |= {(str(file), int(line), str(op)) for file, line, op in remedies["armored"]}
+            usual, micro = remedies["usual_norm"], remedies["micro_batch"]
+            self.micro_batch = None if micro is None else int(micro)
+            self.ward.updater.mends_eps = remedies["mends_eps"] is True
+            self.ward.updater.usual_norm = None if usual is None else float(usual)
+            self._recall_rows(frozenset(map(int, remedies["quarantined"])))
+            self.history.was_healthy({int(number): int(since) for number, since in remedies["open"].items()})
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"the remedies in force cannot be read: {in_one_line(error)}") from error
+        for plate in plates:
+            self._wear(plate)
+
+    def _recall_rows(self, rows: frozenset[int]) -> None:
+        """Keep rows in quarantine whose list is lost or damaged."""
+        if lost := sorted(rows - self.quarantined.rows.keys()):
+            self.ward.samples.quarantine(lost)
+            self.quarantined.add(lost, "its list was lost; a checkpoint or the journal had it", self.ward.clock.step, 0)
+
+    def put_away(self, rows: Sequence[int], reason: str) -> None:
+        """Put rows in quarantine that end the process, wherever they come, as far as the budget allows."""
+        self._decisions = None
+        allowed = self.policy.budget.rows_of(self.ward.samples.rows)
+        if len({*rows} | self.quarantined.rows.keys()) <= allowed:
+            self.ward.samples.quarantine(rows)
+            self.quarantined.add(rows, reason, self.ward.clock.step, self.history.incidents[-1].id)
+
+    def may_slim(self) -> bool:
+        """Say whether the policy allows for smaller micro-batches once more."""
+        met = sum(one.anomaly.signal is Signal.OUT_OF_MEMORY for one in self.history.incidents)
+        return met < self.policy.halvings
+
+    def slimmed(self, step: int, evidence: str, ranks: tuple[int, ...] = ()) -> None:
+        """Note that updates are made in smaller micro-batches from now on."""
+        self.micro_batch = self.ward.slicing.batch_size
+        self.note(Trouble(Signal.OUT_OF_MEMORY, step, step - 1, evidence, "smaller_batch", ranks=ranks))
+        self.book.in_force(self.remedies())
+
+    def skip_samples(self, start: int, stop: int) -> None:
+        """Pass over samples that ended the process."""
+        self._decisions = None
+        self.ward.samples.skip(start, stop)
+        self.book.in_force(self.remedies())
+
+    def _wear(self, plate: Plate) -> None:
+        try:
+            worn = self._armor.put_on_again(plate)
+        except CannotArmor as why:
+            log.warning("no armor around `%s` at %s:%d any more: %s", plate.op, plate.file, plate.line, why)
+            return
+        where = (worn.file, worn.line, worn.op)
+        self._armored.add(where)
+        if self.ward.search is not None:
+            self.ward.search.armored.add(where)
 
     def disarm(self) -> None:
         """Give the user's code back as it was: another run of this process is to find its own faults."""
@@ -143,20 +291,29 @@ class Treatment:
         """Go back to a proven state: the newest one, an older one, or one at least `steps` back."""
         assert self._anomaly is not None
         proven = self.ward.ring.proven(self._anomaly.since)
+        if not proven:
+            step = self.on_disk.restore(self._anomaly.since) if self.on_disk is not None else None
+            if step is None:
+                raise TrainError(f"no proven state of before step {self._anomaly.since + 1} can be read any more")
+            self._arrived(step)
+            return
         far_enough = [held for held in proven if held.step <= self._anomaly.step - steps] or proven[-1:]
         held = far_enough[min(older, len(far_enough) - 1)]
         self.ward.ring.restore(held)
         self.ward.panel.load_state_dict(held.statistics["panel"])
         self.ward.scans.load_state_dict(held.statistics["scans"])
-        while self._passed and self._passed[-1].step > held.step:
-            self._passed.pop()
-        self._rewound = held
+        self._arrived(held.step)
+
+    def _arrived(self, step: int) -> None:
+        """Take note of where a rewind has led."""
+        self.passed.rewound(step)
+        self._rewound = step
 
     def skip(self, updates: int | None = None) -> None:
         """Pass over the samples to blame, or over as many updates' worth from where the run stands now."""
         start, stop = self._blamed
         if updates is not None:
-            start = self.ward.samples.position if self._rewound else start
+            start = start if self._rewound is None else self.ward.samples.position
             stop = max(stop, start + updates * self.ward.slicing.samples)
         self.ward.samples.skip(start, stop)
 
@@ -176,11 +333,12 @@ class Treatment:
     def armor(self) -> None:
         """Put armor around the guilty operation, for the rest of the run."""
         assert self._diagnosis is not None
-        assert self._diagnosis.culprit is not None
-        culprit = self._diagnosis.culprit
+        culprit = self._diagnosis.broken
+        assert culprit is not None
         where = (culprit.file, culprit.line, culprit.op)
         self._armored.add(where)
         self._armor.put_on(*where)
+        self.ward.panel.armored()
         if self.ward.search is not None:
             self.ward.search.armored.add(where)
 
@@ -206,27 +364,33 @@ class Treatment:
         if not anomaly.landed:
             if refused is not None and ward.search is not None:
                 known = self._known(anomaly)
-                if known is not None and ward.search.confirms(known, refused):
-                    return again(known)
-                found = ward.search.diagnose(anomaly, refused, self._lately())
+                if known is not None and (confirmed := ward.search.confirmed(known, refused)) is not None:
+                    return confirmed
+                found = ward.search.diagnose(anomaly, refused, self.passed.lately())
         else:
             proven = ward.ring.proven(anomaly.since)
             before = proven[0].snapshot.parts["weights"] if proven else {}
-            found = of_state(anomaly, dict(ward.state.model.named_parameters()), before, ward.updater.optimizers)
-            found = next((one for one in ward.world.all_of(found) if one is not None), None)
+            damage = of_state(anomaly, dict(ward.state.model.named_parameters()), before, ward.updater.optimizers)
+            theirs = enumerate(ward.world.all_of(damage))  # of a healthy rank it tells what moved farthest in health
+            to_ask = [one for rank, one in theirs if not anomaly.ranks or rank in anomaly.ranks]
+            worst = max((one for one in to_ask if one is not None), key=lambda one: one.size, default=None)
+            found = worst.diagnosis if worst is not None else None
             found = self._is_the_optimizers(anomaly, found or by_signal(anomaly))
         return found or by_signal(anomaly)
 
     def _is_the_optimizers(self, anomaly: Anomaly, found: Diagnosis) -> Diagnosis:
         """What breaks again at the same place, on the way that was made anew, is no accident of the hardware."""
-        again = [one for one in self.history.incidents[-_KNOWN_AFTER:] if one.anomaly.signal is anomaly.signal]
+        again = [one for one in self.history.of_training[-_KNOWN_AFTER:] if one.anomaly.signal is anomaly.signal]
+        if anomaly.signal is Signal.RANK_MISMATCH:
+            return found  # with the same gradients every optimizer comes to the same weights
         if found.cause is not Cause.CORRUPTION or not any(one.anomaly.since == anomaly.since for one in again):
             return found
-        return Diagnosis(Cause.OPTIMIZER, f"It came again at the same place after a rewind. {found.advice}")
+        cause = Cause.EXPLOSION if is_possible(anomaly) else Cause.OPTIMIZER
+        return Diagnosis(cause, f"It came again at the same place after a rewind. {found.advice}")
 
     def _known(self, anomaly: Anomaly) -> Diagnosis | None:
         """The culprit of the last incidents, where nothing was done about it but passing over."""
-        last = self.history.incidents[-_KNOWN_AFTER:]
+        last = self.history.of_training[-_KNOWN_AFTER:]
         first = last[0].diagnosis if len(last) == _KNOWN_AFTER else None
         if first is None or first.culprit is None:
             return None
@@ -241,15 +405,13 @@ class Treatment:
             and passes_over(incident.decision.actions)
         )
 
-    def _lately(self) -> tuple[list[float], list[float]]:
-        """Losses and gradient norms of the last accepted updates, and of the one that was not."""
-        lately = [*[one for one in self._passed if one.accepted][-_TREND:], self._passed[-1]]
-        return [one.loss for one in lately], [one.norm for one in lately]
-
     def _applicable(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Applicable:
         ward = self.ward
+        proven = ward.ring.proven(anomaly.since)
         return Applicable(
-            snapshots=len(ward.ring.proven(anomaly.since)),
+            snapshots=self._snapshots(proven, anomaly.since),
+            # Where armor makes values up, what is out of range at the beginning tells nothing about the rate.
+            at_start=anomaly.since < _BEGINNING and [held.step for held in proven] == [0] and not self._armor.plates,
             mixed_precision=ward.precision.is_mixed,
             loss_scaler=ward.updater.scaler is not None,
             rows=ward.samples.rows,
@@ -258,12 +420,16 @@ class Treatment:
             lost_eps=lost_eps(ward.updater.optimizers) is not None and not ward.updater.mends_eps,
         )
 
+    def _snapshots(self, proven: Sequence[Held], since: int) -> int:
+        """How many proven states are in reach; those on disk only where there are none in memory."""
+        return len(proven) or int(self.on_disk is not None and self.on_disk.has_proven(since))
+
     def _can_be_armored(self, diagnosis: Diagnosis) -> bool:
         """Say whether it fits, unless it was tried before: what does not help once does not help twice.
 
         Only where the policy could put it on: to look for a line takes a pass over all objects.
         """
-        culprit = diagnosis.culprit
+        culprit = diagnosis.broken
         if culprit is None or not culprit.line or not diagnosis.mendable:
             return False
         rungs = self.policy.ladder(diagnosis.cause)
@@ -280,11 +446,6 @@ class Treatment:
             return False
         return True
 
-    def _samples_to_blame(self, anomaly: Anomaly, update: Update) -> tuple[int, int]:
-        """Those of the update that was refused; of what landed, all since the newest step to be trusted."""
-        starts = [one.start for one in self._passed if one.step > anomaly.since] if anomaly.landed else []
-        return min([*starts, update.start]), update.stop
-
     def _give_up(self, incident: Incident) -> NoReturn:
         """End the run on its newest proven state, and leave that on disk."""
         ward, book = self.ward, self.book
@@ -292,23 +453,20 @@ class Treatment:
         held, path = ward.ring.last_good(incident.anomaly.since), None
         if held is not None:
             ward.ring.restore(held)
-            path = self._written(held)
+            path = self.on_disk.leave(held) if self.on_disk is not None else None
         if ward.world.is_main:  # every rank comes here, and one knows where the state was written
             log.error("%s", farewell(incident, path, self.history.incidents[:-1]))
         raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
-
-    def _written(self, held: Held) -> Path | None:
-        """Leave a state on disk; where that fails the run ends as it would have, and says so."""
-        if self.book.directory is None:
-            return None
-        try:
-            return last_good.save(self.book.directory, held.step, self.ward.state.model, held.snapshot.parts)
-        except (OSError, TypeError) as error:
-            log.error("the last good state, of step %d, could not be written: %s", held.step, in_one_line(error))
-            return None
 
     def _close(self, incidents: Iterable[Incident], healthy_steps: int | None = None) -> None:
         for incident in incidents:
             self.book.closed(incident)
             if incident.outcome is Outcome.RECOVERED:  # what recurs is told by the incident that it recurs in
                 log.info("%s", outcome_told(incident, healthy_steps))
+
+
+_DIFFER = (
+    "The ranks did not decide alike: look for code, data or settings that differ from rank to rank, such as another "
+    "version of a file on another host, or a state that only some ranks change."
+)
+_ALIKE_AGAIN = "the same command goes on from the newest proven state"

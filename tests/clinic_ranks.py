@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 
 from resilient_train.guard import Guard
 
-ROTTEN, RAISING, ZERO = 37, 21, 50
+ROTTEN, RAISING, ZERO, SLOPE = 37, 21, 50, 71
 
 
 class Rows(Dataset[Any]):
@@ -29,6 +31,8 @@ class Rows(Dataset[Any]):
             self.inputs[ROTTEN, 2] = math.nan
         if fault == "operation":
             self.inputs[ZERO] = 0.0
+        if fault == "slope":
+            self.labels[SLOPE] = 3e38  # for which the loss below is finite, and its slope is none
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -52,19 +56,42 @@ class Net(nn.Module):
         return result
 
 
-def main(fault: str) -> None:
+class Bounded(torch.autograd.Function):
+    """A loss that is cut off, and whose slope is not."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(value)
+        return value.clamp(max=1e4)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: torch.Tensor) -> torch.Tensor:
+        (value,) = ctx.saved_tensors
+        slope: torch.Tensor = slopes[0] * (value / value)
+        return slope
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    bounded: Any = Bounded.apply
+    found: torch.Tensor = bounded((model(batch[0]) - batch[1]).pow(2)).mean()
+    return found
+
+
+def main(fault: str, strategy: str) -> None:
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = Net()
+    if strategy == "spread":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    prepared = accelerator.prepare(model)
+    prepared = model if strategy == "spread" else accelerator.prepare(model)
     guard = Guard(
         accelerator,
         prepared,
         optimizer,
         data=Rows(fault),
         batch_size=4,
-        objective=lambda model, batch: (model(batch[0]) - batch[1]).pow(2).mean(),
+        objective=loss,
         clip=1.0,
     )
     for batch in guard.batches(steps=30):
@@ -89,4 +116,4 @@ def main(fault: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -21,3 +21,11 @@ class Outcome:
 
 
 command = Callable[[Sequence[str]], Outcome]
+
+SAVING = ["model=mlp", "data=digits", "objective=classification", "schedule=constant", "tracking=none"]
+SAVING += ["checkpoint.disk.every=5", "checkpoint.memory.every=5", "checkpoint.verify_after=5"]
+
+
+def train(run_command: command, directory: Path, steps: int) -> Outcome:
+    """A small run, in a directory of its own, that saves often."""
+    return run_command([*SAVING, f"run.steps={steps}", f"run.dir={directory}"])

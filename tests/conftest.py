@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # Two test processes share two cores: more threads would wait for each other. Before torch reads it, and for children.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import torch
 from command import Outcome, command
 from filelock import FileLock
 from hydra.core.global_hydra import GlobalHydra
+from kills import Nursery
+from power import Careless
+
+from resilient_train import files
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -73,3 +78,24 @@ def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         return Outcome(ended.value.code, said.out, said.err)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Starts runs of a module's tests in processes of their own, which can be killed."""
+    with Nursery(tmp_path_factory.mktemp("nursery")) as nursery:
+        yield nursery
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder as working directory, for runs inside of the test's process."""
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def careless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No power is cut here: nothing waits for the disk."""
+    monkeypatch.setattr(files, "disk", Careless())

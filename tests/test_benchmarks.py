@@ -35,6 +35,14 @@ def test_snapshot_prints_every_way() -> None:
         assert f"  {way} " in printed
 
 
+def test_agreement_is_one_small_collective_an_update() -> None:
+    """Counted in two processes, beside DDP without a guard: an update in which nothing else is due sends one more."""
+    printed = output("agreement.py", "--counts", "--processes", "2", "--tensors", "4")
+    (row,) = [line for line in printed.splitlines() if line.startswith("  2 ")]
+    assert row.split("  ")[-1].strip().startswith("88 with 1, ")  # scans, replicas and snapshots are due in twelve
+    assert row.count("1.19, 60.32") == 2  # as the model says: else it would have ended with 1
+
+
 def test_rivals_tell_their_options() -> None:
     """The others need a network to be installed, so this is all that is tried of them."""
     assert "--venv DIR" in output("rivals.py", "--help")

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import random
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import exp, inf, isfinite, nan, sin
 
 import pytest
@@ -130,6 +130,62 @@ def test_healthy_losses_raise_no_alarm(family: str, seed: int) -> None:
                 return hard, min(3.0, 2 * hard)
 
     assert Run().alarms(one(index) for index in range(12_000)) == []
+
+
+def only_overshoot() -> ChecksConfig:
+    config = named("off")
+    config.overshoot = named("default").overshoot
+    return config
+
+
+SURGE = [(400.0, 90.0), (90.0, 30.0), (50.0, 30.0)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "seen_at"),
+    [
+        pytest.param([(1.1, 0.3), *SURGE], 4, id="loss and slope leap"),
+        pytest.param([(1.1, 0.3), *[(1.0, 0.4)] * 20, *SURGE], 23, id="after some calm updates"),
+        pytest.param([(1.1, 0.3), *[(1e9, 0.0)] * 3], 4, id="thrown to where there is no slope"),
+        pytest.param([(-2.0, 0.3), *[(9.0, 3.0)] * 3], 4, id="a loss that begins below zero"),
+        pytest.param([(1.1, 0.3), *[(400.0, 90.0), (1.1, 0.3), (1.1, 0.3)] * 9], None, id="single hard batches"),
+        pytest.param([(0.01, 1.0), *[(0.01 * n, 1.0) for n in range(40)]], None, id="a climb from near zero"),
+        pytest.param([(1.1, 0.3), *[(1.1, 3.0)] * 30], None, id="slopes alone"),
+        pytest.param([(1.1, 0.3), *[(3.0, 3.0)] * 30], None, id="a warm-up that goes somewhat astray"),
+        pytest.param([(1.1, 0.3), *[(1.0, 0.4)] * 31, *SURGE], None, id="too late: others know what is usual"),
+    ],
+)
+def test_a_run_that_explodes_from_its_beginning(losses: Curve, seen_at: int | None) -> None:
+    """Medians of three losses and norms far above the first ones say that the rate is wrong by orders of magnitude."""
+    alarms = Run(only_overshoot()).alarms(losses)
+    assert [(one.signal, one.step, one.since) for one in alarms[:1]] == (
+        [(Signal.DIVERGENCE, seen_at, 0)] if seen_at else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("level", "seen"),
+    [
+        pytest.param(lambda step: 1.0 / step, False, id="it learns"),
+        pytest.param(lambda step: 1.0, False, id="it learns nothing"),
+        pytest.param(lambda step: max(0.1, 1.0 - step / 20) if step < 60 else 0.5, True, id="it loses half of its way"),
+        pytest.param(lambda step: 1.0 if step < 60 else 1.15, False, id="somewhat worse"),
+        pytest.param(lambda step: 1.0 if step < 60 else 2.0, True, id="twice as bad"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rate_that_was_far_too_high_once_is_watched_closely(
+    level: Callable[[int], float], seen: bool, seed: int
+) -> None:
+    """After an alarm at the beginning, most of twelve losses far from the best ones are enough; noise is not."""
+    run, dice = Run(only_overshoot()), random.Random(seed)
+    state = run.panel.state_dict()
+    assert run.alarms([(1.1, 0.3), *SURGE])
+    run.panel.load_state_dict(state)
+    run.step = 0
+    alarms = run.alarms((level(step) * exp(dice.gauss(0, 0.1)), 0.3) for step in range(1, 200))
+    assert bool(alarms) == seen
+    assert all(one.since >= 30 for one in alarms), "it goes back no further than it has to"
 
 
 def test_a_single_loss_far_outside_is_told_and_lands() -> None:
@@ -411,7 +467,8 @@ def test_statistics_rewind(
 ) -> None:
     """Put back, through JSON even, they judge as if what was undone had never been; and nothing is shared."""
     config = eager()
-    config.patience, config.limit.regime = 10**6, 10**6  # what is remembered across rewinds on purpose
+    # What is remembered across rewinds on purpose:
+    config.patience, config.limit.regime, config.overshoot.watched = 10**6, 10**6, 1
     run = Run(config)
     list(run.play(before))
     state = run.panel.state_dict()

@@ -54,9 +54,8 @@ def test_a_run_leaves_its_configuration_log_weights_and_summary(run_command: com
     outcome = run_command([*MINE, "run.steps=30", "run.name=first", "data.eval._target_=strangers.Fixed"])
     assert outcome.code == 0
     assert "completed 30 steps" in outcome.stdout
-    assert {".lock", "config.yaml", "incidents.jsonl", "summary.json", "train.log", "weights.safetensors"} == set(
-        os.listdir("runs/first")
-    )
+    files = {"config.yaml", "incidents.jsonl", "journal.jsonl", "summary.json", "train.log", "weights.safetensors"}
+    assert files | {".lock", "best", "checkpoints", "progress"} == set(os.listdir("runs/first"))
     summary = outcome.summary("runs/first")
     assert set(summary) == FIELDS
     assert (summary["status"], summary["exit_code"], summary["steps"], summary["ticks"]) == ("completed", 0, 30, 30)
@@ -95,16 +94,17 @@ def test_never_starts_anew_beside_what_is_there(run_command: command) -> None:
     assert runs() == ["demo", "demo-2", "demo-3"]
 
 
-def test_more_steps_start_anew_and_say_so(run_command: command) -> None:
-    """A finished run cannot be made longer yet: it is kept, and the longer one has its own directory."""
+def test_more_steps_go_on_where_the_run_ended(run_command: command) -> None:
+    """A finished run is made longer in its own directory; once it is that long, it says so."""
     run_command([*MINE, "run.steps=2", "run.name=short"])
     longer = run_command([*MINE, "run.steps=4", "run.name=short"])
-    assert longer.code == 0
-    assert "cannot be continued yet: this run starts anew in" in longer.stdout
-    assert (longer.summary("runs/short")["steps"], longer.summary("runs/short-2")["steps"]) == (2, 4)
+    assert longer.code == 0, longer.stderr
+    assert "changed: run.steps: 2 there, 4 here" in longer.stdout
+    assert "goes on from step 2" in longer.stdout
+    assert longer.summary("runs/short")["steps"] == 4
     again = run_command([*MINE, "run.steps=4", "run.name=short"])
-    assert "short-2 is complete: 4 steps" in again.stdout
-    assert runs() == ["short", "short-2"]
+    assert "short is complete: 4 steps" in again.stdout
+    assert runs() == ["short"]
 
 
 def test_a_name_given_by_hand_does_not_cover_another_configuration(run_command: command) -> None:
@@ -270,8 +270,8 @@ def test_a_password_is_written_down_nowhere(run_command: command) -> None:
     outcome = run_command([*tracked, "run.steps=2", "run.name=secret", f"tracking.uri='{uri}'", "tracking.drain_s=1"])
     assert outcome.code == 0, outcome.stderr
     assert "hunter2" not in outcome.stdout + outcome.stderr
-    for file in Path("runs/secret").iterdir():
-        assert b"hunter2" not in file.read_bytes()
+    for file in Path("runs/secret").rglob("*"):
+        assert file.is_dir() or b"hunter2" not in file.read_bytes()
 
 
 def test_training_starts_from_given_weights(run_command: command) -> None:
@@ -357,7 +357,7 @@ def test_a_terminal_shows_one_live_line() -> None:
 
 
 def test_an_interrupted_run_says_so_and_is_not_in_the_way() -> None:
-    """Ctrl-C ends with one line and a summary; the same command then starts anew."""
+    """Ctrl-C ends with one line, a summary, and a state that the same command goes on from."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONUNBUFFERED": "1"}
     arguments = [sys.executable, "-m", "resilient_train", *MINE, "run.name=cut", "run.steps=10000000"]
     with subprocess.Popen(
@@ -368,11 +368,12 @@ def test_an_interrupted_run_says_so_and_is_not_in_the_way() -> None:
             if line.startswith("step "):
                 break
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert errors.startswith("interrupted")
+        told, errors = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert not errors
+    assert "asked by SIGINT: the state is in" in told
     summary: dict[str, Any] = json.loads(Path("runs/cut/summary.json").read_text())
-    assert summary["status"] == "failed"
+    assert (summary["status"], summary["exit_code"]) == ("preempted", 75)
     assert summary["steps"] > 0
 
 

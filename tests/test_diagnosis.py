@@ -24,6 +24,7 @@ from resilient_train.diagnose.search import Search
 from resilient_train.errors import GaveUp
 from resilient_train.events import Cause, Incident, Outcome, Signal
 from resilient_train.guard import Guard
+from resilient_train.record.telling import to_mend, told
 
 ROWS, FEATURES = 512, 6
 
@@ -46,6 +47,9 @@ class Net(nn.Module):
             hidden = torch.where(hidden > 0, hidden.sqrt(), hidden)  # root
         if self.breaks == "length":
             hidden = hidden / inputs.pow(2).sum(-1, keepdim=True).sqrt()  # length
+        if self.breaks == "spread":
+            spread = (hidden.square().mean(-1, keepdim=True) - 2).sqrt()  # spread
+            hidden = hidden / spread  # follows
         return self.head(hidden).squeeze(-1)
 
 
@@ -138,6 +142,21 @@ def test_an_operation_is_named_and_armored(program: ModuleType, way: dict[str, A
     assert [action.remedy for action in incident.decision.actions] == ["armor"]
     assert incident.outcome is Outcome.RECOVERED
     assert guard.clock.tick == 61
+
+
+def test_what_breaks_of_made_up_values_is_armored_and_not_accused(program: ModuleType) -> None:
+    """A root of negative values becomes 0 in its armor, and what divides by that is no culprit."""
+    guard = trained(program, program.Rows(), breaks="spread")
+    first, second = guard.incidents
+    assert (first.diagnosis.culprit, first.diagnosis.follower) == (first.diagnosis.broken, None)
+    for one in (first, second):
+        assert named([one], program, "sqrt", "spread", "forward")
+        assert [action.remedy for action in one.decision.actions] == ["armor"]
+    follower = second.diagnosis.follower
+    assert follower is not None
+    assert (follower.op, follower.line) == ("div", line("follows"))
+    assert "put armor around div, " in told(second)
+    assert to_mend(guard.incidents) == [f"to mend: {first.diagnosis.advice}"]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way) or "plain")
@@ -327,12 +346,24 @@ def test_a_known_culprit_is_not_searched_for_again(program: ModuleType, monkeypa
     assert searched == 2
 
 
-@pytest.mark.parametrize("fault", ["rotten", "raising", "operation"])
-def test_every_rank_learns_what_one_has_met(fault: str) -> None:
-    """Two processes, one of which has the row: the same diagnosis, the same cure, the same weights."""
+@pytest.mark.parametrize(
+    ("fault", "strategy"),
+    [
+        ("rotten", "copied"),
+        ("raising", "copied"),
+        ("operation", "copied"),
+        ("operation", "spread"),
+        ("slope", "spread"),
+    ],
+)
+def test_every_rank_learns_what_one_has_met(fault: str, strategy: str) -> None:
+    """Two processes, one of which has the row: the same diagnosis, the same cure, the same weights.
+
+    Also where they share the weights, and with them the gradients of each other's rows.
+    """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
-        [*launcher, str(Path(clinic_ranks.__file__)), fault],
+        [*launcher, str(Path(clinic_ranks.__file__)), fault, strategy],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -349,9 +380,11 @@ def test_every_rank_learns_what_one_has_met(fault: str) -> None:
         text = Path(clinic_ranks.__file__).read_text().splitlines()[incident["line"] - 1]
         assert text.endswith("# operation")
     else:
-        row, signal = (
-            (clinic_ranks.ROTTEN, "nonfinite_batch") if fault == "rotten" else (clinic_ranks.RAISING, "exception")
-        )
+        row, signal = {
+            "rotten": (clinic_ranks.ROTTEN, "nonfinite_batch"),
+            "raising": (clinic_ranks.RAISING, "exception"),
+            "slope": (clinic_ranks.SLOPE, "nonfinite_grad"),
+        }[fault]
         assert (incident["cause"], incident["rows"], incident["signal"]) == ("data", [row], signal)
         assert incident["remedies"] == ["quarantine"]
     assert first["tick"] == 31

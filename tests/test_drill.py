@@ -213,18 +213,22 @@ def test_seeds_and_faults_strike_at_different_ticks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "integers", "bit"),
+    ("dtype", "integers", "bit", "given"),
     [
-        (torch.float32, torch.int32, 30),
-        (torch.bfloat16, torch.int16, 14),
-        (torch.float16, torch.int16, 14),
-        (torch.float64, torch.int64, 62),
+        (torch.float32, torch.int32, 30, None),
+        (torch.bfloat16, torch.int16, 14, None),
+        (torch.float16, torch.int16, 14, None),
+        (torch.float64, torch.int64, 62, None),
+        (torch.float32, torch.int32, 0, 0),
+        (torch.float32, torch.int32, 31, 31),
+        (torch.bfloat16, torch.int16, 15, 15),
+        (torch.float64, torch.int64, 63, 63),
     ],
 )
-def test_a_bit_flip_flips_the_highest_exponent_bit_of_one_weight(
-    dtype: torch.dtype, integers: torch.dtype, bit: int
+def test_a_bit_flip_flips_one_bit_of_one_weight(
+    dtype: torch.dtype, integers: torch.dtype, bit: int, given: int | None
 ) -> None:
-    """Exactly one bit of the model differs, of the same weight for the same seed, and a second flip mends it."""
+    """The highest of the exponent, or the one that was asked for; of the same weight for the same seed."""
     first = torch.nn.Linear(3, 4)
     first.weight = torch.nn.Parameter(first.weight.detach().t().contiguous().t())  # not contiguous
     model = torch.nn.Sequential(first, torch.nn.Linear(4, 2)).to(dtype)
@@ -236,13 +240,22 @@ def test_a_bit_flip_flips_the_highest_exponent_bit_of_one_weight(
     before = bits()
     places = set()
     for seed in range(40):
-        BitFlip(at=[7], seed=seed).spoil(7, model, [])
+        BitFlip(at=[7], seed=seed, bit=given).spoil(7, model, [])
         (changed,) = (bits() ^ before).nonzero().flatten().tolist()
-        assert (bits() ^ before)[changed] == 1 << bit
+        assert (bits() ^ before)[changed] == torch.ones((), dtype=integers) << bit
         places.add(changed)
-        BitFlip(at=[7], seed=seed).spoil(7, model, [])
+        BitFlip(at=[7], seed=seed, bit=given).spoil(7, model, [])
         assert bits().equal(before)
     assert len(places) > 10
+
+
+def test_a_bit_that_no_weight_has_is_refused() -> None:
+    """In words, before the run meets it."""
+    model = torch.nn.Linear(3, 4).to(torch.bfloat16)
+    assert BitFlip(at=[7], bit=15).lacks(model, []) is None
+    assert BitFlip(at=[7], bit=16).lacks(model, []) == "bit=16 is none of the 16 of a weight, which are counted from 0"
+    with pytest.raises(ConfigError, match="bit=-1"):
+        BitFlip(at=[7], bit=-1)
 
 
 @pytest.mark.parametrize(
@@ -317,11 +330,12 @@ def test_token_batches_cannot_hold_nan() -> None:
 
 
 def test_an_optimizer_without_moments_cannot_have_bad_ones() -> None:
-    """The second update says so: before the first no optimizer keeps any."""
+    """The third update says so: before one has landed no optimizer keeps any, and the first may yet be refused."""
     run = Run(Journal().drill(BadMoments(at=[100])), optimizer="SGD")
     run.attempt(1)
+    run.attempt(2)
     with pytest.raises(ConfigError, match="drill=bad_moments: the optimizer has no moments"):
-        run.attempt(2)
+        run.attempt(3)
 
 
 def test_an_optional_fault_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -520,10 +534,11 @@ def test_every_shipped_drill_can_be_read(option: str) -> None:
 
 
 def test_the_gauntlet_holds_one_of_each() -> None:
-    """Every shipped fault, spread over the run."""
+    """Every shipped fault that a process survives, spread over the run."""
     faults = parse(drill_node("drill=gauntlet"), steps=1000)
     names = [fault.name for fault in faults]
-    assert sorted([*names, "none", "gauntlet"]) == sorted(file.stem for file in (CONF / "drill").glob("*.yaml"))
+    shipped = sorted(file.stem for file in (CONF / "drill").glob("*.yaml"))
+    assert sorted([*names, "none", "gauntlet", "crash", "hang"]) == shipped
     ticks = [tick for fault in faults for tick in getattr(fault, "at", ())]
     assert len(set(ticks)) == len(faults) - 1  # bad_row has no tick
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from resilient_train.assemble import Run, assemble
 from resilient_train.config.compose import load
 from resilient_train.events import Vitals
-from resilient_train.ranks.interrupt import Interrupt
 from resilient_train.ranks.world import World
 from resilient_train.record.tracking import NullTracker
 from resilient_train.state.run_state import Snapshot
@@ -119,7 +118,7 @@ class Program:
         self.run.config.run.steps = step
         self.batches.clear()
         self.average.update()
-        train(self.run, AfterEachUpdate(self.run, self.average), NullTracker(), Interrupt())
+        train(self.run, AfterEachUpdate(self.run, self.average), NullTracker())
         return self.run.guard.state.sha256(), list(self.batches)
 
     def close(self) -> None:

@@ -25,36 +25,46 @@ MAY_KNOW: dict[str, set[str]] = {
     "imports": set(),
     "zoo": set(),
     "state": set(),
-    "data": {"state"},
-    "watch": set(),
+    "data": {"ranks", "state"},
+    "watch": {"state"},
     "numerics": set(),
-    "update": set(),
+    "update": {"state"},
     "recover": set(),
     "drill": {"state"},
     "ranks": set(),
-    "checkpoint": set(),
+    "checkpoint": {"state"},
     "diagnose": {"data", "ranks", "state"},
     "record": {"ranks"},
     "objective": set(),
+    "passed": set(),
+    "ward": {"data", "diagnose", "ranks", "state", "update", "watch"},
     "treatment": {
-        *("checkpoint", "data", "diagnose", "numerics", "ranks", "record", "recover", "state", "update", "watch"),
+        *("data", "diagnose", "numerics", "passed", "ranks", "record", "recover", "state", "ward"),
     },
+    "portions": {"data", "record", "treatment"},
+    "resumption": {"checkpoint", "record", "state", "treatment", "update", "ward"},
+    "durable": {"checkpoint", "record", "resumption", "state", "treatment", "ward"},
     "examination": {"data", "ranks", "state", "watch"},
-    "fitting": {"data", "objective", "ranks", "record", "recover", "update", "watch"},
+    "fitting": {"checkpoint", "data", "objective", "ranks", "record", "recover", "state", "update", "watch"},
     "guard": {
-        *("data", "diagnose", "drill", "examination", "fitting", "numerics", "objective", "ranks", "record", "state"),
-        *("treatment", "update", "watch"),
+        *("checkpoint", "data", "diagnose", "drill", "durable", "examination", "fitting", "numerics", "objective"),
+        *("portions", "ranks", "record", "resumption", "state", "treatment", "update", "ward", "watch"),
     },
-    "config": {"data", "ranks", "record", "state", "update", "watch"},
+    "config": {"checkpoint", "data", "ranks", "record", "state", "update", "watch"},
     "assemble": {
-        *("checkpoint", "config", "data", "drill", "guard", "objective", "ranks", "record", "state", "update", "watch"),
+        *("checkpoint", "config", "data", "drill", "guard", "objective", "ranks", "record", "resumption", "state"),
+        *("update", "watch"),
     },
-    "train": {"assemble", "ranks", "record", "state"},
-    "session": {"assemble", "checkpoint", "config", "ranks", "record", "state", "train"},
-    "command": {"config", "ranks", "session"},
-    "__main__": {"command"},
+    "train": {"assemble", "record", "state"},
+    "session": {
+        *("assemble", "checkpoint", "config", "diagnose", "ranks", "record", "resumption", "state", "train"),
+    },
+    "command": {"config", "ranks", "record", "session"},
+    "__main__": {"command", "ranks"},
     "incidents": {"record"},
-    "__init__": {"guard", "errors"},
+    "checkpoints": {"checkpoint", "record"},
+    "status": {"ranks", "record"},
+    "__init__": {"guard", "errors", "ranks"},
 }
 
 # Libraries that only some may know.
@@ -70,7 +80,7 @@ KNOWN_TO = {
 }
 WITHOUT_TORCH = {
     *("errors", "events", "files", "imports", "incidents", "record", "recover", "watch/checks", "watch/config.py"),
-    *("diagnose/advice.py", "diagnose/verdict.py"),
+    *("diagnose/advice.py", "diagnose/verdict.py", "ranks/leaving.py", "status"),
 }
 
 

@@ -398,6 +398,7 @@ places = st.integers(0, 10**9)
 plain_settings = st.dictionaries(
     words.filter(lambda word: word != "remedy"), st.integers() | st.booleans() | words | st.floats(allow_nan=False)
 )
+culprits = st.none() | st.builds(Culprit, words, words, words, words, places, st.lists(plain_settings).map(tuple))
 incidents = st.builds(
     Incident,
     id=st.integers(1, 9),
@@ -408,8 +409,9 @@ incidents = st.builds(
         Diagnosis,
         st.sampled_from(Cause),
         words,
-        st.none() | st.builds(Culprit, words, words, words, words, places, st.lists(plain_settings).map(tuple)),
+        culprits,
         st.lists(places).map(tuple),
+        follower=culprits,
     ),
     decision=st.builds(
         Decision, st.lists(st.builds(Action, words, plain_settings)).map(tuple), places, st.none() | words
@@ -439,7 +441,7 @@ def test_unknown_keys_are_passed_over_and_late_ones_are_optional() -> None:
     """A line of a newer version is understood, and one that has only the contract's keys as well."""
     line = as_line(POISON)
     assert from_line({**line, "mood": "good"}) == from_line(line)
-    for key in ("evidence", "ranks", "since", "landed", "rung", "gave_up"):
+    for key in ("evidence", "ranks", "follower", "since", "landed", "rung", "gave_up"):
         del line[key]
     assert from_line(line).anomaly == Anomaly(Signal.NONFINITE_LOSS, 1204, 1204, since=1203, evidence="")
 

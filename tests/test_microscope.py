@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from resilient_train.diagnose.frames import Line
 from resilient_train.diagnose.microscope import Birth, Microscope, Seen, op_name
+from resilient_train.numerics.armor import Armor
 
 HERE = __file__
 
@@ -149,6 +150,81 @@ def test_it_names_operation_and_line(does: Any, phase: str, op: str, kind: str, 
     assert found.kind in (kind, "nan")
     assert found.line is not None
     assert (found.line.file, found.line.line) == (HERE, line_of(does, text))
+
+
+def of_what_was_made_up(hidden: Tensor) -> Tensor:
+    root = (hidden * 0 - 1).sqrt()  # in armor
+    return (hidden / root).sum()  # breaks
+
+
+def of_the_same_values(hidden: Tensor) -> Tensor:
+    large = hidden * 0 + 200
+    made = large.exp()  # in armor
+    return (large / 2).exp().sum() + made.sum()  # breaks
+
+
+def by_its_slope(hidden: Tensor) -> Tensor:
+    made = (hidden * 0 - 1).sqrt()  # in armor
+    small = hidden * 1e-30
+    large = small * 1e30  # breaks
+    return (large * 1e30).sum() * 1e-10 + made.sum()
+
+
+def of_its_own(hidden: Tensor) -> Tensor:
+    made = (hidden * 0 - 1).sqrt()  # in armor
+    return (hidden * 0).log().sum() + made.sum()  # breaks
+
+
+def of_its_own_slope(hidden: Tensor) -> Tensor:
+    made = (hidden * 0 - 1).sqrt()  # in armor
+    return (hidden * 0).pow(0.5).sum() + made.sum()  # breaks
+
+
+def unhurt(hidden: Tensor) -> Tensor:
+    made = (hidden * 0 + 1).sqrt()  # in armor
+    return (hidden / (made - 1)).sum()  # breaks
+
+
+@pytest.mark.parametrize(
+    ("does", "op", "follows"),
+    [
+        (of_what_was_made_up, "div", "sqrt"),
+        (of_the_same_values, "exp", "exp"),
+        (by_its_slope, "mul", "sqrt"),
+        (of_its_own, "log", ""),
+        (of_its_own_slope, "pow", ""),
+        (unhurt, "div", ""),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_breaks_of_made_up_values_is_told_from_what_breaks_of_itself(does: Any, op: str, follows: str) -> None:
+    """A consequence knows the armored operation that it comes of; what has nothing to do with it does not."""
+    worn = HERE, line_of(does, "# in armor"), "exp" if follows == "exp" else "sqrt"
+    armor = Armor()
+    armor.put_on(*worn)
+    try:
+        found = born(does, armored=[worn])
+    finally:
+        armor.take_off()
+    assert found is not None
+    assert found.line is not None
+    assert (found.op, found.line.line) == (op, line_of(does, "# breaks"))
+    first = found.after
+    assert (first.op if first else "") == follows
+    assert first is None or (first.line is not None and first.line.line == worn[1])
+
+
+def test_of_several_births_the_earliest_is_told() -> None:
+    """Whatever the order in which they meet."""
+
+    def meeting(hidden: Tensor) -> Tensor:
+        first = (hidden * 0).log()
+        second = (hidden * 0 - 1).sqrt()
+        return (second + first).sum()
+
+    found = born(meeting)
+    assert found is not None
+    assert found.op == "log"
 
 
 def test_what_was_not_finite_already_is_nobodys_fault() -> None:

@@ -78,7 +78,8 @@ def test_rank_0_alone_talks(tmp_path: Path) -> None:
     done = launch(folder, 2, "run.dir=here")
     assert done.returncode == 0, done.stderr
     files = {"train.log", "train.rank1.log", "summary.json", "incidents.jsonl", "weights.safetensors", "config.yaml"}
-    assert {*files, ".lock"} == set(os.listdir(folder / "here"))
+    files |= {"journal.jsonl", "progress", "mlflow.json", "checkpoints", "best", ".lock", ".launch"}
+    assert files == set(os.listdir(folder / "here"))
     assert done.stdout.count("step 10/20") == 1
     assert done.stdout.count("completed 20 steps") == 1
     told = json.loads((folder / "here/summary.json").read_text())["mlflow"]

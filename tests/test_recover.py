@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -165,6 +166,27 @@ def test_rungs_by_history(policy: dict[str, Any], anomalies: list[Anomaly], expe
     """A rung is taken by strikes since the cause was forgiven, and budgets come first."""
     made = rungs(decisions(parse({"ladders": THREE, **policy}), anomalies))
     assert made == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        pytest.param([7], [0], id="nothing is proven yet"),
+        pytest.param([120], [1], id="not begun later"),
+        pytest.param([7, 8, 9, 10], [0, 0, 0, 1], id="its strikes"),
+        pytest.param([7, 120, 190], [0, 0, 0], id="begun, it goes on"),
+        pytest.param([7, 120, 330], [0, 0, 1], id="until it is forgiven"),
+    ],
+)
+def test_a_rung_for_the_start_of_a_run(steps: list[int], expected: list[int]) -> None:
+    """It is begun while no state but the first is proven, and taken until its strikes are used up or forgiven."""
+    policy = parse({"ladders": {"default": [{"do": ["rewind"], "strikes": 3, "at_start": True}, ["report"]]}})
+    history: list[Incident] = []
+    for number, step in enumerate(steps, start=1):
+        can, anomaly = dataclasses.replace(ALL_APPLICABLE, at_start=step < 100), landed(step)
+        decision = decide(policy, anomaly, unknown(anomaly), tuple(history), step, can)
+        history.append(Incident(number, anomaly, unknown(anomaly), decision))
+    assert [one.decision.rung for one in history] == expected
 
 
 @pytest.mark.parametrize(
@@ -370,6 +392,7 @@ def ladder(*rungs: Any) -> dict[str, Any]:
         ),
         (ladder({"strikes": 2, "within": 3}), "recovery.ladders.data[0].do=null: a rung is a list of remedies"),
         (ladder({"do": ["skip"], "within": 0}), "recovery.ladders.data[0].within=0: must be at least 1"),
+        (ladder({"do": ["skip"], "at_start": 1}), "recovery.ladders.data[0].at_start=1: must be true or false"),
         (ladder({"do": ["skip"], "strikes": 0}), "recovery.ladders.data[0].strikes=0: must be at least 1"),
         (ladder("skip"), "recovery.ladders.data[0]=skip: a rung is a list of remedies, such as [skip]"),
         (ladder({"skip": {"updates": 3}}), "recovery.ladders.data[0]={'skip': {'updates': 3}}: a rung is a list"),
@@ -784,6 +807,32 @@ def test_knobs_turn_and_multiply() -> None:
     knobs.turn_precision(3)
     assert knobs.values == KnobValues(lr=0.25, clip=0.5, eps=100, higher_precision=True)
     assert str(knobs) == "lr x0.25, clip x0.5, eps x100, higher precision for 3 steps"
+
+
+def test_knobs_climb_back_to_a_share_of_what_was() -> None:
+    """A search for the highest rate that works: down, soon up again, and what never worked is not soon taken up."""
+    knobs = Knobs(relax_after=10)
+    knobs.turn_lr(0.03, regain=0.1)
+    assert str(knobs) == "lr x0.03 (climbing to x0.1)"
+    rates = []
+    for _ in range(79):
+        rates.append(knobs.values.lr)
+        knobs.advance()
+    assert rates == sorted(rates)
+    assert all(later / earlier < 1.1 for earlier, later in itertools.pairwise(rates))
+    assert rates[15] == rates[-1] == pytest.approx(0.1)
+    knobs.trouble()
+    knobs.turn_lr(0.03, regain=0.1)
+    again = Knobs(relax_after=10)
+    again.load_state_dict(knobs.state_dict())
+    for one in (knobs, again):
+        assert one.values.lr == pytest.approx(0.003)
+        for _ in range(20):
+            one.advance()
+        assert one.values.lr == pytest.approx(0.01)
+    knobs.turn_lr(0.5)
+    knobs.advance()
+    assert knobs.values.lr == pytest.approx(0.005), "another turn ends the climb"
 
 
 def test_knobs_re_warm() -> None:

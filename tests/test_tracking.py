@@ -75,7 +75,7 @@ def history(run: TrackedRun | None, key: str) -> list[tuple[int, int, float]]:
 
 def test_every_row_arrives_once_with_its_tick_and_the_time_of_its_call(home: Path) -> None:
     """2,500 rows of two metrics, noted before and after the tracker may use the CPU."""
-    tracker = build(config(), "rows", home)
+    tracker = build(config(), Path("rows"), home)
     rows = [(tick, 1_700_000_000_000 + 7 * tick, 1 / (tick + 1)) for tick in range(2500)]
     for tick, time_ms, loss in rows[:100]:
         tracker.metrics(tick, {"loss": loss, "norm": 2 * loss}, time_ms)
@@ -89,7 +89,7 @@ def test_every_row_arrives_once_with_its_tick_and_the_time_of_its_call(home: Pat
 
 def test_a_row_without_a_time_has_that_of_the_call(home: Path) -> None:
     """The row is stamped when it is noted, not when it is sent."""
-    tracker = build(config(), "now", home)
+    tracker = build(config(), Path("now"), home)
     values = {"loss": 1.0}
     before = time.time_ns() // 1_000_000
     tracker.metrics(7, values)
@@ -103,7 +103,7 @@ def test_a_row_without_a_time_has_that_of_the_call(home: Path) -> None:
 
 def test_values_that_are_not_finite_arrive_and_harm_nobody(home: Path) -> None:
     """A database has no infinity: MLflow stores the largest number instead."""
-    tracker = build(config(), "nan", home)
+    tracker = build(config(), Path("nan"), home)
     tracker.metrics(1, {"loss": math.nan, "norm": math.inf, "odd": "no number"})  # type: ignore[dict-item]
     tracker.metrics(2, {"loss": 1.0, "norm": 1.0})
     run = tracker.finish("completed")
@@ -118,7 +118,7 @@ def test_params_tags_and_files_arrive(home: Path, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("one")
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "two.txt").write_text("two")
-    tracker = build(config(), "all", home)
+    tracker = build(config(), Path("all"), home)
     tracker.params({f"layer.{index}": index for index in range(250)} | {"long": "x" * 7000, "none": None, "empty": ""})
     tracker.tags({f"tag.{index}": index for index in range(250)} | {"verdict": "first"})
     tracker.begin()
@@ -150,7 +150,7 @@ def test_a_name_that_mlflow_refuses_is_bent_until_it_fits(home: Path) -> None:
         "x" * 300: "x" * 250,
         "größe": "größe",
     }
-    tracker = build(config(), "names", home)
+    tracker = build(config(), Path("names"), home)
     tracker.metrics(1, {name: float(index) for index, name in enumerate(bent)})
     tracker.params({"a\nb": 1})
     run = tracker.finish("completed")
@@ -164,7 +164,7 @@ def test_a_name_that_mlflow_refuses_is_bent_until_it_fits(home: Path) -> None:
 )
 def test_the_run_ends_as_training_did(home: Path, status: str, stored: str) -> None:
     """Four runs after each other in one process, each of its own."""
-    tracker = build(config(), f"ends-{status}", home)
+    tracker = build(config(), Path(f"ends-{status}"), home)
     tracker.begin()
     assert tracker.finish(status) == tracker.finish(status) == tracker.run
     info = fetched(tracker.run).info
@@ -177,7 +177,7 @@ def test_what_mlflow_refuses_is_dropped_and_said_and_the_rest_arrives(
     home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A parameter that changes its value and a file that is gone would be refused for ever."""
-    tracker = build(config(), "refused", home)
+    tracker = build(config(), Path("refused"), home)
     tracker.begin()
     tracker.params({"lr": 1})
     while tracker.run is None or "lr" not in fetched(tracker.run).data.params:
@@ -195,7 +195,7 @@ def test_what_mlflow_refuses_is_dropped_and_said_and_the_rest_arrives(
 def test_system_metrics_are_shown_when_asked_for(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow's own monitor samples, and stops with the run."""
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
-    tracker = build(config(system_metrics=True), "machine", home)
+    tracker = build(config(system_metrics=True), Path("machine"), home)
     tracker.begin()
     while tracker.run is None or "system/cpu_utilization_percentage" not in fetched(tracker.run).data.metrics:
         time.sleep(0.1)
@@ -207,7 +207,7 @@ import sys
 from pathlib import Path
 from resilient_train.record.tracking import TrackingConfig, build
 
-tracker = build(TrackingConfig("mlflow", None, "resilient_train", False, 60.0), "script", Path(sys.argv[1]))
+tracker = build(TrackingConfig("mlflow", None, "resilient_train", False, 60.0), Path("script"), Path(sys.argv[1]))
 for tick in range(1000):
     tracker.metrics(tick, {"loss": 1.0})
 tracker.params({"lr": 1})
@@ -253,7 +253,7 @@ def half_made(home):
     return any(path.stat().st_size > 100_000 for path in home.rglob("*.db"))
 
 home = Path(sys.argv[1])
-build(TrackingConfig("mlflow", None, "resilient_train", False, 60.0), "killed", home).begin()
+build(TrackingConfig("mlflow", None, "resilient_train", False, 60.0), Path("killed"), home).begin()
 while not half_made(home):
     pass
 os._exit(9)
@@ -267,7 +267,7 @@ def test_a_kill_while_the_database_is_created_does_not_ruin_it(tmp_path: Path) -
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     assert subprocess.run([sys.executable, str(script), str(home)], env=environment, check=False).returncode == 9
     assert not (home / "mlflow.db").exists()
-    tracker = build(config(), "after", home)
+    tracker = build(config(), Path("after"), home)
     tracker.metrics(1, {"loss": 0.5})
     assert history(tracker.finish("completed"), "loss")[0][2] == 0.5
 
@@ -277,7 +277,7 @@ import os, sys, time
 from pathlib import Path
 from resilient_train.record.tracking import TrackingConfig, build
 
-tracker = build(TrackingConfig("mlflow", None, "resilient_train", False, 60.0), "fork", Path(sys.argv[1]))
+tracker = build(TrackingConfig("mlflow", None, "resilient_train", False, 60.0), Path("fork"), Path(sys.argv[1]))
 tracker.begin()
 while "pandas" not in sys.modules:  # in the middle of MLflow's import
     time.sleep(0.001)
@@ -346,7 +346,7 @@ def test_a_server_that_comes_late_gets_everything(
     """What was noted while nobody listened is kept and sent; one warning, no prints, no chatter of libraries."""
     monkeypatch.setattr(mlflow_sender, "RETRY_AT_MOST_S", 1.0)
     (tmp_path / "one.txt").write_text("one")
-    tracker = build(config(late_server), "late", tmp_path)
+    tracker = build(config(late_server), Path("late"), tmp_path)
     tracker.begin()
     for tick in range(1200):
         tracker.metrics(tick, {"loss": math.nan if tick == 3 else float(tick), "norm": math.inf}, 1000 + tick)
@@ -371,7 +371,7 @@ def test_a_dead_server_delays_nothing_and_is_said_once(
     free_port: int, home: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Notes are taken as fast as ever; the end says in one line what MLflow does not have."""
-    tracker = build(config(f"http://user:secret@127.0.0.1:{free_port}"), "dead", home)
+    tracker = build(config(f"http://user:secret@127.0.0.1:{free_port}"), Path("dead"), home)
     tracker.begin()
     started = time.monotonic()
     for tick in range(1000):
@@ -391,7 +391,7 @@ def test_a_server_that_never_answers_holds_the_end_up_no_longer_than_allowed(
 ) -> None:
     """The connection is taken and then nothing comes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        tracker = build(config(f"http://127.0.0.1:{listener.getsockname()[1]}", drain_s=0.5), "mute", home)
+        tracker = build(config(f"http://127.0.0.1:{listener.getsockname()[1]}", drain_s=0.5), Path("mute"), home)
         tracker.metrics(1, {"loss": 1.0})
         started = time.monotonic()
         assert tracker.finish("completed") is None
@@ -404,7 +404,7 @@ def test_a_full_queue_drops_the_newest_and_counts_them(
 ) -> None:
     """Memory is bounded, however long nobody takes the records."""
     monkeypatch.setattr(mlflow_sender, "QUEUE_LIMIT", 10)
-    tracker = build(config(), "full", home)
+    tracker = build(config(), Path("full"), home)
     for tick in range(25):
         tracker.metrics(tick, {"loss": 1.0})
     run = tracker.finish("completed")
@@ -418,10 +418,10 @@ def test_a_plain_directory_is_refused_before_training(
 ) -> None:
     """MLflow refuses it as well, but only once it is loaded."""
     with pytest.raises(ConfigError, match=r"^tracking\.uri="):
-        build(config(uri), "file", tmp_path)
+        build(config(uri), Path("file"), tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     with pytest.raises(ConfigError, match=r"^MLFLOW_TRACKING_URI="):
-        build(config(), "file", tmp_path)
+        build(config(), Path("file"), tmp_path)
 
 
 def test_a_database_is_found_again_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +430,7 @@ def test_a_database_is_found_again_from_any_directory(tmp_path: Path, monkeypatc
     (tmp_path / "later").mkdir()
     (tmp_path / "one.txt").write_text("one")
     monkeypatch.chdir(tmp_path / "start")
-    tracker = build(config("sqlite:///mine.db"), "relative", tmp_path / "home")
+    tracker = build(config("sqlite:///mine.db"), Path("relative"), tmp_path / "home")
     tracker.artifact(Path("../one.txt"))
     monkeypatch.chdir(tmp_path / "later")
     run = tracker.finish("completed")
@@ -446,7 +446,7 @@ def test_the_environment_names_the_store_when_the_configuration_does_not(
 ) -> None:
     """As it does for MLflow itself."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free_port}")
-    tracker = build(config(drain_s=0), "environment", tmp_path)
+    tracker = build(config(drain_s=0), Path("environment"), tmp_path)
     assert tracker.finish("completed") is None
     assert list(tmp_path.iterdir()) == []
 
@@ -493,12 +493,12 @@ def test_the_configuration_files_hold_every_field(name: str, tmp_path: Path) -> 
     assert isinstance(values, dict)
     assert list(values) == [field.name for field in fields(TrackingConfig)]
     assert values["kind"] == name
-    build(TrackingConfig(**{str(key): value for key, value in values.items()}), "defaults", tmp_path)
+    build(TrackingConfig(**{str(key): value for key, value in values.items()}), Path("defaults"), tmp_path)
 
 
 def test_no_tracking_takes_every_call_and_has_no_run(caplog: pytest.LogCaptureFixture) -> None:
     """Callers need no `if`."""
-    tracker = build(TrackingConfig("none", None, EXPERIMENT, False, 0), "nothing", Path())
+    tracker = build(TrackingConfig("none", None, EXPERIMENT, False, 0), Path("nothing"), Path())
     assert isinstance(tracker, NullTracker)
     with caplog.at_level(logging.DEBUG):
         tracker.begin()

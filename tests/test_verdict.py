@@ -97,6 +97,54 @@ def test_causes_of_spikes(facts: Facts, climb: float, cause: Cause, rows: tuple[
     assert said in found.advice
 
 
+def test_rows_that_take_a_gradient_out_of_range_are_named_though_no_operation_broke() -> None:
+    """Only where other rows do not, and where it was measured: what is ordinary in size stays unknown."""
+    found = on_nonfinite(replace(ONLY_HERE, rows=(4,), size=1e25), 1)
+    assert (found.cause, found.rows, found.culprit) == (Cause.OVERFLOW, (4,), None)
+    assert "1e+25" in found.advice
+    for facts in (replace(ONLY_HERE, rows=(4,), size=1e3), replace(EVERYWHERE, rows=(4,), size=1e25)):
+        assert on_nonfinite(facts, 1).cause is Cause.UNKNOWN
+
+
+LOOP = culprit("rnn_relu", values(-5, 5, zeros=800))
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_first", "cause"),
+    [
+        (replace(EVERYWHERE, culprit=LOOP, kind="nan"), False, Cause.EXPLOSION),  # inf - inf, within the call
+        (replace(EVERYWHERE, culprit=LOOP, kind="inf"), False, Cause.EXPLOSION),
+        (replace(EVERYWHERE, culprit=LOOP, kind="nan"), True, Cause.OVERFLOW),  # no update has led there
+        (replace(ONLY_HERE, culprit=LOOP, kind="nan"), False, Cause.OVERFLOW),
+        (replace(EVERYWHERE, culprit=culprit("exp", values(0, 120)), kind="inf"), False, Cause.OVERFLOW),
+        (replace(EVERYWHERE, culprit=culprit("Mine", values(0, 2)), kind="nan"), False, Cause.OPERATION),
+    ],
+)
+def test_what_grows_within_a_call(facts: Facts, is_first: bool, cause: Cause) -> None:
+    """What a recurrent call is given does not tell how far its values have gone: that it breaks everywhere does."""
+    assert on_nonfinite(facts, 1, is_first=is_first).cause is cause
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "is_total", "cause"),
+    [
+        ("div", "inf", False, Cause.OPERATION),
+        ("exp", "inf", False, Cause.OVERFLOW),
+        ("sum", "inf", True, Cause.OVERFLOW),
+    ],
+)
+def test_what_follows_from_armor_accuses_no_other_line(op: str, kind: str, is_total: bool, cause: Cause) -> None:
+    """The line that broke first stays the culprit; what breaks of its values may wear armor too, and is told."""
+    first = replace(culprit("sqrt", values(-1, 1)), line=30)
+    last = culprit(op, values(0, 1, zeros=1))
+    found = on_nonfinite(replace(ONLY_HERE, culprit=last, kind=kind, is_total=is_total, after=first, rows=(4,)), 1)
+    assert (found.cause, found.culprit, found.follower, found.broken) == (cause, first, last, last)
+    assert found.mendable is not is_total
+    assert found.advice.startswith(f"`{op}` at losses.py:41 breaks of what came of `sqrt` at losses.py:30")
+    assert "Row 4" in found.advice
+    assert again(found) == replace(found, advice=found.advice.removesuffix(" Row 4 of the data gets there."))
+
+
 def test_a_line_that_is_met_again_is_told_without_the_rows_of_the_first_time() -> None:
     """Those were another batch's."""
     first = on_nonfinite(replace(ONLY_HERE, rows=(4,), culprit=culprit("log", values(0, 1, zeros=3)), kind="inf"), 1)
@@ -183,12 +231,12 @@ def test_damage_names_the_element() -> None:
     jump = Anomaly(Signal.WEIGHTS_JUMP, 9, 9, 5, "")
     found = of_state(jump, weights, before, [])
     assert found is not None
-    assert found.cause is Cause.CORRUPTION
-    assert "`a.weight` went from 1 to 900 at [1, 2]" in found.advice
+    assert found.diagnosis.cause is Cause.CORRUPTION
+    assert "`a.weight` went from 1 to 900 at [1, 2]" in found.diagnosis.advice
     weights["b.bias"][3] = math.nan
     found = of_state(replace(jump, signal=Signal.NONFINITE_WEIGHTS), weights, before, [])
     assert found is not None
-    assert "`b.bias` is nan at [3]" in found.advice
+    assert "`b.bias` is nan at [3]" in found.diagnosis.advice
 
 
 @pytest.mark.parametrize(
@@ -206,7 +254,7 @@ def test_an_epsilon_that_its_type_cannot_hold(dtype: torch.dtype, eps: float, is
     optimizer = torch.optim.AdamW([weight], eps=eps)
     assert (lost_eps([optimizer]) is not None) == is_lost
     found = of_state(Anomaly(Signal.NONFINITE_OPTIMIZER, 3, 3, 1, ""), {"w": weight}, {}, [optimizer])
-    assert (found is not None and found.cause is Cause.OPTIMIZER) == is_lost
+    assert (found is not None and found.diagnosis.cause is Cause.OPTIMIZER) == is_lost
 
 
 @pytest.mark.parametrize("op", sorted(advice.SINGULAR))

@@ -6,6 +6,7 @@ themselves, and what JSON has no word for as an object with one telling key:
 
     {"dict": {"lr": 0.1}}   {"items": [[0, ...], ["a", ...]]}   {"tuple": [...]}   {"float": "nan"}   {"bytes": "AAE="}
     {"tensor": "weights/head.bias", "dtype": "float32", "shape": [10]}   {"array": "random", ...}
+    {"spread": "weights/head.weight", "dtype": "float32", "shape": [10, 64]}   in the files of the ranks (shares.py)
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from resilient_train.files import commit, commit_text
+from resilient_train.checkpoint.safetensors_file import chunks
+from resilient_train.checkpoint.shares import Shares
+from resilient_train.files import Written, write_file
+from resilient_train.state.spread import Share, is_spread, own
+from resilient_train.state.tree import home
 
 TENSORS, TREE = "tensors.safetensors", "tree.json"
 
@@ -40,28 +45,49 @@ _NAMES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() i
 _DTYPES = {name: one for one, name in _NAMES.items() if re.match("bool|u?int|b?float|complex", name)}  # none quantized
 _ARRAY_DTYPE = re.compile(r"[<>|][biufcSU][1-9]\d{0,8}")  # no objects, no structures
 
+_BESIDE = {"order", "device"}  # what is told of some tensors only
+_CPU = torch.device("cpu")
+
 _DAMAGED = (SafetensorError, ValueError, TypeError, OverflowError, RuntimeError)  # the last: nested too deep
 
 
-def save_tree(directory: Path, tree: Tree) -> None:
-    """Write `tree` to a directory that exists; TypeError names the path of what cannot be written.
+class Planned:
+    """A tree as it is to be written; TypeError names the path of what cannot be."""
 
-    Each file is committed, the pair is not: give it a directory of its own. Tensors that share memory come back apart.
+    def __init__(self, tree: Tree) -> None:
+        writing = _Writing()
+        self._text = json.dumps(writing.node(tree, ()), allow_nan=False)
+        self._tensors = writing.tensors
+        self.spread = writing.spread  # of what is spread over ranks, this one's share by name: the same on all of them
+
+    def write(self, directory: Path) -> dict[str, Written]:
+        """Write all but the shares to a directory that exists; the files are synced."""
+        return {
+            TENSORS: write_file(directory / TENSORS, chunks(self._tensors)),
+            TREE: write_file(directory / TREE, [self._text.encode(), b"\n"]),
+        }
+
+
+def save_tree(directory: Path, tree: Tree) -> dict[str, Written]:
+    """Write `tree`, none of which is spread over ranks, to a directory that exists.
+
+    The directory is to be committed as a whole. Tensors that share memory come back apart.
     """
-    writing = _Writing()
-    text = json.dumps(writing.node(tree, ()), allow_nan=False)
-    commit(directory / TENSORS, lambda path: save_file(writing.tensors, path, {"format": "pt"}))
-    commit_text(directory / TREE, text + "\n")
+    return Planned(tree).write(directory)
 
 
-def load_tree(directory: Path) -> Tree:
-    """Read what `save_tree` wrote, tensors on the CPU; ValueError says in one line what is damaged."""
+def load_tree(directory: Path, device: torch.device = _CPU) -> Tree:
+    """Read what `save_tree` wrote; ValueError says in one line what is damaged.
+
+    Tensors are read into the host's memory; of those that were on an accelerator, `device` is noted as their home.
+    Those that were spread over ranks are not read yet: they are Scattered.
+    """
     try:
         tensors = load_file(directory / TENSORS)
-        text = (directory / TREE).read_text(encoding="utf-8")
-        tree = _Reading(tensors).node(json.loads(text, object_pairs_hook=_once))
-        if tensors:
-            raise ValueError(f"{TREE} has no place for {min(tensors):.120}")
+        text, shares = (directory / TREE).read_text(encoding="utf-8"), Shares(directory)
+        tree = _Reading(tensors, shares, device).node(json.loads(text, object_pairs_hook=_once))
+        if lost := sorted(tensors) + shares.left:
+            raise ValueError(f"{TREE} has no place for {lost[0]:.120}")
     except FileNotFoundError as error:
         raise ValueError(f"{directory} is damaged: a file is missing ({error})") from error
     except _DAMAGED as error:
@@ -74,7 +100,7 @@ class _Writing:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._storages: set[int] = set()
+        self.spread: dict[str, Any] = {}
 
     def node(self, node: Tree, path: Place) -> Any:
         if type(node) in _PLAIN:
@@ -88,6 +114,8 @@ class _Writing:
             return values if type(node) is list else {"tuple": values}
         if type(node) is dict:
             return self._dict(node, path)
+        if type(node) is Share or is_spread(node):
+            return self._spread(node, path)
         if type(node) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return self._tensor(node, path)
         if type(node) is np.ndarray or isinstance(node, np.generic):
@@ -107,14 +135,21 @@ class _Writing:
         described: dict[str, Any] = {"tensor": name, "dtype": dtype, "shape": list(tensor.shape)}
         if order := _order(tensor):
             described["order"] = order
+        if home(tensor).type != "cpu":
+            described["device"] = home(tensor).type
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         if tensor.dtype not in _COMMON:
             plain = plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-        if plain.untyped_storage().data_ptr() in self._storages:
-            plain = plain.clone()  # safetensors refuses tensors that share memory
-        self._storages.add(plain.untyped_storage().data_ptr())
         self.tensors[name] = plain
         return described
+
+    def _spread(self, share: Any, path: Place) -> Any:
+        name, local = self._name(path), own(share)
+        if share.dtype not in _COMMON or local.layout is not torch.strided:
+            raise _unfit(path, f"is a {local.layout} tensor of {share.dtype} that is spread over ranks")
+        self.spread[name] = share
+        described = {"spread": name, "dtype": _NAMES[share.dtype], "shape": list(share.shape)}
+        return described if home(local).type == "cpu" else {**described, "device": home(local).type}
 
     def _array(self, array: np.ndarray[Any, Any] | np.generic, path: Place) -> Any:
         name, dtype = self._name(path), array.dtype.str
@@ -128,7 +163,7 @@ class _Writing:
         """Return the path as a name that no other tensor has: 1 and "1", or a key with a slash, would read the same."""
         name = "/".join(map(str, path)).encode("utf-8", "replace").decode() or "tensor"
         unique, number = name, 2
-        while unique in self.tensors or unique == "__metadata__":  # a word of safetensors' own
+        while unique in self.tensors or unique in self.spread or unique == "__metadata__":  # a word of safetensors' own
             unique, number = f"{name}#{number}", number + 1
         return unique
 
@@ -136,8 +171,8 @@ class _Writing:
 class _Reading:
     """Turns JSON back into a tree, and takes each tensor it names, once."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: dict[str, torch.Tensor], shares: Shares, device: torch.device) -> None:
+        self.tensors, self.shares, self.device = tensors, shares, device
 
     def node(self, node: Any) -> Tree:
         match node:
@@ -161,13 +196,26 @@ class _Reading:
                 return float(word)
             case {"bytes": str(text), **rest} if not rest:
                 return base64.b64decode(text, validate=True)
-            case {"tensor": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if rest.keys() <= {"order"}:
-                return self._tensor(name, dtype, shape, rest.get("order"))
+            case {"tensor": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if rest.keys() <= _BESIDE:
+                tensor, place = self._tensor(name, dtype, shape, rest.get("order")), self._home(name, rest)
+                if place is not None:
+                    tensor.home = place  # type: ignore[attr-defined]
+                return tensor
+            case {"spread": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if rest.keys() <= {"device"}:
+                _count(shape)
+                if _DTYPES.get(dtype) not in _COMMON:
+                    raise ValueError(f"{name} has a dtype that is unknown here, {dtype:.60}")
+                return self.shares.take(name, shape, _DTYPES[dtype], self._home(name, rest))
             case {"array": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if not rest:
                 return self._array(name, dtype, shape)
             case {"scalar": str(name), "dtype": str(dtype), "shape": [], **rest} if not rest:
                 return self._array(name, dtype, [])[()]
         raise ValueError(f"it has an object it should not have, {_short(node)}")
+
+    def _home(self, name: str, rest: dict[str, Any]) -> torch.device | None:
+        if rest.get("device") not in (None, self.device.type):
+            raise ValueError(f"{name} was on another kind of device, {rest['device']!r:.60}")
+        return self.device if "device" in rest else None
 
     def _items(self, items: list[Any]) -> dict[str | int, Tree]:
         tree: dict[str | int, Tree] = {}

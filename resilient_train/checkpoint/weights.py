@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
+from resilient_train.checkpoint.safetensors_file import chunks
+from resilient_train.checkpoint.shares import is_share
+from resilient_train.checkpoint.tree_files import load_tree
 from resilient_train.errors import ConfigError
 from resilient_train.files import commit
+from resilient_train.state.spread import dealt, whole
 
 WEIGHTS = "weights.safetensors"
 
 
-def save(model: nn.Module, path: Path) -> None:
-    """Commit all weights and buffers of an unwrapped model; tied ones once, under their first name."""
-    tensors = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in _tensors(model).items()
-    }
-    commit(path, lambda temporary: save_file(tensors, temporary))
+def gathered(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
+    """All weights and buffers of an unwrapped model; tied ones once, under their first name.
+
+    Of a model that is spread over ranks all have to ask, and those that do not `keep` them hold one at a time.
+    """
+    found = {}
+    for name, tensor in _tensors(model).items():
+        full = whole(tensor)
+        if keep:
+            found[name] = full.cpu() if full is not tensor else tensor
+    return found
+
+
+def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Commit weights to a file."""
+    commit(path, chunks(tensors))
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    """The weights and buffers in a checkpoint, made whole where several ranks have written them, or in a run directory.
+
+    Raises OSError, ValueError or SafetensorError where they cannot be read.
+    """
+    if not any(is_share(path.name) for path in directory.iterdir()):
+        return load_file(directory / WEIGHTS)
+    match load_tree(directory):
+        case {"parts": {"weights": dict(weights), "buffers": dict(buffers)}, "memory": {"lasting": list(lasting)}}:
+            kept = {name: one for name, one in buffers.items() if name in lasting and one is not None}
+            return {name: dealt(one, None) for name, one in {**weights, **kept}.items()}
+    raise ValueError(f"{directory} holds no weights")
 
 
 @torch.no_grad()
 def load_into(model: nn.Module, source: Path) -> None:
     """Start `model` from the weights in a file or a run directory; everything has to fit."""
-    path = source / WEIGHTS if source.is_dir() else source
     try:
-        saved = load_file(path)
-    except (OSError, SafetensorError) as error:
+        saved = stored(source) if source.is_dir() else load_file(source)
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError("run.init_from", source, f"holds no weights that can be read: {error}") from error
     wanted = _tensors(model)
     missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())

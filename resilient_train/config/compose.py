@@ -11,17 +11,46 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import AliasEvent
 
 from resilient_train.config.explain import composed_raw, explained
 from resilient_train.config.schema import Config, broken_limit
 from resilient_train.errors import ConfigError, unusable
+from resilient_train.files import read_plain
 from resilient_train.record.mlflow_store import shown
 
 _IDENTITY = ("model", "data", "objective", "optimizer", "schedule", "run.seed")  # what makes it another run
+
+
+_FEW, _LONG = 3, 200  # lines, characters
+_FIXED = (
+    "model._target_",
+    "data.train.",
+    "data.shuffle",
+    "optimizer._target_",
+    "run.seed",
+)  # for as long as a run lasts
+
+
+def is_fixed(key: str) -> bool:
+    """Say whether a setting may not change while a run goes on."""
+    return any(key == one or (one.endswith(".") and key.startswith(one)) for one in _FIXED)
+
+
+def told_changes(changes: Mapping[str, str]) -> list[str]:
+    """Tell what has changed, a line each; of a whole policy or set of checks, which is pages long, only that it did."""
+    told = []
+    for node, what in (("recovery", "another policy"), ("checks", "other checks")):
+        lines = {key: how for key, how in changes.items() if key.startswith(f"{node}.")}
+        if len(lines) > _FEW or any(len(how) > _LONG for how in lines.values()):
+            told.append(f"{node}: {what}")
+            changes = {key: how for key, how in changes.items() if key not in lines}
+    return [f"{key}: {how}" for key, how in changes.items()] + told
 
 
 @dataclass(frozen=True)
@@ -36,20 +65,30 @@ class Composed:
         run = {**self.resolved["run"], "name": directory.name, "dir": str(directory)}
         return OmegaConf.to_yaml(OmegaConf.create({**self.resolved, "run": run}))
 
-    def is_same_as(self, written: Path) -> bool:
-        """Say whether a config.yaml is of the same run."""
-        return not self.differences(written)
-
     def is_unchanged(self, written: Path) -> bool:
         """Say whether a config.yaml holds the very same settings, wherever the run lies."""
-        other = OmegaConf.to_container(OmegaConf.load(written))
-        assert isinstance(other, dict)
-        return _anywhere(other) == _anywhere(self.resolved)  # type: ignore[arg-type]
+        return _anywhere(_written(written)) == _anywhere(self.resolved)
+
+    def changes(self, written: Path) -> dict[str, str]:
+        """Tell by key where the settings of a config.yaml are others than these, wherever the run lies."""
+        mine, theirs = dict(_flat(_anywhere(self.resolved))), dict(_flat(_anywhere(_written(written))))
+        if not theirs:
+            return {}
+        return {
+            key: f"{_shown(theirs.get(key, 'absent'))} there, {_shown(mine.get(key, 'absent'))} here"
+            for key in sorted(mine.keys() | theirs.keys())
+            if mine.get(key) != theirs.get(key)
+        }
+
+    @property
+    def digest(self) -> str:
+        """What all of it comes to."""
+        text = json.dumps(_anywhere(self.resolved), sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def differences(self, written: Path) -> list[str]:
         """Tell where a config.yaml is another run than this; more steps do not make it one."""
-        other = OmegaConf.to_container(OmegaConf.load(written))
-        mine, theirs = _identity(self.resolved), _identity(other if isinstance(other, dict) else {})  # type: ignore[arg-type]
+        mine, theirs = _identity(self.resolved), _identity(_written(written))
         return [
             f"{key}: {theirs.get(key, 'absent')} there, {mine.get(key, 'absent')} here"
             for key in sorted(mine.keys() | theirs.keys())
@@ -129,7 +168,21 @@ def _identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
     return {key: "run.steps" if key == "schedule.steps" and value == steps else value for key, value in flat.items()}
 
 
+def _written(file: Path) -> dict[str, Any]:
+    """What a config.yaml holds; nothing where it cannot be read."""
+    try:
+        text = read_plain(file).decode("utf-8")
+        if any(isinstance(event, AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            return {}  # we write none, and a few lines of them unfold to any size
+        tree = OmegaConf.to_container(OmegaConf.create(text))
+    except (OSError, ValueError, RecursionError, OmegaConfBaseException, yaml.YAMLError):
+        return {}
+    return tree if isinstance(tree, dict) else {}  # type: ignore[return-value]
+
+
 def _anywhere(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(resolved.get("run"), Mapping):
+        return {}
     run = {name: value for name, value in resolved["run"].items() if name not in ("name", "dir", "resume")}
     return {**resolved, "run": run}
 

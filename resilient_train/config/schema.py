@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.data.build import DataConfig
 from resilient_train.ranks.world import AccelerateConfig
 from resilient_train.record.tracking import TrackingConfig
@@ -22,14 +23,20 @@ class RunConfig:
     seed: int = field(metadata={"at_least": 0})
     log_every: int = field(metadata={"at_least": 1})
     eval_every: int = field(metadata={"at_least": 0})
-    resume: str = field(metadata={"one_of": ("auto", "never")})
+    resume: str
     init_from: str | None
+    max_hours: float | None = field(metadata={"above": 0})
     deterministic: bool
+    start_timeout: float = field(metadata={"at_least": 0})
+    step_timeout: float = field(metadata={"at_least": 0})
+    save_timeout: float = field(metadata={"at_least": 0})
+    grace: float = field(metadata={"above": 0})
 
 
 @dataclass
 class CheckpointConfig:
     memory: MemoryConfig
+    disk: DiskConfig
     verify_after: int = field(metadata={"at_least": 1})
 
 

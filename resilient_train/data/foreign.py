@@ -47,6 +47,10 @@ class ForeignSamples(WithoutIndex):
         self._ahead: deque[_Served] = deque()
         self._changes_tensors = False  # whether the loop does, in place
 
+    @property
+    def next_start(self) -> int:
+        return self.position
+
     def next_update(self) -> Update:
         again = self._ahead.popleft() if self._ahead else None
         latest = again or (self._recent[-1] if self._recent else None)
@@ -75,6 +79,12 @@ class ForeignSamples(WithoutIndex):
         while not self._ahead and start <= at < stop:
             self._fetch()
             at += self.slicing.samples
+
+    def slice_as(self, slicing: Slicing) -> bool:
+        return False  # its batches are what they are
+
+    def passed_over(self) -> list[tuple[int, int]]:
+        return []  # what is gone does not come again
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self.position}

@@ -54,6 +54,10 @@ class IterableSamples(WithoutIndex):
         self.skipped = Ranges()
         self._require_repetition()
 
+    @property
+    def next_start(self) -> int:
+        return self._ahead[0].start if self._ahead else self.skipped.end_at(self.position)
+
     def next_update(self) -> Update:
         read = self._ahead.popleft() if self._ahead else self._read_update()
         self._recent.append(read)
@@ -75,6 +79,13 @@ class IterableSamples(WithoutIndex):
         self.skipped.add(start, stop)
         while self._ahead and start <= self._ahead[0].start < stop:
             self.position = self._ahead.popleft().stop  # where the next one begins, in memory or in the data set
+
+    def slice_as(self, slicing: Slicing) -> bool:
+        self.slicing = slicing
+        return True
+
+    def passed_over(self) -> list[tuple[int, int]]:
+        return list(self.skipped)
 
     def state_dict(self) -> dict[str, Any]:
         if self._ahead:  # the data set itself is further on than the run

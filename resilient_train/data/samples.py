@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -16,8 +17,12 @@ from resilient_train.data.rescue import FailedRow, rescued
 from resilient_train.data.rows import Collate, RepeatableBatches, only
 from resilient_train.data.stream import Key, Stream, micro_batches
 from resilient_train.errors import in_one_line
+from resilient_train.ranks.leaving import end_with_parent
 
 _log = logging.getLogger("resilient_train")
+
+
+_MOST = 2**24  # samples that a process brings to an update
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,24 @@ class Slicing:
     def samples(self) -> int:
         """Samples of one update over all ranks and micro-batches."""
         return self.batch_size * self.accumulation * self.world
+
+    def halved(self) -> Slicing | None:
+        """The same samples in micro-batches of half the size; None where that does not come out even."""
+        if self.batch_size % 2:
+            return None
+        return replace(self, batch_size=self.batch_size // 2, accumulation=2 * self.accumulation)
+
+    def for_samples(self, samples: int) -> Slicing | None:
+        """Deal so many samples an update out over these ranks, in micro-batches no larger than they are.
+
+        None where that does not come out even.
+        """
+        mine, rest = divmod(samples, self.world)
+        if rest or not 0 < mine <= _MOST:
+            return None
+        least = -(-mine // self.batch_size)
+        accumulation = next(count for count in range(least, mine + 1) if mine % count == 0)
+        return replace(self, batch_size=mine // accumulation, accumulation=accumulation)
 
     def of_this_rank(self, keys: Sequence[Any]) -> list[Sequence[Any]]:
         """Return this rank's micro-batches of an update's samples."""
@@ -56,6 +79,10 @@ class Samples(Protocol):
     position: int
     rows: int  # that have an index, by which they can be fetched again and put in quarantine; 0: none has
 
+    @property
+    def next_start(self) -> int:
+        """Where the next update's samples begin."""
+
     def next_update(self) -> Update:
         """Fetch the next update's samples and move behind them."""
 
@@ -65,8 +92,17 @@ class Samples(Protocol):
     def skip(self, start: int, stop: int) -> None:
         """Pass over these positions from now on, after rewinds too."""
 
+    def slice_as(self, slicing: Slicing) -> bool:
+        """Deal the same samples of an update out in other micro-batches from the next one on, if that can be."""
+
+    def passed_over(self) -> list[tuple[int, int]]:
+        """Return the positions that are passed over."""
+
     def quarantine(self, rows: Iterable[int]) -> None:
         """Put others in the places of these rows from now on, after rewinds too."""
+
+    def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
+        """Return the rows at these positions, as far as rows have an index."""
 
     def collated(self, keys: Sequence[Key]) -> Any:
         """Make one micro-batch of these rows as training makes it. Leaves the host's generators anywhere."""
@@ -94,6 +130,9 @@ class WithoutIndex:
 
     def quarantine(self, rows: Iterable[int]) -> None:
         self._no_index()
+
+    def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
+        return ()
 
     def collated(self, keys: Sequence[Key]) -> Any:
         self._no_index()
@@ -131,6 +170,10 @@ class MapSamples:
         self._batches: Iterator[Any] | None = None
         self._mishap: int | None = None  # where the last update ended that could not be fetched, and then could
 
+    @property
+    def next_start(self) -> int:
+        return self.stream.skipped.end_at(self.position)
+
     def next_update(self) -> Update:
         """Fetch the next update's samples and move behind them; rows that raise are told, with others in their places.
 
@@ -156,9 +199,22 @@ class MapSamples:
         self.stream.skip(start, stop)
         self._batches = None
 
+    def slice_as(self, slicing: Slicing) -> bool:
+        self.slicing = slicing
+        self._plan, self._batches, self._loader = _Plan(self.stream, slicing), None, None
+        return True
+
+    def passed_over(self) -> list[tuple[int, int]]:
+        return list(self.stream.skipped)
+
     def quarantine(self, rows: Iterable[int]) -> None:
         self.stream.quarantine(rows)
         self._batches = None
+
+    def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
+        skipped = {at for low, high in self.stream.skipped for at in range(max(low, start), min(high, stop))}
+        places = [at for at in range(start, stop) if at not in skipped]
+        return tuple(sorted({key.row for at in places for key in self.stream.take(at, 1).keys}))
 
     def collated(self, keys: Sequence[Key]) -> Any:
         return self._here.collated(keys)
@@ -262,6 +318,8 @@ def _undisturbed(batches: Any) -> Iterator[Any]:
 
 def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_memory: bool) -> DataLoader[Any]:
     """Build a loader over micro-batches of keys that never touches the global generators."""
+    # What the kernel looks at is the thread: any other may end while its process goes on.
+    is_of_process = threading.current_thread() is threading.main_thread()
     return DataLoader(
         RepeatableBatches(dataset, collate),  # type: ignore[arg-type]  # has __getitems__, which is all that is asked
         batch_sampler=plan,
@@ -270,4 +328,10 @@ def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_m
         pin_memory=pin_memory,
         persistent_workers=num_workers > 0,
         generator=torch.Generator(),  # iter() would draw a seed from the global one
+        worker_init_fn=_end_with_parent if is_of_process else None,
     )
+
+
+def _end_with_parent(worker: int) -> None:
+    """Torch lets a worker see by itself that its process has gone: not while a row keeps it."""
+    end_with_parent()

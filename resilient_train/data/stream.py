@@ -7,7 +7,7 @@ for any number of processes, workers and micro-batches, and jumping to one costs
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,6 +41,9 @@ class Ranges:
 
     def __bool__(self) -> bool:
         return bool(self._ranges)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._ranges)
 
     def add(self, start: int, stop: int) -> None:
         """Include positions `[start, stop)`."""

@@ -76,12 +76,18 @@ _PLAIN = (
     "float",
     "i0",
 )
+_LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # a product behind the other, of which nobody sees the values
 _PLAIN_PARTS = ("add", "sub", "mul", "mm", "conv", "linear", "dot", "mv", "_loss", "bilinear", "embedding")
 
 
 def is_plain(op: str) -> bool:
     """Say whether an operation has a value and a slope everywhere, if only its type had room for it."""
-    return op in _PLAIN or any(part in op for part in _PLAIN_PARTS)
+    return op in (*_PLAIN, *_LOOPS) or any(part in op for part in _PLAIN_PARTS)
+
+
+def is_loop(op: str) -> bool:
+    """Say whether values may grow without bound within an operation: what it is given does not tell of them."""
+    return op in _LOOPS
 
 
 def family(op: str) -> str | None:
@@ -114,6 +120,11 @@ def on_overflow(where: str, inputs: Sequence[Mapping[str, Any]]) -> str:
     of = f" of values up to {largest:.3g}" if largest is not None else ""
     kind = next((one["dtype"] for one in inputs), "its type")
     return f"{where} makes more{of} than {kind} can hold: scale or clamp its input, or compute it in a wider type."
+
+
+def on_follower(where: str, first: str) -> str:
+    """What breaks of values that armor has made up is no fault of its own line."""
+    return f"{where} breaks of what came of {first}, which broke before it and wears armor: mend that one first."
 
 
 def _reached(inputs: Sequence[Mapping[str, Any]]) -> str:

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from resilient_train.events import Anomaly, Cause, Diagnosis, Signal
+from resilient_train.state.spread import Share, is_spread, own, spread_of
+
+
+class Damage(NamedTuple):
+    """What this rank found of its part of the state, and how bad it is: another one may have found worse."""
+
+    size: float
+    diagnosis: Diagnosis
 
 
 def of_state(
-    anomaly: Anomaly, weights: Mapping[str, Tensor], before: Mapping[str, Tensor], optimizers: Sequence[Optimizer]
-) -> Diagnosis | None:
+    anomaly: Anomaly,
+    weights: Mapping[str, Tensor],
+    before: Mapping[str, Tensor | Share],
+    optimizers: Sequence[Optimizer],
+) -> Damage | None:
     """Say what became of weights or moments; `before` are the weights of a proven state, if there is one."""
     if anomaly.signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER) and (lost := lost_eps(optimizers)):
-        return Diagnosis(Cause.OPTIMIZER, f"{lost}: raise it, or keep weights and moments in float32.")
+        why = f"{lost}: raise it, or keep weights and moments in float32."
+        return Damage(inf, Diagnosis(Cause.OPTIMIZER, why))
+    where: tuple[float, str] | None
     if anomaly.signal is Signal.NONFINITE_WEIGHTS:
         where = _first_nonfinite(weights)
     elif anomaly.signal is Signal.WEIGHTS_JUMP:
@@ -25,11 +40,18 @@ def of_state(
         return None
     if where is None:
         return None
-    if "lately" in anomaly.evidence:  # nothing proves that no update has done it
+    if is_possible(anomaly):
         why = "farther than updates went lately: if it returns, lower the learning rate, or suspect the hardware"
     else:
         why = "which no update can have done: if it returns, suspect the hardware"
-    return Diagnosis(Cause.CORRUPTION, f"{where}, {why}, or code that writes to weights between updates.")
+    size, told = where
+    told = f"{told}, {why}, or code that writes to weights between updates."
+    return Damage(size, Diagnosis(Cause.CORRUPTION, told))
+
+
+def is_possible(anomaly: Anomaly) -> bool:
+    """Whether updates can have moved the weights so far: they only did not lately."""
+    return anomaly.signal is Signal.WEIGHTS_JUMP and "lately" in anomaly.evidence
 
 
 def lost_eps(optimizers: Iterable[Optimizer]) -> str | None:
@@ -46,26 +68,37 @@ def lost_eps(optimizers: Iterable[Optimizer]) -> str | None:
 
 
 @torch.no_grad()
-def _first_nonfinite(weights: Mapping[str, Tensor]) -> str | None:
-    for name, weight in weights.items():
+def _first_nonfinite(weights: Mapping[str, Tensor]) -> tuple[float, str] | None:
+    for name, whole in weights.items():
+        weight = own(whole)
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
             place = (~weight.isfinite()).nonzero()[0].tolist()
-            return f"`{name}` is {float(weight[tuple(place)]):g} at {place}"
+            return inf, f"`{name}` is {float(weight[tuple(place)]):g} at {_in_whole(place, whole)}"
     return None
 
 
 @torch.no_grad()
-def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> str | None:
+def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]) -> tuple[float, str] | None:
     """The element that is farthest from where it was."""
     farthest, told = 0.0, None
-    for name, weight in weights.items():
-        was = before.get(name)
-        if was is None or was.shape != weight.shape or not weight.is_floating_point() or not weight.numel():
+    for name, whole in weights.items():
+        if (kept := before.get(name)) is None:
+            continue
+        weight, was = own(whole), own(kept)
+        if was.shape != weight.shape or not weight.is_floating_point() or not weight.numel():
             continue
         moved = (weight - was.to(weight.device)).abs().flatten()
         far, place = moved.max(dim=0)
         if float(far) > farthest:
             index = [int(one) for one in torch.unravel_index(place, weight.shape)]
             farthest = float(far)
-            told = f"`{name}` went from {float(was[tuple(index)]):.3g} to {float(weight[tuple(index)]):.3g} at {index}"
+            values = f"from {float(was[tuple(index)]):.3g} to {float(weight[tuple(index)]):.3g}"
+            told = farthest, f"`{name}` went {values} at {_in_whole(index, whole)}"
     return told
+
+
+def _in_whole(place: Sequence[int], whole: Tensor) -> list[int]:
+    """Where an element of this rank's share lies in the whole."""
+    if not is_spread(whole):
+        return list(place)
+    return [at + start for at, (start, _) in zip(place, spread_of(whole).box(), strict=True)]

@@ -17,7 +17,7 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _SITE = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)
 _US = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _ZOO = os.path.join(_US, "zoo") + os.sep  # models to start from: as good as a user's own
-_LIBRARIES = ("torch", "accelerate")
+_LIBRARIES = ("torch", "accelerate", "hydra", "omegaconf")
 _AT_NEED = ("transformers",)  # nobody's own code, but better than no line at all
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from resilient_train.diagnose.advice import is_plain
 from resilient_train.diagnose.frames import Line, is_users, user_line
 
 _MADE = ("full", "full_like", "new_full", "tensor", "as_tensor", "masked_fill", "fill", "fill_diagonal", "zeros_like")
@@ -36,6 +37,7 @@ class Birth:
     inputs: tuple[Mapping[str, Any], ...] = ()
     node: str = ""  # what the backward of it is made of
     is_total: bool = False  # its result is a single number
+    after: Birth | None = None  # the first of what armor has mended on the way to it: this one is a consequence
 
 
 @dataclass(slots=True)
@@ -83,6 +85,9 @@ class Microscope(TorchFunctionMode):
         self._traces: dict[int, _Trace] = {}
         self._nodes: dict[Any, _Call] = {}
         self._hooks: list[Any] = []
+        self._mended: dict[tuple[str, int], Birth] = {}  # by line: what broke in armor, and goes on as made-up values
+        self._unmade: dict[Any, Birth] = {}  # by node: what that was computed from
+        self._losses: list[Any] = []  # their nodes
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -106,16 +111,18 @@ class Microscope(TorchFunctionMode):
                 if kinds:
                     birth = self._judged(call, kinds, args, kwargs, inputs, was, output.numel() == 1)
                     self._traces[id(output)] = _Trace(output, birth)
+                    if birth is not None and birth.call == call.number and self._is_armored(call):
+                        self._remember(birth, inputs)
                 elif in_place:
                     self._traces.pop(id(output), None)
             if not in_place:
-                births = [self._traces[id(one)].birth for one in inputs if id(one) in self._traces]
-                call.origin = next(filter(None, births), None)
+                call.origin = self._first(inputs)
             self._watch(call, inputs, outputs)
         return result
 
     def judge(self, loss: Tensor) -> None:
         """Say whose fault it is that a loss is not finite."""
+        self._losses.append(loss.grad_fn)
         trace = self._traces.get(id(loss))
         self.seen.of_loss = trace.birth if trace else None
 
@@ -126,6 +133,8 @@ class Microscope(TorchFunctionMode):
         self._hooks.clear()
         self._nodes.clear()
         self._traces.clear()
+        self._unmade.clear()
+        self._losses.clear()
 
     # Forward.
 
@@ -142,9 +151,7 @@ class Microscope(TorchFunctionMode):
         """Whose fault a result is: an input's, nobody's, or that of this call."""
         before = was or [_kinds(one) for one in inputs]
         rotten = [one for one, its in zip(inputs, before, strict=True) if its]
-        known = [self._traces[id(one)].birth for one in rotten if id(one) in self._traces]
-        inherited = next((birth for birth in known if birth), None)
-        if inherited:
+        if inherited := self._first(rotten):
             return inherited
         had = frozenset().union(*before)
         if "nan" in had or ("nan" not in kinds and "inf" in had):
@@ -155,7 +162,46 @@ class Microscope(TorchFunctionMode):
             return None
         kind = "nan" if "nan" in kinds else "inf"
         told = () if was else statistics(inputs)
-        return Birth("forward", call.op, kind, call.number, call.line, told, is_total=is_total)
+        after = self._after([one.grad_fn for one in inputs], call.op)
+        return Birth("forward", call.op, kind, call.number, call.line, told, is_total=is_total, after=after)
+
+    def _first(self, inputs: Iterable[Tensor]) -> Birth | None:
+        """The earliest birth that inputs come of."""
+        births = [self._traces[id(one)].birth for one in inputs if id(one) in self._traces]
+        return min(filter(None, births), key=lambda birth: birth.call, default=None)
+
+    # What comes of armor.
+
+    def _is_armored(self, call: _Call) -> bool:
+        return call.line is not None and (call.line.file, call.line.line, call.op) in self._armored
+
+    def _remember(self, birth: Birth, inputs: Iterable[Tensor]) -> None:
+        """Note what armor is about to mend: whatever is computed of that line's values, or of what it was given."""
+        assert birth.line is not None
+        self._mended.setdefault((birth.line.file, birth.line.line), birth)
+        for one in inputs:
+            node = one.grad_fn
+            for given in (node, *(before for before, _ in getattr(node, "next_functions", ()) if _is_foreign(node))):
+                if given is not None:
+                    self._unmade.setdefault(given, birth)
+
+    def _after(self, nodes: Iterable[Any], op: str) -> Birth | None:
+        """The first of what broke in armor that these nodes come of; the same operation, of the same values too."""
+        if not self._mended:
+            return None
+        met, waiting, found = set(), list(nodes), []
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in met:
+                continue
+            met.add(node)
+            waiting += [before for before, _ in node.next_functions]
+            call, given = self._nodes.get(node), self._unmade.get(node)
+            if call is not None and call.line is not None:
+                found.append(self._mended.get((call.line.file, call.line.line)))
+            if given is not None and given.op == op:
+                found.append(given)
+        return min((one.after or one for one in found if one), key=lambda one: one.call, default=None)
 
     # Backward.
 
@@ -170,12 +216,12 @@ class Microscope(TorchFunctionMode):
                 node = waiting.pop()
                 if node is None or node in self._nodes or node.name().endswith("AccumulateGrad"):
                     continue
-                self._listen(node, call if not hasattr(node, "_forward_cls") else _foreign(node, call))
+                self._listen(node, call if not _is_foreign(node) else _foreign(node, call))
                 waiting += [before for before, _ in node.next_functions]
 
     def _listen(self, node: Any, call: _Call) -> None:
         self._nodes[node] = call
-        is_armored = call.line is not None and (call.line.file, call.line.line, call.op) in self._armored
+        is_armored = self._is_armored(call)
 
         def passed(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
             if self.seen.backward is not None or is_armored:
@@ -188,9 +234,15 @@ class Microscope(TorchFunctionMode):
                         return
                     kind = "nan" if "nan" in after else "inf"
                     name = node.name().removesuffix("Backward0").removesuffix("Backward")
-                    self.seen.backward = Birth("backward", call.op, kind, call.number, call.line, (), name)
+                    # A slope that is merely too large comes of all that the loss is made of.
+                    first = self._after([node, *self._losses] if is_plain(call.op) else [node], call.op)
+                    self.seen.backward = Birth("backward", call.op, kind, call.number, call.line, (), name, after=first)
 
         self._hooks.append(node.register_hook(passed))
+
+
+def _is_foreign(node: Any) -> bool:
+    return hasattr(node, "_forward_cls")
 
 
 def _foreign(node: Any, call: _Call) -> _Call:

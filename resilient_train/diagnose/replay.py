@@ -18,6 +18,7 @@ from resilient_train.diagnose.microscope import Microscope, Seen
 from resilient_train.state import randomness
 from resilient_train.state.backup import Backups
 from resilient_train.state.randomness import Purpose, mix, seed_all
+from resilient_train.state.spread import is_spread, own
 
 Measure = Callable[[nn.Module, Any], Tensor]  # (model, batch) -> loss
 
@@ -38,7 +39,8 @@ class Replayed:
 class Replay:
     """Makes forward and backward of given batches at the weights as they are.
 
-    No rank waits for another in it: the model is taken out of DistributedDataParallel.
+    No rank waits for another in it, as the model is taken out of DistributedDataParallel; unless it `is_spread` over
+    them: then all make a replay at the same time, and gradients are those of all their batches.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Replay:
         *,
         trained: Iterable[Tensor],
         scale: Callable[[], float],
+        over_ranks: Callable[[list[Tensor]], Tensor],
         seed: int,
         rank: int,
         device: torch.device,
@@ -58,6 +61,7 @@ class Replay:
         """`model` as training calls it, wrappers of other processes apart; `forget` drops gradients.
 
         `trained` are the weights whose gradients the gate looks at, `scale` is what they are multiplied by.
+        `over_ranks` is the norm of gradients that are spread over ranks, each of which asks for it.
         """
         self.model, self._measure, self._backward, self._backups, self._forget = (
             model,
@@ -69,6 +73,8 @@ class Replay:
         self._seed, self._rank, self._device = seed, rank, device
         self._bare: nn.Module = getattr(model, "_orig_mod", model)
         self.armored: set[tuple[str, int, str]] = set()  # operations that break no more, by file, line and name
+        self._over_ranks = over_ranks
+        self.is_spread = any(map(is_spread, self._bare.parameters()))
         self._trained, self._scale = {id(weight) for weight in trained}, scale
         # Frozen weights may be teachers that a forward moves. Those that have moved so far are few; all would be many.
         frozen = [weight for weight in self._bare.parameters() if not weight.requires_grad]
@@ -119,10 +125,13 @@ class Replay:
         mine = [(name, one) for name, one in self._bare.named_parameters() if id(one) in self._trained]
         named = [(name, one.grad) for name, one in mine if one.grad is not None]
         grads = [grad.coalesce().values() if grad.is_sparse else grad for _, grad in named]
-        norms = [torch.linalg.vector_norm(grad.double() if grad.numel() else grad.new_zeros(1)) for grad in grads]
+        shares = [own(grad) for grad in grads]
+        norms = [torch.linalg.vector_norm(one.double() if one.numel() else one.new_zeros(1)) for one in shares]
         scale = self._scale()
         by_layer = {name: float(norm) / scale for (name, _), norm in zip(named, norms, strict=True)}
         total = math.sqrt(sum(norm**2 for norm in by_layer.values())) if by_layer else 0.0
+        if self.is_spread and grads:
+            total = float(self._over_ranks(grads)) / scale
         return Replayed(float(torch.stack(losses).mean()), total, by_layer)
 
 

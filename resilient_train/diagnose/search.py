@@ -7,7 +7,7 @@ collectives. So every rank takes the same turns here, and what is local is which
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -50,9 +50,18 @@ class Refused:
 class Search:
     """Finds the culprit of an update that was refused. Every rank learns the same."""
 
-    def __init__(self, replay: Replay, samples: Samples, world: World, on_device: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        replay: Replay,
+        samples: Samples,
+        world: World,
+        on_device: Callable[[Any], Any],
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`beat` is called behind every replay, whose number is limited: a search takes longer than an update may."""
         self.armored = replay.armored
         self._replay, self._samples, self._world, self._on_device = replay, samples, world, on_device
+        self._beat = beat
 
     def diagnose(self, anomaly: Anomaly, refused: Refused, history: History) -> Diagnosis | None:
         """Say what was behind it; None where nothing can be said beyond the signal."""
@@ -61,14 +70,22 @@ class Search:
         with randomness.preserved(self._world.device):  # to fetch rows leaves them anywhere
             return self._diagnosed(anomaly, refused, history)
 
-    def confirms(self, known: Diagnosis, refused: Refused) -> bool:
-        """Say whether it broke where it broke before: one look, and nothing else is tried."""
+    def confirmed(self, known: Diagnosis, refused: Refused) -> Diagnosis | None:
+        """Say the same again if it broke where it broke before: one look, and nothing else is tried."""
         with randomness.preserved(self._world.device):
             seen, first = self._seen(refused)
         birth = None if first is None else self._birth(seen, first)
         culprit = None if birth is None else _culprit(birth, seen)
-        theirs = [one for one in self._world.all_of(culprit) if one is not None]
-        return bool(theirs) and known.culprit is not None and _place(theirs[0]) == _place(known.culprit)
+        theirs = {rank: one for rank, one in enumerate(self._world.all_of(culprit)) if one is not None}
+        broken = known.broken
+        if not theirs or broken is None or _place(next(iter(theirs.values()))) != _place(broken):
+            return None
+        return replace(verdict.again(known), ranks=self._some(theirs))
+
+    def _some(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Name ranks, unless it is all of them."""
+        named = tuple(ranks)
+        return named if len(named) < self._world.size else ()
 
     def _diagnosed(self, anomaly: Anomaly, refused: Refused, history: History) -> Diagnosis | None:
         is_spike = anomaly.signal in _SPIKES
@@ -76,13 +93,16 @@ class Search:
             seen = verdict.together(self._world.all_of(self._rotten_rows(refused)))
             if seen.rows:
                 return verdict.on_nonfinite(seen, 1.0)
-        facts = verdict.together(self._world.all_of(self._facts(refused, is_spike)))
+        by_rank = self._world.all_of(self._facts(refused, is_spike))
+        facts = verdict.together(by_rank)
         if not facts.reproduced:
             return verdict.on_untried(facts.could_not) if facts.could_not else verdict.TRANSIENT
         climb = max(verdict.climbed(one) for one in history)
         if is_spike:
-            return verdict.on_spike(facts, max(verdict.climbed(one[:-1]) for one in history), climb)
-        return verdict.on_nonfinite(facts, climb, is_first=all(len(one) < 2 for one in history))
+            found = verdict.on_spike(facts, max(verdict.climbed(one[:-1]) for one in history), climb)
+        else:
+            found = verdict.on_nonfinite(facts, climb, is_first=all(len(one) < 2 for one in history))
+        return replace(found, ranks=self._some(rank for rank, one in enumerate(by_rank) if one.reproduced))
 
     # What is tried. Every rank takes every turn.
 
@@ -100,13 +120,22 @@ class Search:
             batch_is_rotten=not is_spike
             and not refused.nan_is_usual
             and any(by_rows.rotten_fields(one) for one in refused.fed),
+            size=first.norm if first is not None and not is_spike else 0.0,
             layer=_grown(first, control) if is_spike and first and control else None,
             could_not=why,
         )
         birth = self._birth(seen, first) if first is not None else None
         if birth is not None:
-            facts = replace(facts, culprit=_culprit(birth, seen), kind=birth.kind, is_total=birth.is_total)
-        found = self._guilty(refused, filler if reproduced else None)
+            after = None if birth.after is None else _culprit(birth.after, Seen())
+            facts = replace(facts, culprit=_culprit(birth, seen), kind=birth.kind, is_total=birth.is_total, after=after)
+        if self._replay.is_spread:
+            found = self._guilty_together(refused, filler)
+            reproduced = bool(found) or birth is not None or _breaks_by_loss(first, refused)
+            if not any(self._world.all_of(reproduced)):  # the gradients of all together, which all of them share
+                reproduced = True
+            facts = replace(facts, reproduced=reproduced)
+        else:
+            found = self._guilty(refused, filler if reproduced else None)
         if not refused.update.keys and birth is None:
             return replace(facts, could_not="rows of such data cannot be named")
         if not found or filler is None:
@@ -119,12 +148,12 @@ class Search:
         """Look at the update under the microscope."""
         looked: list[Seen] = []
 
-        def look() -> Replayed:
-            seen, measured = self._replay.seen(self._batches_of(refused), refused.update.start)
+        def look(batches: Sequence[Any]) -> Replayed:
+            seen, measured = self._replay.seen(batches, refused.update.start)
             looked.append(seen)
             return measured
 
-        measured, _ = self._attempted(look)
+        measured, _ = self._with(lambda: self._batches_of(refused), look)
         return (looked[0] if looked else Seen()), measured
 
     def _control(self, refused: Refused) -> tuple[Keys | None, Replayed | None]:
@@ -165,8 +194,49 @@ class Search:
                 found, wanted = end.value, None
         return [keys[number][place] for number, place in (places[one] for one in found)]
 
+    def _guilty_together(self, refused: Refused, filler: Keys | None) -> list[Key]:
+        """The same where ranks share their weights: a gradient then tells of the rows of all ranks.
+
+        So they are one batch, of which every rank asks for the same rows at a time.
+        """
+        keys, world = refused.update.keys, self._world
+        places = [(number, place) for number, some in enumerate(keys) for place in range(len(some))]
+        counts = world.all_of(len(places) if filler is not None else 0)
+        if filler is None or not all(counts):
+            return []
+        first = sum(counts[: world.rank])
+        search = by_rows.guilty(sum(counts))
+        wanted = next(search, ())
+        while True:
+            batches = [list(some) for some in filler]
+            mine = [places[one - first] for one in wanted if 0 <= one - first < len(places)]
+            for number, place in mine:
+                batches[number][place] = keys[number][place]
+            tried, _ = self._tried(refused, partial(self._made, batches))
+            try:
+                wanted = search.send(any(world.all_of(tried is not None and _breaks(tried, refused))))
+            except StopIteration as end:
+                found = [places[one - first] for one in end.value if 0 <= one - first < len(places)]
+                return [keys[number][place] for number, place in found]
+
     def _tried(self, refused: Refused, batches: Callable[[], Sequence[Any]]) -> tuple[Replayed | None, str]:
-        return self._attempted(lambda: self._replay.of(batches(), refused.update.start))
+        return self._with(batches, lambda made: self._replay.of(made, refused.update.start))
+
+    def _with(
+        self, batches: Callable[[], Sequence[Any]], replay: Callable[[Sequence[Any]], Replayed]
+    ) -> tuple[Replayed | None, str]:
+        if not self._replay.is_spread:
+            return self._attempted(lambda: replay(batches()))
+        made: Sequence[Any] | None = None
+        why = "another rank could not make its batches"
+        try:  # all make a forward, or none does: they would wait for each other in it
+            made = batches()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+        ready = [one for one in self._world.all_of(made is not None) if one]
+        if made is None or len(ready) < self._world.size:
+            return None, why
+        return self._attempted(lambda: replay(made))
 
     def _attempted(self, replay: Callable[[], Replayed]) -> tuple[Replayed | None, str]:
         """Replay; what goes wrong in it is no reason to end a run, and says nothing about it."""
@@ -174,6 +244,8 @@ class Search:
             return replay(), ""
         except Exception as error:
             return None, f"{type(error).__name__}: {error}".splitlines()[0]
+        finally:
+            self._beat()
 
     # What it is made of.
 
@@ -217,6 +289,11 @@ class Search:
 def _breaks(one: Replayed, refused: Refused) -> bool:
     """Of a gradient that is not finite, too: the norm of a replay is in doubles."""
     return one.is_beyond(refused.limits)
+
+
+def _breaks_by_loss(one: Replayed | None, refused: Refused) -> bool:
+    """Whether the loss of this rank alone would have been refused."""
+    return one is not None and not -math.inf < one.loss <= refused.limits[0]
 
 
 def _culprit(birth: Birth, seen: Seen) -> Culprit:

@@ -13,6 +13,7 @@ from resilient_train.events import Cause, Culprit, Diagnosis
 _CLIMB = 100.0  # times the usual: an explosion on its way
 _LEAP = 1e4  # the same, at once: no task changes so much
 _HUGE = 1e15  # sums and squares of it leave float32
+_BEYOND = 1e18  # its square, and so a norm of it, leaves float32
 _WITH_POLES = ("log", "div", "reciprocal", "rsqrt", "atanh", "lgamma")  # their infinities are not for want of range
 
 
@@ -26,10 +27,12 @@ class Facts:
     culprit: Culprit | None = None
     kind: str = ""  # of what was born there: nan, inf
     is_total: bool = False  # in a single number
+    after: Culprit | None = None  # what had broken in its armor before, and led there
     rows: tuple[int, ...] = ()  # of which each breaks a healthy batch
     rotten: Mapping[int, str] = field(default_factory=dict)  # what is odd about them
     batch_is_rotten: bool = False  # it holds values that are not finite
     layer: tuple[str, float] | None = None  # whose gradient is farthest above its usual, and how many times
+    size: float = 0.0  # of its gradient, measured in doubles
     could_not: str = ""  # what a replay could not be made of, or see
 
 
@@ -47,9 +50,11 @@ def together(facts: Sequence[Facts]) -> Facts:
         culprit=with_culprit.culprit if with_culprit else None,
         kind=with_culprit.kind if with_culprit else "",
         is_total=with_culprit.is_total if with_culprit else False,
+        after=with_culprit.after if with_culprit else None,
         rows=tuple(sorted({row for one in again for row in one.rows})),
         rotten={row: why for one in again for row, why in one.rotten.items()},
         batch_is_rotten=any(one.batch_is_rotten for one in again),
+        size=max(one.size for one in again),
         layer=max((one.layer for one in again if one.layer), key=lambda one: one[1], default=None),
         could_not=could_not,
     )
@@ -84,21 +89,30 @@ def on_nonfinite(facts: Facts, climb: float, *, is_first: bool = False) -> Diagn
     if culprit is None:
         if climbs:
             return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=climb))
+        if facts.rows and not facts.everywhere and _BEYOND < facts.size < math.inf:
+            return _on_beyond(facts)
         if facts.rows:
             return _on_ordinary(facts)
         unseen = facts.could_not or "no operation of the forward or backward was seen to make it"
         return Diagnosis(Cause.UNKNOWN, f"It comes again with this batch, but {unseen}.")
-    where = advice.place(culprit.op, culprit.file, culprit.line)
+    where, first = advice.place(culprit.op, culprit.file, culprit.line), facts.after or culprit
     beside = f" {_rows(facts.rows).capitalize()} of the data {_gets(facts.rows)} there." if facts.rows else ""
     if _overflows(culprit, facts.kind):
         if climbs:
-            return Diagnosis(Cause.EXPLOSION, f"{_CLIMBED.format(times=climb)} It broke first in {where}.", culprit)
-        if facts.everywhere and not is_first and _largest(culprit.inputs) > _HUGE:
-            return Diagnosis(Cause.EXPLOSION, f"{_LED_THERE} It broke first in {where}.", culprit)
-        told = advice.on_overflow(where, culprit.inputs) + beside
-        return Diagnosis(Cause.OVERFLOW, told, culprit, mendable=not facts.is_total)
-    told = advice.on_operation(where, culprit.op, culprit.inputs) + beside
-    return Diagnosis(Cause.OPERATION, told, culprit, mendable=True)
+            return Diagnosis(Cause.EXPLOSION, f"{_CLIMBED.format(times=climb)} It broke first in {where}.", first)
+        has_grown = _largest(culprit.inputs) > _HUGE or advice.is_loop(culprit.op)
+        if facts.everywhere and not is_first and has_grown:
+            return Diagnosis(Cause.EXPLOSION, f"{_LED_THERE} It broke first in {where}.", first)
+        told = advice.on_overflow(where, culprit.inputs)
+        found = Diagnosis(Cause.OVERFLOW, told, culprit, mendable=not facts.is_total)
+    else:
+        found = Diagnosis(
+            Cause.OPERATION, advice.on_operation(where, culprit.op, culprit.inputs), culprit, mendable=True
+        )
+    if facts.after is not None:
+        told = advice.on_follower(where, advice.place(first.op, first.file, first.line))
+        found = replace(found, advice=told, culprit=first, follower=culprit)
+    return replace(found, advice=found.advice + beside)
 
 
 def again(known: Diagnosis) -> Diagnosis:
@@ -107,6 +121,8 @@ def again(known: Diagnosis) -> Diagnosis:
     if culprit is None or known.cause not in (Cause.OPERATION, Cause.OVERFLOW):
         return known
     where = advice.place(culprit.op, culprit.file, culprit.line)
+    if (last := known.follower) is not None:
+        return replace(known, advice=advice.on_follower(advice.place(last.op, last.file, last.line), where))
     if known.cause is Cause.OVERFLOW:
         return replace(known, advice=advice.on_overflow(where, culprit.inputs))
     return replace(known, advice=advice.on_operation(where, culprit.op, culprit.inputs))
@@ -158,6 +174,14 @@ def _on_ordinary(facts: Facts, layer: str = "") -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN, told + layer)
 
 
+def _on_beyond(facts: Facts) -> Diagnosis:
+    """All that was computed is finite, and too large to be measured: no line is to blame, and only these rows do it."""
+    rows = facts.rows
+    told = f"{_rows(rows).capitalize()} of the data {'takes' if len(rows) == 1 else 'take'} the gradient to"
+    mend = f"clamp or scale what is computed of {_it(rows)}, or remove {_it(rows)}"
+    return Diagnosis(Cause.OVERFLOW, f"{told} {facts.size:.3g}, which no update can use: {mend}.", None, rows)
+
+
 def _on_rotten(rows: tuple[int, ...], facts: Facts) -> Diagnosis:
     """Where rows are to blame, no line is: it did what it could with them."""
     told = f"{_rows(rows).capitalize()} of the data: {facts.rotten[rows[0]]}; mend or remove {_it(rows)}."
@@ -168,7 +192,7 @@ def _overflows(culprit: Culprit, kind: str) -> bool:
     """Whether an operation went beyond its type's range rather than meeting a point where it has no value."""
     largest = _largest(culprit.inputs)
     if advice.family(culprit.op) is None:
-        return largest > _HUGE or (kind == "inf" and advice.is_plain(culprit.op))
+        return largest > _HUGE or (advice.is_plain(culprit.op) and (kind == "inf" or advice.is_loop(culprit.op)))
     if culprit.op == "pow":
         return kind == "inf" and largest > 1
     return largest > _HUGE and culprit.op not in _WITH_POLES

@@ -12,12 +12,13 @@ from typing import Any
 from resilient_train.drill.corruption import BadMoments, BitFlip
 from resilient_train.drill.fault import Fault, TickFault
 from resilient_train.drill.faults import HotLr, InfLoss, LossSpike, NanBatch, NanGrad
+from resilient_train.drill.process import Crash, Hang
 from resilient_train.drill.rows import BadRow
 from resilient_train.errors import ConfigError, unusable
 from resilient_train.imports import similar
 
 FAULTS: dict[str, type[Fault]] = {
-    kind.name: kind for kind in (NanBatch, NanGrad, InfLoss, LossSpike, HotLr, BitFlip, BadMoments, BadRow)
+    kind.name: kind for kind in (NanBatch, NanGrad, InfLoss, LossSpike, HotLr, BitFlip, BadMoments, BadRow, Crash, Hang)
 }
 _HALF_WAY = (0.5,)  # where a fault strikes that is told neither ticks nor a rate
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from resilient_train.drill.fault import StateFault, draw, own_part
-from resilient_train.drill.limits import require_one_of
+from resilient_train.drill.limits import require_one_of, require_whole
 
 _BITS = {  # the integers of the same size, and the highest bit of the exponent
     torch.float64: (torch.int64, 1 << 62),
@@ -23,23 +23,40 @@ _BITS = {  # the integers of the same size, and the highest bit of the exponent
 
 @dataclass(frozen=True, kw_only=True)
 class BitFlip(StateFault):
-    """The highest exponent bit of one weight flips, as it does in bad memory: 0.02 becomes 7e36."""
+    """One bit of one weight flips, as it does in bad memory: the highest of its exponent, and 0.02 becomes 7e36."""
 
     name = "bit_flip"
+    bit: int | None = None  # counted from the lowest of the mantissa, 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bit is not None:
+            require_whole("bit", self.bit, at_least=0)
 
     def lacks(self, *things: Any) -> str | None:
         model, _ = things
-        return None if _flippable(model) else "the model holds no trainable weights of 16, 32 or 64 bits"
+        weights = _flippable(model)
+        if not weights:
+            return "the model holds no trainable weights of 16, 32 or 64 bits"
+        if (bits := min(8 * weight.element_size() for weight in weights)) <= (self.bit or 0):
+            return f"bit={self.bit} is none of the {bits} of a weight, which are counted from 0"
+        return None
 
     def spoil(self, tick: int, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
         weights = _flippable(model)
         place = draw("place", self.seed, tick) % sum(weight.numel() for weight in weights)
         for weight in weights:
             if place < weight.numel():
-                integers, bit = _BITS[weight.dtype]
-                weight.view(integers)[np.unravel_index(place, weight.shape)] ^= bit
+                integers, highest = _BITS[weight.dtype]
+                flipped = highest if self.bit is None else _as_signed(1 << self.bit, 8 * weight.element_size())
+                weight.view(integers)[np.unravel_index(place, weight.shape)] ^= flipped
                 return
             place -= weight.numel()
+
+
+def _as_signed(number: int, bits: int) -> int:
+    """The number that has these bits: the highest of them is the sign."""
+    return number - (1 << bits) if number >> (bits - 1) else number
 
 
 def _flippable(model: torch.nn.Module) -> list[torch.Tensor]:

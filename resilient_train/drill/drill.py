@@ -98,7 +98,8 @@ class Drill:
 
     def between_updates(self, place: Place, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Just before the first forward of the update at `place`."""
-        if not self._state_is_known and place.step > 1:  # before its first step an optimizer keeps nothing
+        # Before its first step an optimizer keeps nothing, and of the newest it is not known yet whether it was one.
+        if not self._state_is_known and place.step > 2:
             self._state_is_known = True
             for index, fault in self._of(StateFault):
                 self._is_possible(index, fault, model, optimizers)

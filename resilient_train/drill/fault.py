@@ -6,7 +6,7 @@ Fault
     ├── BatchFault    NanBatch
     ├── LossFault     InfLoss, LossSpike
     ├── GradientFault NanGrad
-    ├── StateFault    BitFlip, BadMoments (corruption.py): between two updates, where a process may end as well
+    ├── StateFault    BitFlip, BadMoments (corruption.py); Crash, Hang (process.py): between two updates
     └── HotLr         for a stretch of ticks
 """
 
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from resilient_train.drill.limits import require_claim, require_list_of_whole, require_share, require_whole
 from resilient_train.errors import ConfigError, unusable
+from resilient_train.state.spread import own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,5 @@ def draw(*parts: object) -> int:
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a tensor that this rank holds itself, in the tensor's own memory."""
-    tensor = tensor.detach()
-    if hasattr(tensor, "to_local"):  # a DTensor
-        tensor = tensor.to_local()
+    tensor = own(tensor.detach())
     return tensor._values() if tensor.is_sparse else tensor

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, default_collate
 
+from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.data import build
 from resilient_train.data.fingerprint import fingerprint
 from resilient_train.data.foreign import ForeignSamples
@@ -27,6 +28,7 @@ from resilient_train.fitting.rates import schedules
 from resilient_train.fitting.speech import speak_up
 from resilient_train.fitting.turn import Turn
 from resilient_train.objective import Measured
+from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.world import World
 from resilient_train.record.console import log
 from resilient_train.record.incidents import INCIDENTS, IncidentBook
@@ -34,6 +36,7 @@ from resilient_train.record.journal import JOURNAL
 from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover import policy as policies
 from resilient_train.recover.policy import Policy
+from resilient_train.state.spread import is_spread
 from resilient_train.update.clip import ClipConfig
 from resilient_train.watch import config as checks_config
 from resilient_train.watch.config import ChecksConfig
@@ -45,7 +48,19 @@ def world(accelerator: Any) -> World:
     """Take the processes as the loop's Accelerator has joined them."""
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"accelerator: an accelerate.Accelerator is wanted, not a {type(accelerator).__name__}")
+    if (engine := str(accelerator.distributed_type.value)) in _ENGINES:
+        raise ValueError(f"accelerator: {_ENGINES[engine]}")
     return World(accelerator)
+
+
+_FSDP1 = (
+    "FullyShardedDataParallel keeps weights and gradients in flat pieces that cannot be guarded; FSDP2 is supported: "
+    "call torch.distributed.fsdp.fully_shard on the blocks of the model and on the model, and give it without prepare"
+)
+_ITSELF = "makes its updates itself, where none can be refused, and is not supported yet: use DDP or FSDP2 instead"
+_ENGINES = {"DEEPSPEED": f"DeepSpeed {_ITSELF}", "MEGATRON_LM": f"Megatron-LM {_ITSELF}"}
+_ENGINES |= {"XLA": "TPUs are not supported yet: use GPUs or CPUs"}
+_WRAPPERS = {"torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1, "deepspeed.": _ENGINES["DEEPSPEED"]}
 
 
 def bare(model: Any, world: World) -> nn.Module:
@@ -61,14 +76,29 @@ def called(model: Any, world: World) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: a torch.nn.Module is wanted, not a {type(model).__name__}")
+    for kind in {base for one in model.modules() for base in type(one).__mro__}:
+        for package, why in _WRAPPERS.items():
+            if kind.__module__.startswith(package):
+                raise ValueError(f"model: {why}")
     replicates = world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_")
-    if replicates and not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
+    is_one = any(map(is_spread, model.parameters())) or isinstance(
+        getattr(model, "_orig_mod", model), DistributedDataParallel
+    )
+    if replicates and not is_one:
         why = "each process would train a model of its own: give what accelerator.prepare(model) returns"
         raise ValueError(f"model: it is not prepared for {world.size} processes, so {why}")
     # Of a compiled model that is replicated, Accelerate's would leave the replicas out of the training loop's as well.
     inner = getattr(model, "_orig_mod", model)
     unwrapped: nn.Module = world.accelerator.unwrap_model(inner, keep_fp32_wrapper=True)
     return model if unwrapped is inner else unwrapped
+
+
+def own_weights(model: nn.Module) -> frozenset[str] | None:
+    """The weights that each rank has for itself, of a model that is replicated else; None: it is not replicated."""
+    replicated = getattr(model, "_orig_mod", model)
+    if not isinstance(replicated, DistributedDataParallel):
+        return None
+    return frozenset(replicated.parameters_to_ignore)
 
 
 def objective(given: Any) -> Measured | None:
@@ -182,14 +212,31 @@ def keepable(name: str, item: Any, *, has_begun: bool) -> None:
         raise TrainError(f"keep({name}=...): the run has begun, and its first state is kept without it: keep it before")
 
 
-def book(run_dir: str | Path | None, world: World) -> IncidentBook:
-    """Begin a journal in a run directory: the named one, or beside it if that holds a run already."""
+def disk(given: DiskConfig | int | None) -> DiskConfig:
+    """Take a whole configuration, or a number of updates; nothing: no checkpoints while the run goes on."""
+    if isinstance(given, DiskConfig):
+        return given
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+        raise unusable("disk", f"{given!r} is no number of updates, from 0")
+    return DiskConfig(every=given or 0)
+
+
+def book(run_dir: str | Path | None, world: World, *, goes_on: bool = False) -> IncidentBook:
+    """Begin a journal in a run directory: the named one, or beside it if that holds a run already.
+
+    With `goes_on` it is the named one in any case, which no other process may be at work in.
+    """
     if run_dir is None:
+        if goes_on:
+            raise unusable("resume", "needs a run_dir, where there is something to go on from")
         return IncidentBook(None)
+    if goes_on:
+        path = world.on_main(lambda: _locked(Path(run_dir).absolute()))
+        return IncidentBook(path if world.is_main else None, place=path)
     path = world.on_main(lambda: _claimed(Path(run_dir)))
     if path != Path(run_dir).absolute():
         log.info("%s holds another run: this one writes to %s", run_dir, path)
-    return IncidentBook(path if world.is_main else None)
+    return IncidentBook(path if world.is_main else None, place=path)
 
 
 def quarantine(
@@ -218,6 +265,16 @@ def quarantine(
     listed.given = given_rows
     samples.quarantine(rows)
     return listed
+
+
+def _locked(path: Path) -> Path:
+    """Take a directory for as long as this process lives."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        DirectoryLock(path)
+    except OSError as error:
+        raise ConfigError("run_dir", path, f"cannot be written: {error.strerror}") from error
+    return path
 
 
 def _claimed(wanted: Path) -> Path:

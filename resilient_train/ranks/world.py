@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list, gather_object
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+    parse_flag_from_env,
+)
+from torch import nn
+from torch.optim import Optimizer
 
 from resilient_train.errors import ConfigError, TrainError, in_one_line
+from resilient_train.ranks import launch
+from resilient_train.ranks.joining import join
+from resilient_train.ranks.leaving import leaving_at_once
 
 T = TypeVar("T")
+
+_DONE, _FOR_MAIN_S = "resilient_train/main_is_done", 120.0  # a key of the group's store
 
 
 @dataclass
@@ -26,6 +42,9 @@ class AccelerateConfig:
     gradient_accumulation_steps: int = field(metadata={"at_least": 1})
     compile: bool
     ddp: dict[str, Any]
+    fsdp: bool
+    activation_checkpointing: bool
+    blocks: list[str] | None
 
 
 def launched_rank() -> int:
@@ -48,10 +67,15 @@ class World:
         self.rank, self.size = accelerator.process_index, accelerator.num_processes
         self.is_main = self.rank == 0
         self.device: torch.device = accelerator.device
+        self.hosts = launch.hosts(self.size)
 
     @classmethod
-    def joined(cls, config: AccelerateConfig) -> World:
-        """Join the group that the launcher made; alone, be a group of one."""
+    def joined(cls, config: AccelerateConfig, *, start_timeout: float = 0.0, limit: float = 0.0) -> World:
+        """Join the group that the launcher made; alone, be a group of one.
+
+        `limit` is that of any collective, in seconds, and `start_timeout` that of waiting for the others; 0: torch's.
+        """
+        launch.refuse_what_is_not_supported()
         if "WORLD_SIZE" not in os.environ:  # a sweep runs its jobs one after the other in this process
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
@@ -61,21 +85,37 @@ class World:
             raise ConfigError(
                 "accelerate.ddp", config.ddp, str(error).removeprefix("DistributedDataParallelKwargs.")
             ) from error
+        cpu = config.cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
+        if not cpu:
+            launch.refuse_what_would_be_single(has_device=torch.accelerator.is_available() and not _is_mac())
+        if not cpu and torch.cuda.is_available():
+            launch.refuse_too_few_devices(torch.cuda.device_count())
+        limits = InitProcessGroupKwargs(timeout=_timedelta(limit))
         try:
-            accelerator = Accelerator(
-                cpu=config.cpu,
-                mixed_precision=config.mixed_precision,
-                gradient_accumulation_steps=config.gradient_accumulation_steps,
-                kwargs_handlers=[ddp],
-            )
+            with leaving_at_once() if "WORLD_SIZE" in os.environ else nullcontext():
+                join(cpu=cpu, patience=timedelta(seconds=start_timeout or _PATIENCE_S), limit=_timedelta(limit))
+                accelerator = Accelerator(
+                    cpu=config.cpu,
+                    mixed_precision=config.mixed_precision,
+                    gradient_accumulation_steps=config.gradient_accumulation_steps,
+                    kwargs_handlers=[ddp, limits],
+                )
         except Exception as error:  # a rendezvous that fails, a device that is not there
             raise TrainError(f"the processes of the run cannot be joined: {in_one_line(error)}") from error
+        launch.refuse_what_became_single(accelerator.num_processes)
         # `accelerate launch` sets its own number in the environment, which would win without a word.
         accelerator.gradient_accumulation_steps = config.gradient_accumulation_steps
         if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
             why = "needs a GPU: half precision has no loss scaling on a CPU; bf16 works there"
             raise ConfigError("accelerate.mixed_precision", "fp16", why)
         return cls(accelerator)
+
+    def prepared(self, model: nn.Module, optimizers: Iterable[Optimizer], *, is_spread: bool) -> nn.Module:
+        """Let Accelerate put a model to its device and precision; and copy it to all ranks, unless it is spread."""
+        if is_spread:
+            return self.accelerator.prepare_model(model, evaluation_mode=True)  # type: ignore[no-any-return]
+        prepared, *_ = self.accelerator.prepare(model, *optimizers)
+        return prepared  # type: ignore[no-any-return]
 
     def mean(self, vector: torch.Tensor) -> torch.Tensor:
         """Average a vector over the ranks: the one reduction that vitals take."""
@@ -133,6 +173,23 @@ class World:
             raise told[1]
         return told[0]  # type: ignore[no-any-return]
 
+    def main_before_others(self, do: Callable[[], None]) -> None:
+        """Do something on rank 0 while the others wait a while: a launcher ends all soon after the first.
+
+        Not by a collective, since ranks come here that do not agree. What fails is logged by who does it, or lost.
+        """
+        if self.size == 1:
+            return do()
+        store = torch.distributed.distributed_c10d._get_default_store()
+        if not self.is_main:
+            with contextlib.suppress(torch.distributed.DistError, RuntimeError):
+                store.wait([_DONE], timedelta(seconds=_FOR_MAIN_S))
+            return None
+        try:
+            do()
+        finally:
+            store.set(_DONE, "1")
+
     def leave(self) -> None:
         """Leave the group after a run that went well; a rank that failed just ends, and its launcher ends the rest.
 
@@ -147,5 +204,18 @@ class World:
     def __str__(self) -> str:
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
-        processes = f"{self.size} processes" if self.size > 1 else "1 process"
+        hosts = f"{self.hosts} hosts" if self.hosts > 1 else "1 host"
+        several = f"{self.size} processes on {hosts}, each"
+        processes = several if self.size > 1 else "1 process"
         return f"{processes} on {kind}{threads}, {self.accelerator.mixed_precision or 'no'} mixed precision"
+
+
+_PATIENCE_S = 1800.0
+
+
+def _is_mac() -> bool:
+    return torch.backends.mps.is_available()  # one device that processes cannot share
+
+
+def _timedelta(seconds: float) -> timedelta | None:
+    return timedelta(seconds=seconds) if seconds else None

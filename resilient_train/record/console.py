@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -18,6 +20,8 @@ from resilient_train.events import Vitals
 
 log = logging.getLogger("resilient_train")
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that takes nothing: the run goes on without
+IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
 PROGRESS = {"progress": True}  # marks lines that a live line makes needless on a terminal
 
 
@@ -42,6 +46,7 @@ class Terminal:
         self.is_live = is_main and self.console.is_terminal
         self._before = log.level, log.propagate
         self._handlers: list[logging.Handler] = []
+        self.file: IO[str] | None = None  # the one that it is written to as well
         log.setLevel(logging.INFO)
         log.propagate = False
         handler = _ToConsole(self.console, hide_progress=self.is_live)
@@ -51,7 +56,14 @@ class Terminal:
 
     def log_to(self, path: Path) -> None:
         """Write everything to a file as well, with the time and with tracebacks."""
-        file = logging.FileHandler(path, encoding="utf-8")
+        try:
+            file = _ToFile(path, encoding="utf-8")
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            log.error("%s cannot be written: %s", path, error.strerror or error)
+            return
+        self.file = file.stream
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         self._add(file)
 
@@ -81,13 +93,24 @@ class _ToConsole(logging.Handler):
         self.errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.hide_progress and getattr(record, "progress", False):
+        if getattr(record, "in_file_only", False) or (self.hide_progress and getattr(record, "progress", False)):
             return
         if record.levelno >= logging.ERROR:
             self.errors.print(Text(record.getMessage(), style="red"))
         else:
             style = "yellow" if record.levelno >= logging.WARNING else ""
             self.console.print(Text(record.getMessage(), style=style))
+
+
+class _ToFile(logging.FileHandler):
+    """Writes what the disk takes: a full one is told of where it matters, and not with a traceback for every line."""
+
+    def _open(self) -> Any:
+        descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        return open(descriptor, "a", encoding=self.encoding, errors=self.errors)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
 
 
 class PlainLines:

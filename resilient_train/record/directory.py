@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from resilient_train.errors import ConfigError, DirectoryInUse
-from resilient_train.files import is_left_over, read_json
+from resilient_train.files import commit_text, is_left_over, read_json, read_plain, remove, sync_directory
 from resilient_train.ranks.lock import LOCK, DirectoryLock
+from resilient_train.record.journal import JOURNAL, read
 
 _OURS = "config.yaml"
+_LAUNCH = ".launch"
+CHECKPOINTS = "checkpoints"  # its name in a run directory
 
 
 @dataclass
@@ -21,7 +27,8 @@ class RunDirectory:
 
     path: Path
     finished: dict[str, Any] | None = None  # the summary of a run that is complete already, or gave up
-    note: str | None = None  # why it is not the one that was asked for
+    goes_on: bool = False  # a run that began there is taken up
+    changes: dict[str, str] = field(default_factory=dict)  # of its configuration since, by key
 
     @property
     def config(self) -> Path:
@@ -31,21 +38,35 @@ class RunDirectory:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    def was_launched_here(self) -> None:
+        """Note who started the run, so that a restart by the same launcher is known as one."""
+        if (launch := _launch()) is not None:
+            commit_text(self.path / _LAUNCH, launch + "\n")
+
+    def is_of_this_launch(self) -> bool:
+        """Say whether the same launcher started the run that is there."""
+        launch = _launch()
+        if launch is None or not _is_restart():
+            return False
+        try:
+            return read_plain(self.path / _LAUNCH).decode(errors="replace").strip() == launch
+        except OSError:
+            return False
+
     def log(self, rank: int) -> Path:
         return self.path / ("train.log" if rank == 0 else f"train.rank{rank}.log")
 
 
 def claim(
-    path: Path, *, steps: int, resume: str, is_same: Callable[[Path], bool], is_unchanged: Callable[[Path], bool]
+    path: Path, *, steps: int, resume: str, is_unchanged: Callable[[Path], bool]
 ) -> tuple[RunDirectory, DirectoryLock]:
-    """Lock `path` for a run of `steps` updates, or the next directory beside it that is free.
+    """Lock `path` for a run of `steps` updates; with `resume` never the next directory beside it that is free.
 
-    A directory that no update was made in is taken over. One that holds the complete run, beside the first only if its
-    config.yaml `is_same`, is handed back with its summary, and so is one that gave up if its config.yaml
-    `is_unchanged`: it would give up again. One that holds anything else is never touched.
+    A directory that no update was made in is taken over. One that holds the complete run is handed back with its
+    summary, and so is one that gave up if its config.yaml `is_unchanged`: it would give up again. One that holds
+    anything else is gone on with.
     """
     path = path.absolute()
-    note = None
     for candidate in _names(path):
         try:
             directory, lock = _claim(candidate)
@@ -55,27 +76,52 @@ def claim(
             raise
         summary = read_json(directory.summary)
         done = summary.get("steps") if isinstance(summary, dict) else None
-        is_untouched = isinstance(summary, dict) and summary.get("ticks") == 0
-        if not directory.config.exists() or (is_untouched and resume != "never"):
-            directory.note = f"{note}: this run starts anew in {candidate}" if note else None
+        if not directory.config.exists() or (_is_untouched(directory, summary) and resume != "never"):
+            directory.was_launched_here()
             return directory, lock
         if resume != "never":
             is_complete = isinstance(done, int) and done >= steps and summary.get("status") == "completed"
             gave_up = isinstance(summary, dict) and summary.get("status") == "gave_up"
-            if (is_complete and (candidate == path or is_same(directory.config))) or (
-                gave_up and is_unchanged(directory.config)
-            ):
+            is_finished = is_complete or (gave_up and is_unchanged(directory.config))
+            if is_finished and (resume == "auto" or resume in _sources(directory.path)):
                 directory.finished = summary
-                return directory, lock
-            holds = f"ended at step {done}" if isinstance(done, int) else "was killed"
-            note = note or f"{path} holds a run that {holds} and cannot be continued yet"
+        if resume != "never" or directory.is_of_this_launch():
+            directory.goes_on = directory.finished is None
+            return directory, lock
         lock.release()
     raise AssertionError("names never end")
+
+
+def _is_untouched(directory: RunDirectory, summary: Any) -> bool:
+    """Say whether no update was ever made there."""
+    return isinstance(summary, dict) and summary.get("ticks") == 0 and not (directory.path / CHECKPOINTS).exists()
+
+
+def _sources(run_dir: Path) -> set[str]:
+    """The checkpoints that the run was led back to, by name."""
+    try:
+        return {str(entry.get("source")) for entry in read(run_dir / JOURNAL) if entry["kind"] == "taken_up_from"}
+    except OSError:
+        return set()
+
+
+def _launch() -> str | None:
+    """What is the same for all restarts of one launch; None where nothing restarts."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return f"agent {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
+    return f"slurm {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else None
+
+
+def _is_restart() -> bool:
+    """Say whether a launcher has started this for another time."""
+    return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
 def _claim(path: Path) -> tuple[RunDirectory, DirectoryLock]:
     try:
         path.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # so that a power cut does not lose the name of the directory itself
+            sync_directory(path.parent)
         names = [] if (path / _OURS).exists() else sorted(one.name for one in path.iterdir())
         if strangers := [name for name in names if name != LOCK and not is_left_over(name)]:
             why = f"holds files that are not a run ({', '.join(strangers[:3])}): choose another directory"
@@ -83,7 +129,7 @@ def _claim(path: Path) -> tuple[RunDirectory, DirectoryLock]:
         lock = DirectoryLock(path)
         for file in path.iterdir():
             if is_left_over(file.name):
-                file.unlink()
+                remove(file)
         return RunDirectory(path), lock
     except OSError as error:
         raise ConfigError("run.dir", path, f"cannot be written: {error.strerror or error}") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
-from resilient_train.files import commit_text
+from resilient_train.files import commit_text, read_plain
 from resilient_train.record.journal import JOURNAL, Entry, Journal, plain
 from resilient_train.record.telling import farewell, outcome_told, tags, to_mend, told
 
@@ -33,20 +33,30 @@ INCIDENTS = "incidents.jsonl"  # its name in a run directory
 _log = logging.getLogger("resilient_train")
 
 _OPENED, _TREATED, _CLOSED = "incident_opened", "incident_treated", "incident_closed"
-_FIRED = "drill_fired"
+_TAKEN_FROM = "taken_up_from"
+_BEGAN, _MADE_OF, _MOST = "began", ("processes", "samples"), 2**40
+_FIRED, _IN_FORCE, _SAVED, _ENDED = "drill_fired", "remedies_in_force", "checkpoint_saved", "process_ended"
 
 
 class IncidentBook:
     """Keeps the incidents of a run and the drills that fired; on ranks without the run directory only in memory."""
 
-    def __init__(self, directory: Path | None, journal: Journal | None = None) -> None:
-        """Recall what the journal holds, by default that of the directory, and renew incidents.jsonl if it differs."""
-        self.directory = directory
+    def __init__(self, directory: Path | None, journal: Journal | None = None, *, place: Path | None = None) -> None:
+        """Recall what the journal holds, by default that of the directory, and renew incidents.jsonl if it differs.
+
+        `place` is the run directory, on ranks as well that keep no journal in it.
+        """
+        self.directory, self.place = directory, place or directory
         self._file = None if directory is None else directory / INCIDENTS
         self._journal = journal = None if directory is None else journal or Journal(directory / JOURNAL)
         self._incidents: dict[int, Incident] = {}
         self._lines: dict[int, str] = {}  # of incidents.jsonl, in the order of their outcomes
         self._drills: set[int] = set()
+        self.remedies: Mapping[str, Any] | None = None  # in force
+        self.has_saved = False  # a checkpoint, ever
+        self.sources: set[str] = set()  # that the run was taken up from by name
+        self.began_with: tuple[int, int] | None = None  # processes, and samples of an update
+        self._endings: list[tuple[int, int]] = []  # samples that were at work when processes ended
         for entry in journal.entries if journal else []:
             self._recall(entry)
         self._is_current = self._holds(self._file)
@@ -91,6 +101,40 @@ class IncidentBook:
         if self._journal is not None:
             self._journal.write(_FIRED, drill=drill_number, name=name, tick=tick)
 
+    def in_force(self, remedies: Mapping[str, Any]) -> None:
+        """Note what remedies are in force from now on."""
+        self.remedies = remedies
+        if self._journal is not None:
+            self._journal.write(_IN_FORCE, remedies=remedies)
+
+    def saved(self, step: int, tick: int) -> None:
+        """Note that a checkpoint was committed."""
+        self.has_saved = True
+        if self._journal is not None:
+            self._journal.write(_SAVED, step=step, tick=tick)
+
+    def ended(self, tick: int, start: int, stop: int) -> int:
+        """Note which samples were at work when the process ended; return how often in a row it was these."""
+        self._endings = [*self._endings, (start, stop)]
+        if self._journal is not None:
+            self._journal.write(_ENDED, tick=tick, start=start, stop=stop)
+        times = 0
+        while times < len(self._endings) and self._endings[-1 - times] == (start, stop):
+            times += 1
+        return times
+
+    def began(self, processes: int, samples: int) -> None:
+        """Note what an update is made of: should the run go on with more or fewer processes, that stays."""
+        self.began_with = (processes, samples)
+        if self._journal is not None:
+            self._journal.write(_BEGAN, processes=processes, samples=samples)
+
+    def began_from(self, source: str) -> None:
+        """Note that the run was taken up from a place that was named."""
+        self.sources.add(source)
+        if self._journal is not None:
+            self._journal.write(_TAKEN_FROM, source=source)
+
     def has_fired(self, drill_number: int) -> bool:
         """Say whether a drill fired already, in this process or one before it."""
         return drill_number in self._drills
@@ -108,7 +152,17 @@ class IncidentBook:
 
     def _recall(self, entry: Entry) -> None:
         kind = entry["kind"]
-        if kind == _FIRED and type(entry.get("drill")) is int:
+        if kind == _IN_FORCE and isinstance(entry.get("remedies"), dict):
+            self.remedies = entry["remedies"]
+        elif kind == _BEGAN and all(type(entry.get(key)) is int and 0 < entry[key] <= _MOST for key in _MADE_OF):
+            self.began_with = (entry["processes"], entry["samples"])
+        elif kind == _TAKEN_FROM and isinstance(entry.get("source"), str):
+            self.sources.add(entry["source"])
+        elif kind == _SAVED:
+            self.has_saved = True
+        elif kind == _ENDED and type(entry.get("start")) is int and type(entry.get("stop")) is int:
+            self._endings.append((entry["start"], entry["stop"]))
+        elif kind == _FIRED and type(entry.get("drill")) is int:
             self._drills.add(entry["drill"])
         elif kind in (_OPENED, _TREATED, _CLOSED):
             try:
@@ -126,7 +180,7 @@ class IncidentBook:
 
     def _holds(self, file: Path | None) -> bool:
         try:
-            return file is None or file.read_bytes() == "".join(self._lines.values()).encode()
+            return file is None or read_plain(file) == "".join(self._lines.values()).encode()
         except OSError:
             return False
 
@@ -171,7 +225,7 @@ def as_line(incident: Incident) -> dict[str, Any]:
         "rank": min(anomaly.ranks, default=None),
         "signal": anomaly.signal,
         "cause": diagnosis.cause,
-        "culprit": diagnosis.culprit and {name: getattr(diagnosis.culprit, name) for name in Culprit.__slots__},
+        "culprit": _line_of(diagnosis.culprit),
         "rows": diagnosis.rows,
         "advice": diagnosis.advice,
         "actions": [{"remedy": action.remedy, **action.settings} for action in decision.actions],
@@ -181,6 +235,7 @@ def as_line(incident: Incident) -> dict[str, Any]:
         "outcome": incident.outcome,
         "evidence": anomaly.evidence,
         "ranks": anomaly.ranks,
+        "follower": _line_of(diagnosis.follower),
         "since": anomaly.since,
         "landed": anomaly.landed,
         "rung": decision.rung,
@@ -206,12 +261,13 @@ def from_line(line: Any) -> Incident:
         landed=_take(line, "landed", bool, default=True),
         ranks=_wholes(line, "ranks"),
     )
-    culprit = _take(line, "culprit", dict, None)
+    culprit, follower = _take(line, "culprit", dict, None), _take(line, "follower", dict, default=None)
     diagnosis = Diagnosis(
         cause=Cause(_take(line, "cause", str)),
         advice=_take(line, "advice", str),
         culprit=None if culprit is None else _culprit(culprit),
         rows=_wholes(line, "rows"),
+        follower=None if follower is None else _culprit(follower),
     )
     decision = Decision(
         actions=tuple(_action(action) for action in _dicts(line, "actions")),
@@ -232,6 +288,10 @@ def from_line(line: Any) -> Incident:
         seconds=float(seconds),
         outcome=None if outcome is None else Outcome(outcome),
     )
+
+
+def _line_of(culprit: Culprit | None) -> dict[str, Any] | None:
+    return None if culprit is None else {name: getattr(culprit, name) for name in Culprit.__slots__}
 
 
 def _culprit(line: Mapping[str, Any]) -> Culprit:

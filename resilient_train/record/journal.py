@@ -23,7 +23,9 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from resilient_train import files
 from resilient_train.errors import TrainError
+from resilient_train.files import read_plain, sync_directory, write_all
 
 __all__ = ["JOURNAL", "Entry", "Journal", "plain", "read"]
 
@@ -44,7 +46,7 @@ class Journal:
         """Read back what is there, and cut off what a kill left half written."""
         self.path = path
         try:
-            content = path.read_bytes()
+            content = read_plain(path)
         except FileNotFoundError:
             content = b""
         except OSError as error:  # nothing is known of what it holds, so nothing may be written over it
@@ -61,7 +63,7 @@ class Journal:
         if tail := len(content) - self._end:
             _log.warning("%s: cut off the last %d bytes, which are no whole entry", path, tail)
             with suppress(OSError):  # the next write cuts as well
-                os.truncate(path, self._end)
+                self._cut()
 
     @property
     def waiting(self) -> int:
@@ -103,31 +105,36 @@ class Journal:
             self._is_failing = False
             self._waiting.clear()
 
+    def _cut(self) -> None:
+        file = files.disk.open(self.path)
+        try:
+            files.disk.truncate(file, self._end)
+        finally:
+            os.close(file)
+
     def _append(self) -> int:
         """Put the waiting lines behind the last whole entry, and return where they end."""
         start, lines = self._end, b"".join(self._waiting)
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        file = files.disk.open(self.path)
         try:
             size = os.fstat(file).st_size
             if size < start:  # somebody emptied or removed it: writing on at the old place would leave a hole
                 start, lines = 0, b"".join(_seal(json.dumps(entry)) for entry in self.entries)
             if size > start:  # a write that failed half way, perhaps only in its sync: nobody knows what it left
-                os.ftruncate(file, start)
-            end = start
-            while lines:  # short only on a disk that is about to say why
-                written = os.pwrite(file, lines, end)
-                lines, end = lines[written:], end + written
-            os.fsync(file)
+                files.disk.truncate(file, start)
+            end = start + write_all(file, lines, start)
+            files.disk.sync(file)
         finally:
             os.close(file)
         if start == 0:
-            _sync_directory(self.path.parent)
+            with suppress(OSError):  # some file systems cannot: the entry itself is synced
+                sync_directory(self.path.parent)
         return end
 
 
 def read(path: Path) -> list[Entry]:
     """Return the whole entries of a journal, also of one that is being written: nothing is changed."""
-    return _parse(path.read_bytes())[0] if path.exists() else []
+    return _parse(read_plain(path))[0] if path.exists() else []
 
 
 def plain(value: Any) -> Any:
@@ -183,15 +190,6 @@ def _unseal(line: bytes) -> Entry | None:
         return None
     is_entry = type(entry.get("n")) is int and type(entry.get("at")) is int and type(entry.get("kind")) is str
     return entry if is_entry else None
-
-
-def _sync_directory(directory: Path) -> None:
-    with suppress(OSError):  # some file systems cannot: the entry itself is synced
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _entries(count: int) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from resilient_train.record.mlflow_store import Store, TrackedRun, shown, url
+from resilient_train.record.mlflow_store import KnownRun, Store, TrackedRun, shown, url
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -77,9 +77,9 @@ Batch: TypeAlias = "tuple[Sequence[Metric], Sequence[Param], Sequence[RunTag]]" 
 class Sender:
     """Queues records and, from `start` on, delivers them; nothing it meets reaches the caller as an exception."""
 
-    def __init__(self, store: Store, experiment: str, run_name: str, system_metrics: bool) -> None:
+    def __init__(self, store: Store, experiment: str, known: KnownRun, system_metrics: bool) -> None:
         self.run: TrackedRun | None = None
-        self._store, self._experiment, self._run_name = store, experiment, run_name
+        self._store, self._experiment, self._known = store, experiment, known
         self._wants_system_metrics = system_metrics
         self._session: tuple[MlflowClient, str] | None = None
         self._monitor: Any = None
@@ -192,13 +192,20 @@ class Sender:
             experiment_id = (
                 known.experiment_id if known else client.create_experiment(self._experiment, self._store.artifacts)
             )
-            tags = {"mlflow.source.name": "resilient_train", "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
-            run_id = client.create_run(experiment_id, self._started_ms, tags, self._run_name).info.run_id
+            run_id = self._known.recalled(self.where, self._experiment)
+            if run_id is None or not _is_there(client, run_id):
+                run_id = self._begun(client, experiment_id)
             self.run = TrackedRun(run_id, self.where, url(self.where, experiment_id, run_id))
             self._session = client, run_id
             if self._wants_system_metrics:
                 self._start_monitor(run_id)
         return self._session
+
+    def _begun(self, client: MlflowClient, experiment_id: str) -> str:
+        tags = {"mlflow.source.name": "resilient_train", "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
+        run_id: str = client.create_run(experiment_id, self._started_ms, tags, self._known.name).info.run_id
+        self._known.note(run_id, self.where, self._experiment)
+        return run_id
 
     def _start_monitor(self, run_id: str) -> None:
         try:
@@ -240,6 +247,22 @@ class Sender:
     def _refuse(self, count: int, why: str) -> None:
         self._refused += count
         self._note(why)
+
+
+def _is_there(client: MlflowClient, run_id: str) -> bool:
+    """Take up a run that an earlier process began; somebody may have deleted it since."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        info = client.get_run(run_id).info
+        if info.lifecycle_stage != "active":
+            return False
+        client.update_run(run_id, status="RUNNING")
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", *_REFUSALS):
+            return False
+        raise
+    return True
 
 
 def _batches(rows: Sequence[Record]) -> Iterator[Batch]:

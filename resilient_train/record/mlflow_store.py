@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import shlex
@@ -12,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from resilient_train.errors import ConfigError
+from resilient_train.files import commit_text, read_json
 
 DEFAULT_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens unless told otherwise
 
@@ -30,6 +33,29 @@ class TrackedRun:
     def as_dict(self) -> dict[str, str | None]:
         """Return the form that `summary.json` holds."""
         return asdict(self)
+
+
+class KnownRun:
+    """The run's name in MLflow, kept in its directory so that a resume goes on there."""
+
+    def __init__(self, directory: Path) -> None:
+        self.name = directory.name
+        self._file = directory / "mlflow.json"
+
+    def recalled(self, tracking_uri: str, experiment: str) -> str | None:
+        """Return the id of the run, if it was begun in this store and experiment."""
+        known = read_json(self._file)
+        if not isinstance(known, dict):
+            return None
+        run_id = known.get("run_id")
+        is_here = known.get("tracking_uri") == tracking_uri and known.get("experiment") == experiment
+        return run_id if is_here and isinstance(run_id, str) and re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run_id) else None
+
+    def note(self, run_id: str, tracking_uri: str, experiment: str) -> None:
+        """Write down where the run was begun; without it a resume begins another one, which is no harm."""
+        with contextlib.suppress(OSError):
+            known = {"run_id": run_id, "tracking_uri": tracking_uri, "experiment": experiment}
+            commit_text(self._file, json.dumps(known, indent=2) + "\n")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from resilient_train.errors import ConfigError, unusable
-from resilient_train.files import commit_text
+from resilient_train.files import commit_text, read_plain
 
 QUARANTINE = "quarantine.json"  # its name in a run directory
 
@@ -108,7 +108,7 @@ class Foreign(ValueError):
 def _read(file: Path, fingerprint: Mapping[str, Any]) -> dict[int, Quarantined]:
     """Read a list of rows of this data set. Raises ValueError where anything in it is not what it should be."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_plain(file).decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError("is damaged: it is not JSON") from error
     form = content.get("format") if isinstance(content, dict) else None

@@ -11,10 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from resilient_train.events import Vitals
 from resilient_train.files import commit_text
 
-_RECENT = 50  # accepted losses that the final one is the median of
 _TIMED = 10_000  # laps that the median time is taken of
 
 
@@ -45,21 +43,9 @@ class Summary:
 class Tally:
     """What the summary needs from every step."""
 
-    losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))  # with their steps
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMED))  # a mean for each lap
     _lap_started: float = 0.0
     _lap_tick: int = 0
-    _last_tick: int = 0
-
-    def add(self, vitals: Vitals | None) -> None:
-        """Count in the loss of an update, once; after a rewind the steps that were undone no longer count."""
-        if vitals is None or vitals.tick == self._last_tick:
-            return
-        self._last_tick = vitals.tick
-        if vitals.accepted:
-            while self.losses and self.losses[-1][0] >= vitals.step:
-                self.losses.pop()
-            self.losses.append((vitals.step, vitals.loss))
 
     def start_lap(self) -> None:
         """Begin to time the steps that follow."""
@@ -77,10 +63,6 @@ class Tally:
         if ticks:
             self.step_seconds.append(seconds)
         return seconds
-
-    @property
-    def final_loss(self) -> float | None:
-        return median(loss for _, loss in self.losses) if self.losses else None
 
     @property
     def step_ms(self) -> float | None:

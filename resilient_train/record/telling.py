@@ -27,7 +27,7 @@ _NOTICED = {
     Signal.CRASH: "the process died",
     Signal.DISK_FULL: "the disk is full",
     Signal.CHECKPOINT_DAMAGED: "a checkpoint is damaged",
-    Signal.RANK_MISMATCH: "the ranks disagree",
+    Signal.RANK_MISMATCH: "the ranks differ",
 }
 
 _MOST_TOLD = 5  # lines of code at the end of a run
@@ -89,7 +89,7 @@ def to_mend(incidents: Sequence[Incident]) -> list[str]:
     lines = {
         (one.diagnosis.culprit.file, one.diagnosis.culprit.line, one.diagnosis.culprit.op): one.diagnosis.advice
         for one in incidents
-        if one.diagnosis.culprit is not None
+        if one.diagnosis.culprit is not None and one.diagnosis.follower is None
     }
     told = [f"to mend: {advice}" for advice in list(lines.values())[:_MOST_TOLD]]
     if len(lines) > _MOST_TOLD:
@@ -123,6 +123,8 @@ def _status(incidents: Sequence[Incident]) -> str:
 
 def _noticed(anomaly: Anomaly) -> str:
     ranks = [str(rank) for rank in sorted(anomaly.ranks)]
+    if anomaly.signal is Signal.RANK_MISMATCH:
+        ranks = []  # they are named with what they differ in
     where = f" on {'rank' if len(ranks) == 1 else 'ranks'} {_and(ranks)}" if ranks else ""
     return f"{_NOTICED[anomaly.signal]}{where} ({anomaly.signal})"
 
@@ -182,6 +184,8 @@ def _remedy(action: Action, incident: Incident) -> str:
         return _rewind(incident)
     if action.remedy == "quarantine":
         return f"put {'it' if len(incident.diagnosis.rows) == 1 else 'them'} in quarantine"
+    if action.remedy == "armor" and (where := incident.diagnosis.follower) is not None:
+        return f"put armor around {where.op}, {where.file}:{where.line}, too"
     settings = {name: value for name, value in action.settings.items() if value is not None}
     words = _WORDS.get(action.remedy)
     said = words(settings) if words else action.remedy  # one of the user's own, perhaps a dotted name
@@ -242,7 +246,17 @@ _WORDS: dict[str, Callable[[Settings], str]] = {
     "mend_eps": lambda settings: "raised an epsilon that was lost in its type",
     "repeat": lambda settings: "the update is made again",
     "report": lambda settings: "reported only",
+    "go_on": lambda settings: "the same command went on",
+    "fall_back": lambda settings: "fell back to the one before",
+    "try_again": lambda settings: "training goes on, and saving is tried again",
+    "smaller_batch": lambda settings: "smaller micro-batches, more of them to an update",
+    "end": lambda settings: "the process was ended",
 }
+
+
+def printable(text: str) -> str:
+    """Leave out what a terminal would obey: a stranger may have named the files."""
+    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def _count(number: Any, unit: str) -> str:

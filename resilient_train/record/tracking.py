@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from resilient_train.record.mlflow_sender import Metrics, Params, Sender, Tags
-from resilient_train.record.mlflow_store import TrackedRun, locate, ui_command, url
+from resilient_train.record.mlflow_store import KnownRun, TrackedRun, locate, ui_command, url
 
 __all__ = ["MlflowTracker", "NullTracker", "TrackedRun", "Tracker", "TrackingConfig", "build", "ui_command", "url"]
 
@@ -108,9 +108,12 @@ class MlflowTracker:
         return self.run
 
 
-def build(config: TrackingConfig, run_name: str, home: Path) -> Tracker:
-    """Build the tracker that `config` names; `home` holds the database when no other store is named."""
+def build(config: TrackingConfig, directory: Path, home: Path) -> Tracker:
+    """Build the tracker that `config` names for the run in `directory`.
+
+    `home` holds the database when no other store is named.
+    """
     if config.kind == "none":
         return NullTracker()
-    store = locate(config.uri, home)
-    return MlflowTracker(Sender(store, config.experiment, run_name, config.system_metrics), config.drain_s)
+    store, known = locate(config.uri, home), KnownRun(directory)
+    return MlflowTracker(Sender(store, config.experiment, known, config.system_metrics), config.drain_s)

@@ -66,7 +66,8 @@ _BY_SIGNAL: dict[Signal, tuple[Cause, str]] = {
     ),
     Signal.RANK_MISMATCH: (
         Cause.CORRUPTION,
-        "The ranks hold different weights: if it returns, suspect the hardware, or code that runs on some ranks only.",
+        "The ranks hold different weights: if it returns, suspect the hardware of those that are named, or code that "
+        "changes weights on some ranks only; if they are to differ, turn checks.replicas off.",
     ),
     **{signal: (Cause.PROCESS, advice) for signal, advice in _PROCESS_SIGNALS.items()},
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident
-from resilient_train.recover.policy import UNLIMITED, Budget, Policy, Rung
+from resilient_train.recover.policy import Budget, Policy, Rung
 from resilient_train.recover.remedies import Applicable, Case, Quarantine, passes_over
 
 
@@ -28,8 +28,10 @@ def decide(
     for place, rung in enumerate(ladder):
         if not (actions := _applicable(rung, case)):
             continue
-        allowed = policy.strikes_of(rung, cause)
-        if allowed == UNLIMITED or _strikes(policy, rung, place, case, history, tick) < allowed:
+        allowed, strikes = policy.strikes_of(rung, cause), _strikes(policy, rung, place, case, history, tick)
+        if rung.at_start and not (can.at_start or strikes):
+            continue
+        if strikes < allowed:
             over = _over_budget(policy.budget, actions, anomaly, history, tick)
             over = over or _over_quarantine(policy.budget, actions, diagnosis, can)
             return Decision(actions, place) if over is None else Decision(rung=place, gave_up=over)

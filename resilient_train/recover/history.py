@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from resilient_train.events import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome
@@ -20,6 +20,7 @@ class History:
         self.recovered_after = recovered_after
         self.incidents: list[Incident] = list({incident.id: incident for incident in incidents}.values())
         self._places = {incident.id: place for place, incident in enumerate(self.incidents)}
+        self.lasting: set[int] = set()  # incidents that are not over, however healthy updates are
         self._accepted = 0  # updates that no rewind has undone
         self._open = {incident.id: 0 for incident in self.incidents if incident.outcome is None}  # id -> accepted then
 
@@ -46,6 +47,24 @@ class History:
         """Put an incident, of which more is known now, in its place."""
         self.incidents[self._places[incident.id]] = incident
 
+    @property
+    def of_training(self) -> list[Incident]:
+        """Those that are no matter of the process alone, of which other ranks may know nothing."""
+        return [one for one in self.incidents if one.diagnosis.cause is not Cause.PROCESS]
+
+    def ended(self, number: int) -> Incident:
+        """Note that the run ends by an incident, whatever becomes of others; return it."""
+        return self._close(self.incidents[self._places[number]], Outcome.GAVE_UP)
+
+    def healthy_since(self) -> dict[int, int]:
+        """How many healthy updates each open incident has waited."""
+        return {number: self._accepted - then for number, then in self._open.items()}
+
+    def was_healthy(self, since: Mapping[int, int]) -> None:
+        """Let open incidents go on waiting where an earlier process has left them."""
+        self._accepted = max([self._accepted, *since.values()])
+        self._open = {number: self._accepted - since.get(number, 0) for number in self._open}
+
     def accepted(self) -> Sequence[Incident]:
         """Note an accepted and healthy update; return the incidents that have recovered by it."""
         if not self._open:
@@ -60,6 +79,7 @@ class History:
 
     def finish(self) -> Sequence[Incident]:
         """Note that the run has ended healthy; return the incidents that have recovered by it."""
+        self.lasting.clear()
         return self._recovered(self._accepted)
 
     def tally(self) -> dict[str, Any]:
@@ -72,7 +92,9 @@ class History:
         return {"total": len(self.incidents), "recovered": recovered, "by_cause": by_cause}
 
     def _recovered(self, opened_until: int) -> list[Incident]:
-        ripe = [number for number, opened in self._open.items() if opened <= opened_until]
+        ripe = [
+            number for number, opened in self._open.items() if opened <= opened_until and number not in self.lasting
+        ]
         return [self._close(self.incidents[self._places[number]], Outcome.RECOVERED) for number in ripe]
 
     def _close(self, incident: Incident, outcome: Outcome) -> Incident:
@@ -85,8 +107,9 @@ class History:
 def kind_of(anomaly: Anomaly, diagnosis: Diagnosis) -> tuple[object, ...]:
     """What makes two incidents the same trouble: the cause, and the line or the rows, not the values that it met there.
 
-    Where the cause is not known, two signals are not said to have the same one.
+    Where the cause is not known, or is the process, two signals are not said to have the same one.
     """
     culprit = diagnosis.culprit
     line = culprit and (culprit.phase, culprit.op, culprit.module, culprit.file, culprit.line)
-    return diagnosis.cause, line, diagnosis.rows, anomaly.signal if diagnosis.cause is Cause.UNKNOWN else None
+    is_told_by_signal = diagnosis.cause in (Cause.UNKNOWN, Cause.PROCESS)
+    return diagnosis.cause, line, diagnosis.rows, anomaly.signal if is_told_by_signal else None

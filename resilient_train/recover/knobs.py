@@ -12,6 +12,8 @@ HIGHEST_EPS = 1e8
 LONGEST_PATIENCE = 64  # times `relax_after`
 
 _LOOSEN = 2**0.5  # lr and clip are multiplied by it in one step of relaxing: two steps take back a halving
+_CLIMB = 2 ** (1 / 8)  # lr is multiplied by it in one step of regaining: eight of them double it
+_WRONG = 8  # times `relax_after` it takes at least where what was configured has never worked
 _SINK = 10**0.5  # eps is divided by it: two steps take back a tenfold
 
 
@@ -33,6 +35,7 @@ class Knobs:
         assert relax_after >= 1
         self.relax_after = relax_after
         self._lr = self._clip = self._eps = 1.0
+        self._regain = 0.0  # what lr climbs back to
         self._precise = 0  # steps left in higher precision
         self._warmed, self._rewarm = 0, 0  # steps of the present re-warming, of so many
         self._healthy = 0  # steps since the last trouble or relaxing
@@ -45,8 +48,14 @@ class Knobs:
         """What the next update is made with: made when something changes, so that reading costs nothing."""
         return self._values
 
-    def turn_lr(self, factor: float, rewarm: int = 0) -> None:
-        """Multiply the rate; with `rewarm`, let it climb there from zero over so many steps."""
+    def turn_lr(self, factor: float, rewarm: int = 0, regain: float = 0.0) -> None:
+        """Multiply the rate; with `rewarm`, let it climb there from zero over so many steps.
+
+        With `regain` it is soon back at this share of what it was: a search for the highest rate that works.
+        """
+        self._regain = self._lr * regain
+        if regain:
+            self._patience = max(self._patience, _WRONG)
         self._lr = _bounded(self._lr * factor, LOWEST_LR, 1.0)
         if rewarm:
             self._warmed, self._rewarm = 0, rewarm
@@ -79,6 +88,8 @@ class Knobs:
                 self._warmed, self._rewarm = 0, 0
         else:
             self._healthy += 1
+            if self._lr < self._regain:
+                self._lr = _bounded(min(self._lr * _CLIMB, self._regain), LOWEST_LR, 1.0)
             if self._healthy >= self.relax_after * self._patience:
                 self._relax()
         self._settle()
@@ -112,6 +123,7 @@ class Knobs:
     def __str__(self) -> str:
         """What differs from the configuration: "lr x0.5, clip x0.5"."""
         warming = f" (re-warming, {self._warmed} of {self._rewarm})" if self._rewarm else ""
+        warming += f" (climbing to x{self._regain:.3g})" if self._lr < self._regain else ""
         said = [f"lr x{self._lr:.3g}{warming}"] if self._lr != 1.0 or warming else []
         said += [f"clip x{self._clip:.3g}"] if self._clip != 1.0 else []
         said += [f"eps x{self._eps:.3g}"] if self._eps != 1.0 else []
@@ -124,6 +136,7 @@ class Knobs:
             "lr": self._lr,
             "clip": self._clip,
             "eps": self._eps,
+            "regain": self._regain,
             "higher_precision": self._precise,
             "rewarm": [self._warmed, self._rewarm],
             "healthy": self._healthy,
@@ -136,6 +149,7 @@ class Knobs:
         self._lr = _bounded(float(state["lr"]), LOWEST_LR, 1.0)
         self._clip = _bounded(float(state["clip"]), LOWEST_CLIP, 1.0)
         self._eps = _bounded(float(state["eps"]), 1.0, HIGHEST_EPS)
+        self._regain = min(max(0.0, float(state.get("regain", 0.0))), 1.0)
         self._precise = max(0, int(state["higher_precision"]))
         warmed, rewarm = state["rewarm"]
         self._warmed, self._rewarm = (int(warmed), int(rewarm)) if 0 <= warmed < rewarm else (0, 0)

@@ -20,6 +20,7 @@ class Applicable:
     rows: int = 0  # of the data set, that have an index; 0: none has
     quarantined: int = 0  # of them, already
     armor: bool = False  # the guilty line is known and has none
+    at_start: bool = False  # no state is proven but the one that the run began with
     lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights
 
 

@@ -26,6 +26,7 @@ class Rung:
     remedies: tuple[Prescribed, ...]
     strikes: int | None = None  # None: those of the policy
     within: int | None = None  # count strikes of so many ticks only; None: all since the cause was forgiven
+    at_start: bool = False  # begun only while no state is proven but the first, and until it is forgiven
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Policy:
     strikes: Mapping[str, int] = field(default_factory=lambda: {"default": 1})  # incidents to a rung, by cause
     forgive_after: int = 200  # steps beyond its last incident after which a cause begins at the first rung again
     relax_after: int = 100  # healthy steps between two steps of relaxing the knobs
+    crashes: int = 2  # ends of the process at the same samples, after which these are passed over
+    halvings: int = 4  # of the micro-batch, where the device is out of memory
     budget: Budget = field(default_factory=Budget)
 
     def ladder(self, cause: Cause) -> tuple[Rung, ...]:
@@ -99,6 +102,10 @@ def parse(tree: Any, key: str = "recovery") -> Policy:
     }
     if "strikes" in tree:
         plain["strikes"] = _by_cause(f"{key}.strikes", tree["strikes"])
+    if "halvings" in tree:
+        plain["halvings"] = number(f"{key}.halvings", tree["halvings"], at_least=0)
+    if "crashes" in tree:
+        plain["crashes"] = _strikes(f"{key}.crashes", tree["crashes"])
     if "budget" in tree:
         plain["budget"] = _budget(f"{key}.budget", tree["budget"])
     return Policy(_ladders(f"{key}.ladders", tree["ladders"]), **plain)
@@ -119,18 +126,26 @@ def _ladder(key: str, rungs: Any) -> tuple[Rung, ...]:
 
 def _rung(key: str, node: Any) -> Rung:
     strikes = within = None
+    at_start = False
     where, remedies = key, node
     if isinstance(node, Mapping) and ("do" in node or len(node) != 1):
-        node = _mapping(key, node, ["do", "strikes", "within"])
+        node = _mapping(key, node, ["do", "strikes", "within", "at_start"])
         where, remedies = f"{key}.do", node.get("do")
         strikes = _strikes(f"{key}.strikes", node["strikes"]) if "strikes" in node else None
         within = number(f"{key}.within", node["within"], int | None, at_least=1) if "within" in node else None
+        at_start = _yes_or_no(f"{key}.at_start", node.get("at_start", False))
     if not _is_list(remedies):
         shape = "a rung is a list of remedies, such as [skip], or {do: [skip], strikes: 3, within: 10}"
         raise ConfigError(where, remedies, shape)
     if not remedies:
         raise unusable(where, "a rung needs a remedy; to leave things as they are, say [report]")
-    return Rung(_in_order(where, remedies), strikes, within)
+    return Rung(_in_order(where, remedies), strikes, within, at_start)
+
+
+def _yes_or_no(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(key, value, "must be true or false")
+    return value
 
 
 def _in_order(key: str, nodes: Sequence[Any]) -> tuple[Prescribed, ...]:

@@ -90,10 +90,11 @@ class LowerLr(Remedy):
     about: ClassVar[str] = "multiply the learning rate, and let it climb there from zero"
     factor: float = limited(0.5, above=0, at_most=1)
     rewarm: int = limited(0, at_least=0)  # steps of the climb
+    regain: float = limited(0.0, at_least=0, at_most=1)  # the share of the rate before that it is soon back at
 
     def apply(self, patient: Patient) -> None:
         """Turn the knob."""
-        patient.knobs.turn_lr(self.factor, self.rewarm)
+        patient.knobs.turn_lr(self.factor, self.rewarm, self.regain)
 
     def undo(self, patient: Patient) -> str | None:
         """Turn it back by as much."""
@@ -292,8 +293,5 @@ def remedy(action: Action) -> Remedy:
 
 def passes_over(actions: Iterable[Action]) -> bool:
     """Say whether a decision leaves the run as it was, but for samples that it passes over or replaces."""
-    return all(
-        action.remedy in (Quarantine.name, Repeat.name, Report.name)
-        or (action.remedy == Skip.name and not action.settings)
-        for action in actions
-    )
+    passing = (Quarantine.name, Repeat.name, Report.name)
+    return all(one.remedy in passing or (one.remedy == Skip.name and not one.settings) for one in actions)

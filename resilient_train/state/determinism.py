@@ -17,7 +17,8 @@ def set_deterministic(wanted: bool) -> None:
     if wanted:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when CUDA's first matrix product runs
         _tell_in_the_log()
-    torch.use_deterministic_algorithms(wanted, warn_only=True)
+    if torch.are_deterministic_algorithms_enabled() != wanted:  # the call imports torch's compiler: a second or more
+        torch.use_deterministic_algorithms(wanted, warn_only=True)
     torch.backends.cudnn.deterministic = wanted
     if wanted:
         torch.backends.cudnn.benchmark = False

@@ -36,7 +36,9 @@ class Held:
     own: list[torch.Tensor]  # copies that belong to this snapshot alone: room for a later one
     shared: dict[str, torch.Tensor]  # copies of weights that do not change, which other snapshots hold as well
     statistics: Any = None  # of the checks, once the verdict on its own update is in; None until then
+    remedies: Any = None  # that were in force after it
     verified: bool = False
+    is_being_written: bool = False  # to disk, so that its memory is not to be used for others
 
     @cached_property
     def snapshot(self) -> Snapshot:
@@ -142,6 +144,20 @@ class Ring:
         """Every verified snapshot not after `since`, newest first."""
         return [held for held in reversed(self._held) if held.verified and held.step <= since]
 
+    def newest_proven(self) -> Held | None:
+        """The newest verified snapshot."""
+        return next((held for held in reversed(self._held) if held.verified), None)
+
+    def settled(self) -> None:
+        """Wait until what is held can be read."""
+        self._copier.wait()
+
+    def clear(self) -> None:
+        """Let everything go: the run stands somewhere else."""
+        self._unpin()
+        self._drop(list(self._held))
+        self._parted = 0
+
     def last_good(self, since: int) -> Held | None:
         """The best state to leave behind: the newest one that was proven, though the run may have gone back further."""
         good = self.proven(since) + ([self._pinned] if self._pinned else [])
@@ -198,12 +214,12 @@ class Ring:
         return Held(step, plain, own, shared)
 
     def _drop(self, dropped: list[Held]) -> None:
-        self._spare += [held.own for held in self._held if held in dropped]
+        self._spare += [held.own for held in self._held if held in dropped and not held.is_being_written]
         self._held = [held for held in self._held if held not in dropped]
 
     def _unpin(self) -> None:
         if self._pinned is not None:
-            self._spare.append(self._pinned.own)
+            self._spare += [] if self._pinned.is_being_written else [self._pinned.own]
             self._pinned = None
 
 

@@ -10,11 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from resilient_train.state import randomness
+from resilient_train.state.misfit import misfit
+from resilient_train.state.spread import Share, dealt, is_spread, own
 from resilient_train.state.tree import Tree, brought_home, copied, copy_into, home, sha256
 
 
@@ -66,6 +69,11 @@ class RunState:
         if scaler is not None:
             self._stateful["scaler"] = _LossScale(scaler)
 
+    @property
+    def is_spread(self) -> bool:
+        """Say whether this rank holds a share of the weights only."""
+        return any(map(is_spread, self.model.parameters()))
+
     def keep(self, name: str, item: Stateful) -> None:
         """Let something else rewind along, such as an average of the weights."""
         self._stateful[f"kept.{name}"] = item
@@ -81,7 +89,7 @@ class RunState:
             raise ValueError(f"the snapshot is of another run: {', '.join(sorted(odd))} in one of them only")
         modules = dict(self.model.named_modules())
         weights = _weights(modules)
-        copy_into(list(weights.values()), [parts["weights"][name] for name in weights])
+        copy_into([own(one) for one in weights.values()], [own(parts["weights"][name]) for name in weights])
         for weight in weights.values():
             weight.grad = None
         _restore_buffers(modules, parts["buffers"])
@@ -92,6 +100,25 @@ class RunState:
             item.load_state_dict(brought_home(parts[name]))
         for name in randomness.names(self.device):  # last: what came before may have drawn
             randomness.restore(name, parts[f"random.{name}"], self.device)
+
+    def misfit(self, parts: Mapping[str, Tree]) -> str:
+        """Say in one line why a state from outside is none of this run; empty where it is one."""
+        return misfit(self.live(), parts, self.model, self.optimizers)
+
+    def dealt(self, parts: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Deal out a state from outside, which fits, as this run's tensors are dealt out over its ranks."""
+        live, out = self.live(), dict(parts)
+        out["weights"] = {name: dealt(saved, live["weights"][name]) for name, saved in parts["weights"].items()}
+        for number, optimizer in enumerate(self.optimizers):
+            part, weights = parts[f"optimizer.{number}"], dict(_places(optimizer))
+            moments = {
+                place: {key: _dealt_like(one, weights.get(place)) for key, one in kept.items()}
+                for place, kept in part["moments"].items()
+            }
+            out[f"optimizer.{number}"] = {**_dealt_along(part, None), "moments": moments}
+        for name in out.keys() - {"weights"} - {f"optimizer.{number}" for number in range(len(self.optimizers))}:
+            out[name] = _dealt_along(parts[name], live.get(name))
+        return out
 
     def sha256(self) -> str:
         """Digest of everything that rewinds."""
@@ -185,8 +212,8 @@ def _restore_buffers(modules: Mapping[str, nn.Module], saved: Mapping[str, torch
         table = modules[owner]._buffers
         here = table.get(name)
         if value is not None and here is not None and _alike(here, value):
-            targets.append(here)
-            sources.append(value)
+            targets.append(own(here))
+            sources.append(own(value))
         else:
             table[name] = brought_home(value)
     copy_into(targets, sources)
@@ -239,17 +266,42 @@ def _restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
             del live[key]
         for key, value in moments.items():
             here = live.get(key)
-            if isinstance(value, torch.Tensor) and isinstance(here, torch.Tensor) and _alike(here, value):
-                targets.append(here)
-                sources.append(value)
+            if isinstance(value, torch.Tensor | Share) and isinstance(here, torch.Tensor) and _alike(here, value):
+                targets.append(own(here))
+                sources.append(own(value))
             else:
                 live[key] = brought_home(value)
     copy_into(targets, sources)
+
+
+def _dealt_like(saved: Any, weight: torch.Tensor | None) -> Any:
+    """A moment is dealt out as its weight is, unless it is of another shape: a count of steps, a mean of rows."""
+    if not hasattr(saved, "shape") or not hasattr(saved, "dtype") or isinstance(saved, np.ndarray | np.generic):
+        return saved
+    return dealt(saved, weight if weight is not None and weight.shape == saved.shape else None)
+
+
+def _dealt_along(saved: Tree, live: Tree) -> Tree:
+    """Walk two trees side by side; where there is no live one, what was spread becomes whole."""
+    if isinstance(saved, dict):
+        there = live if isinstance(live, dict) else {}
+        return {key: _dealt_along(one, there.get(key)) for key, one in saved.items()}
+    if type(saved) in (list, tuple) and any(
+        isinstance(one, dict | list | tuple | torch.Tensor) or hasattr(one, "read") for one in saved
+    ):
+        those = live if isinstance(live, list | tuple) and len(live) == len(saved) else [None] * len(saved)
+        return type(saved)(_dealt_along(one, other) for one, other in zip(saved, those, strict=True))
+    if isinstance(saved, torch.Tensor) or hasattr(saved, "read"):
+        return dealt(saved, live if hasattr(live, "shape") and live.shape == saved.shape else None)
+    return saved
 
 
 def _places(optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
     return list(enumerate(weight for group in optimizer.param_groups for weight in group["params"]))
 
 
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype is other.dtype and one.device == home(other)
+def _alike(one: torch.Tensor, other: torch.Tensor | Share) -> bool:
+    if is_spread(one) is not isinstance(other, Share):
+        return False
+    mine, its = own(one), own(other)
+    return mine.shape == its.shape and mine.dtype is its.dtype and mine.device == home(its)

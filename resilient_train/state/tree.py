@@ -11,31 +11,53 @@ from typing import Any
 import numpy as np
 import torch
 
+from resilient_train.state.spread import Share, Spread, is_spread, own, spread_of, whole
+
 Tree = Any  # dict, list or tuple of trees; a leaf is a tensor, a numpy array or a plain value
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 _HOLE = object()  # where a tensor was
 
 
+class _SpreadHole:
+    """Where a tensor was of which this rank holds a share."""
+
+    def __init__(self, spread: Spread) -> None:
+        self.spread = spread
+
+    def __deepcopy__(self, memo: Any) -> _SpreadHole:
+        return self
+
+
 def copied(tree: Tree) -> Tree:
-    """Return a copy that shares nothing with `tree`; all its tensors are copied in one go."""
-    return _copied(tree, torch.empty_like)
+    """Return a copy that shares nothing with `tree`; all its tensors are copied in one go.
+
+    Of a tensor that is spread over ranks it holds a Share.
+    """
+    return _copied(tree, torch.empty_like, Share)
 
 
 def brought_home(tree: Tree) -> Tree:
     """Return a copy whose tensors lie where the originals did: a snapshot may lie in the host's memory."""
-    return _copied(tree, lambda source: torch.empty_like(source, device=home(source)))
+    return _copied(
+        tree, lambda source: torch.empty_like(source, device=home(source)), lambda local, spread: spread.joined(local)
+    )
 
 
-def _copied(tree: Tree, empty: Callable[[torch.Tensor], torch.Tensor]) -> Tree:
+def _copied(
+    tree: Tree, empty: Callable[[torch.Tensor], torch.Tensor], joined: Callable[[torch.Tensor, Spread], Any]
+) -> Tree:
     plain, sources = taken_apart(tree)
     targets = [empty(source) for source in sources]
     copy_into(targets, sources)
-    return put_together(plain, targets)
+    return put_together(plain, targets, joined)
 
 
 def taken_apart(tree: Tree) -> tuple[Tree, list[torch.Tensor]]:
-    """Part a tree into a copy of its plain values and the list of its tensors, which are not copied."""
+    """Part a tree into a copy of its plain values and the list of its tensors, which are not copied.
+
+    Of tensors that are spread over ranks the list has what this rank holds.
+    """
     tensors: list[torch.Tensor] = []
 
     def visit(node: Tree) -> Tree:
@@ -43,8 +65,11 @@ def taken_apart(tree: Tree) -> tuple[Tree, list[torch.Tensor]]:
         if kind in _PLAIN:
             return node
         if isinstance(node, torch.Tensor):
-            tensors.append(node)
-            return _HOLE
+            tensors.append(own(node))
+            return _SpreadHole(spread_of(node)) if is_spread(node) else _HOLE
+        if kind is Share:
+            tensors.append(node.local)
+            return _SpreadHole(node.spread)
         if isinstance(node, dict):
             return {key: visit(value) for key, value in node.items()}
         if kind is tuple and _is_long_and_plain(node):
@@ -56,7 +81,9 @@ def taken_apart(tree: Tree) -> tuple[Tree, list[torch.Tensor]]:
     return visit(tree), tensors
 
 
-def put_together(plain: Tree, tensors: Iterable[torch.Tensor]) -> Tree:
+def put_together(
+    plain: Tree, tensors: Iterable[torch.Tensor], joined: Callable[[torch.Tensor, Spread], Any] = Share
+) -> Tree:
     """Make one tree of what was taken apart, with `tensors` in the place of the ones it had."""
     following = iter(tensors)
 
@@ -66,6 +93,8 @@ def put_together(plain: Tree, tensors: Iterable[torch.Tensor]) -> Tree:
             return {key: visit(value) for key, value in node.items()}
         if kind is list or (kind is tuple and not _is_long_and_plain(node)):
             return kind(visit(value) for value in node)
+        if kind is _SpreadHole:
+            return joined(next(following), node.spread)
         return next(following) if node is _HOLE else node
 
     return visit(plain)
@@ -96,13 +125,16 @@ def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def sha256(tree: Tree) -> str:
-    """Hash names, types, shapes and bytes of everything in the tree; equal digests mean equal to the last bit."""
+    """Hash names, types, shapes and bytes of everything in the tree; equal digests mean equal to the last bit.
+
+    What is spread over ranks is gathered, tensor by tensor: all of them have to ask.
+    """
     digest = hashlib.sha256()
     for path, leaf in _leaves(tree):
         digest.update(f"{path}\0".encode())
         if isinstance(leaf, torch.Tensor):
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}\0".encode())
-            flat = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            flat = whole(leaf).detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             if flat.stride() != (1,):  # a single element counts as contiguous whatever its stride
                 flat = flat.clone(memory_format=torch.contiguous_format)
             digest.update(flat.view(torch.uint8).numpy().data)

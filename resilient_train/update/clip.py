@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.nn.utils import clip_grad_value_, get_total_norm
+
+from resilient_train.state.spread import is_spread, own, spread_of
 
 _COARSE = (torch.float16, torch.bfloat16)
 
@@ -19,19 +21,27 @@ class ClipConfig:
 
 @torch.no_grad()
 def clip(
-    weights: Sequence[torch.Tensor], config: ClipConfig, tightened: float = 1.0, usual: float | None = None
+    weights: Sequence[torch.Tensor],
+    config: ClipConfig,
+    tightened: float = 1.0,
+    usual: float | None = None,
+    over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, float | None]:
     """Clip the gradients in place, by norm and then by value.
 
     Where no norm is configured a clip that was tightened takes the `usual` one for it. Returns the gradients' norm
-    from before, and what it was clipped to if that can be said.
+    from before, and what it was clipped to if that can be said. `over_ranks` adds up what each rank has, where
+    gradients are spread over them.
     """
     grads = [weight.grad for weight in weights if weight.grad is not None]
     plain, has_sparse = is_plain(grads), False
     if not plain and (has_sparse := any(grad.is_sparse for grad in grads)):
         grads = _values(weights)
         plain = is_plain(grads)
-    norm = total_norm(grads, plain=plain)
+    if over_ranks is None:
+        norm = total_norm(grads, plain=plain)
+    else:
+        norm, grads = norm_over_ranks(grads, over_ranks), [own(grad) for grad in grads]
     configured = usual if config.max_norm is None and tightened < 1 else config.max_norm
     max_norm = None if configured is None else configured * tightened
     if max_norm is not None:
@@ -43,7 +53,7 @@ def clip(
                 grad.mul_(factor.to(grad.device))
     if config.max_value is not None:
         max_value = config.max_value * tightened
-        if has_sparse:
+        if has_sparse or over_ranks is not None:
             for grad in grads:
                 grad.clamp_(-max_value, max_value)
         else:
@@ -67,6 +77,27 @@ def total_norm(grads: list[torch.Tensor], *, plain: bool) -> torch.Tensor:
         doubles = None if first.device.type == "mps" else torch.float64
         total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=doubles)))
     return total.to(_at_least_float32(first.dtype))
+
+
+def norm_over_ranks(grads: list[torch.Tensor], over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The norm of gradients of which each rank holds a share: one number from each, and nothing is gathered."""
+    dtype = _at_least_float32(grads[0].dtype)
+    wide = torch.float64 if grads[0].device.type != "mps" else None
+    squares = torch.zeros((), dtype=wide, device=grads[0].device)
+    for grad in grads:
+        if (share := own(grad)).numel():
+            squares += torch.linalg.vector_norm(share, dtype=wide).square() / _holders(grad)
+    return over_ranks(squares).sqrt().to(dtype)
+
+
+def _holders(grad: torch.Tensor) -> int:
+    """How many ranks hold the same share: all of them, of what is not spread."""
+    if not is_spread(grad):
+        return torch.distributed.get_world_size()
+    spread, count = spread_of(grad), 1
+    for size, placement in zip(spread.mesh.shape, spread.placements, strict=True):
+        count *= size if placement.is_replicate() else 1
+    return count
 
 
 def is_plain(grads: list[torch.Tensor]) -> bool:

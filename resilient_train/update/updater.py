@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+import sys
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 from torch.optim import Optimizer
 
 from resilient_train.errors import TrainError
+from resilient_train.state.spread import is_spread
+from resilient_train.update.agreement import DIGESTS, Agreement, Flag
 from resilient_train.update.clip import ClipConfig, clip
 from resilient_train.update.gate import Gate
 from resilient_train.update.schedule import Restarts, Schedule
 
-_OURS = "lr_of_guard"  # in each group, beside its rate: how we left it, which rewinds with it
+_UPPER = 2 if sys.byteorder == "little" else 0  # where the two upper bytes of a float32 begin
+LR_OF_GUARD = "lr_of_guard"  # in each group, beside its rate: how we left it, which rewinds with it
 
 Settings = Sequence[Sequence[Mapping[str, Any]]]  # by optimizer, by parameter group
 
@@ -52,13 +58,19 @@ NO_KNOBS = NoKnobs()
 class Attempt:
     """An update that was sent to the gate."""
 
-    measured: torch.Tensor  # loss, gradient norm, the loss scale if there is one; with ranks, loss and norm of each
+    measured: torch.Tensor  # loss, gradient norm, the loss scale if there is one; with ranks, what they agreed on
+    by_rank: torch.Tensor | None  # what each rank has told; None where there is nobody else
     numbers: list[float] | None  # the same on the host, where the gate had to read it
     settings: Settings
     before: Settings  # what the groups were set to before it
     planned_lr: float  # what the schedule says, before any knob
     restarts: bool  # that is, whether the schedule starts again with this update, on purpose
     max_norm: float | None  # that gradients were clipped to
+    is_busy: bool  # this process, with a checkpoint
+
+    def told(self) -> list[list[float]]:
+        """What each rank has told, a row each; the host waits for the device."""
+        return [] if self.by_rank is None else self.by_rank.tolist()
 
 
 class Updater:
@@ -69,39 +81,58 @@ class Updater:
         optimizers: Sequence[Optimizer],
         schedules: Sequence[Schedule],
         clipping: ClipConfig,
-        gather: Callable[[torch.Tensor], torch.Tensor | None] = lambda vector: None,
+        gather: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
         *,
         device: torch.device,
         scaler: torch.amp.GradScaler | None = None,
+        over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda vector: vector,
     ) -> None:
-        """`gather` collects a vector from every rank, if there are several; `scaler` is that of half precision."""
+        """`gather` collects a vector from every rank, if there are several; `scaler` is that of half precision.
+
+        `over_ranks` adds up a number over the ranks: asked where weights are spread over them.
+        """
         self.optimizers, self.schedules = list(optimizers), list(schedules)
-        self.clipping, self.gather, self.scaler = clipping, gather, scaler
+        self.clipping, self.scaler = clipping, scaler
+        self.agreement = Agreement(gather, device)
         self.mends_eps = False  # raise an epsilon that is lost in the type of its weights
         self.usual_norm: float | None = None  # of recent gradients, for a clip that is tightened and was not there
         self.gate = Gate(optimizers, device)
         self._restarts = Restarts()
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.weights = [weight for group in groups for weight in group["params"]]
+        self._over_ranks = over_ranks if any(map(is_spread, self.weights)) else None
         # Torch's own does nothing but set them to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
         self._eps = [[_number(group.get("eps")) for group in optimizer.param_groups] for optimizer in optimizers]
-        self._note_rates()
+        self.note_rates()
 
-    def apply(self, step: int, loss: torch.Tensor, knobs: Knobs = NO_KNOBS, *, rate: float = 1.0) -> Attempt:
-        """Send the gradients to the gate as update `step + 1`, and drop them. All optimizers step, or none does."""
+    def apply(
+        self, step: int, loss: torch.Tensor, knobs: Knobs = NO_KNOBS, *, rate: float = 1.0, digest: int = 0
+    ) -> Attempt:
+        """Send the gradients to the gate as update `step + 1`, and drop them. All optimizers step, or none does.
+
+        `digest` is of what all ranks have to have decided alike.
+        """
         self.require_groups()
         scale = self._unscale()
-        grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip, self.usual_norm)
+        grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip, self.usual_norm, self._over_ranks)
         settings, before, planned = self._set(step, knobs, rate)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
-        measured = self._agreed(torch.stack([loss, grad_norm, *scale]))
+        if not self.agreement.is_alone:
+            digest ^= _digest_of_rates(settings)
+        measured, by_rank = self.agreement.reached(torch.stack([loss, grad_norm, *scale]), digest)
         numbers = self.gate.step(measured)
-        self._note_rates()
+        self.note_rates()
         self._zero_grad()
         if self.scaler is not None:
             self.scaler.update()
-        return Attempt(measured, numbers, settings, before, planned, self._restarts.at(step, planned), max_norm)
+        restarts = self._restarts.at(step, planned)
+        busy = self.agreement.tells(Flag.BUSY)
+        return Attempt(measured, by_rank, numbers, settings, before, planned, restarts, max_norm, busy)
+
+    def ask_to_stop(self) -> None:
+        """Let every rank know with the next update that this one is to stop."""
+        self.agreement.tell(Flag.STOP)
 
     def loss_scale(self) -> float:
         """What half precision multiplies the loss by."""
@@ -156,9 +187,9 @@ class Updater:
                 if eps is not None:
                     setting["eps"] = max(eps * eps_factor, _least_eps(group)) if self.mends_eps else eps * eps_factor
                 old = {name: group.get(name) for name in setting}
-                old[_OURS] = ours = group.get(_OURS, old["lr"])  # missing where the loop has loaded a state
+                old[LR_OF_GUARD] = ours = group.get(LR_OF_GUARD, old["lr"])  # missing where the loop has loaded a state
                 if old["lr"] is not ours and old["lr"] != ours:
-                    raise TrainError(_SET_BY_LOOP.format(lr=float(group["lr"]), ours=float(group[_OURS])))
+                    raise TrainError(_SET_BY_LOOP.format(lr=float(group["lr"]), ours=float(group[LR_OF_GUARD])))
                 was.append(old)
                 group.update(setting)
                 now.append(setting)
@@ -167,21 +198,11 @@ class Updater:
         assert first is not None
         return settings, before, first
 
-    def _note_rates(self) -> None:
+    def note_rates(self) -> None:
         """Note how the rates are left: by us, and by optimizers that have a schedule inside of their step."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group[_OURS] = group["lr"]
-
-    def _agreed(self, measured: torch.Tensor) -> torch.Tensor:
-        """The mean loss and the largest gradient norm of all ranks, a NaN of any included: no rank decides alone.
-
-        The one collective that watching an update costs.
-        """
-        table = self.gather(measured[:2])
-        if table is None:
-            return measured
-        return torch.cat([table[:, 0].mean().view(1), table[:, 1].amax().view(1), measured[2:], table.flatten()])
+                group[LR_OF_GUARD] = group["lr"]
 
     def _zero_grad(self) -> None:
         for optimizer in self._own_zero_grad:
@@ -217,6 +238,16 @@ def _least_eps(group: Mapping[str, Any]) -> float:
     """What an epsilon has to be so that an update stays small where a second moment has underflowed to zero."""
     floating = [torch.finfo(weight.dtype) for weight in group["params"] if weight.is_floating_point()]
     return max((math.sqrt(one.smallest_normal * one.eps) for one in floating), default=0.0)
+
+
+def _digest_of_rates(settings: Settings) -> int:
+    """The rates of an update in a number: ranks that differ in them expect different things of weights.
+
+    To a hundredth: the last digit may be another on another machine, and replicas are compared besides.
+    """
+    rates = [setting["lr"] for groups in settings for setting in groups]
+    single = array("f", [rate for rate in rates if isinstance(rate, float)]).tobytes()
+    return crc32(single[_UPPER::4] + single[_UPPER + 1 :: 4]) % DIGESTS
 
 
 def _number(eps: Any) -> float | None:

@@ -27,6 +27,17 @@ class LimitConfig:
 
 
 @dataclass
+class OvershootConfig:
+    """The first updates threw the loss far above where it began."""
+
+    every: int = field(metadata={"at_least": 0})
+    window: int = field(metadata={"at_least": 1})
+    watched: int = field(metadata={"at_least": 1})
+    updates: int = field(metadata={"at_least": 1})
+    times: float = field(metadata={"above": 1})
+
+
+@dataclass
 class JumpConfig:
     """The loss leaves its recent range and stays out of it."""
 
@@ -118,6 +129,13 @@ class OptimizerConfig:
 
 
 @dataclass
+class ReplicasConfig:
+    """The replicas of several processes: the same to the last bit."""
+
+    every: int = field(metadata={"at_least": 0})
+
+
+@dataclass
 class ActivationsConfig:
     """What the modules put out: finite."""
 
@@ -135,6 +153,7 @@ class BatchConfig:
 @dataclass
 class ChecksConfig:
     limit: LimitConfig
+    overshoot: OvershootConfig
     jump: JumpConfig
     creep: CreepConfig
     slow: SlowConfig
@@ -144,6 +163,7 @@ class ChecksConfig:
     scale: ScaleConfig
     weights: WeightsConfig
     optimizer: OptimizerConfig
+    replicas: ReplicasConfig
     activations: ActivationsConfig
     batch: BatchConfig
     patience: int = field(metadata={"at_least": 1})

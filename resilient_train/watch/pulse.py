@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,32 +22,39 @@ def vitals(
     limits: tuple[float, float],
     *,
     has_scale: bool,
+    is_busy: bool = False,
+    by_rank: Callable[[], Sequence[Sequence[float]]] = tuple,
 ) -> Vitals:
     """Say what the numbers of an update mean, which passed the gate or not; `step` updates were accepted before it.
 
-    The numbers: loss, gradient norm, the loss scale if there is one; with ranks, loss and norm of each.
+    The numbers: loss, gradient norm, the loss scale if there is one; with ranks, whether one of them asks to stop,
+    whether one is busy, the largest and the least of their digests. `by_rank`, asked where there was trouble, has a
+    row of each, which begins with its loss and gradient norm.
     """
     loss, grad_norm, *rest = numbers
     scale = rest.pop(0) if has_scale else None
+    stop_asked, any_busy, most, least = rest or (0.0, 0.0, 0.0, 0.0)
     signal = why_refused(loss, grad_norm, limits)
     overflowed = scale is not None and signal is Signal.NONFINITE_GRAD
     refused = None if overflowed else signal
-    accepted = signal is None
-    ranks = where_not_finite(rest)
+    ranks = () if signal is None else where_not_finite(by_rank())
     return Vitals(
-        *(tick, step + accepted, accepted, loss, grad_norm, lr, start, stop, refused, overflowed, scale, ranks)
+        *(tick, step + (signal is None), signal is None, loss, grad_norm, lr, start, stop, refused, overflowed),
+        *(scale, ranks),
+        stop_asked=stop_asked > 0,
+        any_busy=is_busy or any_busy > 0,
+        alike=most == least,
     )
 
 
-def where_not_finite(table: Sequence[float]) -> tuple[int, ...]:
-    """Tell the ranks that had trouble from those that only heard of it: loss and gradient norm of each, in turn.
+def where_not_finite(by_rank: Sequence[Sequence[float]]) -> tuple[int, ...]:
+    """Tell the ranks that had trouble from those that only heard of it, by the loss and gradient norm of each.
 
     A gradient that is not finite is on every rank once gradients were averaged, so a loss tells more.
     """
-    losses, norms = table[::2], table[1::2]
-    for values in (losses, norms):
-        bad = tuple(rank for rank, value in enumerate(values) if not math.isfinite(value))
-        if 0 < len(bad) < len(values):
+    for place in (0, 1):
+        bad = tuple(rank for rank, row in enumerate(by_rank) if not math.isfinite(row[place]))
+        if 0 < len(bad) < len(by_rank):
             return bad
     return ()
 

@@ -14,7 +14,8 @@ form:
   slopes of the weights behind it. It is bounded, so that sums and squares of it stay finite. Where nothing came out
   finite there is no measure, and 0 does no harm. But a single number, which may be the loss, becomes that bound, so
   that whoever watches it sees that it broke.
-- The slope there is zero. All else is as the operation made it, to the last bit.
+- The slope there is zero, or, element by element, one that leads back (leads.py). All else is as the operation made
+  it, to the last bit.
 
 Nothing here waits for the device, looks at frames, or keeps anything from one call for the next: it means the same
 when it is computed a second time for a checkpoint, and a compiler sees through all of it.
@@ -33,7 +34,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from resilient_train.numerics.armor.names import is_logarithm, is_pointwise, rounds_exactly
+from resilient_train.numerics.armor.leads import leads
+from resilient_train.numerics.armor.names import family, is_logarithm, is_pointwise, rounds_exactly
 
 Operation = Callable[..., Any]
 
@@ -49,9 +51,7 @@ def in_safety(safe: Operation, bare: Operation, name: str, args: tuple[Any, ...]
     than 36, and says how unlikely something is: it stays.
     """
     result = safe(*args, **kwargs)
-    if not is_pointwise(name) or is_logarithm(name) or not isinstance(result, Tensor):
-        return result
-    if not _is_mendable(result) or result.numel() < 2:
+    if not is_pointwise(name) or not isinstance(result, Tensor) or not _is_mendable(result) or not result.numel():
         return result
     with torch.no_grad():
         still = bare(*args, **kwargs)
@@ -59,7 +59,13 @@ def in_safety(safe: Operation, bare: Operation, name: str, args: tuple[Any, ...]
     infinite = size == math.inf
     born = _Born([*args, *kwargs.values()], pointwise=True)
     broken = (still != still) | (infinite & born.finite)
-    return _applied(_Limited, result, still, broken, infinite > broken, _largest(size))
+    has_slope = family(name) == "exp"  # beyond its range, for a reason of its own
+    back = leads(bare, args, kwargs, broken, broken & infinite, tries=not has_slope)
+    if not is_logarithm(name) and result.numel() > 1:
+        largest = _largest(size, _room(size) if _is_of_one(args, kwargs) else None)
+        replaced = back.like_others if back is not None and has_slope else torch.zeros_like(broken)
+        result = _applied(_Limited, result, still, broken, infinite > broken, largest, replaced)
+    return result if back is None else back.onto(result)
 
 
 def in_armor(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -67,7 +73,7 @@ def in_armor(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str
     leaves, structure = tree_flatten((args, kwargs))
     if not any(isinstance(leaf, Tensor) for leaf in leaves) or kwargs.get("out") is not None:
         return bare(*args, **kwargs)
-    born = _Born(leaves, is_pointwise(name))
+    born, given = _Born(leaves, is_pointwise(name)), (args, kwargs)
     leaves, flags = _guarded(_spread(leaves) if rounds_exactly(name) else leaves)
     args, kwargs = tree_unflatten(leaves, structure)
 
@@ -76,7 +82,10 @@ def in_armor(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str
             return value
         if flags and value.requires_grad:
             value = _applied(_Witness, value, *flags)
-        return _mended(value, born)
+        broken = _broken(value, born)
+        back = leads(bare, *given, broken, broken & (value.detach().abs() == math.inf)) if is_pointwise(name) else None
+        value = _mended(value, broken, _room(value) if is_pointwise(name) and _is_of_one(*given) else None)
+        return value if back is None else back.onto(value)
 
     return tree_map(mend, bare(*args, **kwargs))
 
@@ -96,24 +105,43 @@ class _Born:
             self.finite = (reduce(add, zeros) == 0.0) & self.finite
 
 
-def _largest(size: Tensor) -> Tensor:
+def _largest(size: Tensor, bound: float | None = None) -> Tensor:
     """Return the largest of some magnitudes that is finite, within the bound."""
-    return torch.nan_to_num(size, 0.0, 0.0).amax().clamp(max=_bound(size.dtype))
+    return torch.nan_to_num(size, 0.0, 0.0).amax().clamp(max=_bound(size.dtype) if bound is None else bound)
+
+
+def _room(value: Tensor) -> float:
+    """Return how large all along the last dimension may be so that their sum is finite.
+
+    The results of one input are in its order, `exp(95)` not below `exp(60)`: a softmax by hand would choose the wrong
+    one. So there what others have reached counts for more than that a square of it is finite.
+    """
+    count = value.shape[-1] if value.dim() else 1
+    return max(_bound(value.dtype), torch.finfo(value.dtype).max / (2 * count))
+
+
+def _is_of_one(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return sum(isinstance(one, Tensor) for one in (*args, *kwargs.values())) == 1
 
 
 def _bound(dtype: torch.dtype) -> float:
     return _BOUND.get(dtype, _BOUND_OF_OTHERS)
 
 
-def _mended(value: Tensor, born: _Born) -> Tensor:
-    """Replace a NaN where there was none before, and an infinity where everything was finite."""
+def _broken(value: Tensor, born: _Born) -> Tensor:
+    """Say where there is a NaN that was not there before, or an infinity though everything was finite."""
     still = value.detach()
-    size = still.abs()
-    broken, infinite = still != still, size == math.inf
+    broken = still != still
     for mask in born.nan:
         broken = broken > mask
-    broken = broken | (infinite & born.finite)
-    large = torch.full_like(size, _bound(size.dtype)) if size.numel() == 1 else _largest(size)
+    return broken | ((still.abs() == math.inf) & born.finite)
+
+
+def _mended(value: Tensor, broken: Tensor, bound: float | None) -> Tensor:
+    """Replace what is broken."""
+    still = value.detach()
+    size = still.abs()
+    large = torch.full_like(size, _bound(size.dtype)) if size.numel() == 1 else _largest(size, bound)
     return torch.where(broken, torch.nan_to_num(torch.clamp(still, -large, large)), value)
 
 
@@ -168,22 +196,23 @@ def _applied(function: type[Function], *args: Any) -> Any:
 class _Limited(Function):
     """Limits the magnitude of what is broken, and leaves to torch the infinities that come of others.
 
-    The slope is that of the safe operation: where it gives one that torch does not have, it knows why.
+    The slope is that of the safe operation, but where another takes its place.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(safe: Tensor, bare: Tensor, broken: Tensor, old: Tensor, limit: Tensor) -> Tensor:
+    def forward(safe: Tensor, bare: Tensor, broken: Tensor, old: Tensor, limit: Tensor, replaced: Tensor) -> Tensor:
         return torch.where(broken, torch.clamp(safe, -limit, limit), torch.where(old, bare, safe))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.save_for_backward(inputs[-1])
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Any:
-        return slope, None, None, None, None
+        (replaced,) = ctx.saved_tensors
+        return torch.where(replaced, 0.0, slope), None, None, None, None, None
 
 
 class _Guard(Function):

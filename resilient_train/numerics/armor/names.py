@@ -63,6 +63,7 @@ _MAY_WRITE = {
     for name, function in vars(functional).items()
     if inspect.isfunction(function) and "inplace" in function.__code__.co_varnames
 }
+_ABOUT_NUMBERS = ("torch.distributions.", "torch.nn.functional", "torch.functional")
 _HOMES = {"torch", "torch.functional", "torch.nn.functional", "_operator"}
 
 
@@ -117,6 +118,14 @@ def computes(name: str) -> bool:
 def is_torchs_own(kind: type) -> bool:
     """Say whether a class is torch's."""
     return kind.__module__.startswith("torch.")
+
+
+@constant
+def is_torchs_code(called: Any) -> bool:
+    """Say whether it is a method of an object of torch's, or a function of its, written in Python and about numbers."""
+    function = inspect.unwrap(getattr(called, "__func__", called))
+    home = getattr(function, "__module__", None) or ""
+    return inspect.isfunction(function) and home.startswith(_ABOUT_NUMBERS)
 
 
 @constant

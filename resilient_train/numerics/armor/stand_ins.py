@@ -15,7 +15,15 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from resilient_train.numerics.armor.mending import Operation, in_armor, in_safety
-from resilient_train.numerics.armor.names import computes, fits, is_torchs_own, name_in_mode, overloads, torchs_name
+from resilient_train.numerics.armor.names import (
+    computes,
+    fits,
+    is_torchs_code,
+    is_torchs_own,
+    name_in_mode,
+    overloads,
+    torchs_name,
+)
 from resilient_train.numerics.table import substitute
 
 PYTHONS: dict[str, tuple[Operation, Operation]] = {  # what Python calls for an operator, and for its form in place
@@ -126,7 +134,7 @@ def armored_call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
         return _through(called, args, kwargs)
     name = torchs_name(called)
     if not name:
-        return called(*args, **kwargs)
+        return _within(called, args, kwargs) if is_torchs_code(called) else called(*args, **kwargs)
     return _by_name(name, called, args, kwargs)
 
 
@@ -141,8 +149,13 @@ def _through(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     """Call a module. Within torch's own ones every operation is armored, since no line of the user's tells which."""
     if not is_torchs_own(type(module)) or not all(is_torchs_own(type(part)) for part in module.modules()):
         return module(*args, **kwargs)
+    return _within(module, args, kwargs)
+
+
+def _within(called: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call Python code of torch's, and armor whatever it computes."""
     with _EveryOperation():
-        return module(*args, **kwargs)
+        return called(*args, **kwargs)
 
 
 class _EveryOperation(TorchFunctionMode):

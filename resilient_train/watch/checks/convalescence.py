@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
+from typing import Any
 
 from resilient_train.watch.config import ConvalescenceConfig
 
 _LOOKS = (0.25, 0.5, 1.0)  # of the window
+_LISTS = ("usual", "expected", "since")
 _FEWEST = 8  # losses that a comparison needs
 
 
@@ -40,6 +42,22 @@ class Convalescence:
             self._usual = []
         self._rewound_to, self._until = step, last + self.config.window
         self._expected, self._since = [], []
+
+    def memory(self) -> dict[str, Any]:
+        """What it is at, as plain data."""
+        return {
+            "path": [list(one) for one in self._path.items()],
+            "usual": list(self._usual),
+            "at": [self._rewound_to, self._until],
+            "expected": list(self._expected),
+            "since": list(self._since),
+        }
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Go on with what an earlier process was at."""
+        self._path = {int(step): float(loss) for step, loss in memory["path"]}
+        self._usual, self._expected, self._since = (list(map(float, memory[name])) for name in _LISTS)
+        self._rewound_to, self._until = map(int, memory["at"])
 
     def see(self, step: int, loss: float, scale: float) -> tuple[int, str] | None:
         """The step that the run went back to and the evidence, if it is worse than it was there."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Sequence
 
 from resilient_train.watch.checks.level import Level
 from resilient_train.watch.checks.memory import Remembers
@@ -159,3 +160,11 @@ class Refusals:
         self._recent = {key: one for key, one in self._recent.items() if abs(step - one[0]) <= self.within}
         self._recent[which] = (step, norm)
         return [one[1] for one in self._recent.values()] if len(self._recent) >= self.enough else None
+
+    def memory(self) -> list[list[float]]:
+        """What is remembered, as plain data."""
+        return [[which, step, norm] for which, (step, norm) in self._recent.items()]
+
+    def recall(self, memory: Sequence[Sequence[float]]) -> None:
+        """Remember what an earlier process did."""
+        self._recent = {int(which): (int(step), float(norm)) for which, step, norm in memory}

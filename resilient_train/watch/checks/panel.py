@@ -13,6 +13,7 @@ from resilient_train.watch.checks.jump import Jump, Outliers
 from resilient_train.watch.checks.level import Level
 from resilient_train.watch.checks.limit import NO_LIMIT, GradLimit, LossLimit, Refusals
 from resilient_train.watch.checks.memory import Remembers
+from resilient_train.watch.checks.overshoot import Overshoot
 from resilient_train.watch.checks.scale import ScaleCollapse
 from resilient_train.watch.checks.trend import Creep, Slow, Stall
 from resilient_train.watch.config import ChecksConfig
@@ -49,6 +50,7 @@ class Panel:
         self._level = Level(config.jump)
         self._grad_limit = GradLimit(config.limit)
         self._loss_limit = LossLimit(config.limit, self._level)
+        self._overshoot = Overshoot(config.overshoot)
         self._jump = Jump(config.jump, self._level)
         self._creep = Creep(config.creep, self._level)
         self._slow = Slow(config.slow, self._level)
@@ -68,12 +70,16 @@ class Panel:
 
     @property
     def usual_norm(self) -> float | None:
-        """What gradient norms come to at most; None while too little is known."""
-        return self._grad_limit.largest if self._grad_limit.is_warm else None
+        """What gradient norms come to at most; while too little is known, what they began with."""
+        return self._grad_limit.largest if self._grad_limit.is_warm else self._overshoot.first_norm
 
     def expect(self, step: int) -> None:
         """Declare that something changes on purpose with this step."""
         self._declared.update(range(step - _AROUND, step + _AROUND + 1))
+
+    def armored(self) -> None:
+        """Take note that values are made up from now on, where they broke: what the run began with is no measure."""
+        self._overshoot.forget()
 
     def rewound(self, step: int, since: int, *, comparable: bool = True) -> None:
         """Watch closely whether going back to `step`, whose statistics were loaded before, has helped.
@@ -115,6 +121,8 @@ class Panel:
         if step in self._declared:
             self._forget()
             return _NOTHING
+        if (overshot := self._overshoot.see(step, _which(vitals), loss, vitals.grad_norm)) is not None:
+            return Finding(_landed(vitals, Signal.DIVERGENCE, overshot[1], since=overshot[0]))
         outside = self._jump.is_outside(loss)
         jumped = self._jump.see(step, loss, outside)
         if not outside and (self._level.learn(loss) or not self._level.ready):
@@ -173,7 +181,9 @@ class Panel:
         if step in self._declared:
             self._forget()
             return Finding(repeat=True)
-        which = vitals.start if vitals.stop > vitals.start else vitals.tick
+        which = _which(vitals)
+        if (overshot := self._overshoot.see(step, which, loss, norm)) is not None:
+            return Finding(_landed(vitals, Signal.DIVERGENCE, overshot[1], since=overshot[0]))
         if which != self._refusals.latest and self._jump.is_outside(loss):  # counted, though it enters no statistic
             finding = self._conclude_jump(vitals, self._jump.see(step, loss, True), ())
             if finding is not None and finding.anomaly is not None:
@@ -204,8 +214,29 @@ class Panel:
 
     def _forget(self) -> None:
         self._start_over()
+        self._overshoot.forget()
         self._grad_limit.forget()
         self.limits = (NO_LIMIT, NO_LIMIT)
+
+    def memory(self) -> dict[str, Any]:
+        """What does not rewind, for a process that goes on where this one ended; as plain data of its own."""
+        return {
+            "path": [[step, *seen] for step, seen in self._path.items()],
+            "alarms": [[str(signal), step, tick] for signal, step, tick in self._alarms],
+            "declared": sorted(self._declared),
+            "refusals": self._refusals.memory(),
+            "convalescence": self._convalescence.memory(),
+            "suspect": self._overshoot.is_suspect,
+        }
+
+    def recall(self, memory: Mapping[str, Any]) -> None:
+        """Remember what an earlier process did."""
+        self._path = {int(step): (float(loss), float(norm)) for step, loss, norm in memory["path"]}
+        self._alarms = [(Signal(signal), int(step), int(tick)) for signal, step, tick in memory["alarms"]]
+        self._declared |= {int(step) for step in memory["declared"]}
+        self._refusals.recall(memory["refusals"])
+        self._convalescence.recall(memory["convalescence"])
+        self._overshoot.is_suspect = memory["suspect"] is True
 
     def state_dict(self) -> dict[str, Any]:
         """What rewinds with the run, as plain data of its own."""
@@ -215,6 +246,11 @@ class Panel:
         for name, check in self._checks.items():
             check.load_state_dict(state[name])
         self.limits = (self._loss_limit.limit, self._grad_limit.limit)
+
+
+def _which(vitals: Vitals) -> int:
+    """What tells an update from another one, whatever it is tried as: where its samples lie, if they are known."""
+    return vitals.start if vitals.stop > vitals.start else vitals.tick
 
 
 def _landed(vitals: Vitals, signal: Signal, evidence: str, since: int) -> Anomaly:

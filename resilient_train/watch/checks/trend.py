@@ -56,7 +56,7 @@ class Creep(Remembers):
             (usual[-1] - middle) / 2,  # skewed losses have skewed blocks
             self.config.share * self.level.scale,
         )
-        z = max(-_MOST, min(_MOST, (mean - middle) / spread))
+        z = max(-_MOST, min(_MOST, (mean - middle) / spread)) if spread else 0.0  # a loss of 0 throughout
         if z <= _USUAL:
             self._since = step - 2 * self.config.every  # the climb may have begun within this block
         self._sum = max(0.0, self._sum + z - self.config.slack)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from resilient_train.watch.scans.measure import Gauge, here, is_coarse, is_measurable, is_number, is_sharded
+from resilient_train.state.spread import is_spread, largest_share
+from resilient_train.watch.scans.measure import Gauge, is_coarse, is_measurable, is_number
 from resilient_train.watch.scans.moments import ADAMS, Moment
 from resilient_train.watch.scans.weights import Weight
 
@@ -56,7 +57,13 @@ class Layout:
                     named.append((self.names[weight], weight))
         named = [(name, weight) for name, weight in named if self._measured(name, weight)]
         self.weights = [
-            Weight(name, owner.get(weight), max(1, here(weight).numel()), is_coarse(weight)) for name, weight in named
+            Weight(
+                name,
+                owner.get(weight),
+                max(1, largest_share(weight) * (2 if weight.is_complex() else 1)),
+                is_coarse(weight),
+            )
+            for name, weight in named
         ]
         named_modules = [(_plain(name), module) for name, module in model.named_modules()]
         self._own_buffers = [(f"{name}." if name else "", module._buffers) for name, module in named_modules]
@@ -64,7 +71,8 @@ class Layout:
         self._state: State | None = None
         self.device = named[0][1].device if named else torch.device("cpu")
         self.gauge = Gauge([weight for _, weight in named], self.device)
-        self.is_whole = not any(is_sharded(weight) for _, weight in named)
+        self.is_whole = not any(is_spread(weight) for _, weight in named)
+        self.shares = 1 if self.is_whole else torch.distributed.get_world_size()
 
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers, as they are now: loading a state replaces them."""

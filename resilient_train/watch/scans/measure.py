@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from resilient_train.state.spread import is_spread, own
+
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
 _COARSE = {torch.float16, torch.bfloat16}
 _INF = float("inf")
@@ -35,15 +37,9 @@ def is_coarse(tensor: Tensor) -> bool:
     return tensor.dtype in _COARSE
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether this process holds a part of it only."""
-    return hasattr(tensor, "to_local")
-
-
 def here(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, as real numbers, never empty."""
-    if hasattr(tensor, "to_local"):
-        tensor = tensor.to_local()
+    tensor = own(tensor) if is_spread(tensor) else tensor
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor if tensor.numel() else tensor.new_zeros(1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from resilient_train.watch.scans.found import Found
 from resilient_train.watch.scans.layout import Layout, State
 from resilient_train.watch.scans.moments import Faded, Moments
 from resilient_train.watch.scans.reach import Path
+from resilient_train.watch.scans.replicas import Replicas
 from resilient_train.watch.scans.weights import Weights
 
 Settings = Sequence[Sequence[Mapping[str, Any]]]  # by optimizer, by parameter group
@@ -48,8 +50,17 @@ class Scans:
     Between them, and at every update, `landed` adds up how far the updates can have carried the state.
     """
 
-    def __init__(self, config: ChecksConfig, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """`optimizers` are torch's or the user's own, without Accelerate's wrapper."""
+    def __init__(
+        self,
+        config: ChecksConfig,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        own: Collection[str] | None = None,
+    ) -> None:
+        """`optimizers` are torch's or the user's own, without Accelerate's wrapper.
+
+        `own` names the weights that each rank has for itself, where all others are replicas; None: there are none.
+        """
         self.config, self.model, self.optimizers = config, model, list(optimizers)
         self._remarks: list[str] = []
         self._step = 0
@@ -57,6 +68,7 @@ class Scans:
         self._told: dict[tuple[int, str], int] = {}  # does not rewind: how often a finding came again
         self._pending: _Pending | None = None
         self._lay_out()
+        self.replicas = Replicas(config.replicas, own if self.layout.is_whole else None)
         device = self.layout.device
         self._activations = Activations(model, device)
         self._batch = BatchRange(config.batch.factor, device)
@@ -80,6 +92,8 @@ class Scans:
             clean.append(self._weights.clean_step)
         if self.config.optimizer.every:
             clean.append(self._moments.clean_step)
+        if self.replicas.every:
+            clean.append(self.replicas.clean_step)
         return min(clean, default=self._step)
 
     def remarks(self) -> list[str]:
@@ -195,7 +209,51 @@ class Scans:
         if pending.faded is not None:
             self._moments.put_back(pending.faded)
 
+    def are_copies(self) -> list[bool]:
+        """Say of each number that was measured last whether every rank has the same, unless one of them is damaged.
+
+        Of weights and moments they have, where nothing is sharded; not of buffers, activations and batches.
+        """
+        pending = self._pending
+        if pending is None:
+            return []
+        count, whole = sum(pending.sizes), self.layout.is_whole
+        weights, buffers = (0, 0) if pending.buffers is None else (2 * len(self.layout.weights), len(pending.buffers))
+        state = pending.state
+        moments = 0 if state is None else len(state.plain) + 2 * len(state.squares) + len(state.counted)
+        found = [whole] * weights + [False] * buffers + [whole] * moments
+        return found + [False] * (count - len(found))
+
+    def are_shares(self) -> list[bool]:
+        """Say of each number that was measured last whether it is a sum of which every rank has a share."""
+        pending = self._pending
+        if pending is None or self.layout.is_whole or (state := pending.state) is None:
+            return []
+        before = 0 if pending.buffers is None else 2 * len(self.layout.weights) + len(pending.buffers)
+        found = [False] * (before + len(state.plain)) + [True] * len(state.squares)
+        return found + [False] * (sum(pending.sizes) - len(found))
+
     # An update later.
+
+    def judge_each(self, step: int, tick: int, ranks: Sequence[Sequence[float]]) -> Anomaly | None:
+        """Judge the numbers of each rank by themselves, and name those on which there is something wrong."""
+        pending, weights, moments, told = self._pending, self._weights, self._moments, self._told
+        distinct: dict[tuple[float, ...], list[int]] = {}
+        for rank, numbers in enumerate(ranks):
+            distinct.setdefault(tuple(numbers), []).append(rank)
+        guilty: list[int] = []
+        verdicts = []
+        for numbers, theirs in distinct.items():
+            self._pending, self._told = pending, dict(told)
+            self._weights, self._moments = copy.deepcopy(weights), copy.deepcopy(moments)
+            found = self.judge(step, tick, numbers)
+            verdicts.append((found, self._weights, self._moments, self._told))
+            guilty += theirs if found is not None else []
+        worst = next((one for one in verdicts if one[0] is not None), verdicts[0])
+        anomaly, self._weights, self._moments, self._told = worst
+        if anomaly is None or len(guilty) == len(ranks):
+            return anomaly
+        return replace(anomaly, ranks=tuple(sorted(guilty)))
 
     def judge(self, step: int, tick: int, values: Sequence[float]) -> Anomaly | None:
         """Judge the numbers of the newest measurement, which was of `step`."""
@@ -255,6 +313,7 @@ class Scans:
         pending = self._pending or _Pending(self._step)  # nobody has judged it: as if it had not been measured
         return {
             "step": self._step,
+            "shares": self.layout.shares,
             "weights": self._weights.state(pending.paths),
             "optimizer": self._moments.state(pending.faded),
             "batch": self._batch.largest,
@@ -270,6 +329,9 @@ class Scans:
         self._weights.load(state["weights"])
         self._moments.load(state["optimizer"])
         self._batch.largest = state["batch"]
+        if state["shares"] != self.layout.shares:  # of what is spread, the largest share was measured
+            self.rebase()
+        self.replicas.clean_step = self._step  # states that are gone back to are proven, or one for all ranks
 
 
 def _due(every: int, step: int) -> bool:

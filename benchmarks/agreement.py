@@ -1,0 +1,212 @@
+"""What it costs that ranks agree: time beside the same DDP loop without a guard, and what they send each other.
+
+The loops are those of step_cost.py, with several processes each, block by block in turn; the time of a block is that of
+its slowest process. Then a small model of what a guard adds is held against counts of another run: collectives and
+bytes over 100 updates, by the number of processes and of tensors. It ends with 1 where a count is not what it says.
+
+    python benchmarks/agreement.py
+    python benchmarks/agreement.py --loops plain plain-again      (what the method sees where nothing differs)
+    python benchmarks/agreement.py --counts --processes 2 4       (no times)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from counts import counting
+from interleaved import Job, OnStep, answer, begin, compared, group, placed_in_group, quiet, spawn, table, time_blocks
+from step_cost import ALL, STEPS_PER_BLOCK, WARM_UP
+from torch import nn
+
+TARGET = 1.05  # upper bound of ours beside the same loop without guard
+COUNTED = 100  # updates: whole cycles of scans (10), replicas (20) and snapshots (25)
+BEFORE = 100  # until buckets, moments and the size of a snapshot are known
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a process sends in collectives over `COUNTED` updates."""
+
+    collectives: float
+    bytes: float
+
+
+def model_of(processes: int, tensors: int) -> dict[str, Sent]:
+    """What a guard with default checks adds to DDP, by what it is for; AdamW, weights without buffers beside them."""
+    return {
+        "agreement": Sent(COUNTED, COUNTED * 4 * 5 * processes),  # loss, norm, two flags, digest: a row of each rank
+        # Norm and largest of each weight; of its moments the largest, sum and depth, and how often it was updated: of
+        # all ranks the largest number and the least.
+        "scans": Sent(COUNTED / 10, COUNTED / 10 * 4 * 2 * 6 * tensors),
+        "replicas": Sent(COUNTED / 20, COUNTED / 20 * 8 * 2),  # the digest and its complement
+        "snapshots": Sent(COUNTED / 25, COUNTED / 25 * 8),  # the size of the largest rank's
+    }
+
+
+def in_all(model: dict[str, Sent]) -> Sent:
+    """All of it together."""
+    return Sent(sum(one.collectives for one in model.values()), sum(one.bytes for one in model.values()))
+
+
+# ------------------------------------------------------------------------------------------------------------ counts
+
+
+def net(tensors: int) -> nn.Module:
+    """A stack with so many tensors."""
+    assert tensors % 2 == 0
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(tensors // 2)))
+
+
+def squared(model: Any, batch: Any) -> torch.Tensor:
+    """An objective."""
+    loss: torch.Tensor = (model(batch[0]) - 1.0).pow(2).mean()
+    return loss
+
+
+def without_guard(model: nn.Module, accelerator: Accelerator, on_step: OnStep) -> None:
+    """DDP by hand."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    rows = torch.randn(8, 8)
+    for step in range(1, BEFORE + COUNTED + 1):
+        accelerator.backward(squared(model, [rows]))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        on_step(step)
+
+
+def with_guard(model: nn.Module, accelerator: Accelerator, on_step: OnStep) -> None:
+    """The same in a guard."""
+    from resilient_train import Guard
+
+    rows = torch.utils.data.TensorDataset(torch.randn(256, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    guard = Guard(accelerator, model, optimizer, data=rows, batch_size=8, objective=squared, clip=1.0)
+    for step, batch in enumerate(guard.batches(steps=BEFORE + COUNTED + 1), start=1):
+        guard.step(batch)
+        on_step(step)
+    guard.close()
+
+
+def count(processes: int, tensors: int) -> tuple[Sent, list[int], list[int]]:
+    """What a guard adds over `COUNTED` updates, and the collectives of each of them without it and with it."""
+    per_step = []
+    totals = []
+    for loop in (without_guard, with_guard):
+        members = [spawn(_counted, loop, tensors, place) for place in group(processes)]
+        found = [answer(pipe, loop.__name__) for _, pipe in members]
+        for process, _ in members:
+            process.join()
+        if any(one != found[0] for one in found):
+            raise SystemExit(f"{loop.__name__}: the ranks of {processes} count differently: {found}")
+        steps, sent = found[0]
+        per_step.append(steps)
+        totals.append(sent)
+    added = Sent(sum(per_step[1]) - sum(per_step[0]), totals[1] - totals[0])
+    return added, per_step[0], per_step[1]
+
+
+def _counted(
+    loop: Callable[[nn.Module, Accelerator, OnStep], None], tensors: int, place: dict[str, str], pipe: Connection
+) -> None:
+    quiet()
+    counts = Counter[str]()
+    counted = counting(counts)
+    steps: list[int] = []
+
+    def on_step(step: int) -> None:
+        if step == BEFORE:
+            counted.__enter__()
+        elif BEFORE < step <= BEFORE + COUNTED:
+            steps.append(counts["collectives"] - sum(steps))
+        if step == BEFORE + COUNTED:
+            counted.__exit__(None, None, None)
+
+    def run(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        loop(accelerator.prepare(net(tensors)), accelerator, on_step)
+
+    placed_in_group(run, place, Job("", 0, 0, 0), on_step, pipe.send)
+    pipe.send((steps, counts["bytes in collectives"]))
+
+
+def counts_of(processes: Sequence[int], tensors: Sequence[int]) -> tuple[list[dict[str, Any]], bool]:
+    """Count, print beside what the model says, and say whether they agree."""
+    found, rows = [], []
+    for size in processes:
+        for number in tensors:
+            added, without, with_it = count(size, number)
+            said = in_all(model_of(size, number))
+            more = Counter(mine - its for mine, its in zip(with_it, without, strict=True))
+            found.append({"processes": size, "tensors": number, "counted": vars(added), "model": vars(said)})
+            found[-1]["steps_by_collectives_more"] = dict(sorted(more.items()))
+            told = ", ".join(f"{times} with {extra}" for extra, times in sorted(more.items()))
+            both = [f"{one.collectives / COUNTED:g}, {one.bytes / COUNTED:g}" for one in (added, said)]
+            rows.append([str(size), str(number), *both, told])
+    title = ["processes", "tensors", "more a step: collectives, bytes", "the model says", f"of {COUNTED} steps"]
+    print("\nwhat a guard adds to DDP")
+    print(table(title, rows), flush=True)
+    return found, all(one["counted"] == one["model"] for one in found)
+
+
+# ------------------------------------------------------------------------------------------------------------- times
+
+
+def times(given: argparse.Namespace, processes: int) -> dict[str, Any]:
+    """Time the loops beside each other."""
+    workload = given.workload
+    warm_up = WARM_UP[workload] if given.warm_up is None else given.warm_up
+    loops = {name: ALL[name] for name in given.loops}
+    timing = time_blocks(
+        *(loops, Job(workload, warm_up, warm_up, log_every=10)),
+        blocks=given.blocks,
+        steps_per_block=given.steps_per_block or STEPS_PER_BLOCK["none"][workload],
+        rounds=given.rounds,
+        processes=processes,
+    )
+    print(f"\n{workload}, {processes} processes, {timing.blocks} blocks of {timing.steps_per_block} steps")
+    print(table(*compared(timing, given.loops[:1])))
+    first, *others = given.loops
+    ratios = {other: timing.ratio(other, first) for other in others}
+    if first == "plain" and "ours" in ratios:
+        high = ratios["ours"][2]
+        print(f"  target: ours beside plain at most {TARGET}, upper bound: {high:.3f}", flush=True)
+    return {**timing.as_dict(), "processes": processes, "beside": {first: ratios}}
+
+
+def main() -> None:
+    """Measure, count, print, and write the figures if asked to."""
+    parser = argparse.ArgumentParser(description="The cost of agreement between processes.")
+    parser.add_argument("--processes", type=int, nargs="+", metavar="N", default=[2, 4], help="(default: 2 4)")
+    parser.add_argument("--tensors", type=int, nargs="+", metavar="N", default=[4, 40], help="(default: 4 40)")
+    parser.add_argument("--counts", action="store_true", help="count only")
+    parser.add_argument("--workload", choices=sorted(WARM_UP), default="gpt", help="that is timed, by the first N")
+    parser.add_argument("--loops", nargs="+", choices=list(ALL), default=["plain", "ours"], help="that are timed")
+    parser.add_argument("--blocks", type=int, metavar="N", default=30, help="of each loop (default: %(default)s)")
+    parser.add_argument("--steps-per-block", type=int, metavar="N", help="default: 25 or 200")
+    parser.add_argument("--warm-up", type=int, metavar="N", help="steps before the first block (default: 125 or 600)")
+    parser.add_argument("--rounds", type=int, metavar="N", default=3, help="fresh processes (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    given = parser.parse_args()
+    figures: dict[str, Any] = {"machine": begin()}
+    figures["counts"], as_said = counts_of(given.processes, given.tensors)
+    if not given.counts:
+        figures["times"] = times(given, given.processes[0])
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=2) + "\n")
+    if not as_said:
+        raise SystemExit("the model of what is sent does not say what was counted")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,433 @@
+"""Keeps the proven states of a run on disk, and takes the run up from there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from resilient_train import __version__
+from resilient_train.checkpoint import weights
+from resilient_train.checkpoint.best import Best
+from resilient_train.checkpoint.manifest import CANDIDATE, VERIFIED, Manifest
+from resilient_train.checkpoint.shares import Together
+from resilient_train.checkpoint.store import Entry, Store
+from resilient_train.checkpoint.writer import DiskConfig, Job, Outcome, Writer
+from resilient_train.errors import TrainError
+from resilient_train.events import Signal
+from resilient_train.files import Written
+from resilient_train.record.console import log
+from resilient_train.record.progress import Doing, Progress
+from resilient_train.resumption import Resume, Resumption
+from resilient_train.state.ring import Held
+from resilient_train.state.run_state import Stateful
+from resilient_train.treatment import Treatment, Trouble
+from resilient_train.ward import Ward
+
+_FOR_OTHERS_S = 5.0
+
+
+class Durable:
+    """Offers proven snapshots to the writer, leaves the state of a run that is stopped, and finds it again."""
+
+    def __init__(self, config: DiskConfig, ward: Ward, treatment: Treatment, resume: Resume) -> None:
+        self._config, self._ward, self._treatment, self._how = config, ward, treatment, resume
+        self._book = treatment.book
+        directory = self._book.directory  # None on ranks that write nothing
+        self.progress = Progress(directory)
+        self._store = Store(directory) if directory is not None else None
+        self._writer: Writer | None = None
+        if self._store is not None:
+            self._writer = Writer(self._store, keep=config.keep, keep_every=config.keep_every)
+        self._lasting = frozenset(ward.state.model.state_dict(keep_vars=True))  # a user's hooks may take their time
+        self._best = Best(directory) if directory is not None else None
+        self._is_spread = ward.state.is_spread  # over ranks, so that each of them writes its share
+        self._together: Store | None = None  # where ranks write theirs
+        if self._is_spread and (common := ward.world.on_main(lambda: directory)) is not None:
+            self._together = self._store or Store(common)
+            self._writer = self._writer or Writer(self._together, keep=config.keep, keep_every=config.keep_every)
+        self.samples = 0  # of an update, if the run began with another number of processes
+        self._label = ward.world.on_main(lambda: uuid4().hex[:12]) if self._is_spread else ""
+        self._given_up = threading.Event()  # of ranks that write along, perhaps because they have died
+        self._offered = 0  # checkpoints that were written together
+        self._resumption = Resumption(ward, treatment, self.progress, self._store, resume)
+        self._last = 0  # the newest step that is on disk for good, on the way that the run is on
+        self._highest = 0  # that was written, on any
+        self._unproven: Entry | None = None  # that the run was taken up from
+        self._is_failing, self._failing = False, 0  # number of the incident
+        self._is_proven = True
+
+    def remember(self, name: str, item: Stateful) -> None:
+        """Let something that does not rewind be there again after a resume."""
+        self._resumption.remembered[name] = item
+
+    # While the run goes on.
+
+    @property
+    def saving_since(self) -> float | None:
+        """Since when a checkpoint is being written, on the monotonic clock."""
+        return self._writer.began if self._writer is not None else None
+
+    @property
+    def is_busy(self) -> bool:
+        """Say whether this rank could not take its share in a checkpoint now: the others have to know."""
+        return self._is_spread and self._writer is not None and not (self._writer.is_free and self._config.every)
+
+    def verified(self, *, any_busy: bool) -> None:
+        """After each healthy update: write the newest proven state, if it is time, and hear what became of others.
+
+        A checkpoint that all ranks have to write is begun by all of them or by none, at the same update: `any_busy`
+        is what they have told each other with it.
+        """
+        writer = self._writer
+        if writer is None:
+            return
+        while (outcome := writer.heard()) is not None:
+            self._heard(outcome)
+        held = self._ward.ring.newest_proven()
+        if held is None:
+            return
+        if self._is_spread and self._config.every and held.step - self._last >= self._config.every:
+            if not any_busy:
+                self._last = held.step  # where that fails, too: ranks would try again at different times
+                writer.offer(self._job_of(held))
+            return
+        if self._store is None or not writer.is_free:
+            return
+        if self._best is not None and self._best.is_ripe(held.step):
+            writer.offer(Job(held.step, self._ward.clock.tick, self._best.write))
+        elif self._unproven is not None and held.step >= self._unproven.manifest_step:
+            self._prove(self._unproven)
+        elif not self._is_spread and self._config.every and held.step - self._last >= self._config.every:
+            writer.offer(self._job_of(held))
+
+    def distrust(self, since: int) -> None:
+        """Take note that nothing newer than `since` is to be trusted, what is being written just now included."""
+        self.close()
+        if self._best is not None:
+            self._best.distrust(since)
+        if self._unproven is not None and self._unproven.manifest_step > since:
+            self._unproven = None
+        if self._store is None or since >= self._highest:
+            return
+        try:
+            for entry in self._store.demote(since):
+                log.info("the checkpoint %s is not to be trusted any more", entry.path.name)
+        except OSError as error:
+            log.error("checkpoints that are not to be trusted could not be marked: %s", error.strerror)
+
+    def rewound(self, step: int) -> None:
+        """Take note that the run went back to a step."""
+        self.close()
+        self._last = min(self._last, step)
+
+    def leave(self, held: Held) -> Path | None:
+        """Leave a proven state on disk at the end of a run; None where that is not possible. Every rank comes here.
+
+        They wait for the one that writes: a launcher ends all processes soon after the first.
+        """
+        self.close()
+        return self._on_all(lambda: self._written_already(held), lambda: self._now(self._job_of(held)))
+
+    def leave_alone(self, held: Held) -> Path | None:
+        """The same of this process alone, while nothing may be asked of others; None where that cannot be."""
+        if self._store is None or self._is_spread:
+            return None
+        self.close()
+        return self._written_already(held) or self._now(self._job_of(held))
+
+    def _on_all(self, first: Callable[[], Path | None], then: Callable[[], Path | None]) -> Path | None:
+        """What rank 0 finds `first`, or what `then` writes: rank 0 alone, or all ranks where each has a share."""
+        world = self._ward.world
+        if not self._is_spread:
+            return world.on_main(lambda: first() or then())
+        if (found := world.on_main(first)) is not None:
+            return found
+        written = then()
+        return world.on_main(lambda: written)
+
+    def _written_already(self, held: Held) -> Path | None:
+        for entry in self._store.usable() if self._store is not None else ():
+            if entry.manifest is not None and entry.manifest.kind == VERIFIED and entry.manifest.step >= held.step:
+                return entry.path
+        return None
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Take note of an evaluation of the state as it is: its weights may be the best so far. Every rank comes."""
+        world, best, state = self._ward.world, self._best, self._ward.state
+        if "loss" not in metrics:
+            return
+        if self._is_spread and world.on_main(lambda: best is not None and best.wants(metrics)):
+            tensors = weights.gathered(state.model, keep=world.is_main)
+        elif not self._is_spread and best is not None and best.wants(metrics):
+            tensors = self._exported(state.live())
+        else:
+            return
+        if best is not None:
+            best.take(self._ward.clock.step, metrics, tensors)
+
+    def finish(self, *, healthy: bool) -> Path | None:
+        """Leave the state as it is now: a healthy end proves it, a stop on request leaves a candidate.
+
+        Every rank comes here, and waits for the one that writes.
+        """
+        self.close()
+
+        def best() -> None:
+            if healthy:
+                self._write_best()
+
+        return self._on_all(best, lambda: self._finished(healthy=healthy))
+
+    def _write_best(self) -> None:
+        best, step, tick = self._best, self._ward.clock.step, self._ward.clock.tick
+        while best is not None and best.is_ripe(step) and self._writer is not None:
+            outcome = self._writer.write_now(Job(step, tick, best.write))
+            self._heard(outcome)
+            if outcome.trouble:
+                return
+
+    def _finished(self, *, healthy: bool) -> Path | None:
+        writer, ward = self._writer, self._ward
+        if writer is None or (healthy and not self._config.every):
+            return None
+        statistics = {"panel": ward.panel.state_dict(), "scans": ward.scans.state_dict()}
+        kind, last, proven = VERIFIED if healthy else CANDIDATE, self._last, ward.ring.newest_proven()
+        left = self._now(self._job(ward.clock.step, kind, ward.state.live, statistics, self._treatment.remedies()))
+        if not healthy and proven is not None and max(0, last) < proven.step < ward.clock.step:
+            self._now(self._job_of(proven))  # what trouble would go back to, had the run not been stopped
+        return left
+
+    def hung(self, evidence: str, *, in_update: bool) -> None:
+        """Write down that the run does not go on, and save what can be saved."""
+        self.progress.turned_to(Doing.HUNG if in_update and self.progress.is_updating else Doing.ENDED)
+        step, held = self._ward.clock.step, self._ward.ring.newest_proven()
+        is_free = self._writer is not None and self._writer.is_free and not self._is_spread  # it would take the others
+        newer = held if held is not None and held.step > self._last and is_free else None
+        lost = step - (newer.step if newer is not None else max(0, self._last))  # by the start that follows
+        self._treatment.note(Trouble(Signal.HANG, step + 1, step, evidence, "end", steps_lost=max(0, lost)))
+        if newer is not None and self._writer is not None:
+            self._writer.write_now(self._job_of(newer))
+
+    def close(self, seconds: float | None = None) -> None:
+        """Let what is being written be finished."""
+        if self._writer is not None:
+            self._writer.wait(seconds)
+            while (outcome := self._writer.heard()) is not None:
+                self._heard(outcome)
+
+    def let_go(self) -> None:
+        """End with the run. Ranks that are to write along may be gone: they are given a moment."""
+        if self._is_spread:
+            self.close(_FOR_OTHERS_S)
+            self._given_up.set()
+        self.close()
+
+    # Taking a run up.
+
+    def resume(self, *, is_explained: bool = False) -> bool:
+        """Go on from the newest checkpoint that verifies; False where the run begins. Every rank comes here.
+
+        `is_explained`: it is known why the process before this one ended, and no samples are to blame.
+        """
+        ward, treatment = self._ward, self._treatment
+        choice = ward.world.on_main(lambda: self._resumption.choose(is_explained=is_explained))
+        treatment.know(choice.incidents)
+        self.samples = choice.samples
+        if choice.path is not None:
+            self._put_in(Entry.of(choice.path), resuming=True)
+        try:
+            for remedies in choice.remedies:
+                treatment.take_up(remedies)
+        except ValueError as error:
+            raise TrainError(f"{choice.path or self._book.directory}: {error}") from error
+        ward.clock.tick = max(ward.clock.tick, choice.tick)
+        if choice.skipped is not None:
+            treatment.skip_samples(*choice.skipped)
+        for trouble in choice.troubles:
+            treatment.note(trouble)
+            if trouble.remedy == "skip" and 0 < len(trouble.rows) < ward.slicing.samples // 2:
+                treatment.put_away(trouble.rows, trouble.advice)  # met twice in different company
+        if ward.clock.tick:  # the next samples at work are others: these are not to be blamed twice for one end
+            self.progress.turned_to(Doing.BETWEEN)
+        return choice.path is not None
+
+    def restore(self, since: int) -> int | None:
+        """Go back to the newest proven checkpoint not after `since`, where memory holds nothing. Every rank comes."""
+        path = self._ward.world.on_main(lambda: self._resumption.newest(lambda one: _is_proven(one, since), []))
+        if path is None:
+            return None
+        self._put_in(Entry.of(path), resuming=False)
+        self._ward.ring.clear()
+        self.take(verified=True)
+        return self._ward.clock.step
+
+    def has_proven(self, since: int) -> bool:
+        """Say whether `restore` has something to go back to, as far as its manifest tells."""
+        return self._ward.world.on_main(
+            lambda: self._store is not None and any(_is_proven(one, since) for one in self._store.usable())
+        )
+
+    def take(self, *, verified: bool) -> Held | None:
+        """Keep the state as it was taken up in memory, too."""
+        ward = self._ward
+        if not verified and not ward.ring.is_due(ward.clock.step):
+            return None  # nor would it be in memory had the run not been stopped: trouble goes back to the same states
+        held = ward.ring.take(ward.clock.step, verified=verified)
+        if held is not None:
+            held.statistics = {"panel": ward.panel.state_dict(), "scans": ward.scans.state_dict()}
+            held.remedies = self._treatment.remedies()
+        return held
+
+    @property
+    def is_proven(self) -> bool:
+        """Say whether the state that the run was taken up at had its proof."""
+        return self._is_proven
+
+    # How it is done.
+
+    def _job_of(self, held: Held) -> Job:
+        self._ward.ring.settled()
+        held.is_being_written = True
+
+        def done() -> None:
+            held.is_being_written = False
+
+        def parts() -> Mapping[str, Any]:
+            return held.snapshot.parts
+
+        return self._job(held.step, VERIFIED, parts, held.statistics, held.remedies, done)
+
+    def _job(
+        self,
+        step: int,
+        kind: str,
+        parts: Callable[[], Mapping[str, Any]],
+        statistics: Any,
+        remedies: Mapping[str, Any],
+        done: Callable[[], None] = lambda: None,
+    ) -> Job:
+        """What is to be written. All that takes time is left to the thread that writes."""
+        ward, store, tick = self._ward, self._store, int(remedies["tick"])
+        together = None
+        if self._together is not None:
+            self._offered += 1
+            together = Together(ward.world.rank, ward.world.size, f"{self._label}-{self._offered}", self._given_up)
+        passed = self._treatment.passed.copy()
+        memory = {
+            "statistics": statistics,
+            "panel": ward.panel.memory(),
+            "lasting": sorted(self._lasting),  # the names that a state_dict has
+            "remembered": {name: item.state_dict() for name, item in self._resumption.remembered.items()},
+        }
+
+        def described(position: int, files: dict[str, Written]) -> Manifest:
+            return Manifest(
+                kind=kind,
+                step=step,
+                tick=tick,
+                position=position,
+                world=ward.world.size,
+                samples=ward.slicing.samples,
+                each=self._resumption.each,
+                config=self._how.config,
+                made_by=f"resilient_train {__version__}, torch {torch.__version__}",
+                at=time.time_ns() // 1_000_000,
+                mlflow=self._how.mlflow(),
+                remedies=dict(remedies),
+                groups=self._resumption.configured,
+                files=files,
+            )
+
+        def write() -> Entry | None:
+            if store is None:
+                assert together is not None
+                assert self._together is not None
+                self._together.write_share(parts, together)
+                return None
+            state = parts()
+            describe = partial(described, int(state["position"]["position"]))
+            memory["passed"] = passed.until(step)
+            exported = {} if self._is_spread else self._exported(state)
+            entry = store.write(describe, state, exported, memory, together)
+            self._book.saved(step, tick)
+            return entry
+
+        return Job(step, tick, write, done)
+
+    def _prove(self, entry: Entry) -> None:
+        """Say of the candidate that the run was taken up from that it is proven now."""
+        store, writer = self._store, self._writer
+        assert store is not None
+        assert writer is not None
+        assert entry.manifest is not None
+        self._unproven = None
+        step, tick = entry.manifest.step, entry.manifest.tick
+
+        def mark() -> Entry:
+            marked = store.mark(entry, VERIFIED)
+            self._book.saved(step, tick)
+            return marked
+
+        writer.offer(Job(step, tick, mark))
+
+    def _exported(self, parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The weights and buffers that other programs want."""
+        buffers = {name: one for name, one in parts["buffers"].items() if name in self._lasting and one is not None}
+        return {**parts["weights"], **buffers}
+
+    def _now(self, job: Job) -> Path | None:
+        if self._writer is None:
+            return None
+        self.close()
+        outcome = self._writer.write_now(job)
+        self._heard(outcome)
+        return outcome.entry.path if outcome.entry is not None else None
+
+    def _heard(self, outcome: Outcome) -> None:
+        step = outcome.job.step
+        if self._store is None:
+            if outcome.trouble:  # rank 0 hears of it as well, and writes it down
+                log.error("this rank's share of step %d could not be written: %s", step, outcome.trouble)
+        elif not outcome.trouble:
+            self._heard_good(outcome)
+        elif not outcome.is_disk:
+            self._config = DiskConfig(every=0)  # it would be the same the next time
+            log.error("no checkpoints can be written: %s", outcome.trouble)
+        elif not self._is_failing:
+            self._is_failing = True
+            what = f"the checkpoint of step {step:,} could not be written: {outcome.trouble}"
+            trouble = Trouble(Signal.DISK_FULL, step, step, what, "try_again")
+            self._failing = self._treatment.note(trouble, lasts=True)
+
+    def _heard_good(self, outcome: Outcome) -> None:
+        step = outcome.job.step
+        if outcome.entry is not None:
+            self._last, self._highest = max(self._last, step), max(self._highest, step)
+        if self._is_failing:
+            log.info("checkpoints are saved again: step %d", step)
+            self._treatment.over(self._failing)
+        self._is_failing = False
+
+    def _put_in(self, entry: Entry, *, resuming: bool) -> None:
+        self._resumption.put_in(entry, resuming=resuming)
+        ward, store = self._ward, self._store
+        known = store or self._together  # ranks that write along have to count along
+        is_own = known is not None and entry.path.parent == known.path
+        is_candidate = entry.manifest is not None and entry.manifest.kind == CANDIDATE
+        self._unproven = entry if is_candidate and is_own and store is not None else None
+        self._is_proven = not is_candidate  # on ranks, too, that write nothing: they take the same snapshots
+        self._last = ward.clock.step if is_own else 0
+        if is_own and store is not None:
+            self._highest = max([self._highest, *(one.manifest_step for one in store.entries())])
+
+
+def _is_proven(entry: Entry, since: int) -> bool:
+    manifest = entry.manifest
+    return manifest is not None and manifest.kind == VERIFIED and manifest.step <= since

@@ -1,0 +1,51 @@
+"""What lies in a run directory to say how a run ended: summary.json, or refused.json for a start that came to nothing.
+
+Both speak of the newest process. One that begins takes away what the one before it said, so that a kill is known by
+the silence.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from resilient_train import files
+from resilient_train.files import commit_text, read_json
+
+CONFIG = "config.yaml"  # makes a directory that of a run
+SUMMARY, REFUSED, _FAILED = "summary.json", "refused.json", "failed.rank{}"
+
+
+def refused(run_dir: Path, exit_code: int, why: str) -> None:
+    """Note in the directory of a run that a start was refused: under a launcher its exit code tells nobody."""
+    if (run_dir / CONFIG).is_file():
+        with suppress(OSError):
+            commit_text(run_dir / REFUSED, json.dumps({"exit_code": exit_code, "why": why}) + "\n")
+
+
+def failed(run_dir: Path, rank: int) -> None:
+    """Note that a rank other than 0 has failed: an agent then asks the others to stop, as if somebody wished it."""
+    if (run_dir / CONFIG).is_file():
+        with suppress(OSError):
+            commit_text(run_dir / _FAILED.format(rank), "")
+
+
+def has_failed(run_dir: Path) -> bool:
+    """Say whether a rank other than 0 has failed."""
+    return any(True for _ in run_dir.glob(_FAILED.format("*")))
+
+
+def begin(run_dir: Path, *, is_finished: bool) -> None:
+    """Take away what was said of earlier processes; a finished run keeps its summary, for nothing begins there."""
+    notes = [path.name for path in run_dir.glob(_FAILED.format("*"))]
+    for name in [REFUSED, *notes] if is_finished else [REFUSED, SUMMARY, *notes]:
+        with suppress(OSError):
+            files.disk.unlink(run_dir / name)
+
+
+def told(run_dir: Path, name: str) -> dict[str, Any] | None:
+    """What one of the two says; None if it is not there or makes no sense."""
+    node = read_json(run_dir / name)
+    return node if isinstance(node, dict) and type(node.get("exit_code")) is int else None

@@ -1,0 +1,283 @@
+"""What a run goes on from: the newest checkpoint that verifies, and what the process before this one came to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from resilient_train.checkpoint.manifest import Damaged, Manifest
+from resilient_train.checkpoint.store import Entry, Saved, Store
+from resilient_train.errors import ConfigError, TrainError, unusable
+from resilient_train.events import Incident, Signal
+from resilient_train.record import hangs
+from resilient_train.record.console import log
+from resilient_train.record.progress import Doing, Progress
+from resilient_train.state.run_state import Snapshot, Stateful
+from resilient_train.treatment import Treatment, Trouble
+from resilient_train.update.updater import LR_OF_GUARD
+from resilient_train.ward import Ward
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How a run is to be taken up."""
+
+    source: Path | None = None  # another place than its newest checkpoint
+    config: str = ""  # digest of the configuration
+    changed: tuple[str, ...] = ()  # keys of the configuration that are not what they were
+    mlflow: Callable[[], str | None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What rank 0 found, for all ranks."""
+
+    path: Path | None
+    tick: int = 0
+    remedies: tuple[Mapping[str, Any], ...] = ()  # in force, the latest last
+    troubles: tuple[Trouble, ...] = ()
+    incidents: tuple[Incident, ...] = ()  # of the processes before this one: strikes count on every rank
+    skipped: tuple[int, int] | None = None  # samples that are to blame for the end of processes
+    samples: int = 0  # of an update, if the run began with another number of processes
+
+
+@dataclass
+class Resumption:
+    """Looks for checkpoints, reads them, and puts them into the run."""
+
+    ward: Ward
+    treatment: Treatment
+    progress: Progress
+    store: Store | None  # None on ranks that write nothing
+    how: Resume
+    remembered: dict[str, Stateful] = field(default_factory=dict)  # what does not rewind
+    found: dict[Path, Saved] = field(default_factory=dict)  # that was read already
+
+    def __post_init__(self) -> None:
+        self.configured = _configured(self.ward)
+        self.each = self.ward.slicing.batch_size * self.ward.slicing.accumulation  # before anything is cut otherwise
+
+    def choose(self, *, is_explained: bool = False) -> Choice:
+        """Find what to go on from, and what there is to tell about the process before this one's unexplained end."""
+        book, last = self.treatment.book, self.progress.last
+        hung = self._hung()
+        damaged: list[tuple[Entry, str]] = []
+        if self.store is not None:
+            self.store.sweep()
+        path = self._from_named()
+        if path is None and self.store is not None:
+            path = self.newest(lambda one: True, damaged)
+        if path is None and (book.has_saved or damaged):
+            why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
+            where = self.store.path if self.store else "memory"
+            raise TrainError(f"no checkpoint in {where} can be gone on from: {why}. run.resume=never starts anew")
+        entry = Entry.of(path) if path else None
+        step = entry.manifest_step if entry else 0
+        troubles = [_damage(one, why, step) for one, why in damaged]
+        skipped, span = None, last.stop - last.start
+        was_interrupted = not is_explained and last.doing in (Doing.UPDATING, Doing.HUNG)
+        if was_interrupted and 0 < span <= _MOST_BLAMED:
+            times = book.ended(last.tick, last.start, last.stop)
+            skipped = (last.start, last.stop) if times >= self.treatment.policy.crashes else None
+        if last.tick and not is_explained and (skipped or last.doing in (Doing.UPDATING, Doing.BETWEEN)):
+            troubles.append(self._crash(step, skipped, hung))
+        remedies = [entry.manifest.remedies] if entry and entry.manifest else []
+        remedies += [dict(book.remedies)] if book.remedies else []
+        latest_last = sorted(remedies, key=_tick_of)  # the journal's behind those of a checkpoint of the same tick
+        incidents = tuple(self.treatment.history.incidents)
+        return Choice(
+            path,
+            last.tick,
+            tuple(latest_last),
+            tuple(troubles),
+            incidents,
+            skipped,
+            self._samples_before(entry),
+        )
+
+    def _samples_before(self, entry: Entry | None) -> int:
+        """What an update was made of, where that is to be kept: each process brings as many, and there are others."""
+        book, ward = self.treatment.book, self.ward
+        if entry is not None and entry.manifest is not None:
+            samples, each = entry.manifest.samples, entry.manifest.each
+        else:
+            processes, samples = book.began_with or (ward.world.size, ward.slicing.samples)
+            each = samples // processes
+        if book.began_with is None:
+            book.began(ward.world.size, ward.slicing.samples)
+        return samples if samples != ward.slicing.samples and each == self.each else 0
+
+    def newest(self, wanted: Callable[[Entry], bool], damaged: list[tuple[Entry, str]]) -> Path | None:
+        """The newest checkpoint that is wanted, verifies and fits; what does not is added to `damaged`."""
+        for entry in self.store.entries() if self.store is not None else []:
+            if entry.manifest is None:
+                damaged.append((entry, entry.damage))
+            elif entry.is_usable and wanted(entry):
+                try:
+                    self.found[entry.path] = self.read(entry)
+                except Damaged as why:
+                    damaged.append((entry, str(why)))
+                else:
+                    return entry.path
+        return None
+
+    def read(self, entry: Entry) -> Saved:
+        """Read a checkpoint, and see whether it is one of this run. Raises Damaged."""
+        if entry.path in self.found:
+            return self.found.pop(entry.path)
+        ward, manifest = self.ward, entry.manifest
+        if manifest is None:
+            raise Damaged(entry.damage)
+        live = ward.state.live()
+        # All have the same files before them: rank 0 reads them through for all.
+        saved = Store.load(entry, ward.world.device, live["weights"], is_verified=not ward.world.is_main)
+        why = ward.state.misfit(saved.parts)
+        has_changed = any(key.startswith(_SHAPES) for key in self.how.changed)
+        is_of_others = manifest.each == self.each and not manifest.samples % self.each  # of another number of processes
+        if not why and manifest.samples != ward.slicing.samples and not is_of_others:
+            why = f"an update was made of {manifest.samples} samples, and is to be of {ward.slicing.samples}"
+            if not has_changed:
+                raise TrainError(f"{entry.path} cannot be gone on from: {why}")
+        if why and has_changed:
+            key = next(key for key in _SHAPES if any(one.startswith(key) for one in self.how.changed))
+            raise unusable(key, f"{entry.path} does not fit it as it is now: {why}")
+        if why:
+            raise Damaged(f"does not fit this run: {why}")
+        if not {"statistics", "passed", "panel", "remembered"} <= saved.memory.keys():
+            raise Damaged("lacks what the checks remember")
+        return saved
+
+    def put_in(self, entry: Entry, *, resuming: bool) -> None:
+        """Make a checkpoint the state of the run; `resuming`, what the process had in memory as well."""
+        ward, manifest, saved = self.ward, entry.manifest, self.read(entry)
+        assert manifest is not None
+        parts = ward.state.dealt(saved.parts)
+        if resuming and any(key.startswith(("optimizer.", "schedule.")) for key in self.how.changed):
+            fresh = ward.state.live()  # schedules as they are configured now, led to where the run stands
+            parts |= {name: fresh[name] for name in parts if name.startswith("schedule.")}
+        now = [[dict(group) for group in optimizer.param_groups] for optimizer in ward.updater.optimizers]
+        try:
+            ward.state.restore(Snapshot(parts))
+            ward.panel.load_state_dict(saved.memory["statistics"]["panel"])
+            ward.scans.load_state_dict(saved.memory["statistics"]["scans"])
+            if resuming:
+                ward.panel.recall(saved.memory["panel"])
+                self.treatment.passed.recall(saved.memory["passed"])
+                for name, item in self.remembered.items():
+                    item.load_state_dict(saved.memory["remembered"][name])
+            self._as_configured(manifest, now)
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError) as error:
+            raise TrainError(f"{entry.path} holds no state of this run: {type(error).__name__}: {error}") from error
+        ward.updater.note_rates()
+        ward.updater.accept(ward.clock.step)
+        ward.clock.tick = max(ward.clock.tick, manifest.tick)
+
+    def _from_named(self) -> Path | None:
+        """The checkpoint that was asked for by name, the first time: a restart goes on from where that has led."""
+        source, book = self.how.source, self.treatment.book
+        if source is None or (str(source) in book.sources and book.has_saved):
+            return None
+        if not source.is_dir():
+            why = "is not auto, never, or the directory of a checkpoint or of a run"
+            raise ConfigError("run.resume", str(source), why)
+        entries = list(Store(source).usable()) if Store(source).path.is_dir() else [Entry.of(source)]
+        why = "there is no checkpoint"
+        for entry in entries:
+            try:
+                self.found[entry.path] = self.read(entry)
+            except Damaged as reason:
+                why = str(reason)
+                continue
+            self._leave_own_way(entry)
+            book.began_from(str(source))
+            return entry.path
+        raise TrainError(f"run.resume={source}: nothing there can be gone on from: {why}")
+
+    def _leave_own_way(self, entry: Entry) -> None:
+        """The run goes on from a state that was named: what it has of a later time is not gone back to."""
+        if self.store is None:
+            return
+        if entry.path.absolute().parent == self.store.path.absolute():
+            for one in self.store.demote(entry.manifest_step):
+                log.info("%s lies ahead of that: it goes once something newer is proven", one.path.name)
+        elif any(True for _ in self.store.usable()):
+            why = f"{self.store.path.parent} holds checkpoints of its own: choose another run.name"
+            raise ConfigError("run.resume", entry.path, why)
+
+    def _hung(self) -> str:
+        """What other ranks have noted of a hang that rank 0 could not tell of."""
+        place = self.treatment.book.directory
+        noted = hangs.found(place) if place is not None else []
+        if not noted or place is None:
+            return ""
+        hangs.clear(place)
+        return hangs.told(noted, max(self.ward.world.size, noted[-1].rank + 1))
+
+    def _crash(self, step: int, skipped: tuple[int, int] | None, hung: str) -> Trouble:
+        last = self.progress.last
+        at = f"update {last.step + 1:,}" if last.doing is not Doing.BETWEEN else f"the time after step {last.step:,}"
+        evidence = f"the process before this one ended in {at}"
+        if last.doing in (Doing.UPDATING, Doing.BETWEEN):
+            evidence += f": {hung}" if hung else " without a word"
+        rows: tuple[int, ...] = ()
+        if skipped:
+            evidence += ", and the one before that at the same samples: they are passed over"
+            rows = self._narrowed(self.ward.samples.rows_at(*skipped))
+        advice = f"Look at {_some(rows)} of the data: with that the process ended twice." if rows else ""
+        remedy, lost = "skip" if skipped else "go_on", max(0, last.step - step)
+        signal = Signal.HANG if last.doing is Doing.HUNG or hung else Signal.CRASH
+        return Trouble(signal, last.step + 1, step, evidence, remedy, advice, rows, step, lost)
+
+    def _narrowed(self, rows: tuple[int, ...]) -> tuple[int, ...]:
+        """In every epoch the rows come in other company: those that were there each time are to blame."""
+        earlier = [{*one.diagnosis.rows} for one in self.treatment.history.incidents if one.anomaly.signal in _ENDINGS]
+        common: list[set[int]] = [shared for one in earlier if (shared := {*rows} & one)]
+        if not common:
+            return rows
+        least: set[int] = min(common, key=len)
+        return tuple(sorted(least))
+
+    def _as_configured(self, manifest: Manifest, now: list[list[dict[str, Any]]]) -> None:
+        """Let what was configured anew since the checkpoint was written be in force."""
+        optimizers = self.ward.updater.optimizers
+        for optimizer, new, old, fresh in zip(optimizers, self.configured, manifest.groups, now, strict=True):
+            for group, ours, theirs, mine in zip(optimizer.param_groups, new, old, fresh, strict=True):
+                for key in ours:
+                    if ours[key] != theirs.get(key):
+                        group[key] = mine[key]
+
+
+def _configured(ward: Ward) -> list[list[dict[str, Any]]]:
+    """What each parameter group was configured to, as JSON has it."""
+    return [
+        [
+            json.loads(json.dumps({key: group[key] for key in group if key not in _NO_SETTINGS}, default=str))
+            for group in optimizer.param_groups
+        ]
+        for optimizer in ward.updater.optimizers
+    ]
+
+
+_SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # what decides whether a state fits
+_MOST_BLAMED = 2**24  # samples of one update: the record is no more than a hint
+_ENDINGS = (Signal.CRASH, Signal.HANG)
+_NO_SETTINGS = ("params", LR_OF_GUARD)
+
+
+def _damage(entry: Entry, why: str, step: int) -> Trouble:
+    what = f"{entry.path.name} {why}"
+    return Trouble(Signal.CHECKPOINT_DAMAGED, step + 1, step, what, "fall_back", rewound_to=step)
+
+
+def _tick_of(remedies: Mapping[str, Any]) -> int:
+    tick = remedies.get("tick")
+    return tick if type(tick) is int else 0
+
+
+def _some(rows: Sequence[int]) -> str:
+    shown = ", ".join(str(row) for row in rows[:8])
+    word = "row" if len(rows) == 1 else "rows"
+    return f"{word} {shown} and {len(rows) - 8} more" if len(rows) > 8 else f"{word} {shown}"

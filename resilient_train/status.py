@@ -1,0 +1,166 @@
+"""The door to where a run stands: `python -m resilient_train.status RUN_DIR`.
+
+It changes nothing, needs neither torch nor the run's code, and ends with the run's own exit code, of which launchers
+make another one. 0 is also said of a run that is at work, 1 of one that was killed, 2 where there is no run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import struct
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from resilient_train.files import read_plain
+from resilient_train.ranks.lock import LOCK
+from resilient_train.record.directory import CHECKPOINTS
+from resilient_train.record.endings import CONFIG, REFUSED, SUMMARY, told
+from resilient_train.record.progress import PROGRESS, Progress, Stand
+from resilient_train.record.telling import printable
+
+_TAIL_BYTES = 2**18  # of train.log: the line that says why it failed is near its end
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands, and why if that is known."""
+
+    state: str  # running, killed, refused, none; else as summary.json has it
+    exit_code: int
+    step: int | None = None  # accepted updates
+    steps: int | None = None  # that are wanted
+    process: str | None = None  # that is at work
+    why: str | None = None
+
+    def line(self, run_dir: Path) -> str:
+        """Tell it in one line."""
+        of = f" of {self.steps:,}" if self.steps is not None else ""
+        at = f"step {self.step or 0:,}{of}"
+        because = f": {self.why}" if self.why else ""
+        match self.state:
+            case "running":
+                return f"{run_dir}: running, {at}, {self.process}"
+            case "completed":
+                return f"{run_dir}: completed, {self.step or 0:,} steps"
+            case "preempted":
+                return f"{run_dir}: stopped on request at {at}; the same command goes on"
+            case "gave_up":
+                return f"{run_dir}: {self.why or 'gave up: the end of its train.log says why'}"
+            case "killed":
+                return f"{run_dir}: killed without a word at {at}; the same command goes on"
+            case "refused":
+                return f"{run_dir}: the last start was refused{because}"
+            case "none":
+                return f"{run_dir}: no run there; the directory of a run is wanted, such as runs/NAME"
+        return f"{run_dir}: {self.state} at {at}{because}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print where a run stands; return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m resilient_train.status",
+        description="Print in one line where a run stands, and end with its exit code.",
+        epilog="0 finished, or at work; 1 failed, hung or killed; 2 refused, or no run there; 3 gave up; 75 stopped on "
+        "request: the same command goes on.",
+    )
+    parser.add_argument("run_dir", type=Path, help="the directory of the run")
+    parser.add_argument("--json", action="store_true", help="print an object for a program instead")
+    given = parser.parse_args(arguments)
+    status = status_of(given.run_dir)
+    if given.json:
+        print(json.dumps({"run_dir": str(given.run_dir), **asdict(status)}))
+    else:
+        print(printable(status.line(given.run_dir)), file=sys.stderr if status.state == "none" else sys.stdout)
+    return status.exit_code
+
+
+def status_of(run_dir: Path) -> Status:
+    """Look where a run stands."""
+    stand, steps = _stand(run_dir), _wanted_steps(run_dir)
+    step = stand.step if stand else None
+    if process := _at_work(run_dir):
+        return Status("running", 0, step, steps, process)
+    if refused := told(run_dir, REFUSED):
+        return Status("refused", refused["exit_code"], step, steps, why=str(refused.get("why")))
+    if summary := told(run_dir, SUMMARY):
+        return _ended(run_dir, summary, steps)
+    if not (run_dir / CONFIG).is_file():
+        return Status("none", 2)
+    return Status("killed", 1, step, steps)
+
+
+def _ended(run_dir: Path, summary: dict[str, Any], steps: int | None) -> Status:
+    """What a run said of its end."""
+    state, step = str(summary.get("status")), summary.get("steps")
+    why = None
+    if state in ("failed", "gave_up"):
+        why = _last_error(run_dir / "train.log")
+    if why is not None and state == "gave_up" and (kept := sorted((run_dir / CHECKPOINTS).glob("step-*"))):
+        why = f"{why}; the last good state is in {kept[-1]}"
+    return Status(state, summary["exit_code"], step if isinstance(step, int) else None, steps, why=why)
+
+
+def _at_work(run_dir: Path) -> str | None:
+    """Who holds the lock on a run directory; the kernel lets go of it with its process."""
+    try:
+        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "by a process that starts"
+    else:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _stand(run_dir: Path) -> Stand | None:
+    """Where its newest process was."""
+    try:
+        content = read_plain(run_dir / PROGRESS)
+    except OSError:
+        return None
+    progress = Progress(None)
+    with suppress(struct.error):  # of another length
+        for slot in (content[: len(content) // 2], content[len(content) // 2 :]):
+            progress._recall(slot)
+    return progress.last
+
+
+def _wanted_steps(run_dir: Path) -> int | None:
+    try:
+        node = yaml.safe_load(read_plain(run_dir / CONFIG).decode("utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+    run = node.get("run") if isinstance(node, dict) else None
+    steps = run.get("steps") if isinstance(run, dict) else None
+    return steps if type(steps) is int else None
+
+
+def _last_error(log: Path) -> str | None:
+    """The last error of train.log, whose lines begin with date, time and level."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return None
+    errors = [words[3] for line in lines if len(words := line.split(" ", 3)) == 4 and words[2] == "ERROR"]
+    return errors[-1].removeprefix("error: ") if errors else None
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except (KeyboardInterrupt, BrokenPipeError):
+        sys.exit(1)

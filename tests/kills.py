@@ -1,0 +1,403 @@
+"""Runs that a signal strikes at a chosen moment, and that the same command goes on with: for tests and benchmark.
+
+A start takes seconds of imports. So a nursery imports everything once, and forks a process for each start, which then
+does all that `python -m resilient_train ARGUMENTS` does, and can be killed like it. What strikes looks at what any
+other program could look at: the file `progress`, and the names in `checkpoints/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+_OTHERS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+OURS = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, _OTHERS)])  # this checkout, whatever is installed
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": OURS}
+COMMAND = [sys.executable, "-m", "resilient_train"]
+
+WRITINGS = "writings"  # beside the run directory: the steps at which checkpoints were offered and heard of
+SAVING = "checkpoints/.new.resilient-tmp"  # what is there while a checkpoint is being written
+
+_LOOK_S = 0.0003
+_RECORD, _SLOT = struct.Struct("<6q"), 64
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
+
+# ----------------------------------------------------------------------------------------------------------- looking on
+
+
+class Stand(NamedTuple):
+    """What the file `progress` says."""
+
+    number: int = 0
+    doing: int = 0
+    tick: int = 0
+    step: int = 0
+    start: int = 0
+    stop: int = 0
+
+
+def stand(run_dir: Path) -> Stand:
+    """Where a run stands, as far as it has got to say so."""
+    try:
+        content = (run_dir / "progress").read_bytes()
+    except OSError:
+        return Stand()
+    found = Stand()
+    for slot in (content[:_SLOT], content[_SLOT:]):
+        record = slot[: _RECORD.size]
+        if len(slot) == _SLOT and zlib.crc32(record) == int.from_bytes(slot[_RECORD.size : _RECORD.size + 4], "little"):
+            found = max(found, Stand(*_RECORD.unpack(record)))
+    return found
+
+
+def checkpoints(run_dir: Path) -> dict[int, bool]:
+    """The steps of which there is a checkpoint, and whether it is what its manifest says: by no code of ours."""
+    found = {}
+    for place in sorted((run_dir / "checkpoints").glob("step-*")):
+        try:
+            manifest = json.loads((place / "manifest.json").read_text())
+            whole = all(
+                hashlib.sha256((place / name).read_bytes()).hexdigest() == file["sha256"]
+                for name, file in manifest["files"].items()
+            )
+        except (OSError, ValueError, KeyError):
+            whole = False
+        found[int(place.name.removeprefix("step-").split(".")[0])] = whole
+    return found
+
+
+def left_overs(run_dir: Path) -> list[str]:
+    """Files and directories that are half made, or half removed."""
+    return sorted(str(one.relative_to(run_dir)) for one in run_dir.rglob(".*.resilient-tmp"))
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return found
+
+
+def incidents(run_dir: Path) -> list[dict[str, Any]]:
+    """Those whose outcome is known."""
+    return [json.loads(line) for line in (run_dir / "incidents.jsonl").read_text().splitlines()]
+
+
+def in_journal(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """Its entries of a kind, as far as they are whole."""
+    with contextlib.suppress(OSError):
+        lines = (run_dir / "journal.jsonl").read_text().split("\n")[:-1]
+        return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
+    return []
+
+
+# ------------------------------------------------------------------------------------------------------------- starting
+
+
+class Started:
+    """A process of a run."""
+
+    def __init__(self, pid: int, out: Path, ended: Callable[[float], int | None]) -> None:
+        self.pid, self._out, self._ended = pid, out, ended
+        self.code: int | None = None  # as a shell has it, but -9 for SIGKILL
+
+    @property
+    def output(self) -> str:
+        """What it has said so far, on both streams."""
+        return self._out.read_text(errors="replace")
+
+    def has_ended(self, seconds: float = 0.0) -> bool:
+        """Wait so long at most."""
+        if self.code is None:
+            self.code = self._ended(seconds)
+        return self.code is not None
+
+    def wait(self, seconds: float = 120.0) -> int:
+        """The exit code. A process that takes longer is killed, and that is an error."""
+        if not self.has_ended(seconds):
+            os.kill(self.pid, signal.SIGKILL)
+            self.has_ended(30.0)
+            raise TimeoutError(f"still there after {seconds:.0f} s:\n{self.output[-2000:]}")
+        assert self.code is not None
+        return self.code
+
+    def strike(self, number: signal.Signals) -> None:
+        if not self.has_ended():
+            os.kill(self.pid, number)
+
+    def until(self, holds: Callable[[], bool], seconds: float = 120.0) -> bool:
+        """Wait until something holds; False if the process has ended before."""
+        deadline, looks = time.monotonic() + seconds, 0
+        while not holds():
+            looks += 1
+            if looks % 32 == 0 and self.has_ended():
+                return holds()
+            if time.monotonic() > deadline:
+                self.wait(0.0)
+            time.sleep(_LOOK_S)
+        return True
+
+
+class Nursery:
+    """Starts runs in `place`, one at a time, without the seconds that a start takes."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self._count = place, 0
+        self._server: subprocess.Popen[str] | None = None
+        self._started: Started | None = None
+
+    def __enter__(self) -> Nursery:
+        self.place.mkdir(parents=True, exist_ok=True)
+        self._server = subprocess.Popen(
+            [sys.executable, __file__], cwd=self.place, env=ENVIRONMENT, text=True, bufsize=1,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end()
+        server, self._server = self._server, None
+        assert server is not None
+        server.communicate(timeout=60)
+
+    def _end(self) -> None:
+        """One at a time: what a test that failed has left running is killed."""
+        if self._started is not None and not self._started.has_ended():
+            os.kill(self._started.pid, signal.SIGKILL)
+            self._started.has_ended(30.0)
+
+    def start(self, *arguments: str, **environment: str) -> Started:
+        """Start `python -m resilient_train ARGUMENTS`."""
+        assert self._server is not None
+        assert self._server.stdin is not None
+        self._end()
+        self._count += 1
+        out = self.place / f"out-{self._count}.txt"
+        order = {"arguments": arguments, "out": str(out), "environment": environment}
+        self._server.stdin.write(json.dumps(order) + "\n")
+        self._server.stdin.flush()
+        pid = self._answer(120.0)
+        assert pid is not None, "the nursery gives no answer"
+        self._started = Started(pid, out, self._answer)
+        return self._started
+
+    def run(self, *arguments: str, **environment: str) -> Started:
+        """Start it and wait for its end."""
+        started = self.start(*arguments, **environment)
+        started.wait()
+        return started
+
+    def _answer(self, seconds: float) -> int | None:
+        assert self._server is not None
+        assert self._server.stdout is not None
+        if select.select([self._server.stdout], [], [], seconds)[0]:
+            line = self._server.stdout.readline()
+            return int(line) if line else None
+        return None
+
+
+def _serve() -> None:
+    """The nursery's side: import, then fork for each line that comes in."""
+    import sklearn.datasets  # noqa: F401  # by the data set of the tests
+    import torch._inductor  # by torch itself, at every start
+    import torch.distributed.fsdp  # noqa: F401  # by Accelerate
+
+    import resilient_train.command
+    import resilient_train.zoo.data
+    import resilient_train.zoo.models
+    import resilient_train.zoo.objectives
+
+    ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        order = json.loads(line)
+        assert threading.active_count() == 1, "a fork takes no other thread along"
+        if (pid := os.fork()) == 0:
+            ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
+            os.close(answers)
+            out = os.open(order["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            for old, new in ((nothing, 0), (out, 1), (out, 2)):
+                os.dup2(old, new)
+            os.environ.update(order["environment"])
+            sys.argv = ["resilient_train", *order["arguments"]]
+            _note_writings()
+            resilient_train.command.main()
+        os.write(answers, f"{pid}\n".encode())
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.write(answers, f"{status}\n".encode())
+
+
+def _note_writings() -> None:
+    """Let a run write down at which steps it offers a checkpoint to its writer, and hears that it is written.
+
+    How many updates are made while one is being written is a matter of the disk: only the run itself can tell.
+    """
+    from resilient_train.checkpoint.writer import Writer
+
+    offer, heard = Writer.offer, Writer.heard
+
+    def note(writer: Any, what: str) -> None:
+        run_dir = writer._store.path.parent
+        with open(run_dir.with_name(f"{run_dir.name}.{WRITINGS}"), "ab", buffering=0) as file:
+            file.write(f"{os.getpid()} {what} {stand(run_dir).step}\n".encode())
+
+    def noting_offer(writer: Any, job: Any) -> None:
+        note(writer, f"offered {job.step}")
+        offer(writer, job)
+
+    def noting_heard(writer: Any) -> Any:
+        outcome = heard(writer)
+        if outcome is not None:
+            note(writer, f"heard {outcome.job.step}")
+        return outcome
+
+    Writer.offer, Writer.heard = noting_offer, noting_heard  # type: ignore[assignment,method-assign]
+
+
+# ------------------------------------------------------------------------------------------------------------- striking
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A start that was cut short, and how the next one took the run up."""
+
+    moment: str
+    stand: Stand  # when it was struck
+    resumed: int  # the step that the next start began at
+    newest: int  # the newest step of which a whole checkpoint lay there
+    writing: int  # updates made while checkpoints were being written, since the one that it went on from was offered
+    left_overs: tuple[str, ...]
+    unsound: tuple[int, ...]  # steps of checkpoints that are not what was written
+
+    @property
+    def lost(self) -> int:
+        """Updates that have to be made again."""
+        return max(0, self.stand.step - self.resumed)
+
+
+Moment = Callable[[Started], bool]  # waits for its moment; False if the process ended before
+
+
+def at_tick(run_dir: Path, tick: int, delay_s: float = 0.0) -> Moment:
+    """So long after an update is begun."""
+
+    def waits(started: Started) -> bool:
+        found = started.until(lambda: stand(run_dir).tick >= tick)
+        time.sleep(delay_s)
+        return found and not started.has_ended()
+
+    return waits
+
+
+def at_save(run_dir: Path, begun: int, number: int, delay_s: float) -> Moment:
+    """So long after a start, which begins behind tick `begun`, begins to write its checkpoint of this number."""
+
+    def waits(started: Started) -> bool:
+        saving = run_dir / SAVING
+        if not started.until(lambda: stand(run_dir).tick > begun):  # what an earlier start has left is swept by then
+            return False
+        for nth in range(number):
+            if nth and not started.until(lambda: not saving.exists()):
+                return False
+            if not started.until(saving.exists):
+                return False
+        time.sleep(delay_s)
+        return not started.has_ended()
+
+    return waits
+
+
+def after(seconds: float) -> Moment:
+    """So long after the start: while it builds, is taken up, or trains."""
+
+    def waits(started: Started) -> bool:
+        return not started.has_ended(seconds)
+
+    return waits
+
+
+def killed(
+    nursery: Nursery, arguments: Sequence[str], run_dir: Path, moments: Iterable[tuple[str, Callable[[int], Moment]]]
+) -> Iterator[Struck]:
+    """Start the command again and again, and kill it each time at the next moment, made for the tick it begins at.
+
+    Behind the last moment the command is started once more, and nobody holds it up: it has to end with 0. A start
+    that is through before its moment comes is a mistake of the caller.
+    """
+    struck: list[tuple[str, Stand, int, tuple[str, ...], tuple[int, ...], int]] = []
+    for name, moment in moments:
+        taken_up = len(taken_up_at(run_dir))
+        started = nursery.start(*arguments)
+        is_there = moment(stand(run_dir).tick)(started)
+        assert is_there, f"ended before {name}:\n{started.output[-2000:]}"
+        started.strike(signal.SIGKILL)
+        code = started.wait()
+        assert code == -signal.SIGKILL, f"exit code {code} instead of a kill:\n{started.output[-2000:]}"
+        if (steps := taken_up_at(run_dir)[taken_up:]) or not struck:
+            yield from (_struck(run_dir, one, steps[0]) for one in struck)
+            struck = []
+        sound = checkpoints(run_dir)
+        unsound = tuple(step for step, whole in sound.items() if not whole)
+        newest = max((step for step, whole in sound.items() if whole), default=0)
+        stood, pid = stand(run_dir), started.pid
+        if struck and stood.number == struck[-1][1].number:
+            pid = struck[-1][-1]  # it made no update: what there is to lose, an earlier one made
+        struck.append((name, stood, newest, tuple(left_overs(run_dir)), unsound, pid))
+    taken_up = len(taken_up_at(run_dir))
+    last = nursery.start(*arguments)
+    code = last.wait(400.0)
+    assert code == 0, last.output[-3000:]
+    yield from (_struck(run_dir, one, taken_up_at(run_dir)[taken_up]) for one in struck)
+
+
+def taken_up_at(run_dir: Path) -> list[int]:
+    """The steps that starts after the first one began at, by the log of the run."""
+    log = run_dir / "train.log"
+    text = log.read_text() if log.exists() else ""
+    found = re.findall(r"goes on from step (\d+)|(had no checkpoint yet: it begins at step 0)", text)
+    return [int(step or 0) for step, _ in found]
+
+
+def _struck(
+    run_dir: Path, facts: tuple[str, Stand, int, tuple[str, ...], tuple[int, ...], int], resumed: int
+) -> Struck:
+    name, stood, newest, over, unsound, pid = facts
+    writing = _updates_while_writing(run_dir, pid, resumed, stood.step)
+    return Struck(name, stood, resumed, newest, writing, over, unsound)
+
+
+def _updates_while_writing(run_dir: Path, pid: int, since: int, until: int) -> int:
+    """How many updates a process made while it was writing checkpoints not older than `since`."""
+    begun: dict[int, int] = {}
+    total = 0
+    file = run_dir.with_name(f"{run_dir.name}.{WRITINGS}")
+    for line in file.read_text().splitlines() if file.exists() else ():
+        process, what, saved, step = line.split()
+        if int(process) == pid and int(saved) >= since:
+            if what == "offered":
+                begun[int(saved)] = int(step)
+            else:
+                total += int(step) - begun.pop(int(saved), int(step))
+    return total + sum(until - step for step in begun.values())
+
+
+if __name__ == "__main__":
+    _serve()

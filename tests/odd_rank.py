@@ -1,0 +1,22 @@
+"""The command, on ranks of which one decides otherwise about an incident while ODD_RANK names it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from resilient_train import command, treatment
+from resilient_train.events import Action, Decision
+from resilient_train.recover.decide import decide
+
+
+def otherwise(*given: Any) -> Decision:
+    decided = decide(*given)
+    return replace(decided, actions=(*decided.actions, Action("lower_lr", {"factor": 0.5})))
+
+
+if __name__ == "__main__":
+    if os.environ.get("ODD_RANK") == os.environ["RANK"]:
+        vars(treatment)["decide"] = otherwise
+    command.main()

@@ -1,0 +1,337 @@
+"""What ranks tell each other once an update, and what becomes of it where they do not decide alike."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import replicas_ranks
+import torch
+
+from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
+from resilient_train.ranks.majority import named, odd_ones
+from resilient_train.recover import digest
+from resilient_train.recover.knobs import KnobValues
+from resilient_train.update.agreement import DIGESTS, Agreement, Flag
+from resilient_train.watch import pulse
+from resilient_train.watch.config import ReplicasConfig
+from resilient_train.watch.scans import replicas
+
+CPU = torch.device("cpu")
+INF, NAN = math.inf, math.nan
+
+
+def heard(
+    rows: Sequence[Sequence[float]], *, flags: Sequence[set[Flag]] = (), digests: Sequence[int] = ()
+) -> tuple[Vitals, int]:
+    """What the last rank hears, and how many numbers its host reads; `rows` are loss and norm of each."""
+
+    def gathered(mine: torch.Tensor) -> torch.Tensor:
+        others = [
+            [*row[:2], *(float(flag in flags[rank]) if flags else 0.0 for flag in Flag), float(digests[rank])]
+            for rank, row in enumerate(rows[:-1])
+        ]
+        return torch.cat([torch.tensor(others), mine[None]])
+
+    digests = digests or [7] * len(rows)
+    agreement = Agreement(gathered, CPU)
+    for flag in flags[-1] if flags else ():
+        agreement.tell(flag)
+    numbers, table = agreement.reached(torch.tensor(rows[-1]), digests[-1])
+    assert table is not None
+    limits = (1e30, 1e30)
+    vitals = pulse.vitals(
+        1, 0, 0, 8, 0.1, numbers.tolist(), limits, has_scale=len(rows[-1]) > 2, by_rank=lambda: table.tolist()
+    )
+    return vitals, numbers.numel()
+
+
+@pytest.mark.parametrize(
+    ("rows", "loss", "norm", "ranks"),
+    [
+        ([[1, 5], [2, 5], [6, 7]], 3, 7, ()),
+        ([[1, 5], [NAN, NAN], [6, NAN]], NAN, NAN, (1,)),
+        ([[1, NAN], [2, NAN], [NAN, NAN]], NAN, NAN, (2,)),  # the NaN of one gradient is on all ranks: its loss tells
+        ([[1, 5], [INF, 5], [6, 5]], INF, 5, (1,)),
+        ([[1, 5], [2, NAN], [6, 5]], 3, NAN, (1,)),
+        ([[1, NAN], [2, NAN], [6, NAN]], 3, NAN, ()),
+    ],
+)
+def test_one_verdict_of_all_ranks(rows: list[list[float]], loss: float, norm: float, ranks: tuple[int, ...]) -> None:
+    """The mean loss and the largest norm; a NaN of one is everybody's, and its rank is named."""
+    vitals, _ = heard(rows)
+    assert (vitals.loss, vitals.grad_norm) == pytest.approx((loss, norm), nan_ok=True)
+    assert vitals.ranks == ranks
+
+
+@pytest.mark.parametrize(
+    ("flags", "stop", "busy"),
+    [
+        ([set(), set(), set()], False, False),
+        ([set(), {Flag.STOP}, set()], True, False),
+        ([{Flag.BUSY}, set(), {Flag.STOP}], True, True),
+        ([set(), set(), {Flag.BUSY}], False, True),
+    ],
+)
+def test_what_one_rank_raises_all_hear(flags: list[set[Flag]], stop: bool, busy: bool) -> None:
+    """Each flag by itself."""
+    vitals, _ = heard([[1, 1]] * 3, flags=flags)
+    assert (vitals.stop_asked, vitals.any_busy) == (stop, busy)
+
+
+@pytest.mark.parametrize(
+    ("digests", "alike"),
+    [
+        ([7, 7, 7], True),
+        ([0, 0, 0], True),
+        ([DIGESTS - 1] * 3, True),
+        ([DIGESTS - 1, DIGESTS - 2, DIGESTS - 1], False),
+        ([1, 0, 0], False),
+    ],
+)
+def test_digests_are_compared_to_the_last_bit(digests: list[int], alike: bool) -> None:
+    """The largest and the least of them tell."""
+    assert heard([[1, 1]] * 3, digests=digests)[0].alike is alike
+
+
+@pytest.mark.parametrize("scale", [(), (1024.0,)])
+def test_what_the_host_reads_does_not_grow_with_the_ranks(scale: tuple[float, ...]) -> None:
+    """Of two ranks and of two thousand it is as much; the loss scale stays this rank's own."""
+    (few, small), (many, large) = heard([[1, 1, *scale]] * 2), heard([[1, 1]] * 1999 + [[1, 1, *scale]])
+    assert small == large
+    assert few.loss_scale == many.loss_scale == (scale[0] if scale else None)
+
+
+def test_a_flag_can_be_taken_back() -> None:
+    """It is told with every update until then."""
+    told: list[list[float]] = []
+
+    def gathered(mine: torch.Tensor) -> torch.Tensor:
+        told.append(mine.tolist())
+        return mine[None]
+
+    agreement = Agreement(gathered, CPU)
+    for is_busy in (True, True, False):
+        agreement.tell(Flag.BUSY, is_busy)
+        agreement.reached(torch.zeros(2), 0)
+    assert [row[2 + Flag.BUSY] for row in told] == [1, 1, 0]
+
+
+ALIKE: dict[str, Any] = {"decisions": 5, "step": 7, "tick": 9, "start": 64, "samples": 8, "knobs": KnobValues()}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"decisions": 6},
+        {"step": 8},
+        {"tick": 10},
+        {"start": 72},
+        {"samples": 16},
+        {"knobs": KnobValues(lr=0.5)},
+        {"knobs": KnobValues(clip=0.5)},
+        {"knobs": KnobValues(eps=10.0)},
+        {"knobs": KnobValues(higher_precision=True)},
+    ],
+)
+def test_the_digest_of_an_update_tells_what_is_not_alike(other: dict[str, Any]) -> None:
+    """Each of the things that ranks have to agree on changes it; it is exact in float32."""
+    mine, its = digest.of_update(**ALIKE), digest.of_update(**{**ALIKE, **other})
+    assert mine != its
+    assert all(float(torch.tensor(float(one))) == one < DIGESTS for one in (mine, its))
+
+
+def incident(**more: Any) -> Incident:
+    anomaly = Anomaly(Signal.LOSS_SPIKE, 10, 12, 9, "whatever the terminal says", **more.pop("anomaly", {}))
+    diagnosis = Diagnosis(more.pop("cause", Cause.DATA), "advice", rows=more.pop("rows", (3,)))
+    return Incident(1, anomaly, diagnosis, Decision(more.pop("actions", (Action("skip"),))), **more)
+
+
+@pytest.mark.parametrize(
+    ("incidents", "in_force", "same"),
+    [
+        ([incident()], {"skipped": [(8, 16)]}, True),
+        ([incident(seconds=3.0, outcome=Outcome.RECOVERED)], {"skipped": [[8, 16]]}, True),  # no decision of the rank's
+        ([incident(), incident(cause=Cause.PROCESS)], {"skipped": [(8, 16)]}, True),  # a full disk, met by one
+        ([], {"skipped": [(8, 16)]}, False),
+        ([incident(rows=(4,))], {"skipped": [(8, 16)]}, False),
+        ([incident(rewound_to=5)], {"skipped": [(8, 16)]}, False),
+        ([incident(actions=(Action("lower_lr", {"factor": 0.5}),))], {"skipped": [(8, 16)]}, False),
+        ([incident(anomaly={"landed": False})], {"skipped": [(8, 24)]}, False),
+    ],
+)
+def test_the_digest_of_decisions_tells_what_was_decided(
+    incidents: list[Incident], in_force: dict[str, Any], same: bool
+) -> None:
+    """What was done about what, and what is in force; not what only one rank can know."""
+    mine = digest.of_decisions([incident()], {"skipped": [(8, 16)]})
+    assert (digest.of_decisions(incidents, in_force) == mine) is same
+
+
+@pytest.mark.parametrize(
+    ("said", "odd"),
+    [
+        ([1, 1, 1], ()),
+        ([1, 2], (0, 1)),
+        ([1, 2, 1], (1,)),
+        ([2, 1, 1, 1, 3], (0, 4)),
+        ([1, 1, 2, 2], (0, 1, 2, 3)),
+        ([1, 1, 2, 3], (2, 3)),
+        ([1, 2, 3], (0, 1, 2)),
+        ([4], ()),
+        ([], ()),
+    ],
+)
+def test_who_differs_is_told_by_the_majority(said: list[int], odd: tuple[int, ...]) -> None:
+    """All of them where there is none."""
+    assert odd_ones(said) == odd
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [((3,), "rank 3"), ((0, 1), "ranks 0 and 1"), ((0, 2, 5), "ranks 0, 2 and 5")],
+)
+def test_ranks_are_named_in_words(ranks: tuple[int, ...], words: str) -> None:
+    """Of many, the first few."""
+    assert named(ranks) == words
+    assert named(range(10_000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 9,992 more"
+
+
+def test_a_rank_that_decides_otherwise_ends_the_run_on_all(tmp_path: Path) -> None:
+    """One line that names the ranks, code 1, an incident, a proven state; the same command goes on from there."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    own = [
+        "model=mlp",
+        "data=digits",
+        "objective=classification",
+        "run.steps=60",
+        "run.name=run",
+        "accelerate.cpu=true",
+        "tracking=none",
+    ]
+    own += ["drill=nan_grad", "drill.at=[46]", "checkpoint.verify_after=10", "checkpoint.memory.every=10"]
+
+    def run(odd: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "ODD_RANK": odd}
+        done = subprocess.run(
+            [*launcher, "-m", "odd_rank", *own],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=200,
+        )
+        return done, json.loads((tmp_path / "runs/run/summary.json").read_text())
+
+    done, summary = run("1")
+    assert done.returncode != 0
+    assert done.stderr.count("error: ranks 0 and 1 decided differently in update 46: the run ends") == 1
+    assert (summary["status"], summary["exit_code"]) == ("failed", 1)
+    lines = [json.loads(line) for line in (tmp_path / "runs/run/incidents.jsonl").read_text().splitlines()]
+    (mismatch,) = [one for one in lines if one["signal"] == "rank_mismatch"]
+    assert (mismatch["cause"], mismatch["outcome"], mismatch["ranks"]) == ("process", "gave_up", [0, 1])
+    assert "did not decide alike" in mismatch["advice"]
+    kept = sorted(one.name for one in (tmp_path / "runs/run/checkpoints").iterdir())
+    assert kept
+    done, summary = run("none")
+    assert done.returncode == 0, done.stderr
+    assert "goes on from step" in done.stdout
+    assert (summary["status"], summary["steps"]) == ("completed", 60)
+
+
+def flipped(tensor: torch.Tensor, place: int, bit: int) -> torch.Tensor:
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    other = tensor.clone()
+    one = torch.ones((), dtype=whole) << bit
+    other.view(whole).view(-1)[place] ^= one
+    return other
+
+
+@pytest.mark.parametrize("size", [1, 7, 1023, 8192, 20_001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_any_flipped_bit_shows_in_the_digest(dtype: torch.dtype, size: int) -> None:
+    """At the ends of a tensor and inside, from the lowest bit to the sign; the same bits have the same digest."""
+    tensors = [torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype), torch.full((9,), math.nan)]
+    mine = replicas.digest(tensors, CPU)
+    assert mine == replicas.digest([one.clone() for one in tensors], CPU)
+    for place in {0, size // 2, size - 1}:
+        for bit in range(8 * tensors[0].element_size()):
+            assert mine != replicas.digest([flipped(tensors[0], place, bit), tensors[1]], CPU)
+
+
+@pytest.mark.parametrize(
+    ("some", "others"),
+    [
+        ([torch.tensor([1.0, 2.0])], [torch.tensor([2.0, 1.0])]),
+        ([torch.tensor([1.0]), torch.tensor([2.0])], [torch.tensor([2.0]), torch.tensor([1.0])]),
+        ([torch.tensor([0.0])], [torch.tensor([-0.0])]),
+        ([torch.zeros(3)], [torch.tensor([0.0, 0.0, 1e-45])]),
+    ],
+)
+def test_what_differs_though_its_sum_does_not(some: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Places count, and so do the smallest differences."""
+    assert replicas.digest(some, CPU) != replicas.digest(others, CPU)
+
+
+def test_a_transposed_weight_and_none_at_all_have_a_digest() -> None:
+    """Whatever a model has, nothing is refused."""
+    weight = torch.randn(200, 100).t()
+    assert replicas.digest([weight], CPU) == replicas.digest([weight.clone()], CPU)
+    assert replicas.digest([], CPU) == 0
+
+
+@pytest.mark.parametrize(
+    ("largest", "is_equal", "clean"), [([5, ~5], True, 40), ([5, ~4], False, 20), ([-(2**63), ~(-(2**63))], True, 40)]
+)
+def test_all_are_equal_where_the_largest_is_the_least(largest: list[int], is_equal: bool, clean: int) -> None:
+    """A state that differs is not the newest one to be trusted."""
+    compared = replicas.Replicas(ReplicasConfig(every=20), frozenset())
+    compared.clean_step = 20
+    assert [compared.is_due(step) for step in (0, 19, 20, 40)] == [False, False, True, True]
+    assert compared.judge(40, largest) is is_equal
+    assert compared.clean_step == clean
+
+
+def test_where_there_are_no_replicas_none_are_compared() -> None:
+    """One process, or weights of which each has a part: they hold no proof up."""
+    assert not replicas.Replicas(ReplicasConfig(every=20), None).every
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_bit_that_flips_on_one_rank_is_found_and_undone(processes: int) -> None:
+    """In a place that no other scan sees; to the last bit the run without it, also where it strikes at the very end.
+
+    The rank is named where most others agree; of two, where they were compared before it could reach the other.
+    """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    done = subprocess.run(
+        [*launcher, str(Path(replicas_ranks.__file__)), "12"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    learned = [json.loads(line.split("LEARNED ")[1]) for line in done.stdout.splitlines() if "LEARNED" in line]
+    assert len(learned) == processes
+    assert all(one == learned[0] for one in learned)
+    healthy, *struck = learned[0]
+    assert healthy["told"] == []
+    nobody = [0, 1] if processes == 2 else [1]
+    for run, since, ranks in zip(struck, (20, 31, 40), (nobody, [1], nobody), strict=True):
+        assert run["weights"] == healthy["weights"]
+        (incident,) = run["told"]
+        assert (incident["signal"], incident["cause"]) == ("rank_mismatch", "corruption")
+        assert (incident["since"], incident["ranks"]) == (since, ranks)
+        assert (incident["remedies"], incident["outcome"]) == (["rewind"], "recovered")
+        assert incident["rewound_to"] <= since
+        assert "`body." in incident["evidence"]

@@ -1,0 +1,343 @@
+"""A checkpoint is written whole or not at all, believed only if every byte is as written, and let go of in order."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, load_file
+from sealed import CPU, FILES, manifest, newest, parts, seal, weights, write
+
+from resilient_train import files
+from resilient_train.checkpoint import manifest as manifests
+from resilient_train.checkpoint.manifest import CANDIDATE, DEMOTED, MANIFEST, VERIFIED, Damaged
+from resilient_train.checkpoint.safetensors_file import NAMES, chunks
+from resilient_train.checkpoint.store import Entry, Store
+from resilient_train.checkpoint.weights import WEIGHTS
+from resilient_train.checkpoint.writer import Job, Writer
+from resilient_train.files import Written
+from resilient_train.state.misfit import misfit
+from resilient_train.state.run_state import Clock, RunState
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+def steps(store: Store) -> list[int]:
+    return [entry.manifest_step for entry in store.entries()]
+
+
+# Written and read.
+
+
+def test_what_is_loaded_is_what_was_written(store: Store) -> None:
+    """Weights, all other parts and the memory come back to the last bit."""
+    entry = write(store, 7)
+    assert entry.manifest is not None
+    assert entry.manifest == manifests.verify(entry.path) == manifest(7, entry.manifest.files)
+    assert newest(store) == 7
+    loaded = Store.load(entry, CPU, weights(7)).parts
+    assert torch.equal(loaded["optimizer.0"]["moments"][0]["step"], torch.tensor(7.0))
+    assert loaded.keys() == parts(7).keys()
+
+
+def test_weights_open_with_plain_safetensors(store: Store) -> None:
+    """Under their own names, buffers too; and nothing of it is written twice."""
+    entry = write(store, 7)
+    tensors = load_file(entry.path / WEIGHTS)
+    assert tensors.keys() == {"head.weight", "head.bias", "mean"}
+    assert torch.equal(tensors["head.bias"], weights(7)["head.bias"])
+    assert sorted(path.name for path in entry.path.iterdir()) == sorted([*FILES, MANIFEST])
+
+
+def test_weights_of_types_that_others_do_not_know_come_back(store: Store) -> None:
+    """A complex weight goes with the rest of the state."""
+    odd = {"phase": torch.tensor([1 + 2j, 3j])}
+    state = {**parts(1), "weights": odd}
+    entry = store.write(lambda written: manifest(1, written), state, odd, {"panel": 1})
+    assert "phase" not in load_file(entry.path / WEIGHTS)
+    assert torch.equal(Store.load(entry, CPU, odd).parts["weights"]["phase"], odd["phase"])
+
+
+def test_a_step_that_comes_again_gets_a_name_of_its_own(store: Store) -> None:
+    """After a rewind; the one of the later tick is the newest."""
+    first, second = write(store, 7, tick=7), write(store, 7, tick=9)
+    assert (first.path.name, second.path.name) == ("step-00000007", "step-00000007.2")
+    assert [entry.path for entry in store.entries()] == [second.path, first.path]
+
+
+def test_the_latest_tick_is_the_newest(store: Store) -> None:
+    """After a rewind a lesser step is the newer one."""
+    for step, tick in ((10, 10), (20, 20), (15, 30)):
+        write(store, step, tick=tick)
+    assert steps(store) == [15, 20, 10]
+
+
+def test_what_has_another_name_is_no_checkpoint(store: Store) -> None:
+    """Nor is a directory that was never finished."""
+    write(store, 7)
+    for name in ("step-7", "step-00000008.old", "notes", ".new.resilient-tmp"):
+        (store.path / name).mkdir()
+    assert steps(store) == [7]
+    assert Store(store.path / "nowhere").entries() == []
+
+
+def test_a_write_that_fails_leaves_nothing(store: Store) -> None:
+    """Neither half a checkpoint nor a file under another name; the next one succeeds."""
+    write(store, 1)
+
+    def describe(written: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        store.write(describe, parts(2), weights(2), {})
+    assert [path.name for path in store.path.iterdir()] == ["step-00000001"]
+    write(store, 2)
+    assert newest(store) == 2
+
+
+# Believed only as it was written.
+
+
+def test_the_manifest_is_read_back_to_the_byte(store: Store) -> None:
+    """The same values in other words were not written by us."""
+    file = write(store, 7).path / MANIFEST
+    text = file.read_text()
+    for other in (text.replace("\n", "\n "), text + "\n", text.replace('"step": 7', '"step": 7, "step": 7')):
+        file.write_text(other)
+        assert Entry.of(file.parent).manifest is None
+    file.write_text(text)
+    assert Entry.of(file.parent).manifest is not None
+
+
+@pytest.mark.parametrize("kind", [VERIFIED, CANDIDATE, DEMOTED])
+def test_marking_changes_the_kind_and_nothing_else(store: Store, kind: str) -> None:
+    """It verifies as before, and is usable unless it is demoted."""
+    entry = write(store, 7)
+    assert entry.manifest is not None
+    marked = store.mark(entry, kind)
+    assert manifests.verify(entry.path) == marked.manifest == entry.manifest.of_kind(kind)
+    assert (newest(store) == 7) == (kind != DEMOTED)
+
+
+def test_a_state_of_another_step_is_damage(store: Store) -> None:
+    """A manifest that fits the files, and says of them what they are not."""
+    entry = write(store, 7)
+    seal(entry.path, lambda node: node.update(step=8))
+    with pytest.raises(Damaged, match="another step"):
+        Store.load(Entry.of(entry.path), CPU, weights(7))
+
+
+def test_left_overs_of_a_mark_are_no_damage(store: Store) -> None:
+    """A kill while a checkpoint is demoted leaves it as it was, for those too who look before the next start."""
+    entry = write(store, 7)
+    (beside := entry.path / f".{MANIFEST}.resilient-tmp").write_text("half")
+    assert manifests.verify(entry.path)
+    store.sweep()
+    assert not beside.exists()
+
+
+def test_sweeping_stays_in_its_directory(store: Store, tmp_path: Path) -> None:
+    """A link to somewhere else is not followed."""
+    write(store, 7)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (theirs := elsewhere / ".theirs.resilient-tmp").write_text("x")
+    (store.path / "step-00000009").symlink_to(elsewhere)
+    (store.path / ".new.resilient-tmp").symlink_to(elsewhere)
+    store.sweep()
+    store.prune(1, 0)
+    assert theirs.exists()
+    assert [path.name for path in store.path.iterdir()] == ["step-00000007"]
+
+
+# Let go of.
+
+
+@pytest.mark.parametrize(
+    ("there", "keep", "every", "left"),
+    [
+        ("v10 v20 v30", 2, 0, [30, 20]),
+        ("v10 v20 v30", 1, 0, [30]),
+        ("v10 v20 v30", 9, 0, [30, 20, 10]),
+        ("v10 v20 v30 v40", 1, 20, [40, 20]),
+        ("v10 v20 c30", 1, 0, [30, 20]),  # what is not proven does not push out what is
+        ("v10 c20 v30", 1, 0, [30]),
+        ("v10 v20 d30", 1, 0, [20]),
+        ("c10 c20", 1, 0, [20, 10]),
+        ("d10", 1, 0, [10]),
+        ("v10 d20 c30 c40", 1, 0, [40, 30, 10]),
+    ],
+)
+def test_older_ones_go_once_a_newer_one_is_proven(
+    store: Store, there: str, keep: int, every: int, left: list[int]
+) -> None:
+    """`keep` of the proven ones stay, those of every so many steps, and candidates that are newer than all of them."""
+    kinds = {"v": VERIFIED, "c": CANDIDATE, "d": DEMOTED}
+    for word in there.split():
+        write(store, int(word[1:]), kind=kinds[word[0]])
+    store.prune(keep, every)
+    assert steps(store) == left
+
+
+def test_damaged_ones_go_too(store: Store) -> None:
+    """They say nothing of themselves, and are of no more use."""
+    (write(store, 10).path / MANIFEST).unlink()
+    write(store, 20)
+    store.prune(3, 0)
+    assert steps(store) == [20]
+
+
+def test_what_cannot_be_removed_stays(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+    """It is no error: the disk is tidied up another time."""
+    for step in (1, 2, 3):
+        write(store, step)
+
+    class Stubborn(files.Disk):
+        def unlink(self, path: Path) -> None:
+            raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr(files, "disk", Stubborn())
+    store.prune(1, 0)
+    assert steps(store) == [3]
+    monkeypatch.undo()
+    store.sweep()
+    assert [path.name for path in store.path.iterdir()] == ["step-00000003"]
+
+
+def test_demoting_spares_what_is_old_enough(store: Store) -> None:
+    """Newer than the newest step to be trusted: none of those is gone on from."""
+    for step in (10, 20, 30):
+        write(store, step)
+    assert [entry.manifest_step for entry in store.demote(15)] == [30, 20]
+    assert newest(store) == 10
+    assert store.demote(15) == []
+
+
+# In the background.
+
+
+def job(step: int, do: Callable[[], Any], done: Callable[[], None] = lambda: None) -> Job:
+    return Job(step, step, do, done)
+
+
+def test_the_writer_writes_and_prunes_behind_it(store: Store) -> None:
+    """What came of each is heard once, in order; no thread is left behind."""
+    before = threading.active_count()
+    one = Writer(store, keep=1, keep_every=0)
+    for step in (1, 2, 3):
+        assert one.is_free
+        one.offer(job(step, partial(write, store, step)))
+        assert one.wait(30)
+    outcomes = [one.heard() for _ in range(4)]
+    assert [outcome and outcome.job.step for outcome in outcomes] == [1, 2, 3, None]
+    assert steps(store) == [3]
+    for thread in [thread for thread in threading.enumerate() if thread.name == "checkpoint-writer"]:
+        thread.join(10)
+    assert threading.active_count() == before
+
+
+def test_the_writer_keeps_away_from_a_disk_that_fails(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer each time; it says why in a word, gives memory back, and does not prune."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    write(store, 1)
+    one = Writer(store, keep=1, keep_every=0)
+    given_back: list[int] = []
+    pauses: list[float] = []
+
+    def fail() -> Entry:
+        raise OSError(28, "No space left on device")
+
+    for step in range(2, 12):
+        outcome = one.write_now(job(step, fail, partial(given_back.append, step)))
+        assert (outcome.entry, outcome.trouble) == (None, "No space left on device")
+        assert one.is_failing
+        assert not one.is_free
+        start = now[0]
+        while not one.is_free:
+            now[0] += 0.5
+        pauses.append(now[0] - start)
+    assert pauses == [2, 4, 8, 16, 32, 64, 120, 120, 120, 120]
+    assert given_back == [*range(2, 12)]
+    assert steps(store) == [1]
+    assert one.write_now(job(12, lambda: write(store, 12))).entry is not None
+    assert not one.is_failing
+    assert one.is_free
+
+
+def test_nothing_is_pruned_behind_one_that_does_not_verify(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """A disk that has taken a checkpoint and gives back another: the older ones are kept, and it is said."""
+    write(store, 1)
+
+    def garbled() -> Entry:
+        entry = write(store, 2)
+        os.truncate(entry.path / WEIGHTS, 10)
+        return entry
+
+    with caplog.at_level(logging.ERROR):
+        Writer(store, keep=1, keep_every=0).write_now(job(2, garbled))
+    assert steps(store) == [2, 1]
+    assert "older checkpoints are kept" in caplog.text
+
+
+# The format.
+
+
+def test_safetensors_are_written_as_the_library_reads_them() -> None:
+    """Every dtype, empty and scalar tensors, views and strides; the data begins where it is aligned."""
+    tensors = {str(dtype): torch.ones(3).to(dtype) for dtype in NAMES}
+    tensors |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "ü": torch.ones(1)}
+    tensors |= {"turned": torch.arange(6.0).reshape(2, 3).t(), "part": torch.arange(9)[::2]}
+    content = b"".join(bytes(chunk) for chunk in chunks(tensors))
+    assert (8 + int.from_bytes(content[:8], "little")) % 8 == 0
+    read = load(content)
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype is tensor.dtype
+        assert torch.equal(read[name].to(torch.float64), tensor.to(torch.float64))
+        assert read[name].shape == tensor.shape
+
+
+def test_a_manifest_says_what_it_is_of() -> None:
+    """Plain JSON, with the digest of the rest as its last key."""
+    node = json.loads(manifest(3, {name: Written(1, "ab") for name in FILES}).text())
+    assert (node["format"], node["step"], list(node)[-1]) == (1, 3, "sha256")
+    assert node["files"][WEIGHTS] == {"bytes": 1, "sha256": "ab"}
+
+
+# Whether it fits.
+
+
+class _Position:
+    def state_dict(self) -> dict[str, int]:
+        return {"position": 3}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Rprop"])
+def test_the_state_of_the_run_itself_always_fits(kind: str) -> None:
+    """Before the first update a run has no moments yet, and those of a checkpoint fit all the same."""
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer, RunState]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+        return model, optimizer, RunState(model, [optimizer], [], _Position(), Clock(), device=CPU)
+
+    model, optimizer, old = made()
+    model(torch.randn(4, 3)).square().mean().backward()
+    optimizer.step()
+    model, optimizer, fresh = made()
+    assert misfit(fresh.live(), old.live(), model, [optimizer]) == ""
+    assert misfit(old.live(), fresh.live(), model, [optimizer]) == ""

@@ -1,0 +1,416 @@
+"""The files for clusters: what SLURM and Kubernetes would start is started here, stops, ends and comes back.
+
+SLURM's commands are stand-ins that do what the real ones do to a script: `srun` starts the command once for each node,
+hands SIGUSR1 on and kills at SIGTERM; `scontrol` notes what it was asked for. In the quick tests the agent is one, too:
+it leaves what a run would have left, and `python -m resilient_train.status` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from kills import ENVIRONMENT, stand, summary, taken_up_at
+
+from resilient_train import command
+from resilient_train.config.compose import load
+from resilient_train.errors import ConfigError
+from resilient_train.status import status_of
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+SBATCH = SCRIPTS / "slurm.sbatch"
+CLAIM, JOB = yaml.safe_load_all((SCRIPTS / "kubernetes.yaml").read_text())
+POD = JOB["spec"]["trainer"]
+
+SRUN = """\
+[[ -z ${NO_STEP:-} ]] || exit "$NO_STEP"
+while [[ $1 == --* ]]; do shift; done
+tasks=()
+trap 'kill -USR1 "${tasks[@]}"' USR1
+trap 'kill -KILL "${tasks[@]}"' TERM
+for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" & tasks+=("$!"); done
+ended=0
+for task in "${tasks[@]}"; do
+    until wait "$task" || ! kill -0 "$task" 2>/dev/null; do :; done
+    wait "$task" || ended=$?
+done
+exit "$ended"
+"""
+SCONTROL = """\
+case $1 in
+    show) for ((node = 0; node < SLURM_NNODES; node++)); do echo "node$node"; done ;;
+    *) echo "$*" >>"$PLACE/scontrol"; [[ -z ${NO_REQUEUE:-} ]] ;;
+esac
+"""
+AGENT = """\
+if [[ $2 == torch.distributed.run ]]; then
+    {
+        printf '%q ' "${SLURM_NODEID:-$PET_NODE_RANK}" "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"
+        echo
+    } >>"$PLACE/agents"
+    leave() { # STATUS EXIT_CODE
+        mkdir -p "$RUN_DIR" && touch "$RUN_DIR/config.yaml"
+        echo "{\\"status\\": \\"$1\\", \\"exit_code\\": $2, \\"steps\\": 7}" >"$RUN_DIR/summary.json.new"
+        mv "$RUN_DIR/summary.json.new" "$RUN_DIR/summary.json"
+    }
+    eval "$RUN"
+    exit
+fi
+exec "$REAL_PYTHON" "$@"
+"""
+UNTIL_ASKED = """\
+trap 'leave preempted 75; exit 1' {}
+touch "$PLACE/at_work$SLURM_NODEID"
+for ((tenth = 0; tenth < 600; tenth++)); do sleep 0.1; done
+"""
+
+
+@dataclass
+class Cluster:
+    """A place with the commands of a cluster, and what became of the jobs that were started in it."""
+
+    place: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.place / "runs/job"
+
+    @property
+    def agents(self) -> list[list[str]]:
+        """What was started on the nodes: the node's number, the agents' patience with processes, the command."""
+        return sorted(shlex.split(line) for line in (self.place / "agents").read_text().splitlines())
+
+    def at_work(self, nodes: int) -> bool:
+        """Say whether agents that wait for a request are there on so many nodes."""
+        return len(list(self.place.glob("at_work*"))) == nodes
+
+    @property
+    def requeued(self) -> list[str]:
+        asked = self.place / "scontrol"
+        return asked.read_text().splitlines() if asked.exists() else []
+
+    def command(self, name: str, text: str) -> None:
+        file = self.place / "bin" / name
+        file.write_text(f"#!/usr/bin/env bash\n{text}")
+        file.chmod(0o755)
+
+    def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command, cwd=self.place, env=self.environment | environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def job(self, *overrides: str, **environment: str) -> tuple[int, str]:
+        """Run the script for SLURM to its end: its exit code, and what it said."""
+        with self.start(str(SBATCH), *overrides, **environment) as started:
+            said, _ = started.communicate(timeout=200)
+        return started.returncode, said
+
+    def pod(self, **environment: str) -> subprocess.Popen[str]:
+        """Start what a pod of the manifest would start."""
+        own = {one["name"]: one["value"] for one in POD["env"]} | {"RUN_DIR": str(self.run_dir)}
+        return self.start(*POD["command"], *POD["args"], **{**own, **environment})
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    """One node, and no real agent."""
+    made = Cluster(tmp_path)
+    (tmp_path / "bin").mkdir()
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "python": AGENT}.items():
+        made.command(name, text)
+    slurm = {"SLURM_JOB_ID": "41234", "SLURM_JOB_NAME": "job", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "1"}
+    pod = {"PET_NODE_RANK": "0", "PET_MASTER_ADDR": "resilient-node-0-0.resilient", "PET_MASTER_PORT": "29400"}
+    path = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PLACE": str(tmp_path), "REAL_PYTHON": sys.executable}
+    made.environment = {**ENVIRONMENT, **slurm, **pod, **path}
+    return made
+
+
+def wait_for(holds: Callable[[], bool], started: subprocess.Popen[str]) -> None:
+    while not holds():
+        assert started.poll() is None, started.communicate()[0]
+        time.sleep(0.01)
+
+
+# ------------------------------------------------------------------------------------------------------- the script
+
+
+@pytest.mark.parametrize("text", [SBATCH.read_text(), POD["args"][0]], ids=["slurm.sbatch", "kubernetes.yaml"])
+@pytest.mark.parametrize("judge", [["bash", "-n"], ["shellcheck", "--shell=bash", "-"]], ids=["bash", "shellcheck"])
+def test_the_shells_text_is_sound(judge: list[str], text: str) -> None:
+    """By the shell's own grammar, and by shellcheck."""
+    if shutil.which(judge[0]) is None:
+        pytest.skip(f"{judge[0]} is not installed")
+    done = subprocess.run(judge, input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+ENDINGS: dict[str, tuple[str, dict[str, str], int, bool]] = {
+    # what the run leaves and its agent ends with, what else is so; the exit code, and whether the job is requeued
+    "finished": ("leave completed 0", {}, 0, False),
+    "finished, but the agent choked on it": ("leave completed 0; exit 1", {}, 0, False),
+    "asked to stop": ("leave preempted 75", {}, 75, True),
+    "asked to stop, the agent as well": ("leave preempted 75; exit 1", {}, 75, True),
+    "gave up": ("leave gave_up 3", {}, 3, False),
+    "failed": ("leave failed 1; exit 1", {}, 1, False),
+    "killed": ("leave '' 1; rm $RUN_DIR/summary.json; exit 137", {}, 1, False),
+    "refused before there was a run": ("exit 0", {}, 2, False),
+    "requeued often enough": ("leave preempted 75", {"SLURM_RESTART_COUNT": "5", "REQUEUES": "5"}, 75, False),
+    "SLURM does not want it back": ("leave preempted 75", {"NO_REQUEUE": "yes"}, 75, True),
+}
+
+
+@pytest.mark.parametrize("how", ENDINGS)
+def test_a_job_ends_as_its_run_did(how: str, cluster: Cluster) -> None:
+    """With the run's own code, whatever the launcher made of it; back into the queue goes what ended with 75 only."""
+    run, environment, code, is_requeued = ENDINGS[how]
+    ended, said = cluster.job(RUN=run, **environment)
+    assert ended == code, said
+    assert cluster.requeued == ["requeue 41234"] * is_requeued
+    assert ("could not be requeued" in said) == ("NO_REQUEUE" in environment)
+
+
+@pytest.mark.parametrize("earlier", [("preempted", 75), ("completed", 0)])
+def test_a_job_that_never_came_to_its_run_is_not_taken_for_the_earlier_one(
+    earlier: tuple[str, int], cluster: Cluster
+) -> None:
+    """Else a broken node would put the job back into the queue for ever, or make a success of it."""
+    assert cluster.job(RUN=f"leave {earlier[0]} {earlier[1]}")[0] == earlier[1]
+    before = cluster.requeued
+    for how in ({"NO_STEP": "127"}, {"RUN": "exit 127"}):
+        ended, said = cluster.job(**how)
+        assert ended == 127, said
+        assert cluster.requeued == before
+
+
+def test_each_node_gets_an_agent_of_the_same_group(cluster: Cluster) -> None:
+    """The first one hosts the rendezvous; overrides arrive as they were typed; the run has a fixed directory."""
+    ended, said = cluster.job(
+        "model=gpt", "+model.note=two words", RUN="leave completed 0", SLURM_NNODES="2", GRACE="50"
+    )
+    assert ended == 0, said
+    first, second = cluster.agents
+    assert [agent[0] for agent in (first, second)] == ["0", "1"]
+    assert "--rdzv-conf=is_host=1" in first
+    assert "--rdzv-conf=is_host=0" in second
+    assert {*first} ^ {*second} == {"0", "1", "--rdzv-conf=is_host=1", "--rdzv-conf=is_host=0"}
+    assert {"--nnodes=2:2", "--rdzv-endpoint=node0:11234", "model=gpt", "+model.note=two words"} <= {*first}
+    assert first[-2:] == [f"run.dir={cluster.run_dir}", "run.grace=50"]
+    assert int(first[1]) > 50, "agents wait for as long as the run may take"
+
+
+def test_a_new_run_for_every_requeue_is_refused(cluster: Cluster) -> None:
+    """Before anything is started."""
+    ended, said = cluster.job("run.resume=never")
+    assert (ended, said.count("\n")) == (2, 1)
+    assert not (cluster.place / "agents").exists()
+
+
+@pytest.mark.parametrize(("number", "is_requeued"), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_request_to_stop_reaches_the_run(number: signal.Signals, is_requeued: bool, cluster: Cluster) -> None:
+    """On every node; the time limit's early one brings the job back, a job that was cancelled stays cancelled."""
+    with cluster.start(str(SBATCH), RUN=UNTIL_ASKED.format("USR1"), SLURM_NNODES="2") as started:
+        wait_for(lambda: cluster.at_work(nodes=2), started)
+        started.send_signal(number)
+        said, _ = started.communicate(timeout=60)
+    assert started.returncode == 75, said
+    assert cluster.requeued == ["requeue 41234"] * is_requeued
+
+
+def test_the_times_fit_together() -> None:
+    """The early signal leaves time for the grace, and SLURM may send it a minute sooner or later."""
+    text = SBATCH.read_text()
+    grace, patience = load().config.run.grace, int(re.findall(r"GRACE \+ (\d+)\)", text)[0])
+    assert int(re.findall(r"GRACE:-(\d+)", text)[0]) == grace
+    assert int(re.findall(r"--signal=B:USR1@(\d+)", text)[0]) >= grace + patience + 60
+    own = {one["name"]: one["value"] for one in POD["env"]}
+    assert int(own["GRACE"]) == grace
+    assert grace < int(own["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod_spec(JOB)["terminationGracePeriodSeconds"] - 10
+
+
+DIGITS = ["model=mlp", "data=digits", "objective=custom", "objective._target_=test_stop.unhurried", "tracking=none"]
+DIGITS += ["accelerate.cpu=true", "run.steps=300", "run.log_every=100", "schedule=constant"]
+
+
+def test_a_job_is_stopped_before_its_time_is_over_and_goes_on_when_it_comes_back(cluster: Cluster) -> None:
+    """The real thing: two processes of torchrun, the early signal, the queue, and the rest of the run."""
+    cluster.command("python", 'exec "$REAL_PYTHON" "$@"')
+    cluster.command("scontrol", SCONTROL.replace("node$node", "localhost"))
+    own = {"PROCESSES": "2"}
+    with cluster.start(str(SBATCH), *DIGITS, **own) as started:
+        wait_for(lambda: stand(cluster.run_dir).tick >= 20, started)
+        started.send_signal(signal.SIGUSR1)
+        said, _ = started.communicate(timeout=100)
+    assert started.returncode == 75, said
+    stopped = summary(cluster.run_dir)
+    assert (stopped["status"], 20 <= stopped["steps"] < 300) == ("preempted", True), said
+    assert cluster.requeued == ["requeue 41234"]
+    ended, said = cluster.job(*DIGITS, SLURM_RESTART_COUNT="1", **own)
+    assert ended == 0, said
+    assert cluster.requeued == ["requeue 41234"], "once"
+    assert taken_up_at(cluster.run_dir) == [stopped["steps"]]
+    done = summary(cluster.run_dir)
+    assert (done["status"], done["steps"]) == ("completed", 300)
+
+
+# ----------------------------------------------------------------------------------------------------- the manifest
+
+
+def pod_spec(job: dict[str, Any]) -> dict[str, Any]:
+    (patch,) = job["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    spec: dict[str, Any] = node["template"]["spec"]["template"]["spec"]
+    return spec
+
+
+def rename(node: Any, old: str, new: str) -> None:
+    node[new] = node.pop(old)
+
+
+def fits(kind: str, node: dict[str, Any]) -> bool:
+    """Say whether a manifest fits the schema: a key that it does not have is lost on the way through."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
+    pydantic = pytest.importorskip("pydantic")
+    try:
+        return bool(getattr(models, kind).from_dict(deepcopy(node)).to_dict() == node)
+    except pydantic.ValidationError:
+        return False
+
+
+def test_the_manifest_fits_the_schema_of_kubeflow_trainer() -> None:
+    """Both of its documents, to the last key; names in it lead to what is there."""
+    assert (JOB["apiVersion"], JOB["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert fits("TrainerV1alpha1TrainJob", JOB)
+    assert (CLAIM["apiVersion"], CLAIM["kind"]) == ("v1", "PersistentVolumeClaim")
+    assert fits("IoK8sApiCoreV1PersistentVolumeClaim", CLAIM)
+    (container,), volumes = pod_spec(JOB)["containers"], pod_spec(JOB)["volumes"]
+    assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in volumes}
+    assert {"claimName": CLAIM["metadata"]["name"]} in [one.get("persistentVolumeClaim") for one in volumes]
+    own = {one["name"]: one["value"] for one in POD["env"]}
+    assert own["RUN_DIR"].startswith(container["volumeMounts"][0]["mountPath"] + "/")
+
+
+TYPOS: dict[str, Callable[[Any], Any]] = {
+    "a key": lambda job: rename(job["spec"]["trainer"], "numNodes", "nodes"),
+    "a key far down": lambda job: rename(pod_spec(job)["volumes"][0]["persistentVolumeClaim"], "claimName", "claim"),
+    "the grace": lambda job: rename(pod_spec(job), "terminationGracePeriodSeconds", "terminationGracePeriod"),
+    "a number as text": lambda job: job["spec"]["trainer"].update(numNodes="2"),
+    "a text as number": lambda job: job["spec"]["trainer"]["env"][1].update(value=3),
+    "what has to be there": lambda job: job["spec"].pop("runtimeRef"),
+}
+
+
+@pytest.mark.parametrize("typo", TYPOS)
+def test_a_typo_in_the_manifest_would_be_seen(typo: str) -> None:
+    """Wherever it is: the models themselves pass over keys that they do not know."""
+    job = deepcopy(JOB)
+    TYPOS[typo](job)
+    assert not fits("TrainerV1alpha1TrainJob", job)
+
+
+@pytest.mark.parametrize(
+    ("run", "code"),
+    [
+        ("leave completed 0", 0),
+        ("leave preempted 75", 75),
+        ("leave gave_up 3; exit 1", 3),
+        ("leave '' 1; rm $RUN_DIR/summary.json; exit 137", 1),
+        ("exit 1", 2),
+    ],
+)
+def test_a_pod_ends_as_the_run_did(run: str, code: int, cluster: Cluster) -> None:
+    """So Kubernetes starts it again unless the run is complete."""
+    with cluster.pod(RUN=run, PET_NODE_RANK="1") as started:
+        said, _ = started.communicate(timeout=60)
+    assert started.returncode == code, said
+    (agent,) = cluster.agents
+    assert {"--rdzv-conf=is_host=0", "--rdzv-endpoint=resilient-node-0-0.resilient:29400"} <= {*agent}
+    assert agent[-4:] == [*POD["args"][2:], f"run.dir={cluster.run_dir}", "run.grace=25"]
+
+
+def test_a_pod_that_is_deleted_hands_the_request_on(cluster: Cluster) -> None:
+    """A shell as first process of a container would keep it to itself."""
+    with cluster.pod(RUN=UNTIL_ASKED.format("TERM")) as started:
+        wait_for(lambda: cluster.at_work(nodes=1), started)
+        started.send_signal(signal.SIGTERM)
+        said, _ = started.communicate(timeout=60)
+    assert started.returncode == 75, said
+
+
+def test_the_manifests_overrides_are_valid() -> None:
+    """So is the command line that the script's examples show."""
+    assert load(POD["args"][2:]).config.run.steps > 0
+    for line in re.findall(r"^#   (?:\w+=\S+ )?sbatch .*?slurm\.sbatch (.*)$", SBATCH.read_text(), re.M):
+        assert load(line.split()).config.run.steps > 0
+
+
+def test_the_summary_that_the_stand_in_leaves_is_one_of_ours(cluster: Cluster) -> None:
+    """As far as anybody reads it here."""
+    cluster.job(RUN="leave completed 0")
+    assert json.loads((cluster.run_dir / "summary.json").read_text()) == {
+        "status": "completed",
+        "exit_code": 0,
+        "steps": 7,
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- sweeps
+
+
+@pytest.mark.parametrize("words", [["--multirun"], ["-m"], ["--multi"], ["hydra.mode=MULTIRUN"]])
+def test_every_way_to_ask_for_a_sweep_is_known(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a launcher, of one process too; without one nothing is in its way."""
+    command._refuse_sweep_of_a_group([*words, "run.seed=0,1"])
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    command._refuse_sweep_of_a_group(["model=mlp", "run.name=-m"])
+    with pytest.raises(ConfigError, match=f"^{words[0]}: a launcher's processes make one run"):
+        command._refuse_sweep_of_a_group([*words, "run.seed=0,1"])
+
+
+def test_a_sweep_under_a_launcher_is_refused_once(cluster: Cluster) -> None:
+    """By one line, before anything is built, and the launcher does not try again; the run's status knows the code."""
+    cluster.run_dir.mkdir(parents=True)
+    (cluster.run_dir / "config.yaml").touch()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2"]
+    own = ["-m", "resilient_train", *DIGITS, f"run.dir={cluster.run_dir}", "--multirun", "run.seed=0,1"]
+    with cluster.start(*launcher, *own) as started:
+        said, _ = started.communicate(timeout=100)
+    assert started.returncode == 0, said  # what keeps an agent from trying again
+    assert re.findall(r"^error: .*$", said, re.M) == [
+        "error: --multirun: a launcher's processes make one run; start the sweep without it, or every run by a command "
+        "of its own"
+    ]
+    assert "job 0" not in said
+    assert sorted(file.name for file in cluster.run_dir.iterdir()) == ["config.yaml", "refused.json"]
+    assert status_of(cluster.run_dir).exit_code == 2
+
+
+def test_jobs_of_a_sweep_that_run_elsewhere_are_not_forgotten(cluster: Cluster) -> None:
+    """By the launcher of submitit, here on this host: one of two jobs is refused, and the sweep ends with its code."""
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="hydra-submitit-launcher is not installed")
+    own = ["hydra/launcher=submitit_local", *DIGITS, "run.steps=-1,3", "hydra.sweep.dir=sweep"]
+    with cluster.start(sys.executable, "-m", "resilient_train", "--multirun", *own) as started:
+        said, _ = started.communicate(timeout=200)
+    assert started.returncode == 2, said
+    assert "error: job 0 of the sweep ended with 2" in said
+    assert "run.steps=-1: must be at least 1" in "".join(log.read_text() for log in cluster.place.glob(JOB_ERRORS))
+    (done,) = cluster.place.glob("runs/*/summary.json")
+    assert json.loads(done.read_text())["steps"] == 3
+
+
+JOB_ERRORS = "sweep/.submitit/*/*_log.err"

@@ -1,0 +1,237 @@
+"""Damage of the newest checkpoint is noticed, told, and the previous one is taken: never in silence, never step 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import command, train
+from sealed import CPU, write
+
+from resilient_train.checkpoint import manifest as manifests
+from resilient_train.checkpoint.manifest import MANIFEST, Damaged
+from resilient_train.checkpoint.store import Entry, Store
+from resilient_train.checkpoint.tree_files import TENSORS, TREE
+from resilient_train.checkpoint.weights import WEIGHTS
+
+IN_THE_SUITE, IN_ALL = 60, 500
+
+pytestmark = pytest.mark.usefixtures("careless")
+
+ALL = (WEIGHTS, TENSORS, TREE, MANIFEST)
+
+_made: dict[str, Path] = {}
+
+
+@pytest.fixture
+def trained(run_command: command, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 30 steps with its checkpoints, made once; whoever changes it copies it."""
+    if "run" not in _made:
+        directory = tmp_path_factory.mktemp("damage") / "run"
+        assert train(run_command, directory, 30).code == 0
+        assert len(Store(directory).entries()) >= 2
+        _made["run"] = directory
+    return _made["run"]
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+# What can happen to a file.
+
+
+def flip(file: Path, dice: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+    file.write_bytes(content)
+
+
+def cut(file: Path, dice: random.Random) -> None:
+    os.truncate(file, dice.randrange(file.stat().st_size))
+
+
+def zero_page(file: Path, dice: random.Random) -> None:
+    """A block that never reached the disk, of those that hold something."""
+    content = bytearray(file.read_bytes())
+    pages = [at for at in range(0, len(content), 4096) if any(content[at : at + 4096])]
+    at = dice.choice(pages)
+    end = min(at + 4096, len(content))
+    content[at:end] = bytes(end - at)
+    file.write_bytes(content)
+
+
+def lose(file: Path, dice: random.Random) -> None:
+    file.unlink()
+
+
+def empty(file: Path, dice: random.Random) -> None:
+    os.truncate(file, 0)
+
+
+def lengthen(file: Path, dice: random.Random) -> None:
+    with open(file, "ab") as opened:
+        opened.write(dice.randbytes(dice.randrange(1, 5000)))
+
+
+def swap(file: Path, dice: random.Random) -> None:
+    """Two files under each other's names."""
+    other = file.with_name(dice.choice([name for name in ALL if name != file.name]))
+    file.rename(beside := file.with_name("beside"))
+    other.rename(file)
+    beside.rename(other)
+
+
+def take_older(file: Path, dice: random.Random) -> None:
+    """The same file of the checkpoint before."""
+    shutil.copy(Store(file.parents[2]).entries()[1].path / file.name, file)
+
+
+def link_older(file: Path, dice: random.Random) -> None:
+    """A link to a copy of the very same file: what it leads to may change at any time."""
+    copy = file.parents[1] / f"copy of {file.name}"
+    file.rename(copy)
+    file.symlink_to(copy)
+
+
+def shuffle_pages(file: Path, dice: random.Random) -> None:
+    """Two blocks in each other's places; a small file back to front."""
+    content = file.read_bytes()
+    pages = [content[at : at + 4096] for at in range(0, len(content), 4096)]
+    pages = pages if len(pages) > 1 else [content[at : at + 1] for at in range(len(content))]
+    changed = b"".join(reversed(pages))
+    assert changed != content
+    file.write_bytes(changed)
+
+
+DAMAGES: tuple[Callable[[Path, random.Random], None], ...] = (
+    *(flip, flip, flip, cut, zero_page, lose, empty, lengthen, swap, take_older, link_older, shuffle_pages),
+)
+
+
+def damage(run_dir: Path, seed: int) -> tuple[str, str]:
+    """Damage one file of the newest checkpoint; returns what was done, and to which."""
+    dice = random.Random(seed)
+    do, name = DAMAGES[seed % len(DAMAGES)], dice.choice(ALL)
+    do(Store(run_dir).entries()[0].path / name, dice)
+    return do.__name__, name
+
+
+def found(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """What a start would go on from, and what it would say of those before."""
+    said: list[str] = []
+    store = Store(run_dir)
+    store.sweep()
+    for entry in store.entries():
+        try:
+            if entry.manifest is None:
+                raise Damaged(entry.damage)
+            manifests.verify(entry.path)
+            Store.load(entry, CPU, {})
+        except Damaged as why:
+            said.append(f"{entry.path.name} {why}")
+        else:
+            return entry.path, said
+    return None, said
+
+
+def noticed(trained: Path, where: Path, seed: int) -> str:
+    """Damage a copy; returns what went wrong with the noticing of it, and nothing where all went well."""
+    run_dir = shutil.copytree(trained, where)
+    newest, before, *_ = (entry.path for entry in Store(run_dir).entries())
+    what = damage(run_dir, seed)
+    chosen, said = found(run_dir)
+    shutil.rmtree(run_dir)
+    lines = [line for line in said if "\n" not in line and line.startswith(newest.name)]
+    if chosen != before or len(lines) != 1 or len(said) != 1:
+        return f"seed {seed}, {what}: took {chosen}, said {said}"
+    return ""
+
+
+def test_the_run_as_it_is_verifies(trained: Path) -> None:
+    """Undamaged, the newest one is taken and nothing is said."""
+    assert found(trained) == (Store(trained).entries()[0].path, [])
+
+
+@pytest.mark.parametrize("seed", range(IN_THE_SUITE))
+def test_every_damage_is_noticed_and_the_previous_one_is_taken(trained: Path, tmp_path: Path, seed: int) -> None:
+    """Flips, cuts, lost blocks, lost, swapped, emptied and older files: each is told in one line."""
+    assert noticed(trained, tmp_path / "run", seed) == ""
+
+
+def test_every_bit_of_a_manifest_counts(trained: Path, tmp_path: Path) -> None:
+    """Not one flip of the manifest is read as something else, or as the same."""
+    checkpoint = shutil.copytree(Store(trained).entries()[0].path, tmp_path / "step-00000030")
+    file = checkpoint / MANIFEST
+    whole = file.read_bytes()
+    for at in range(0, len(whole), 3):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        assert Entry.of(checkpoint).manifest is None
+    file.write_bytes(whole.replace(b"e-08", b"E-08"))
+    assert Entry.of(checkpoint).manifest is None
+
+
+@pytest.mark.parametrize("seed", [3, 4, 8, 9])
+def test_a_run_goes_on_from_the_previous_one_and_says_so(
+    copied: Path, run_command: command, tmp_path: Path, seed: int
+) -> None:
+    """The same command ends with 0, an incident names the file, and the weights are those of a run without damage."""
+    _, name = damage(copied, seed)
+    newest = Store(copied).entries()[0].path.name
+    outcome = train(run_command, copied, 40)
+    assert outcome.code == 0, outcome.stderr
+    assert "Traceback" not in outcome.stdout + outcome.stderr
+    (incident,) = [json.loads(line) for line in (copied / "incidents.jsonl").read_text().splitlines()]
+    told = (incident["signal"], incident["cause"], incident["outcome"])
+    assert told == ("checkpoint_damaged", "process", "recovered")
+    assert newest in incident["evidence"]
+    is_swapped = name == MANIFEST or seed % len(DAMAGES) == 8  # then another file is the first that does not fit
+    assert any(one in incident["evidence"] for one in (ALL if is_swapped else [name]))
+    assert "a checkpoint is damaged" in outcome.stdout + outcome.stderr
+    if "whole" not in _made:
+        assert train(run_command, tmp_path / "whole", 40).code == 0
+        _made["whole"] = tmp_path / "whole"
+        _made["sha"] = Path(outcome.summary(tmp_path / "whole")["weights_sha256"])
+    assert outcome.summary(copied)["weights_sha256"] == str(_made["sha"])
+    assert Store(copied).entries()[0].manifest_step == 40
+
+
+def test_without_one_that_verifies_a_run_says_so_and_stops(copied: Path, run_command: command) -> None:
+    """Never in silence from step 0: one line for a person, exit code 1, and nothing is removed."""
+    for entry in Store(copied).entries():
+        flip(entry.path / TENSORS, random.Random(1))
+    before = sorted(path.name for path in (copied / "checkpoints").rglob("*"))
+    outcome = train(run_command, copied, 40)
+    assert outcome.code == 1
+    errors = [line for line in (outcome.stdout + outcome.stderr).splitlines() if line.startswith("error")]
+    assert len(errors) == 1
+    assert "can be gone on from" in errors[0]
+    assert "run.resume=never" in errors[0]
+    assert errors[0].count(TENSORS) == len(Store(copied).entries())
+    assert sorted(path.name for path in (copied / "checkpoints").rglob("*")) == before
+    assert train(run_command, copied, 40).code == 1
+
+
+def test_a_run_whose_checkpoints_are_gone_says_so(copied: Path, run_command: command) -> None:
+    """The journal knows that there were some."""
+    shutil.rmtree(copied / "checkpoints")
+    outcome = train(run_command, copied, 40)
+    assert outcome.code == 1
+    assert "they are gone" in outcome.stdout + outcome.stderr
+
+
+def test_damage_is_told_where_ticks_were_lost(tmp_path: Path) -> None:
+    """A damaged manifest says nothing of its tick: it is told all the same, and not passed over for a lesser step."""
+    store = Store(tmp_path)
+    write(store, 95, tick=140)
+    newest = write(store, 100, tick=150)
+    write(store, 40, tick=40)
+    (newest.path / MANIFEST).write_text("{")
+    assert [entry.manifest_step for entry in store.entries()] == [0, 95, 40]
+    assert store.entries()[0].path == newest.path

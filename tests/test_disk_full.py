@@ -1,0 +1,287 @@
+"""A disk that fills up, or that may only be read, costs checkpoints and nothing else; with room again all goes on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Outcome, command
+
+from resilient_train import files
+from resilient_train.checkpoint import manifest as manifests
+from resilient_train.checkpoint import weights, writer
+from resilient_train.checkpoint.store import Store
+from resilient_train.files import is_left_over
+from resilient_train.record.journal import Journal, read
+
+MIB = 2**20
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
+
+RUN = ["model=mlp", "data=digits", "objective=classification", "schedule=constant", "tracking=none"]
+RUN += ["checkpoint.disk.every=10", "checkpoint.memory.every=5", "checkpoint.verify_after=5", "checkpoint.disk.keep=1"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """An empty disk of 3 MiB; a checkpoint of the run here takes about 0.35."""
+    (path := tmp_path / "disk").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", path], check=False).returncode:
+        pytest.skip("a disk cannot be mounted here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer keeps away from a failing disk for seconds, and the runs here last no longer."""
+    monkeypatch.setattr(writer, "_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(writer, "_LONGEST_PAUSE_S", 0.1)
+
+
+def fill(disk: Path, leave: int = 0) -> Path:
+    """Take all room but so many bytes."""
+    ballast = disk / "ballast"
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    with open(ballast, "wb") as file:
+        file.write(bytes(max(0, free - leave)))
+    return ballast
+
+
+def remounted(disk: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", disk], check=True)
+
+
+def train(run_command: command, disk: Path, steps: int) -> Outcome:
+    return run_command([*RUN, f"run.steps={steps}", f"run.dir={disk}/run"])
+
+
+class At:
+    """Does things when training comes to an update, in another thread, while the loop waits: `{step: do}`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, what: dict[int, Callable[[], Any]]) -> None:
+        from resilient_train.guard import Guard
+
+        begin = Guard._begin
+
+        def begun(guard: Guard, update: Any) -> None:
+            if (do := what.pop(guard.clock.step, None)) is not None:
+                guard._durable.close()
+                (thread := threading.Thread(target=do)).start()
+                thread.join()
+            time.sleep(0.005)  # so that the writer has its turn
+            begin(guard, update)
+
+        monkeypatch.setattr(Guard, "_begin", begun)
+
+
+def incidents(run_dir: Path) -> list[tuple[str, str]]:
+    lines = (run_dir / "incidents.jsonl").read_text().splitlines()
+    return [(one["signal"], one["outcome"]) for one in map(json.loads, lines)]
+
+
+def left_overs(run_dir: Path) -> list[str]:
+    return [path.name for path in run_dir.rglob("*") if is_left_over(path.name)]
+
+
+def saved(run_dir: Path) -> list[int]:
+    """The steps of the checkpoints there, each of which verifies."""
+    return [manifests.verify(entry.path).step for entry in Store(run_dir).entries()]
+
+
+def assert_quiet(outcome: Outcome) -> None:
+    assert "Traceback" not in outcome.stdout + outcome.stderr
+
+
+@pytest.mark.parametrize("room", [0, 150_000])
+def test_a_disk_that_fills_in_the_middle_of_a_save(
+    monkeypatch: pytest.MonkeyPatch, run_command: command, disk: Path, room: int
+) -> None:
+    """The run goes on and says so, the checkpoint before is whole, and with room again it is saved as before."""
+    seen: dict[str, Any] = {}
+
+    def full() -> None:
+        seen["before"] = saved(disk / "run")
+        fill(disk, room)
+
+    def free() -> None:
+        seen["during"], seen["left"] = saved(disk / "run"), left_overs(disk / "run")
+        (disk / "ballast").unlink()
+
+    At(monkeypatch, {40: full, 100: free})
+    outcome = train(run_command, disk, 200)
+    assert outcome.code == 0, outcome.stderr
+    assert_quiet(outcome)
+    assert seen["before"] == seen["during"] != []
+    assert seen["left"] == []
+    assert incidents(disk / "run") == [("disk_full", "recovered")]
+    told = [line for line in (outcome.stdout + outcome.stderr).splitlines() if "No space left" in line]
+    assert len([line for line in told if "could not be written" in line]) == 1
+    assert "checkpoints are saved again" in outcome.stdout + outcome.stderr
+    assert saved(disk / "run") == [200]
+    assert left_overs(disk / "run") == []
+    steps = [entry["step"] for entry in read(disk / "run" / "journal.jsonl") if entry["kind"] == "checkpoint_saved"]
+    assert any(100 < step < 200 for step in steps)
+    assert train(run_command, disk, 210).code == 0
+    assert incidents(disk / "run") == [("disk_full", "recovered")]
+
+
+def test_a_disk_that_stays_full(monkeypatch: pytest.MonkeyPatch, run_command: command, disk: Path) -> None:
+    """Where not even the final weights fit, one line says so; once there is room the same command goes on."""
+    At(monkeypatch, {40: lambda: fill(disk)})
+    outcome = train(run_command, disk, 100)
+    said = outcome.stdout + outcome.stderr
+    assert_quiet(outcome)
+    assert outcome.code == 1, said
+    assert len([line for line in said.splitlines() if line.startswith("error")]) == 1
+    assert "summary.json cannot be written" in said
+    assert left_overs(disk / "run") == []
+    (step,) = saved(disk / "run")
+    assert 0 < step <= 40
+    (disk / "ballast").unlink()
+    monkeypatch.undo()
+    again = train(run_command, disk, 110)
+    assert again.code == 0, again.stderr
+    assert f"goes on from step {step}" in again.stdout + again.stderr
+    assert saved(disk / "run") == [110]
+
+
+def test_a_disk_that_is_full_at_the_very_end(monkeypatch: pytest.MonkeyPatch, run_command: command, disk: Path) -> None:
+    """A summary that does not fit is told in one line; the run has finished all the same."""
+    save = weights.save
+
+    def saved_and_full(*given: Any) -> None:
+        save(*given)
+        fill(disk)
+
+    monkeypatch.setattr(weights, "save", saved_and_full)
+    outcome = train(run_command, disk, 30)
+    said = outcome.stdout + outcome.stderr
+    assert_quiet(outcome)
+    assert outcome.code == 0, said
+    told = {line.split(": ", 1)[1] for line in said.splitlines() if "summary.json" in line}
+    assert told == {"No space left on device"}
+    assert not (disk / "run" / "summary.json").exists()
+    assert left_overs(disk / "run") == []
+    (disk / "ballast").unlink()
+    monkeypatch.undo()
+    again = train(run_command, disk, 30)
+    assert again.code == 0
+    assert outcome.summary(disk / "run")["status"] == "completed"
+
+
+def test_checkpoints_on_a_disk_that_may_only_be_read_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, run_command: command, disk: Path
+) -> None:
+    """As after an error of the file system: the run goes on in memory, and saves again as soon as it may write."""
+    where = disk / "run" / "checkpoints"
+    seen: list[list[int]] = []
+
+    def mounted() -> None:
+        where.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", where], check=True)
+
+    def only_read() -> None:
+        seen.append(saved(disk / "run"))
+        remounted(where, "ro")
+
+    def writable() -> None:
+        seen.append(saved(disk / "run"))
+        remounted(where, "rw")
+
+    At(monkeypatch, {0: mounted, 40: only_read, 100: writable})
+    try:
+        outcome = train(run_command, disk, 200)
+        assert outcome.code == 0, outcome.stdout + outcome.stderr
+        assert_quiet(outcome)
+        assert seen[0] == seen[1] != []
+        assert incidents(disk / "run") == [("disk_full", "recovered")]
+        assert "Read-only file system" in outcome.stdout + outcome.stderr
+        assert saved(disk / "run") == [200]
+        assert left_overs(disk / "run") == []
+    finally:
+        subprocess.run(["umount", "-l", where], check=False)
+
+
+class ReadOnly(files.Disk):
+    """Refuses what a file system refuses that may only be read; the kernel makes none of one with open files."""
+
+    def create(self, path: Path) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def open(self, path: Path) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def rename(self, old: Path, new: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def unlink(self, path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def make_directory(self, path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def remove_directory(self, path: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+
+def test_all_of_a_run_on_a_disk_that_may_only_be_read_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, run_command: command, disk: Path
+) -> None:
+    """Journal and checkpoints wait in memory together, and both are there in the end."""
+    At(
+        monkeypatch,
+        {
+            40: lambda: monkeypatch.setattr(files, "disk", ReadOnly()),
+            100: lambda: monkeypatch.setattr(files, "disk", files.Disk()),
+        },
+    )
+    outcome = train(run_command, disk, 200)
+    assert outcome.code == 0, outcome.stdout + outcome.stderr
+    assert_quiet(outcome)
+    assert incidents(disk / "run") == [("disk_full", "recovered")]
+    entries = read(disk / "run" / "journal.jsonl")
+    assert [entry["n"] for entry in entries] == [*range(1, len(entries) + 1)]
+    assert saved(disk / "run") == [200]
+    assert left_overs(disk / "run") == []
+
+
+def test_a_journal_on_a_full_disk_catches_up(disk: Path) -> None:
+    """What it could not write it keeps, in order, and what is on disk stays readable at any moment."""
+    journal = Journal(disk / "journal.jsonl")
+    journal.write("first")
+    ballast = fill(disk)
+    for number in range(50):
+        journal.write("while it is full", number=number, filling="x" * 500)
+    assert journal.waiting > 0
+    assert [entry["n"] for entry in read(journal.path)] == [*range(1, len(read(journal.path)) + 1)]
+    os.truncate(ballast, MIB)
+    journal.write("last")
+    assert journal.waiting == 0
+    assert [entry["n"] for entry in read(journal.path)] == [*range(1, 53)]
+    assert Journal(journal.path).entries == journal.entries
+
+
+def test_a_run_whose_journal_meets_a_full_disk(
+    monkeypatch: pytest.MonkeyPatch, run_command: command, disk: Path
+) -> None:
+    """Incidents on a full disk are in the journal and in incidents.jsonl once there is room, each once."""
+    At(monkeypatch, {30: lambda: fill(disk), 60: (disk / "ballast").unlink})
+    outcome = run_command([*RUN, "drill=nan_batch", "drill.at=[45]", "run.steps=120", f"run.dir={disk}/run"])
+    assert outcome.code == 0, outcome.stderr
+    assert_quiet(outcome)
+    entries = read(disk / "run" / "journal.jsonl")
+    assert [entry["n"] for entry in entries] == [*range(1, len(entries) + 1)]
+    kinds = [entry["kind"] for entry in entries]
+    assert [kinds.count(kind) for kind in ("incident_opened", "incident_treated", "incident_closed")] == [2, 2, 2]
+    assert {*incidents(disk / "run")} == {("disk_full", "recovered"), ("nonfinite_batch", "recovered")}

@@ -1,0 +1,317 @@
+"""The doors to a run that is not at work in this process: where it stands, and what a resume would take."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kills import COMMAND, ENVIRONMENT, HERE, Nursery, stand
+
+from resilient_train import checkpoints, status
+
+MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
+MINE += ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
+FOR_EVER = "run.steps=10000000"
+
+Said = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Starts runs without the seconds that a start takes."""
+    with Nursery(tmp_path_factory.mktemp("doors")) as nursery:
+        yield nursery
+
+
+def told(said: Said, run_dir: Path) -> tuple[int, str]:
+    """The exit code of `status`, and its one line without the name of the directory."""
+    said.readouterr()
+    code = status.main([str(run_dir)])
+    (line,) = "".join(said.readouterr()).splitlines()
+    return code, line.removeprefix(f"{run_dir}: ")
+
+
+# -------------------------------------------------------------------------------------------------------------- status
+
+
+def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: Said) -> None:
+    """Whatever the process before left behind, it is the newest one that is spoken of."""
+    run_dir = nursery.place / "runs" / "followed"
+    command = [*MINE, "run.name=followed", "checkpoint.disk.every=10", "checkpoint.verify_after=2"]
+    assert told(capsys, run_dir)[0] == 2
+
+    first = nursery.start(*command, FOR_EVER)
+    first.until(lambda: stand(run_dir).step >= 30)
+    code, line = told(capsys, run_dir)
+    assert code == 0
+    assert re.fullmatch(rf"running, step [\d,]+ of 10,000,000, process {first.pid} on \S+", line)
+    first.strike(signal.SIGKILL)
+    first.wait()
+    at = stand(run_dir).step
+    goes_on = f"step {at:,} of 10,000,000; the same command goes on"
+    assert told(capsys, run_dir) == (1, f"killed without a word at {goes_on}")
+
+    second = nursery.start(*command, FOR_EVER)
+    second.until(lambda: stand(run_dir).step > at + 20)
+    second.strike(signal.SIGTERM)
+    assert second.wait() == 75
+    at = json.loads((run_dir / "summary.json").read_text())["steps"]
+    assert told(capsys, run_dir) == (75, f"stopped on request at step {at:,} of 10,000,000; the same command goes on")
+
+    third = nursery.start(*command, FOR_EVER)
+    third.until(lambda: not (run_dir / "summary.json").exists())  # long before its first update
+    third.strike(signal.SIGKILL)
+    third.wait()
+    code, line = told(capsys, run_dir)
+    assert code == 1
+    assert line.startswith("killed without a word")
+
+    last = nursery.run(*command, f"run.steps={at + 500}")
+    assert last.code == 0
+    assert told(capsys, run_dir) == (0, f"completed, {at + 500:,} steps")
+    nursery.run(*command, f"run.steps={at + 500}")
+    assert told(capsys, run_dir) == (0, f"completed, {at + 500:,} steps")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "code", "line"),
+    [
+        (
+            "exhausted",
+            ["drill=nan_grad", "recovery=off"],
+            3,
+            r"gave up at step 10: a gradient.*; the last good state is in .*/step-",
+        ),
+        (
+            "broken",
+            ["objective._target_=strangers.raises"],
+            1,
+            "failed at step 0 of 20: RuntimeError: the loss function",
+        ),
+        ("wrong", ["+model.widht=3"], 2, r"failed at step 0 of 20: model\.widht"),
+    ],
+)
+def test_status_has_the_exit_code_and_the_reason(
+    name: str, overrides: list[str], code: int, line: str, nursery: Nursery, capsys: Said
+) -> None:
+    """Both are those of the run."""
+    assert nursery.run(*MINE, f"run.name={name}", "run.steps=20", *overrides).code == code
+    found, text = told(capsys, nursery.place / "runs" / name)
+    assert found == code
+    assert re.match(line, text), text
+
+
+def test_a_refused_start_is_told_until_one_goes_well(nursery: Nursery, capsys: Said) -> None:
+    """A launcher makes 1 of a 2, so what a wrong configuration was told stays in the directory that it meant."""
+    run_dir, launched = nursery.place / "runs" / "kept", {"WORLD_SIZE": "1", "RANK": "0"}
+    command = [*MINE, "run.name=kept", "run.steps=5"]
+    assert nursery.run(*command).code == 0
+    for wrong in ("optimizer.lr=0.5", "optimizer.lrr=1"):
+        assert nursery.run(*command, wrong, **launched).code == 2
+        code, line = told(capsys, run_dir)
+        assert code == 2
+        assert line.startswith("the last start was refused: ")
+        assert "optimizer.lr" in line
+        assert nursery.run(*command).code == 0
+        assert told(capsys, run_dir) == (0, "completed, 5 steps")
+
+
+@pytest.mark.parametrize("content", [None, "[1]", '{"exit_code": true}', "\x00"])
+def test_status_of_what_is_no_run_is_2_and_of_nonsense_1(content: str | None, tmp_path: Path, capsys: Said) -> None:
+    """Nothing that lies in a directory makes it fail."""
+    for name in ("summary.json", "refused.json", "progress", ".lock", "train.log"):
+        if content is not None:
+            (tmp_path / name).write_text(content)
+    assert told(capsys, tmp_path)[0] == 2
+    if content is not None:
+        (tmp_path / "config.yaml").write_text("run: !!python/object/apply:os.abort []\n")
+        assert told(capsys, tmp_path) == (1, "killed without a word at step 0; the same command goes on")
+
+
+def test_status_is_quick_and_speaks_to_programs(nursery: Nursery) -> None:
+    """It needs no torch, and `--json` is one object."""
+    program = (
+        "import sys; from resilient_train import status; status.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program, "nowhere"], check=True, capture_output=True)
+    nursery.run(*MINE, "run.name=spoken", "run.steps=3")
+    place = nursery.place / "runs" / "spoken"
+    said = subprocess.run([sys.executable, "-m", "resilient_train.status", place, "--json"], capture_output=True)
+    assert said.returncode == 0
+    found = json.loads(said.stdout)
+    assert (found["state"], found["exit_code"], found["step"], found["steps"]) == ("completed", 0, 3, 3)
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture
+def saved(nursery: Nursery, tmp_path: Path) -> Path:
+    """A copy of a run directory that holds several verified checkpoints."""
+    original = nursery.place / "runs" / "saved"
+    if not original.exists():
+        often = ["checkpoint.disk.every=10", "checkpoint.memory.every=10", "checkpoint.verify_after=2"]
+        assert nursery.run(*MINE, "run.name=saved", "run.steps=40", *often).code == 0
+        for name in ("checkpoints", "summary.json"):
+            assert (original / name).exists()
+    return Path(shutil.copytree(original, tmp_path / "saved"))
+
+
+def listed(said: Said, run_dir: Path) -> tuple[int, str | None, dict[str, str]]:
+    """The exit code of `checkpoints`, what a resume would take, and the kind of each, the newest first."""
+    said.readouterr()
+    code = checkpoints.main([str(run_dir), "--json"])
+    found: dict[str, Any] = json.loads(said.readouterr().out)
+    return code, found["resume"], {one["name"]: one["kind"] for one in found["checkpoints"]}
+
+
+def test_checkpoints_are_listed_and_the_newest_that_verifies_is_taken(saved: Path, capsys: Said) -> None:
+    """One bit is enough for a resume, and for this list, to pass a checkpoint over."""
+    names = sorted((one.name for one in (saved / "checkpoints").iterdir()), reverse=True)
+    newest, second, *_ = names
+    assert listed(capsys, saved) == (0, newest, dict.fromkeys(names, "verified"))
+    file = saved / "checkpoints" / newest / "tensors.safetensors"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    assert listed(capsys, saved) == (0, second, dict.fromkeys(names, "verified") | {newest: "damaged"})
+    assert checkpoints.main([str(saved)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        rf"{newest} +damaged +step 40 +[\d.]+ kB +\d+ s old +tensors.safetensors is not what .*", lines[0]
+    )
+    assert re.fullmatch(rf"{second} +verified +step {int(second[5:])} +[\d.]+ kB +\d+ s old", lines[1])
+    assert lines[-1] == f"a resume would take {second}"
+
+
+def test_checkpoints_of_which_none_verifies_end_with_1(saved: Path, capsys: Said) -> None:
+    """And it says what to do."""
+    for manifest in (saved / "checkpoints").glob("*/manifest.json"):
+        manifest.write_text("\x1b[2J")
+    assert checkpoints.main([str(saved)]) == 1
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert "none of them; run.resume=never starts anew" in said
+    shutil.rmtree(saved / "checkpoints")
+    assert checkpoints.main([str(saved)]) == 1
+    assert "those that were written are gone" in capsys.readouterr().out
+
+
+def test_checkpoints_that_are_not_there(tmp_path: Path, capsys: Said) -> None:
+    """A run without any begins at its first step, which is no trouble; no directory is a mistake."""
+    assert listed(capsys, tmp_path) == (0, None, {})
+    assert checkpoints.main([str(tmp_path / "nowhere")]) == 2
+    assert "is no directory" in capsys.readouterr().err
+
+
+def test_a_listing_is_what_a_resume_does(saved: Path, nursery: Nursery, capsys: Said) -> None:
+    """The run goes on from the very checkpoint that was named."""
+    (newest, *_) = sorted((saved / "checkpoints").iterdir(), reverse=True)
+    (newest / "weights.safetensors").unlink()
+    _, named, _ = listed(capsys, saved)
+    assert named is not None
+    often = ["checkpoint.disk.every=10", "checkpoint.memory.every=10", "checkpoint.verify_after=2"]
+    again = nursery.run(*MINE, f"run.dir={saved}", "run.name=saved", "run.steps=45", *often)
+    assert again.code == 0, again.output
+    assert f"goes on from step {int(named.removeprefix('step-'))}\n" in (saved / "train.log").read_text()
+
+
+# ------------------------------------------------------------------------------------------------- ends of a process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_request_while_everything_is_imported_ends_it_quietly(number: signal.Signals, tmp_path: Path) -> None:
+    """Nothing was begun, so there is nothing to say and nothing to leave."""
+    process = subprocess.Popen([*COMMAND, *MINE], cwd=tmp_path, env=ENVIRONMENT, stdout=-1, stderr=-1)
+    time.sleep(0.3)
+    while b"SigCgt" in (state := Path(f"/proc/{process.pid}/status").read_bytes()):
+        if int(re.findall(rb"SigCgt:\s*(\w+)", state)[0], 16) & 1 << (signal.SIGUSR1 - 1):
+            break  # it listens
+        time.sleep(0.01)
+    process.send_signal(number)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out, errors) == (75, b"", b"")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_that_comes_while_the_interpreter_ends_changes_nothing(tmp_path: Path) -> None:
+    """The run is complete, and so says its exit code."""
+    late = "import atexit, os, signal\natexit.register(os.kill, os.getpid(), signal.SIGTERM)\n"
+    (tmp_path / "late.py").write_text(f"{late}from strangers import Fixed\n")
+    command = [*COMMAND, *MINE, "data.train._target_=late.Fixed", "run.steps=3"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+class Agent:
+    """An elastic agent with two restarts to give, and one worker."""
+
+    def __init__(self, place: Path, *overrides: str) -> None:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1"]
+        environment = {**ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(HERE)}
+        if outer := os.environ.get("PYTHONPATH"):
+            environment["PYTHONPATH"] += os.pathsep + outer
+        self.run_dir = place / "runs" / "run"
+        self.process = subprocess.Popen(
+            [*launcher, "--max-restarts=2", "-m", "resilient_train", *MINE, "run.name=run", *overrides],
+            cwd=place,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def worker(self, step: int) -> int:
+        """Wait until its worker has made so many updates; return that process."""
+        while stand(self.run_dir).step < step:
+            assert self.process.poll() is None
+            time.sleep(0.02)
+        return int((self.run_dir / ".lock").read_text().split()[1])
+
+    def ended(self) -> tuple[int, int]:
+        """Its exit code, and how often a run was begun or gone on with."""
+        _, errors = self.process.communicate(timeout=200)
+        log = self.run_dir / "train.log"
+        starts = log.read_text().count(" resilient_train 0.") if log.exists() else errors.count("error: ")
+        return self.process.returncode, starts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "line"),
+    [
+        (["drill=nan_grad", "recovery=off", "run.steps=20"], 3, "gave up"),
+        (["+model.widht=3", "run.steps=20"], 2, "failed"),
+        (["optimizer.lrr=1"], 2, "no run there"),
+    ],
+    ids=["give-up", "bad model", "bad key"],
+)
+def test_an_agent_does_not_restart_what_would_end_the_same_way(
+    overrides: list[str], code: int, line: str, tmp_path: Path, capsys: Said
+) -> None:
+    """For the agent it went well; `status` has the true exit code."""
+    agent = Agent(tmp_path, *overrides)
+    assert agent.ended() == (0, 1)
+    found, text = told(capsys, agent.run_dir)
+    assert found == code
+    assert text.startswith(line)
+
+
+def test_an_agent_restarts_a_crash_and_no_stop(tmp_path: Path, capsys: Said) -> None:
+    """A worker that is killed goes on in another process; one that was asked to stop stays away."""
+    agent = Agent(tmp_path, FOR_EVER, "checkpoint.disk.every=10", "checkpoint.verify_after=2")
+    first = agent.worker(50)
+    os.kill(first, signal.SIGKILL)
+    while (second := agent.worker(50)) == first or told(capsys, agent.run_dir)[1].startswith("killed"):
+        time.sleep(0.1)
+    second = agent.worker(stand(agent.run_dir).step + 50)
+    os.kill(second, signal.SIGTERM)
+    assert agent.ended() == (0, 2)
+    assert told(capsys, agent.run_dir)[0] == 75

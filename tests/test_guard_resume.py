@@ -1,0 +1,198 @@
+"""A loop of somebody's own on Accelerate that is killed, stopped or brought down by a row, and is simply run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from group import alone, together
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from resilient_train.checkpoint.writer import DiskConfig
+from resilient_train.drill import Drill, NanGrad
+from resilient_train.guard import Guard
+from resilient_train.record.quarantine import QUARANTINE
+from resilient_train.state.ring import MemoryConfig
+
+STEPS, ROWS, BATCH = 60, 64, 8
+KILLER = 39  # whose company of the first epoch is nowhere near it in the second
+NEVER = 10**9
+
+
+class Rows(Dataset[Any]):
+    """Rows of numbers, one of which may end the process that reads it."""
+
+    def __init__(self, killer: int | None = None) -> None:
+        self.inputs = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(1))
+        self.killer = killer
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        if row == self.killer:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.inputs[row], self.inputs[row].sum().reshape(1)
+
+
+class Average:
+    """A moving average of the weights, as many loops have one: it goes along by `keep`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+
+    def update(self) -> None:
+        for name, one in self.model.named_parameters():
+            self.weights[name].lerp_(one.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: one.clone() for name, one in self.weights.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        for name, one in state.items():
+            self.weights[name].copy_(one)
+
+
+def mse(model: Any, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def die_with_checkpoint(run_dir: Path) -> None:
+    """As soon as there is one: it is written beside the training, and these updates are quicker than a disk."""
+    while not any(run_dir.glob("checkpoints/step-*")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loop(run_dir: Path, killed_at: int = NEVER, asked_at: int = NEVER, killer: int | None = None) -> dict[str, Any]:
+    """The whole program: no line of it knows whether it is the first start."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    prepared = accelerator.prepare(model)
+    average = Average(model)
+    guard = Guard(
+        *(accelerator, prepared, optimizer),
+        data=Rows(killer),
+        batch_size=BATCH,
+        objective=mse,
+        run_dir=run_dir,
+        memory=MemoryConfig(every=2, keep=4, max_gib=None),
+        verify_after=3,
+        disk=DiskConfig(every=6),
+        resume=True,
+        stop=lambda: guard.clock.step >= asked_at,
+    )
+    guard.keep(average=average)
+    began = None
+    for batch in guard.batches(STEPS):
+        began = guard.clock.step if began is None else began
+        if guard.step(batch):
+            average.update()
+        if guard.clock.tick == killed_at:
+            die_with_checkpoint(run_dir)
+    guard.leave()
+    guard.close()
+    told = [(str(one.anomaly.signal), one.decision.actions[0].remedy, one.diagnosis.rows) for one in guard.incidents]
+    averages = torch.cat([one.flatten() for one in average.weights.values()]).tolist()
+    weights = guard.state.weights_sha256()
+    return {"began": began, "step": guard.clock.step, "told": told, "weights": weights, "average": averages}
+
+
+def test_a_loop_that_is_killed_is_run_again_and_ends_the_same(tmp_path: Path) -> None:
+    """From its newest checkpoint, with what it keeps: to the last bit what it would have become."""
+    code, unharmed = alone(loop, tmp_path / "unharmed")
+    assert (code, unharmed["told"]) == (0, [])
+    for killed_at in (31, 44):
+        code, nothing = alone(loop, tmp_path / "mine", killed_at)
+        assert (code, nothing) == (-signal.SIGKILL, None)
+    code, told = alone(loop, tmp_path / "mine")
+    assert code == 0
+    assert told["began"] > 0
+    assert [what[:2] for what in told["told"]] == [("crash", "go_on")] * 2
+    assert {key: told[key] for key in ("step", "weights", "average")} == {
+        key: unharmed[key] for key in ("step", "weights", "average")
+    }
+    code, again = alone(loop, tmp_path / "mine")
+    assert (code, again["began"], again["weights"]) == (0, None, unharmed["weights"]), "it is complete"
+
+
+def test_a_loop_that_is_asked_to_stop_goes_on_where_it_stood(tmp_path: Path) -> None:
+    """`leave` has written the very state; nothing is made twice, and nothing is an incident."""
+    code, unharmed = alone(loop, tmp_path / "unharmed")
+    code, stopped = alone(loop, tmp_path / "mine", NEVER, 20)
+    assert (code, stopped["step"]) == (0, 21), "the one under way is finished"
+    code, told = alone(loop, tmp_path / "mine")
+    assert (code, told["began"], told["told"]) == (0, 21, [])
+    assert (told["weights"], told["average"]) == (unharmed["weights"], unharmed["average"])
+
+
+def test_a_row_that_ends_the_process_is_narrowed_down_and_put_away(tmp_path: Path) -> None:
+    """Its batch is passed over after two ends; in the next epoch its company is another, and it is found out."""
+    ends = 0
+    while (ended := alone(loop, tmp_path / "mine", NEVER, NEVER, KILLER))[0] == -signal.SIGKILL:
+        ends += 1
+        assert ends <= 4
+    code, told = ended
+    assert (code, told["step"], ends) == (0, STEPS, 4)
+    passed_over = [rows for _, remedy, rows in told["told"] if remedy == "skip"]
+    assert [len(rows) for rows in passed_over] == [BATCH, 1]
+    assert passed_over[-1] == (KILLER,)
+    listed = json.loads((tmp_path / "mine" / QUARANTINE).read_text())
+    assert [one["row"] for one in listed["rows"]] == [KILLER]
+
+
+# ---------------------------------------------------------------------------------------------------------- two ranks
+
+TWICE = {"ladders": {"default": [["skip"], ["rewind", "skip"]]}, "strikes": 1}  # the second incident costs more
+
+
+def ranks(run_dir: Path, killed_at: int) -> list[Any]:
+    """One rank of a run whose gradients are spoiled twice, with what it decided."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(5, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    fired: set[int] = set()
+    drill = Drill([NanGrad(at=[12, 34])], has_fired=fired.__contains__, fired=lambda number, *_: fired.add(number))
+    guard = Guard(
+        *(accelerator, accelerator.prepare(model), optimizer),
+        data=Rows(),
+        batch_size=4,
+        objective=mse,
+        run_dir=run_dir,
+        recovery=TWICE,
+        memory=MemoryConfig(every=2, keep=4, max_gib=None),
+        verify_after=3,
+        disk=DiskConfig(every=6),
+        drill=drill,
+        resume=True,
+    )
+    for batch in guard.batches(STEPS):
+        guard.step(batch)
+        if guard.clock.tick == killed_at:
+            guard.world.all_of(None)  # neither is gone before the other is here
+            die_with_checkpoint(run_dir)
+    told = [[action.remedy for action in one.decision.actions] for one in guard.incidents]
+    learned = [told, guard.state.weights_sha256(), guard.clock.step]
+    guard.close()
+    guard.world.leave()
+    return learned
+
+
+def test_strikes_count_on_every_rank_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Rank 0 alone has read what was done before; all of them decide by it, alike."""
+    assert [code for code, _ in together(2, ranks, tmp_path / "mine", 25)] == [-signal.SIGKILL] * 2
+    (first, mine), (second, theirs) = together(2, ranks, tmp_path / "mine", NEVER)
+    assert (first, second) == (0, 0)
+    assert mine == theirs
+    assert mine[0] == [["skip"], ["go_on"], ["rewind", "skip"]]

@@ -1,0 +1,211 @@
+"""What a run says that it runs on, and what it refuses because it would silently be something else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from command import command
+from conftest import ROOT
+from kills import ENVIRONMENT
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from resilient_train import Guard
+from resilient_train.errors import ConfigError
+from resilient_train.ranks import launch
+from resilient_train.ranks.launch import refuse_what_is_not_supported
+from resilient_train.ranks.world import AccelerateConfig, World
+
+OWN = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.steps=2", "run.dir=run"]
+PLAIN = AccelerateConfig(False, None, 1, False, {}, False, False, None)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Accelerate remembers what it found, for as long as a process lasts."""
+    forgotten()
+    yield
+    forgotten()
+
+
+def forgotten() -> None:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED=true: DeepSpeed is not supported yet"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported yet"),
+        ({"ACCELERATE_USE_FSDP": "true"}, "accelerate launch --use_fsdp: leave that out and set accelerate.fsdp=true"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism are not supported yet"),
+    ],
+)
+def test_engines_that_are_not_supported_are_refused_by_name(
+    said: Mapping[str, str], told: str, run_command: command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line that says what to use instead, exit code 2, and no directory."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    done = run_command(OWN)
+    assert done.code == 2
+    assert told in done.stderr
+    assert "accelerate.fsdp=true" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_engines_that_were_declined_are_none() -> None:
+    """Accelerate's launcher says of each what it is not, too."""
+    refuse_what_is_not_supported({"ACCELERATE_USE_DEEPSPEED": "false", "ACCELERATE_USE_FSDP": "False"})
+
+
+LAUNCHER = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"ACCELERATE_USE_CPU": "True"},
+        {name: LAUNCHER[name] for name in ("MASTER_ADDR", "MASTER_PORT")},
+        {**LAUNCHER, "WORLD_SIZE": "2"},
+        {**LAUNCHER, "PMI_SIZE": "2"},
+    ],
+)
+def test_what_is_meant_to_be_one_process_is(said: Mapping[str, str]) -> None:
+    """A launcher that was asked for one, names that are set in a shell, and processes that were in fact started."""
+    refuse_what_is_not_supported(said)
+
+
+def accelerate_launch(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1"]
+    return subprocess.run(
+        [*launcher, *options, "-m", "resilient_train", *OWN],
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_two_processes_on_cpus_that_became_one_are_refused(tmp_path: Path) -> None:
+    """By the command itself: with what to type instead, and nothing was begun."""
+    done = accelerate_launch(tmp_path, "--num_processes", "2")
+    assert done.returncode != 0
+    assert "error: accelerate launch: several processes were asked for, and on CPUs it starts one." in done.stderr
+    assert "torchrun --nproc_per_node N -m resilient_train accelerate.cpu=true" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+LIKE_LAUNCHER = """
+import os, subprocess, sys
+said = {**os.environ, "ACCELERATE_USE_CPU": "True"}
+sys.exit(subprocess.run([sys.executable, "-c", sys.argv[1]], env=said).returncode)
+"""
+REFUSES = "from resilient_train.ranks.launch import refuse_what_is_not_supported as r; r()"
+
+
+def test_a_master_that_a_shell_has_set_asks_for_nothing() -> None:
+    """A cluster's shells name one, and the launcher hands it on to the one process that it was asked for."""
+    shell = {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+    done = subprocess.run(
+        [sys.executable, "-c", LIKE_LAUNCHER, REFUSES], env=shell, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU that the processes would share")
+def test_processes_that_would_each_be_a_run_of_their_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU Accelerate makes groups on a CPU only where it is told to."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"each of the 2 processes.*accelerate\.cpu=true"):
+        World.joined(PLAIN)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL says so in many lines, and Accelerate deals GPUs out twice without a word."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    launch.refuse_too_few_devices(4)
+    with pytest.raises(ConfigError, match="4 processes to a host were launched, and there are 2 GPUs"):
+        launch.refuse_too_few_devices(2)
+
+
+@pytest.mark.parametrize(
+    ("said", "hosts"),
+    [
+        ({}, 1),
+        ({"LOCAL_WORLD_SIZE": "4"}, 2),
+        ({"GROUP_WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "4"}, 3),
+        ({"LOCAL_WORLD_SIZE": "16"}, 1),
+    ],
+)
+def test_hosts_are_counted_as_launchers_tell_them(
+    said: Mapping[str, str], hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 processes."""
+    for name in ("GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    assert launch.hosts(8) == hosts
+
+
+# ---------------------------------------------------------------------------------------------------- in one's own loop
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def guarded(model: nn.Module) -> Guard:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = [(torch.zeros(4), torch.zeros(1))] * 8
+    return Guard(Accelerator(cpu=True), model, optimizer, data=rows, batch_size=2)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_fsdp1_is_refused() -> None:
+    """With what is supported instead; also where only a part of the model is wrapped."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is deprecated, and has one process here
+        wrapped = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"flat pieces.*fully_shard"):
+        guarded(nn.Sequential(wrapped, nn.Linear(4, 1)))
+
+
+def test_an_engine_of_deepspeed_is_refused() -> None:
+    """It is known by the package of its class: the package itself need not be there."""
+    engine = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})
+    with pytest.raises(ValueError, match=r"DeepSpeed makes its updates itself.*use DDP or FSDP2"):
+        guarded(engine(4, 1))
+
+
+def test_an_accelerator_for_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything else is looked at."""
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(type(accelerator), "distributed_type", property(lambda one: _Type()))
+    with pytest.raises(ValueError, match="accelerator: Megatron-LM"):
+        Guard(accelerator, nn.Linear(4, 1), None, data=[], batch_size=1)
+
+
+class _Type:
+    value = "MEGATRON_LM"

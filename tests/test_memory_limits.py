@@ -1,0 +1,171 @@
+"""Out of memory: the same samples in smaller micro-batches, at once in one process, with the next start in several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from group import alone, together
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from resilient_train.checkpoint.writer import DiskConfig
+from resilient_train.errors import TrainError
+from resilient_train.events import Incident
+from resilient_train.guard import Guard
+from resilient_train.record import shortage
+from resilient_train.record.shortage import Shortage
+from resilient_train.recover.policy import named
+from resilient_train.state.ring import MemoryConfig
+
+STEPS = 20
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    """Accelerate keeps its state for the process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Tight:
+    """An objective that finds room for so many rows at a time, from one of its calls on."""
+
+    def __init__(self, room: int, since: int = 0) -> None:
+        self.room, self.calls, self.since = room, 0, since
+        self.fed: list[int] = []
+
+    def __call__(self, model: Any, batch: list[Tensor]) -> Tensor:
+        self.calls += 1
+        if self.calls > self.since and len(batch[0]) > self.room:
+            raise torch.OutOfMemoryError(f"tried to allocate room for {len(batch[0])} rows")
+        self.fed.append(len(batch[0]))
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def guarded(objective: Any, batch_size: int = 32, accumulation: int = 1, **more: Any) -> Guard:
+    numbers = torch.Generator().manual_seed(3)
+    x = torch.randn(256, 6, generator=numbers)
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    data, memory = TensorDataset(x, x.sum(1, keepdim=True)), MemoryConfig(every=2, keep=4, max_gib=None)
+    return Guard(
+        *(accelerator, accelerator.prepare(model), optimizer),
+        data=data,
+        batch_size=batch_size,
+        objective=objective,
+        memory=memory,
+        verify_after=3,
+        **more,
+    )
+
+
+def trained(guard: Guard, steps: int = STEPS) -> Guard:
+    for batch in guard.batches(steps):
+        guard.step(batch)
+    return guard
+
+
+def told(incidents: list[Incident]) -> list[tuple[str, str, tuple[int, ...]]]:
+    return [(str(one.anomaly.signal), one.decision.actions[0].remedy, one.anomaly.ranks) for one in incidents]
+
+
+@pytest.mark.parametrize("since", [0, 7])
+def test_the_update_is_made_again_in_smaller_micro_batches(since: int) -> None:
+    """As often as it takes; nothing is lost, and from the start on it is the very run that is configured so."""
+    tight = Tight(room=8, since=since)
+    guard = trained(guarded(tight))
+    assert told(guard.incidents) == [("out_of_memory", "smaller_batch", ())] * 2
+    assert (guard.clock.step, guard.clock.tick) == (STEPS, STEPS)
+    assert (guard.slicing.batch_size, guard.slicing.accumulation) == (8, 4)
+    assert set(tight.fed[since:]) == {8}
+    weights = guard.state.weights_sha256()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    asked_for = trained(guarded(Tight(room=8), batch_size=8, accumulation=4))
+    assert (asked_for.state.weights_sha256() == weights) is (since == 0)  # else the first updates are cut otherwise
+    for mine, theirs in zip(guard.model.parameters(), asked_for.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_shortage_in_the_midst_of_an_accumulation_begins_the_update_anew() -> None:
+    """The gradients of the micro-batches before it do not count twice."""
+    guard = trained(guarded(Tight(room=8, since=9), batch_size=16, accumulation=2))  # the second half of update 5
+    assert told(guard.incidents) == [("out_of_memory", "smaller_batch", ())]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    whole = trained(guarded(Tight(room=32)))
+    for mine, theirs in zip(guard.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "room", "policy"), [(5, 2, "balanced"), (32, 1, "balanced"), (32, 8, "conservative")]
+)
+def test_where_halving_ends_the_run_ends(batch_size: int, room: int, policy: str) -> None:
+    """Of an odd number of rows, after as many times as the policy allows, or at once where it allows none."""
+    guard = guarded(Tight(room), batch_size=batch_size, recovery=policy)
+    with pytest.raises(TrainError, match=r"out of memory in update 1: .*use a smaller data.batch_size"):
+        trained(guard)
+    assert len(guard.incidents) == (named(policy).halvings if batch_size == 32 else 0)
+
+
+def part(run_dir: Path, steps: int) -> Any:
+    """A process that makes so many steps of a run: how many incidents there are, and how many rows it was fed."""
+    tight = Tight(room=8)
+    guard = trained(guarded(tight, run_dir=run_dir, disk=DiskConfig(every=4), resume=True), steps)
+    guard.leave()
+    guard.close()
+    return len(guard.incidents), tight.calls, tight.fed
+
+
+def test_what_memory_had_room_for_is_remembered(tmp_path: Path) -> None:
+    """A run that goes on does not find it out again."""
+    assert alone(part, tmp_path, 10) == (0, (2, 2 + 40, [8] * 40))
+    assert alone(part, tmp_path, STEPS) == (0, (2, 40, [8] * 40))
+
+
+def test_what_one_of_several_ranks_has_left_is_heeded_once(tmp_path: Path) -> None:
+    """By whoever goes on, also where several ran out of memory; what is no such note is passed over."""
+    shortage.leave(tmp_path, Shortage(32, 3, 2, "tried to allocate"))
+    shortage.leave(tmp_path, Shortage(16, 3, 5, "tried to allocate"))
+    for name, text in {"rank1": "{", "rank3": "[]", "rank4": '{"batch_size": "2"}'}.items():
+        (tmp_path / f"no_room.{name}").write_text(text)
+    guard = trained(guarded(Tight(room=8), run_dir=tmp_path, disk=DiskConfig(every=4), resume=True))
+    assert told(guard.incidents) == [("out_of_memory", "smaller_batch", (5,))]
+    assert list(tmp_path.glob("no_room*")) == []
+    guard.leave()
+    guard.close()
+
+
+def two(run_dir: Path, room: int) -> Any:
+    """A rank of a run on which the other one has less room."""
+    tight = Tight(room if os.environ["RANK"] == "1" else 32)
+    guard = guarded(tight, batch_size=16, run_dir=run_dir, disk=DiskConfig(every=4), resume=True)
+    try:
+        trained(guard)
+    except TrainError as error:
+        return str(error)
+    learned = [told(guard.incidents), set(tight.fed), guard.state.weights_sha256()]
+    guard.leave()
+    guard.close()
+    guard.world.leave()
+    return learned
+
+
+def test_a_rank_without_room_ends_the_group_and_the_next_start_fits(tmp_path: Path) -> None:
+    """The others cannot be fetched from their collective; all of them make smaller micro-batches from then on."""
+    (_, first), (code, said) = together(2, two, tmp_path, 8)
+    assert first is None, "it was waiting for the other, and is ended by it"
+    assert code == 0
+    assert "the same command, or a restart by the launcher, goes on with micro-batches of half the rows" in said
+    (_, mine), (_, theirs) = together(2, two, tmp_path, 8)
+    assert mine == theirs
+    assert mine[:2] == [[("out_of_memory", "smaller_batch", (1,))], {8}]

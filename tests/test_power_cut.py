@@ -1,0 +1,368 @@
+"""The power is cut before every call that reaches the disk: what is found then is the old state or the new, whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import power
+import pytest
+from power import FATES, Careless, Power, PowerCut
+from sealed import newest, write
+
+from resilient_train import files
+from resilient_train.checkpoint.manifest import CANDIDATE, DEMOTED
+from resilient_train.checkpoint.store import Store
+from resilient_train.files import commit_text, is_left_over
+from resilient_train.record.journal import Journal, read
+from resilient_train.record.quarantine import Quarantine
+from resilient_train.record.summary import Summary
+
+FINGERPRINT = {"dataset": "digits", "rows": 100, "digests": {}}
+
+
+def cuts(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    before: Callable[[Path], Any],
+    act: Callable[[Path], Any],
+    look: Callable[[Path], Any],
+    fates: Sequence[str] = FATES,
+) -> tuple[list[Any], list[Any], int]:
+    """Cut the power before each call of `act`, and once after the last, with every fate, and `look` at what is left.
+
+    Returns what was seen where `act` was cut short, what was seen where it had returned, and how many calls it made.
+    """
+    monkeypatch.setattr(files, "disk", Careless())
+    (start := tmp_path / "start").mkdir()
+    before(start)
+    act(shutil.copytree(start, tmp_path / "whole"))
+    monkeypatch.setattr(files, "disk", disk := Power(shutil.copytree(start, tmp_path / "counted")))
+    act(disk.root)
+    count = len(disk.calls)
+    short: list[Any] = []
+    full: list[Any] = []
+    for number in range(1, count + 2):
+        monkeypatch.setattr(files, "disk", disk := Power(shutil.copytree(start, tmp_path / f"cut {number}"), number))
+        try:
+            act(disk.root)
+        except PowerCut:
+            seen = short
+        else:
+            assert number == count + 1, "a cut has gone by unnoticed"
+            seen = full
+        monkeypatch.setattr(files, "disk", Careless())
+        for fate in fates:
+            after = disk.after(fate, tmp_path / f"cut {number} {fate}")
+            try:
+                seen.append(look(after))
+            except Exception as error:
+                raise AssertionError(f"{fate}, cut before call {number} of {disk.calls}: {error}") from error
+            shutil.rmtree(after)
+    return short, full, count
+
+
+# What is found.
+
+
+def found(run_dir: Path) -> int | None:
+    """The step that the next start goes on from; it tidies up first, and can save at once."""
+    store = Store(run_dir)
+    store.sweep()
+    step = newest(store)
+    assert not [path for path in run_dir.rglob("*") if is_left_over(path.name)]
+    write(store, 99)
+    store.prune(1, 0)
+    assert newest(store) == 99
+    assert len(store.entries()) == 1
+    return step
+
+
+def entries(run_dir: Path) -> list[str]:
+    """The kinds in the journal; it can be written to at once."""
+    journal = Journal(run_dir / "journal.jsonl")
+    kinds = [entry["kind"] for entry in journal.entries]
+    journal.write("later")
+    assert journal.waiting == 0
+    assert [entry["kind"] for entry in read(journal.path)] == [*kinds, "later"]
+    return kinds
+
+
+def listed(run_dir: Path) -> list[int]:
+    """The rows in quarantine."""
+    quarantine = Quarantine(run_dir, lambda: FINGERPRINT)
+    assert not (run_dir / "quarantine.json.damaged").exists()
+    return list(quarantine.rows)
+
+
+# What is done.
+
+
+def two_checkpoints(run_dir: Path) -> None:
+    write(Store(run_dir), 1)
+    write(Store(run_dir), 2)
+
+
+def save_and_prune(run_dir: Path) -> None:
+    write(Store(run_dir), 2)
+    Store(run_dir).prune(1, 0)
+
+
+def summary(status: str) -> Summary:
+    return Summary(status, 0, 9, 9, 0, 0.5, None, {"total": 0, "recovered": 0, "by_cause": {}}, 1, 2, None, None, None)
+
+
+def append(count: int) -> Callable[[Path], Any]:
+    def act(run_dir: Path) -> None:
+        journal = Journal(run_dir / "journal.jsonl")
+        for number in range(count):
+            journal.write(f"entry {number}", filling="x" * 100)
+
+    return act
+
+
+def append_to_torn(run_dir: Path) -> None:
+    append(2)(run_dir)
+    with open(run_dir / "journal.jsonl", "ab") as file:
+        file.write(b'{"n": 3, "at": 17672')
+
+
+CASES: dict[str, tuple[Callable[[Path], Any], ...]] = {
+    "the first checkpoint of all": (lambda run_dir: None, lambda run_dir: write(Store(run_dir), 1), found),
+    "a checkpoint beside another": (lambda run_dir: write(Store(run_dir), 1), save_and_prune, found),
+    "the same step once more": (
+        lambda run_dir: write(Store(run_dir), 2, kind=CANDIDATE, tick=2),
+        lambda run_dir: write(Store(run_dir), 2, tick=3),
+        found,
+    ),
+    "pruning several": (
+        lambda run_dir: [write(Store(run_dir), step) for step in (1, 2, 3)],
+        lambda run_dir: Store(run_dir).prune(1, 0),
+        found,
+    ),
+    "a demotion": (two_checkpoints, lambda run_dir: Store(run_dir).demote(1), found),
+    "the first entry of a journal": (lambda run_dir: None, append(1), entries),
+    "an entry of a journal": (append(2), append(2), entries),
+    "an entry behind a torn one": (append_to_torn, append(1), entries),
+    "a summary": (
+        lambda run_dir: summary("failed").write(run_dir / "summary.json"),
+        lambda run_dir: summary("completed").write(run_dir / "summary.json"),
+        lambda run_dir: json.loads((run_dir / "summary.json").read_text())["status"],
+    ),
+    "a row in quarantine": (
+        lambda run_dir: Quarantine(run_dir, lambda: FINGERPRINT).add([3], "odd", 1, 1),
+        lambda run_dir: Quarantine(run_dir, lambda: FINGERPRINT).add([7], "odd", 2, 2),
+        listed,
+    ),
+}
+SEEN: dict[str, tuple[set[str], str]] = {  # where it was cut short, and where it had returned
+    "the first checkpoint of all": ({"None", "1"}, "1"),
+    "a checkpoint beside another": ({"1", "2"}, "2"),
+    "the same step once more": ({"2"}, "2"),
+    "pruning several": ({"3"}, "3"),
+    "a demotion": ({"1", "2"}, "1"),
+    "the first entry of a journal": ({"[]", "['entry 0']"}, "['entry 0']"),
+    "an entry of a journal": (
+        {f"{['entry 0', 'entry 1', *more]}" for more in ([], ["entry 0"], ["entry 0", "entry 1"])},
+        "['entry 0', 'entry 1', 'entry 0', 'entry 1']",
+    ),
+    "an entry behind a torn one": (
+        {"['entry 0', 'entry 1']", "['entry 0', 'entry 1', 'entry 0']"},
+        "['entry 0', 'entry 1', 'entry 0']",
+    ),
+    "a summary": ({"failed", "completed"}, "completed"),
+    "a row in quarantine": ({"[3]", "[3, 7]"}, "[3, 7]"),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_the_old_state_or_the_new_one_is_found_whole(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
+) -> None:
+    """Cut before any call, whatever becomes of what was not synced; once it has returned it is the new one."""
+    before, act, look = CASES[what]
+    short, full, count = cuts(monkeypatch, tmp_path, before, act, look)
+    allowed, new = SEEN[what]
+    assert count >= 3
+    assert {str(one) for one in short} == allowed
+    assert {str(one) for one in full} == {new}
+
+
+def test_the_power_is_cut_while_tidying_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A start that is cut short in its own sweep loses nothing either."""
+
+    def littered(run_dir: Path) -> None:
+        two_checkpoints(run_dir)
+        shutil.copytree(run_dir / "checkpoints" / "step-00000002", run_dir / "checkpoints" / ".new.resilient-tmp")
+        (run_dir / "checkpoints" / "step-00000001" / ".manifest.json.resilient-tmp").write_text("half")
+
+    short, full, count = cuts(monkeypatch, tmp_path, littered, lambda run_dir: Store(run_dir).sweep(), found)
+    assert count == 6
+    assert {*short, *full} == {2}
+
+
+def test_a_demoted_checkpoint_never_comes_back_by_halves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Demoting several goes from the newest down: an older one that is not to be trusted is not left as the newest."""
+
+    def four(run_dir: Path) -> None:
+        for step in (1, 2, 3, 4):
+            write(Store(run_dir), step)
+
+    def look(run_dir: Path) -> tuple[int, ...]:
+        return tuple(entry.manifest_step for entry in Store(run_dir).entries() if entry.is_usable)
+
+    short, full, _ = cuts(monkeypatch, tmp_path, four, lambda run_dir: Store(run_dir).demote(1), look)
+    assert set(short) <= {(4, 3, 2, 1), (3, 2, 1), (2, 1), (1,)}
+    assert set(full) == {(1,)}
+    assert DEMOTED in {entry.manifest.kind for entry in Store(tmp_path / "whole").entries() if entry.manifest}
+
+
+@pytest.mark.parametrize("number", range(1, 40))
+def test_an_error_in_place_of_any_call_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int
+) -> None:
+    """A disk that refuses one call of a save, and works again: the old checkpoint is there, and nothing half done."""
+    write(Store(tmp_path), 1)
+
+    class Refusing(Power):
+        def _about_to(self, call: str, path: Path) -> None:
+            super()._about_to(call, path)
+            if len(self.calls) == number:
+                raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "disk", Refusing(tmp_path))
+    try:
+        write(Store(tmp_path), 2)
+        Store(tmp_path).prune(1, 0)
+    except OSError:
+        assert newest(Store(tmp_path)) in (1, 2)
+    else:
+        assert newest(Store(tmp_path)) == 2
+    monkeypatch.setattr(files, "disk", Careless())
+    assert found(tmp_path) in (1, 2)
+
+
+# The seam.
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import power, test_power_cut as cases
+from resilient_train import files
+root = Path(sys.argv[1])
+for number, what in enumerate(sys.argv[3:]):
+    before, act, look = cases.CASES[what]
+    (directory := root / str(number)).mkdir()
+    before(directory)
+    files.disk = disk = power.Power(directory, is_real=True)
+    (root / "BEGIN").exists()
+    act(directory)
+    (root / "END").exists()
+    files.disk = files.Disk()
+    print(*(f"{call} {name}" for call, name in disk.calls), sep="\\n", flush=True)
+"""
+
+_CALLS = {
+    "pwrite64": "write",
+    "write": "write",
+    "fsync": "sync",
+    "fdatasync": "sync",
+    "ftruncate": "truncate",
+    "truncate": "truncate",
+    "rename": "rename",
+    "renameat": "rename",
+    "renameat2": "rename",
+    "unlink": "unlink",
+    "unlinkat": "unlink",
+    "mkdir": "make_directory",
+    "mkdirat": "make_directory",
+    "rmdir": "remove_directory",
+}
+
+_KINDS = {"create", "open", *_CALLS.values()}
+TORN = "an entry behind a torn one"
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+@pytest.mark.parametrize(
+    ("cases", "kinds"),
+    [
+        pytest.param([what for what in CASES if what != TORN], _KINDS - {"truncate"}, id="all but one"),
+        pytest.param([TORN], {"open", "write", "sync", "truncate"}, id=TORN),
+    ],
+)
+def test_the_seam_sees_every_call_that_reaches_the_disk(tmp_path: Path, cases: list[str], kinds: set[str]) -> None:
+    """What the kernel is asked for while things are saved is what the simulated disk has recorded, one by one."""
+    (root := tmp_path / "disk").mkdir()
+    traced = "trace=open,openat,openat2,creat,mkdir,mkdirat,rename,renameat,renameat2,unlink,unlinkat,rmdir,truncate,"
+    traced += "ftruncate,write,pwrite64,pwritev,writev,fsync,fdatasync,sync,link,linkat,symlink,chmod,newfstatat,stat"
+    log = tmp_path / "strace"
+    command = ["strace", "-f", "-y", "-qq", "-s", "0", "-e", traced, "-o", str(log)]
+    command += [sys.executable, "-c", SCRIPT, str(root), str(Path(__file__).parent), *cases]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if "PTRACE" in done.stderr or "Operation not permitted" in done.stderr:
+        pytest.skip("strace may not trace here")
+    assert done.returncode == 0, done.stderr
+    asked = _asked(log.read_text(errors="replace"), root)
+    assert asked == done.stdout.splitlines()
+    assert {line.split()[0] for line in asked} == kinds
+
+
+def _asked(log: str, root: Path) -> list[str]:
+    """Tell each call on a file under `root` in the words of the seam, between the marks that the script sets."""
+    told: list[str] = []
+    within = False
+    for line in log.splitlines():
+        if f"{root}/BEGIN" in line or f"{root}/END" in line:
+            within = f"{root}/BEGIN" in line
+            continue
+        match = re.match(r"\d+\s+(\w+)\((.*)", line)
+        if not within or match is None or str(root) not in line or re.search(r"= -1 E\w+", line):
+            continue
+        call, rest = match[1], match[2]
+        if call.startswith(("open", "creat")):
+            if "O_WRONLY" in rest or "O_RDWR" in rest or "O_CREAT" in rest:
+                told.append(f"{'create' if 'O_WRONLY' in rest else 'open'} {_name(rest, last=False)}")
+        elif call not in ("newfstatat", "stat", "access"):
+            told.append(f"{_CALLS.get(call, call)} {_name(rest, last=False)}")
+    return told
+
+
+def _name(rest: str, *, last: bool) -> str:
+    paths = re.findall(r'"(/[^"]*)"', rest) or re.findall(r"\d<(/[^>]*)>", rest)
+    return Path(paths[-1 if last else 0]).name
+
+
+def test_the_simulated_disk_drops_what_was_not_synced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rename without a sync of the file before it loses both: the simulation catches what it is there to catch."""
+
+    def careless(run_dir: Path) -> None:
+        beside = run_dir / "beside"
+        descriptor = files.disk.create(beside)
+        files.disk.write(descriptor, memoryview(b"new"), 0)
+        os.close(descriptor)
+        files.disk.rename(beside, run_dir / "file")
+        files.sync_directory(run_dir)
+
+    seen, full, _ = cuts(
+        *(monkeypatch, tmp_path),
+        lambda run_dir: commit_text(run_dir / "file", "old"),
+        careless,
+        lambda run_dir: (run_dir / "file").read_text(),
+    )
+    assert Counter(full)["new"] < len(full)
+    assert "" in {*seen, *full}
+
+
+def test_power_is_the_whole_seam() -> None:
+    """A call that is added to the seam is one that the simulation has to learn."""
+    assert {name for name in vars(files.Disk) if not name.startswith("_")} <= set(vars(power.Power))

@@ -1,0 +1,241 @@
+"""Faults on one rank only: cured as in one process with the same samples to an update, on every rank alike.
+
+The long form, with more faults and a table of what each is cured by, is `benchmarks/ranks.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from command import command
+from group import together
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from resilient_train.drill import BadMoments, BitFlip, Drill, HotLr, LossSpike, NanBatch, NanGrad
+from resilient_train.errors import RanksDiffer
+from resilient_train.guard import Guard
+from resilient_train.state.ring import MemoryConfig
+
+HERE = Path(__file__).resolve().parent
+
+# What rounding makes of another order of adding up, grown over so many updates. One update more or less, or another
+# remedy, leaves a hundred times as much.
+ROUNDING = 1e-3
+
+# ------------------------------------------------------------------------------------------- the command, by a launcher
+
+OWN = ["model=mlp", "data=digits", "objective=classification", "optimizer.lr=3e-3", "accelerate.cpu=true"]
+OWN += ["tracking=none", "run.steps=240", "run.dir=run"]
+
+
+def struck(rank: int) -> str:
+    """Nearly one of each drill, on one rank; `bad_row` strikes whoever meets the rows."""
+    faults = [f"{name}:{{at:[{tick}],rank:{rank}}}" for name, tick in STRUCK.items()]
+    return "drill.faults=[{bad_row:{rows:[17,230]}}," + ",".join(f"{{{one}}}" for one in faults) + "]"
+
+
+STRUCK = {"nan_batch": 40, "nan_grad": 70, "inf_loss": 100, "loss_spike": 150, "bit_flip": 175, "bad_moments": 205}
+
+
+def launched(folder: Path, *overrides: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    """Two processes under torchrun, which starts them again as often as it is told to."""
+    folder.mkdir(exist_ok=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    places = os.pathsep.join([str(HERE), str(HERE.parent)])  # this test's objectives, and the code it stands beside
+    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a start that meets the keys of the one before it hangs
+    return subprocess.run(
+        [*launcher, f"--max-restarts={restarts}", "-m", "resilient_train", *OWN, *overrides],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+
+def incidents(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "run/incidents.jsonl").read_text().splitlines()]
+    return sorted(lines, key=lambda one: one["id"])
+
+
+def cures(folder: Path) -> list[Any]:
+    return [
+        (one["cause"], [action["remedy"] for action in one["actions"]], one["culprit"], one["rows"])
+        for one in incidents(folder)
+    ]
+
+
+def digests(folder: Path) -> list[str]:
+    """What each rank says of its own weights at the end."""
+    logs = [folder / "run" / name for name in ("train.log", "train.rank1.log")]
+    return [sha for log in logs for sha in re.findall(r"weights_sha256 ([0-9a-f]{64})", log.read_text())]
+
+
+def loss(folder: Path) -> float:
+    return float(json.loads((folder / "run/summary.json").read_text())["final_loss"])
+
+
+def test_two_processes_are_cured_as_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command
+) -> None:
+    """Same causes, remedies, rows and loss; the guilty rank is named, and both end with the same weights."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    monkeypatch.chdir(one)
+    done = run_command([*OWN, "data.batch_size=64", struck(0)])
+    assert done.code == 0, done.stderr
+    launched_two = launched(two, "data.batch_size=32", struck(1))
+    assert launched_two.returncode == 0, launched_two.stderr[-3000:]
+    assert cures(two) == cures(one)
+    assert loss(two) == pytest.approx(loss(one), rel=ROUNDING)
+    causes = [cause for cause, *_ in cures(one)]
+    expected = ["data", "data", "data", "transient", "transient", "transient", "corruption", "optimizer"]
+    assert causes == expected
+    assert [found["ranks"] for found in incidents(two)[2:]] == [[1]] * len(STRUCK)
+    jumped = incidents(two)[-2]
+    assert re.search(r"went from \S+ to \S*e\+\d\d", jumped["advice"]), "of the rank that is damaged"
+    first, second = digests(two)
+    assert first == second
+
+
+def tight_on_rank_1(model: nn.Module, batch: Any) -> Tensor:
+    """One device is smaller than the others."""
+    if model.training and os.environ["RANK"] == "1" and len(batch[0]) > 16:
+        raise torch.OutOfMemoryError("tried to allocate")
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_a_restart_of_the_launcher_cures_a_rank_without_room(tmp_path: Path) -> None:
+    """Without a hand: all ranks go on with micro-batches that fit, and it is one incident."""
+    objective = ["objective=custom", "objective._target_=test_ranks.tight_on_rank_1"]
+    done = launched(tmp_path, "data.batch_size=32", "run.steps=40", *objective, restarts=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ((signal, remedies, ranks),) = [(one["signal"], one["actions"], one["ranks"]) for one in incidents(tmp_path)]
+    assert (signal, [one["remedy"] for one in remedies], ranks) == ("out_of_memory", ["smaller_batch"], [1])
+    first, second = digests(tmp_path)
+    assert first == second
+
+
+# ------------------------------------------------------------------------------------------------ a loop of one's own
+
+STEPS, SAMPLES = 160, 16
+ROTTEN, RAISING, ZERO = 37, 21, 50
+
+
+class Rows(Dataset[Any]):
+    """Numbers to add up; one row is rotten, one cannot be read, one is all zeros."""
+
+    def __init__(self) -> None:
+        self.inputs = torch.randn(96, 5, generator=torch.Generator().manual_seed(1))
+        self.labels = self.inputs.sum(-1, keepdim=True)
+        self.inputs[ROTTEN, 2], self.inputs[ZERO] = math.nan, 0.0
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        if row == RAISING:
+            raise OSError("the disk has a hole")
+        return self.inputs[row], self.labels[row]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 8), nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        length = inputs.square().sum(-1, keepdim=True).sqrt()
+        out: Tensor = self.head(torch.tanh(self.body(inputs / length)))
+        return out
+
+
+def loop(size: int) -> dict[str, Any]:
+    """One rank of a loop with faults on the last one."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    fired: set[int] = set()
+    last = size - 1
+    faults = [NanBatch(at=[30], rank=last), NanGrad(at=[50], rank=last), LossSpike(at=[90], rank=last)]
+    faults += [BitFlip(at=[110], rank=last), BadMoments(at=[140], rank=last, how="negate")]
+    guard = Guard(
+        *(accelerator, accelerator.prepare(model), optimizer),
+        data=Rows(),
+        batch_size=SAMPLES // size,
+        objective=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+        memory=MemoryConfig(every=5, keep=4, max_gib=None),
+        verify_after=5,
+        drill=Drill(faults, has_fired=fired.__contains__, fired=lambda number, *_: fired.add(number)),
+    )
+    for batch in guard.batches(STEPS):
+        guard.step(batch)
+    told = [
+        (
+            *(str(one.anomaly.signal), str(one.diagnosis.cause), one.diagnosis.rows),
+            one.diagnosis.culprit and (one.diagnosis.culprit.op, one.diagnosis.culprit.line),
+            [action.remedy for action in one.decision.actions],
+        )
+        for one in guard.incidents
+    ]
+    ranks = [one.anomaly.ranks for one in guard.incidents]
+    learned = {"told": told, "ranks": ranks, "weights": guard.state.weights_sha256(), "loss": guard.recent_loss}
+    guard.close()
+    guard.world.leave()
+    return learned
+
+
+def with_a_rate_of_its_own() -> str:
+    """A rank of three, of which the last one's schedule is wrong."""
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    guard = Guard(
+        *(accelerator, accelerator.prepare(model), optimizer),
+        data=Rows(),
+        batch_size=4,
+        objective=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+        drill=Drill([HotLr(at=[20], rank=2, factor=3)], has_fired=lambda number: False, fired=lambda *_: None),
+    )
+    try:
+        for batch in guard.batches(STEPS):
+            guard.step(batch)
+    except RanksDiffer as error:
+        return str(error)
+    return "trained on"
+
+
+def test_a_rate_of_its_own_ends_the_run_and_not_in_a_wait() -> None:
+    """What weights can do is judged by the rate: ranks that do not agree on it would not judge alike."""
+    said = [said for _, said in together(3, with_a_rate_of_its_own)]
+    assert len(set(said)) == 1
+    assert said[0].startswith("rank 2 decided otherwise than the 2 others in update ")
+
+
+@pytest.mark.long
+def test_four_processes_are_cured_as_one_is() -> None:
+    """Rows that rot or raise, a line that has no value for another, and what the hardware does."""
+    (one,) = [learned for _, learned in together(1, loop, 1)]
+    ended = together(4, loop, 4)
+    assert [code for code, _ in ended] == [0] * 4
+    four = [learned for _, learned in ended]
+    assert all(learned == four[0] for learned in four)
+    assert four[0]["told"] == one["told"]
+    assert four[0]["loss"] == pytest.approx(one["loss"], rel=ROUNDING)
+    assert {told[2] for told in one["told"]} >= {(ROTTEN,), (RAISING,)}
+    assert [told[3][0] for told in one["told"] if told[1] == "operation"] == ["div"]
+    assert four[0]["ranks"][-4:] == [(3,)] * 4

@@ -1,0 +1,326 @@
+"""Processes that are killed or stopped under an elastic agent: the run goes on by itself, and nothing stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+from kills import ENVIRONMENT, in_journal, incidents, left_overs, stand, summary
+from launched import Launched
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+
+from resilient_train.ranks.joining import named
+from resilient_train.record import hangs
+from resilient_train.record.hangs import Hung
+from resilient_train.zoo.data import digits
+from resilient_train.zoo.models import MLP
+
+OWN = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.log_every=1000"]
+OWN += ["accelerate.cpu=true", "checkpoint.disk.every=20", "checkpoint.memory.every=10", "checkpoint.verify_after=12"]
+LIMIT_S = 4
+GRACE_S = 2
+UPDATING = 1  # in the file `progress`
+GONE_WITHIN_S = 10.0  # what is promised
+
+
+def gets_on(launched: Launched, run_dir: Path, updates: int = 3) -> None:
+    """Wait until some more updates are begun."""
+    before = stand(run_dir).number
+    launched.until(lambda: stand(run_dir).number > before + updates and stand(run_dir).doing == UPDATING)
+
+
+def at_step(launched: Launched, run_dir: Path, step: int) -> None:
+    launched.until(lambda: stand(run_dir).step >= step and stand(run_dir).doing == UPDATING)
+
+
+def restarted(launched: Launched, ranks: dict[int, int]) -> None:
+    """Wait until there are other processes in the place of all of these."""
+    launched.until(lambda: len(now := launched.ranks()) == len(ranks) and not set(now.values()) & set(ranks.values()))
+
+
+# -------------------------------------------------------------------------------------------------------------- joining
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_every_attempt_has_a_name_of_its_own(size: int) -> None:
+    """All its ranks agree on it, in whatever order they come, on a store that is full of what others have left."""
+    store, names, patience = HashStore(), [], timedelta(seconds=20)
+    for attempt in range(4):
+        agreed: dict[int, str] = {}
+
+        def joins(rank: int, agreed: dict[int, str] = agreed) -> None:
+            agreed[rank] = named(store, rank, size, patience)
+
+        ranks = range(size) if attempt % 2 else reversed(range(size))
+        threads = [threading.Thread(target=joins, args=(rank,)) for rank in ranks]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.02)
+        for thread in threads:
+            thread.join(30)
+        assert set(agreed) == set(range(size))
+        assert len(set(agreed.values())) == 1
+        names.append(agreed[0])
+    assert len(set(names)) == 4
+
+
+def test_who_asked_before_it_was_killed_gets_no_answer_in_the_place_of_another() -> None:
+    """Rank 0 waits for a process that lives, whatever lies in the store."""
+    store = HashStore()
+    store.set("resilient_train/asks/1", "of-one-that-is-gone")
+    with pytest.raises(TimeoutError, match="1 of 2 processes have not come"):
+        named(store, 0, 2, timedelta(seconds=0.3))
+
+
+WAITS = """
+from datetime import timedelta
+from resilient_train.ranks.leaving import leave_when_asked, leaving_at_once
+leave_when_asked()
+from resilient_train.ranks.joining import join
+print("joins", flush=True)
+with leaving_at_once():
+    join(cpu=True, patience=timedelta(seconds=100), limit=None)
+"""
+
+
+def test_a_request_to_stop_is_heard_while_the_others_are_waited_for() -> None:
+    """Torch waits in C, where Python handles no signals: the agent would kill the process half a minute later."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place |= {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    waiting = subprocess.Popen(
+        [sys.executable, "-c", WAITS], env={**ENVIRONMENT, **place}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "joins\n"
+        server.get("resilient_train/asks/1")  # waits: from now on it stands in C
+        waiting.send_signal(signal.SIGTERM)
+        assert waiting.wait(20) == 75
+    finally:
+        waiting.kill()
+        waiting.communicate()
+
+
+# ---------------------------------------------------------------------------------------------------------------- kills
+
+
+def test_killed_ranks_are_started_again_and_the_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """Rank 1, rank 0, and one that has just been started: an incident for each end of a training, the same weights."""
+    run_dir, steps = tmp_path / "killed", "run.steps=160"
+    with Launched(tmp_path, 2, *OWN, steps, "run.dir=unharmed") as unharmed:
+        assert unharmed.wait() == 0, unharmed.output
+    with Launched(tmp_path, 2, *OWN, steps, "run.dir=killed", restarts=3) as launched:
+        for rank, step in ((1, 30), (0, 70)):
+            at_step(launched, run_dir, step)
+            ranks = launched.ranks()
+            os.kill(ranks[rank], signal.SIGKILL)
+            restarted(launched, ranks)
+        ranks = launched.ranks()
+        os.kill(ranks[1], signal.SIGKILL)
+        assert launched.wait() == 0, launched.output
+    done, plain = summary(run_dir), summary(tmp_path / "unharmed")
+    assert done["weights_sha256"] == plain["weights_sha256"]
+    assert done["state_sha256"] == plain["state_sha256"]
+    assert [one["signal"] for one in incidents(run_dir)] == ["crash", "crash"]
+    assert left_overs(run_dir) == []
+
+
+# ----------------------------------------------------------------------------------------------------------- no orphans
+
+
+class Greedy:
+    """Digits, of which one is never read, by code that keeps Python's lock, in the process or in a worker of its."""
+
+    def __init__(self) -> None:
+        self.rows: Any = digits("train")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 700:
+            Path("greedy").touch()
+            ctypes.PyDLL(None).sleep(3600)
+        return self.rows[index]
+
+
+def none_left(launched: Launched) -> None:
+    """The processes are gone in time."""
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while (left := launched.all()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_agent_that_is_killed_leaves_nobody_behind(workers: int, tmp_path: Path) -> None:
+    """One rank keeps Python's lock, or its worker does; the other waits in a collective."""
+    arguments = [*OWN, "data=custom", "data.train._target_=test_restarts.Greedy", f"data.num_workers={workers}"]
+    arguments += ["data.shuffle=false", "run.dir=run", "run.steps=90", "run.step_timeout=0"]
+    with Launched(tmp_path, 2, *arguments) as launched:
+        launched.until((tmp_path / "greedy").exists)
+        assert len(launched.all()) == 3 + 2 * workers
+        launched.agent.kill()
+        none_left(launched)
+
+
+def test_an_agent_that_is_killed_takes_along_who_is_still_importing(tmp_path: Path) -> None:
+    """The process is bound to its agent before anything heavy is loaded."""
+    with Launched(tmp_path, 2, *OWN, "run.dir=run", "run.steps=100000") as launched:
+        launched.until(lambda: len(launched.ranks()) == 2)
+        launched.agent.kill()
+        none_left(launched)
+        assert not (tmp_path / "run").exists()
+
+
+WRAPPED = """
+import os, subprocess, sys, time
+if "TORCHELASTIC_RUN_ID" in os.environ:  # a script between the agent and the process
+    sys.exit(subprocess.call([sys.executable, "-c", sys.argv[1]]))
+"""
+STAYS = """
+import os, time
+from resilient_train.ranks.leaving import end_with_agent
+end_with_agent()
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def said_by(program: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """A Python program that runs, and what it says."""
+    command = [sys.executable, "-W", "ignore", "-c", program, *arguments]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        yield started, started.stdout
+
+
+def is_there(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_a_script_between_the_agent_and_a_process_does_not_keep_it(tmp_path: Path) -> None:
+    """Nobody kills the script: the process looks for its agent itself."""
+    agent = "import os, subprocess, sys; e = {**os.environ, 'TORCHELASTIC_RUN_ID': '1'};"
+    agent += "subprocess.call([sys.executable, '-c', sys.argv[1], sys.argv[2]], env=e)"
+    with said_by(agent, WRAPPED, STAYS) as (started, said):
+        stays = int(said.readline())
+        started.kill()
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while is_there(stays) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_there(stays)
+
+
+def test_without_an_agent_a_process_stays() -> None:
+    """Somebody may have started it from a shell that has ended since."""
+    starter = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]])"
+    with said_by(starter, STAYS) as (started, said):
+        stays = int(said.readline())
+        assert started.wait(30) == 0
+    time.sleep(1.5)
+    assert is_there(stays)
+    os.kill(stays, signal.SIGKILL)
+
+
+# -------------------------------------------------------------------------------------------------------------- stopped
+
+
+def waits(rank: int) -> Hung:
+    return Hung(rank, "waits", False)
+
+
+def hangs_itself(rank: int) -> Hung:
+    return Hung(rank, "stands in mine.py:3", True)
+
+
+@pytest.mark.parametrize(
+    ("noted", "size", "told"),
+    [
+        ([waits(0), waits(1)], 2, "waits"),
+        ([waits(0), hangs_itself(1)], 2, "rank 1: stands in mine.py:3"),
+        ([waits(0)], 2, "rank 1 gave no sign of life, and the others waited: waits"),
+        ([waits(1), waits(3)], 4, "ranks 0 and 2 gave no sign of life, and the others waited: waits"),
+        ([hangs_itself(0)], 2, "rank 0: stands in mine.py:3"),
+        ([waits(0)], 12, "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more gave no sign of life, and the others waited: waits"),
+    ],
+)
+def test_who_is_to_blame_for_a_hang(noted: list[Hung], size: int, told: str) -> None:
+    """Who stands in the user's code, else who says nothing; those that only wait are never named."""
+    assert hangs.told(noted, size) == told
+
+
+def test_what_ranks_note_of_a_hang_is_found_and_taken_away(tmp_path: Path) -> None:
+    """Whatever else lies there; and a directory that this host does not have is no trouble."""
+    for one in (hangs_itself(10), waits(2)):
+        hangs.leave(tmp_path, one)
+    (tmp_path / "hung.rank3.json").write_text('{"rank": 3')
+    (tmp_path / "hung.rank4.json").write_text('{"rank": "x", "evidence": 1, "is_in_users_code": true}')
+    (tmp_path / "hung.rank5.json").write_text('{"rank": 1e99, "evidence": "", "is_in_users_code": true}')
+    hangs.leave(tmp_path / "elsewhere", waits(1))
+    assert hangs.found(tmp_path) == [waits(2), hangs_itself(10)]
+    hangs.clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_a_rank_that_does_not_go_on_is_noticed_and_the_run_is_started_again(rank: int, tmp_path: Path) -> None:
+    """Either rank: the other one tells it, or the next start where that was rank 0, once and by its name."""
+    run_dir = tmp_path / "run"
+    arguments = [*OWN, "run.dir=run", "run.steps=120", f"run.step_timeout={LIMIT_S}"]
+    with Launched(tmp_path, 2, *arguments, restarts=2, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2") as launched:
+        at_step(launched, run_dir, 40)
+        ranks = launched.ranks()
+        os.kill(ranks[rank], signal.SIGSTOP)
+        restarted(launched, ranks)
+        assert launched.wait() == 0, launched.output
+    assert [one["signal"] for one in incidents(run_dir)] == ["hang"]
+    (opened,) = in_journal(run_dir, "incident_opened")
+    assert f"rank {rank} gave no sign of life" in opened["incident"]["evidence"]
+    assert left_overs(run_dir) == []
+    assert not list(run_dir.glob("hung.*"))
+
+
+# ------------------------------------------------------------------------------------------------------------ failing
+
+
+class Fails(MLP):
+    """Fails on rank 1 at its twentieth forward, while rank 0 takes longer over its own than it has to stop."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if self.count == 20 and os.environ["RANK"] == "1":
+            raise ValueError("a mistake of mine")
+        if self.count == 20:
+            time.sleep(GRACE_S + 5)
+        return super().forward(x)
+
+
+def test_a_rank_that_fails_is_no_request_to_stop(tmp_path: Path) -> None:
+    """The agent asks the others to end, in the words of somebody who wants to go on later."""
+    own = ["model._target_=test_restarts.Fails", "run.dir=run", "run.steps=60", f"run.grace={GRACE_S}"]
+    with Launched(tmp_path, 2, *OWN, *own) as launched:
+        assert launched.wait() != 0
+        assert "a mistake of mine" in launched.output
+    found = summary(tmp_path / "run")
+    assert (found["status"], found["exit_code"]) == ("failed", 1)
+    assert not in_journal(tmp_path / "run", "incident_opened")

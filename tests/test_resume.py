@@ -1,0 +1,529 @@
+"""The same command goes on: behind every kill, with what has changed since, with all remedies in force."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import signal
+import sqlite3
+import subprocess
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from command import command
+from kills import (
+    COMMAND,
+    ENVIRONMENT,
+    Nursery,
+    after,
+    at_save,
+    at_tick,
+    checkpoints,
+    in_journal,
+    incidents,
+    killed,
+    left_overs,
+    stand,
+    summary,
+    taken_up_at,
+)
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from resilient_train.record.incidents import recalled
+from resilient_train.record.journal import read as entries_of
+
+DIGITS = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.log_every=100"]
+EVERY, MEMORY, PROOF, KEEP = 20, 10, 12, 2
+DISK = [f"checkpoint.disk.every={EVERY}", f"checkpoint.memory.every={MEMORY}", f"checkpoint.verify_after={PROOF}"]
+DISK += [f"checkpoint.disk.keep={KEEP}"]
+
+MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
+MINE += ["objective=custom", "objective._target_=strangers.mse_and_more", "accelerate.cpu=true", "tracking=none"]
+MINE += ["schedule=constant", "run.dir=run"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- kills
+
+# That the very same update is met by two kills in a row is chance here, and would be taken for its fault.
+STRUCK = [*DIGITS, *DISK, "run.steps=900", "recovery.crashes=null"]
+
+
+@pytest.fixture(scope="module")
+def unharmed(nursery: Nursery) -> dict[str, Any]:
+    """What becomes of the run if nobody kills it."""
+    done = nursery.run(*STRUCK, "run.dir=unharmed")
+    assert done.code == 0, done.output
+    return summary(nursery.place / "unharmed")
+
+
+def at_random(run_dir: Path, seed: int) -> list[tuple[str, Any]]:
+    """Ten moments: two on the way into the run, eight somewhere in the loop."""
+    numbers = random.Random(seed)
+
+    def in_loop(ticks: int, delay_s: float) -> tuple[str, Any]:
+        return f"{ticks} updates on", lambda begun: at_tick(run_dir, begun + ticks, delay_s)
+
+    def early(seconds: float) -> tuple[str, Any]:
+        return f"{seconds:.2f} s after the start", lambda begun: after(seconds)
+
+    moments = [in_loop(numbers.randint(1, 110), numbers.uniform(0, 0.005)) for _ in range(8)]
+    moments[3:3] = [early(numbers.uniform(0.0, 0.6))]
+    moments[6:6] = [early(numbers.uniform(0.0, 0.6))]
+    return moments
+
+
+def in_saves(run_dir: Path, seed: int) -> list[tuple[str, Any]]:
+    """Ten moments within 30 ms of the start of the first, second or third save behind a start."""
+    numbers = random.Random(seed)
+
+    def in_save(nth: int, delay_s: float) -> tuple[str, Any]:
+        return f"{1e3 * delay_s:.0f} ms into save {nth}", lambda begun: at_save(run_dir, begun, nth, delay_s)
+
+    return [in_save(numbers.randint(1, 3), numbers.uniform(0, 0.03)) for _ in range(10)]
+
+
+@pytest.mark.parametrize("moments", [at_random, in_saves])
+def test_whenever_it_is_killed_the_same_command_goes_on(
+    moments: Any, nursery: Nursery, unharmed: dict[str, Any]
+) -> None:
+    """From the newest checkpoint, which is whole, with little lost and nothing left behind; the end is the same."""
+    name = f"struck-{moments.__name__}"
+    run_dir = nursery.place / name
+    for struck in killed(nursery, [*STRUCK, f"run.dir={name}"], run_dir, moments(run_dir, seed=1)):
+        assert struck.unsound == (), f"{struck}: a checkpoint is not what was written"
+        assert struck.resumed == struck.newest, f"{struck}: another checkpoint was gone on from"
+        assert struck.lost <= EVERY + MEMORY + PROOF + 1 + struck.writing, f"{struck}: lost {struck.lost}"
+        assert len(struck.left_overs) <= 2, f"{struck}: one being written, one being removed"
+    done = summary(run_dir)
+    for key in ("weights_sha256", "state_sha256", "steps", "final_loss", "eval", "status"):
+        assert done[key] == unharmed[key], key
+    assert left_overs(run_dir) == []
+    usual = {one.name for one in (nursery.place / "unharmed").iterdir()}
+    assert {one.name for one in run_dir.iterdir()} == usual
+    assert len(checkpoints(run_dir)) <= KEEP + 1
+    assert all(one["cause"] == "process" for one in incidents(run_dir))
+
+
+def test_a_person_kills_the_command_and_starts_it_again(tmp_path: Path) -> None:
+    """As the others do, without our nursery: two starts of Python."""
+    arguments = [*COMMAND, *STRUCK, "run.steps=120", "run.dir=run"]
+    with subprocess.Popen(arguments, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL) as started:
+        while stand(tmp_path / "run").step < 60 or not checkpoints(tmp_path / "run"):
+            assert started.poll() is None
+        started.send_signal(signal.SIGKILL)
+    again = subprocess.run(arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert taken_up_at(tmp_path / "run") != []
+    assert "the process before this one ended in update" in again.stdout
+
+
+def test_samples_that_ended_the_process_twice_are_passed_over(nursery: Nursery) -> None:
+    """Once may be chance; then they are named, and what comes behind them is trained."""
+    run_dir, own = nursery.place / "twice", [*DIGITS, *DISK, "run.steps=60", "run.dir=twice"]
+    places = []
+    for _ in range(2):
+        started = nursery.start(*own, "objective._target_=test_resume.deadly", "objective=custom")
+        assert started.wait() == -signal.SIGKILL
+        places.append(stand(run_dir)[4:])
+    assert places[0] == places[1], "the same samples both times"
+    last = nursery.run(*own, "objective._target_=test_resume.deadly", "objective=custom")
+    assert last.code == 0, last.output
+    found = [one for one in incidents(run_dir) if one["actions"] == [{"remedy": "skip"}]]
+    assert len(found) == 1
+    assert DEADLY_ROW in found[0]["rows"]
+    assert len(found[0]["rows"]) == 32
+    assert str(found[0]["rows"][0]) in found[0]["advice"]
+    assert summary(run_dir)["steps"] == 60
+
+
+def test_samples_are_not_blamed_for_a_kill_on_the_way_to_them(nursery: Nursery) -> None:
+    """Who is killed in an update, and then before the first update of the next start, met those samples once."""
+    run_dir, own = nursery.place / "on_the_way", [*DIGITS, *DISK, "run.steps=120", "run.dir=on_the_way"]
+    own += ["objective=custom", "objective._target_=test_resume.hesitant"]
+    started = nursery.start(*own)
+    assert at_tick(run_dir, 70)(started)
+    started.strike(signal.SIGKILL)
+    started.wait()
+    (run_dir.parent / "hesitate").touch()
+    again = nursery.start(*own)
+    assert again.until(lambda: len(taken_up_at(run_dir)) == 1)
+    again.strike(signal.SIGKILL)
+    again.wait()
+    (run_dir.parent / "hesitate").unlink()
+    last = nursery.run(*own)
+    assert last.code == 0, last.output
+    assert [one["actions"] for one in incidents(run_dir) if one["rows"]] == []
+
+
+def hesitant(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+DEADLY_ROW = 700
+
+
+def deadly(model: nn.Module, batch: Any) -> Tensor:
+    """What a driver with a fault does: one batch, told by its pictures, and the process is gone."""
+    import os
+
+    from resilient_train.zoo.data import digits
+
+    picture = digits("train")[DEADLY_ROW][0]
+    if (batch[0].flatten(1) == picture.flatten()).all(1).any():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+# ----------------------------------------------------------------------------------------------- what has changed since
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("optimizer.lr=0.0005", "changed: optimizer.lr: 0.001 there, 0.0005 here"),
+        ("run.steps=45", "changed: run.steps: 40 there, 45 here"),
+        ("recovery=skip", "changed: recovery: another policy"),
+        ("checks.jump.sigmas=9", "changed: checks.jump.sigmas: 4 there, 9 here"),
+        ("clip.max_norm=0.5", "changed: clip.max_norm: 1.0 there, 0.5 here"),
+        ("checkpoint.disk.every=7", "changed: checkpoint.disk.every: 200 there, 7 here"),
+    ],
+)
+def test_what_may_change_is_taken_and_told(override: str, told: str, here: Path, run_command: command) -> None:
+    """The run goes on from where it was, and its config.yaml says what holds now."""
+    assert run_command([*MINE, "run.steps=40"]).code == 0
+    again = run_command([*MINE, "run.steps=50", override])
+    assert again.code == 0, again.stderr
+    assert told in again.stdout
+    assert taken_up_at(Path("run")) == [40]
+    once_more = run_command([*MINE, "run.steps=60", override])
+    assert told not in once_more.stdout
+
+
+def test_a_new_rate_is_the_rate_from_there_on(here: Path, run_command: command) -> None:
+    """What a checkpoint holds of the old one does not come back with it."""
+    run_command([*MINE, "run.steps=40"])
+    again = run_command([*MINE, "run.steps=50", "optimizer.lr=0.0005"])
+    assert "lr 5.00e-04" in again.stdout
+    assert "lr 1.00e-03" not in again.stdout.partition("goes on")[2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["model._target_=strangers.Witness"], "model._target_: strangers.Plain there, strangers.Witness here"),
+        (["data.train._target_=strangers.Augmented"], "data.train._target_: strangers.Fixed there"),
+        (["+data.train.rows=32"], "data.train.rows: absent there, 32 here"),
+        (["run.seed=1"], "run.seed: 0 there, 1 here"),
+        (["data.shuffle=false"], "data.shuffle: true there, false here"),
+        (["optimizer=sgd"], "optimizer._target_: "),
+        (["+model.width=8"], "does not fit it as it is now: "),
+        (["data.batch_size=8"], "an update was made of 32 samples, and is to be of 8"),
+    ],
+)
+def test_what_cannot_change_is_refused(overrides: list[str], told: str, here: Path, run_command: command) -> None:
+    """With a line that names it, and nothing in the directory is another one than before."""
+    assert run_command([*MINE, "run.steps=40"]).code == 0
+    before = {one: one.read_bytes() for one in Path("run").rglob("*") if one.is_file() and one.name in KEPT}
+    refused = run_command([*MINE, "run.steps=50", *overrides])
+    assert refused.code == 2, refused.stdout
+    (line,) = refused.stderr.strip().splitlines()
+    assert told.lower() in line.lower()
+    assert {one: one.read_bytes() for one in before} == before
+
+
+KEPT = ("config.yaml", "manifest.json", "weights.safetensors", "tensors.safetensors", "tree.json")
+
+
+def test_more_steps_are_as_if_they_had_been_asked_for_at_once(here: Path, run_command: command) -> None:
+    """Bit for bit, where the schedule does not depend on how many there are."""
+    run_command([*MINE, "run.steps=100", "run.dir=at_once"])
+    for steps in (33, 34, 100):
+        outcome = run_command([*MINE, f"run.steps={steps}"])
+        assert outcome.code == 0, outcome.stderr
+    for key in ("weights_sha256", "state_sha256", "final_loss", "ticks", "steps_lost"):
+        assert outcome.summary("run")[key] == outcome.summary("at_once")[key], key
+
+
+def test_the_final_loss_is_of_the_last_50_updates_whoever_made_them(here: Path, run_command: command) -> None:
+    """Of 60 updates in three processes the last 50 count."""
+    losses = []
+    for steps in (25, 50, 60):
+        outcome = run_command([*MINE, f"run.steps={steps}", "run.log_every=1"])
+        lines = [line for line in outcome.stdout.splitlines() if "  loss " in line]
+        losses += [float(line.split("loss ")[1].split()[0]) for line in lines]
+    assert len(losses) == 60
+    assert outcome.summary("run")["final_loss"] == pytest.approx(median(losses[-50:]), rel=1e-3)
+
+
+def test_nothing_saved_begins_at_step_0_and_says_so(here: Path, run_command: command) -> None:
+    """There was no checkpoint to lose."""
+    run_command([*MINE, "run.steps=20", "checkpoint.disk.every=0"])
+    again = run_command([*MINE, "run.steps=30", "checkpoint.disk.every=0"])
+    assert again.code == 0
+    assert "the run there had no checkpoint yet: it begins at step 0 again" in again.stdout
+    run_command([*MINE, "run.steps=30", "run.dir=at_once"])
+    assert again.summary("run")["weights_sha256"] == again.summary("at_once")["weights_sha256"]
+
+
+def test_where_nothing_verifies_it_ends_with_one_line(here: Path, run_command: command) -> None:
+    """And never begins at step 0 in silence: that takes a word."""
+    run_command([*MINE, "run.steps=60", *DISK])
+    for file in Path("run/checkpoints").glob("*/weights.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    refused = run_command([*MINE, "run.steps=80", *DISK])
+    assert refused.code == 1
+    (line,) = [one for one in refused.stderr.splitlines() + refused.stdout.splitlines() if "can be gone on from" in one]
+    assert "weights.safetensors is not what was written" in line
+    assert "run.resume=never starts anew" in line
+    shutil.rmtree("run/checkpoints")
+    gone = run_command([*MINE, "run.steps=80", *DISK])
+    assert gone.code == 1
+    assert "they are gone" in gone.stderr + gone.stdout
+    anew = run_command([*MINE, "run.steps=80", *DISK, "run.resume=never"])
+    assert anew.code == 0
+    assert anew.summary("run-2")["steps"] == 80
+
+
+def test_of_a_damaged_checkpoint_and_the_one_before_it_the_latter_is_taken(here: Path, run_command: command) -> None:
+    """It is an incident; what comes out is what would have come out."""
+    run_command([*MINE, "run.steps=60", *DISK])
+    newest = max(Path("run/checkpoints").iterdir())
+    (newest / "tensors.safetensors").unlink()
+    again = run_command([*MINE, "run.steps=80", *DISK])
+    assert again.code == 0, again.stderr
+    assert taken_up_at(Path("run"))[0] < 60
+    (incident,) = [one for one in incidents(Path("run")) if one["signal"] == "checkpoint_damaged"]
+    assert newest.name in incident["evidence"]
+    run_command([*MINE, "run.steps=80", "run.dir=at_once"])
+    assert again.summary("run")["weights_sha256"] == again.summary("at_once")["weights_sha256"]
+
+
+@pytest.mark.parametrize("what", ["first", "first/checkpoints/step-00000040"])
+def test_another_run_can_be_gone_on_from(what: str, here: Path, run_command: command) -> None:
+    """Named by its directory or by one of its checkpoints; it stays as it is."""
+    run_command([*MINE, "run.steps=40", "run.dir=first"])
+    run_command([*MINE, "run.steps=70", "run.dir=at_once"])
+    before = {one: one.read_bytes() for one in Path("first").rglob("*") if one.is_file()}
+    outcome = run_command([*MINE, "run.steps=70", f"run.resume={what}", "run.dir=second"])
+    assert outcome.code == 0, outcome.stderr
+    assert "goes on from step 40" in outcome.stdout
+    assert outcome.summary("second")["weights_sha256"] == outcome.summary("at_once")["weights_sha256"]
+    assert {one: one.read_bytes() for one in before} == before
+    assert "is complete" in run_command([*MINE, "run.steps=70", f"run.resume={what}", "run.dir=second"]).stdout
+
+
+def test_what_is_named_and_is_no_checkpoint_is_refused(here: Path, run_command: command) -> None:
+    """With one line."""
+    Path("empty").mkdir()
+    for what in ("empty", "nowhere"):
+        outcome = run_command([*MINE, "run.steps=40", f"run.resume={what}"])
+        assert outcome.code in (1, 2)
+        assert f"run.resume={what}: " in outcome.stderr + outcome.stdout
+
+
+def test_never_leaves_what_is_there_alone(here: Path, run_command: command) -> None:
+    """Also a run that could be gone on with."""
+    run_command([*MINE, "run.steps=40"])
+    before = {one: one.read_bytes() for one in Path("run").rglob("*") if one.is_file() and one.name != ".lock"}
+    assert run_command([*MINE, "run.steps=60", "run.resume=never"]).code == 0
+    assert {one: one.read_bytes() for one in before} == before
+    assert taken_up_at(Path("run-2")) == []
+
+
+# ------------------------------------------------------------------------------------------------------------ giving up
+
+HOPELESS = ["drill=nan_batch", f"drill.at={[*range(40, 61)]}".replace(" ", ""), "run.steps=120", "recovery=skip"]
+FEW = "recovery.budget.in_a_row=5"
+
+
+def test_who_gave_up_says_so_again(here: Path, run_command: command) -> None:
+    """At once, with the same code, until something changes; with another policy it goes on from its last good."""
+    first = run_command([*MINE, *HOPELESS, FEW])
+    assert first.code == 3, first.stderr
+    left = max(Path("run/checkpoints").iterdir())
+    assert str(left) in first.stdout + first.stderr
+    before = {one: one.read_bytes() for one in Path("run").rglob("*") if one.is_file() and one.name != ".lock"}
+    again = run_command([*MINE, *HOPELESS, FEW])
+    assert again.code == 3
+    assert "gave up" in again.stderr + again.stdout
+    assert str(left) in again.stdout + again.stderr
+    assert {one: one.read_bytes() for one in before} == before
+    other = run_command([*MINE, *HOPELESS, "recovery.budget.in_a_row=50"])
+    assert other.code == 0, other.stderr
+    assert taken_up_at(Path("run")) == [int(left.name.removeprefix("step-"))]
+    assert "changed: recovery.budget.in_a_row: 5 there, 50 here" in other.stdout
+    assert other.summary("run")["steps"] == 120
+
+
+# ---------------------------------------------------------------------------------------------------- remedies in force
+
+
+class Singular(nn.Module):
+    """The logarithm of what may be zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.log(x.abs()).mean(1, keepdim=True)
+        out: Tensor = self.body(x) + 0.01 * scale
+        return out
+
+
+class WithZeros(Dataset[tuple[Tensor, Tensor]]):
+    """Eight rows of 640 hold a zero."""
+
+    def __init__(self) -> None:
+        numbers = torch.Generator().manual_seed(7)
+        self.x = torch.randn(640, 6, generator=numbers)
+        self.y = self.x.sum(1, keepdim=True)
+        self.x[::80, 2] = 0.0
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+NO_RELAXING = "recovery.relax_after=1000"
+LOWER = "[{do:[skip,{lower_lr:{factor:0.5,rewarm:5}},{tighten_clip:{factor:0.5}}],strikes:null}]"
+TREATED = ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
+TREATED += ["schedule=constant", "run.steps=300", "data=custom", *DISK]
+PLAIN_ROWS = ["model=custom", "model._target_=strangers.Plain", "data.train._target_=strangers.Fixed"]
+REMEDIES = {
+    "knobs": [
+        *PLAIN_ROWS,
+        "recovery.relax_after=1000",
+        *(f"recovery.ladders.{one}={LOWER}" for one in ("default", "data")),
+    ],
+    "skipped": [*PLAIN_ROWS, "recovery=skip"],
+    "quarantined": PLAIN_ROWS,
+    "armor": ["model=custom", "model._target_=test_resume.Singular", "data.train._target_=test_resume.WithZeros"],
+}
+DRILLS = {
+    "knobs": ["drill=nan_batch", "drill.at=[80]"],
+    "skipped": ["drill=nan_grad", "drill.at=[80]"],
+    "quarantined": ["drill=bad_row", "drill.rows=[17]"],
+    "armor": [],
+}
+
+
+@pytest.mark.parametrize("kind", REMEDIES)
+@pytest.mark.parametrize("saved_since", [False, True])
+def test_what_was_in_force_is_in_force_again(kind: str, saved_since: bool, nursery: Nursery) -> None:
+    """Knobs, skipped samples, rows in quarantine and armor are those before the kill.
+
+    Where a checkpoint was written since the incident, so is all that comes of them. Where none was, the updates before
+    the incident are made once more, as behind a rewind: with the remedies that are in force by now.
+    """
+    arguments = [*TREATED, *REMEDIES[kind], *DRILLS[kind]]
+    plain = nursery.place / f"{kind}-plain"
+    if not plain.exists():
+        done = nursery.run(*arguments, f"run.dir={plain.name}")
+        assert done.code == 0, done.output
+    name = f"{kind}-{'after' if saved_since else 'before'}"
+    run_dir = nursery.place / name
+    started = nursery.start(*arguments, f"run.dir={name}")
+    assert started.until(lambda: bool(in_journal(run_dir, "remedies_in_force")))
+    if saved_since:
+        treated_at = in_journal(run_dir, "remedies_in_force")[-1]["remedies"]["tick"]
+        assert started.until(lambda: any(one["tick"] > treated_at for one in in_journal(run_dir, "checkpoint_saved")))
+    started.strike(signal.SIGKILL)
+    assert started.wait() == -signal.SIGKILL, started.output
+    before = in_journal(run_dir, "remedies_in_force")[-1]["remedies"]
+    assert kind == "knobs" or before[kind]
+    again = nursery.start(*arguments, f"run.dir={name}")  # a second kill soon after: nothing is there once only
+    assert at_tick(run_dir, stand(run_dir).tick + 4)(again)
+    again.strike(signal.SIGKILL)
+    again.wait()
+    last = nursery.run(*arguments, f"run.dir={name}")
+    assert last.code == 0, last.output
+    after_all, unharmed = latest_remedies(run_dir), latest_remedies(plain)
+    for key in ("skipped", "quarantined", "armor", "armored"):
+        assert sorted(after_all[key]) == sorted(unharmed[key]), key
+    for key in ("lr", "clip", "eps"):
+        assert after_all["knobs"][key] == before["knobs"][key] == unharmed["knobs"][key], key
+    if saved_since:
+        assert summary(run_dir)["weights_sha256"] == summary(plain)["weights_sha256"]
+
+
+def latest_remedies(run_dir: Path) -> dict[str, Any]:
+    """Those of the newest checkpoint."""
+    manifests = [json.loads(file.read_text()) for file in (run_dir / "checkpoints").glob("*/manifest.json")]
+    newest = max(manifests, key=lambda one: int(one["tick"]))
+    remedies: dict[str, Any] = newest["remedies"]
+    return remedies
+
+
+def test_an_open_incident_is_closed_by_whoever_goes_on(nursery: Nursery) -> None:
+    """Once, with the updates that the killed process made counted: it was open, and nobody forgot it."""
+    run_dir = nursery.place / "open"
+    arguments = [*TREATED, *PLAIN_ROWS, "drill=nan_grad", "drill.at=[80]", "run.dir=open"]
+    started = nursery.start(*arguments)
+    assert at_tick(run_dir, 100)(started)
+    started.strike(signal.SIGKILL)
+    started.wait()
+    (open_one,) = recalled(entries_of(run_dir / "journal.jsonl"))
+    assert open_one.outcome is None
+    assert incidents(run_dir) == []
+    last = nursery.run(*arguments)
+    assert last.code == 0, last.output
+    (closed,) = [one for one in incidents(run_dir) if one["id"] == open_one.id]
+    assert (closed["outcome"], closed["tick"], closed["signal"]) == ("recovered", 80, "nonfinite_grad")
+
+
+def test_strikes_are_counted_across_processes(nursery: Nursery) -> None:
+    """The second incident of a kind takes the second rung, though a process lies in between."""
+    run_dir = nursery.place / "strikes"
+    ladder = "[{do:[skip],strikes:1},{do:[skip,{lower_lr:{factor:0.5}}],strikes:1}]"
+    arguments = [*TREATED, *PLAIN_ROWS, "drill=nan_grad", "drill.at=[60,130]", "run.dir=strikes"]
+    arguments += [f"recovery.ladders.default={ladder}", f"recovery.ladders.transient={ladder}"]
+    started = nursery.start(*arguments)
+    assert at_tick(run_dir, 100)(started)
+    started.strike(signal.SIGKILL)
+    started.wait()
+    last = nursery.run(*arguments)
+    assert last.code == 0, last.output
+    first, second = [one for one in incidents(run_dir) if one["signal"] == "nonfinite_grad"]
+    assert [action["remedy"] for action in first["actions"]] == ["skip"]
+    assert [action["remedy"] for action in second["actions"]] == ["skip", "lower_lr"]
+
+
+def test_the_run_in_mlflow_is_the_same_one(nursery: Nursery) -> None:
+    """With the metrics of both processes."""
+    run_dir, store = nursery.place / "tracked", nursery.place / "tracked.db"
+    arguments = [
+        *DIGITS,
+        *DISK,
+        "run.steps=200",
+        "run.dir=tracked",
+        "tracking=mlflow",
+        f"tracking.uri=sqlite:///{store}",
+    ]
+    arguments += ["run.log_every=10"]
+    started = nursery.start(*arguments)
+    assert at_tick(run_dir, 120)(started)
+    started.strike(signal.SIGTERM)
+    assert started.wait() == 75, started.output
+    stopped = summary(run_dir)
+    last = nursery.run(*arguments)
+    assert last.code == 0, last.output
+    done = summary(run_dir)
+    assert done["mlflow"]["run_id"] == stopped["mlflow"]["run_id"]
+    with sqlite3.connect(store) as database:
+        runs = database.execute("select run_uuid, status from runs").fetchall()
+        steps = [row[0] for row in database.execute("select step from metrics where key = 'loss' order by step")]
+    assert runs == [(done["mlflow"]["run_id"], "FINISHED")]
+    assert len(steps) == len(set(steps))
+    assert steps[0] <= 10
+    assert steps[-1] == 200
+    assert len(steps) >= 20

@@ -1,0 +1,330 @@
+"""Weights that are spread over processes: state, checkpoints, and another number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from group import together
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.data import Dataset
+
+from resilient_train.checkpoint.manifest import Damaged, verify
+from resilient_train.checkpoint.shares import are_complete, name_of
+from resilient_train.checkpoint.tree_files import load_tree
+from resilient_train.checkpoint.weights import load_into, stored
+from resilient_train.command import main
+from resilient_train.data.samples import Slicing
+from resilient_train.errors import ConfigError
+from resilient_train.ranks.sharding import blocks, shard
+from resilient_train.state.spread import Box, assembled, covers
+from resilient_train.zoo.models import MLP
+
+DIGITS = ["model=mlp", "data=digits", "objective=classification", "accelerate.cpu=true", "tracking=none"]
+OFTEN = ["checkpoint.disk.every=10", "checkpoint.memory.every=5", "checkpoint.verify_after=3", "run.steps=60"]
+
+
+# Boxes.
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    """A shape, and boxes that make it up: cut once along each axis at most."""
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
+    cuts = [sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))}) for size in shape]
+    boxes: list[Box] = [()]
+    for ends in cuts:
+        spans = list(pairwise(ends)) or [(0, 0)]
+        boxes = [(*box, span) for box in boxes for span in spans]
+    return shape, boxes
+
+
+@settings(deadline=None)
+@given(tilings(), st.randoms())
+def test_any_part_can_be_read_from_pieces_that_make_up_the_whole(
+    tiling: tuple[tuple[int, ...], list[Box]], random: Any
+) -> None:
+    """Whoever wrote which part, whoever reads which."""
+    shape, boxes = tiling
+    assert covers(shape, boxes)
+    full = torch.arange(prod(shape)).reshape(shape)
+    pieces = [(box, _reader(full[_slices(box)])) for box in boxes]
+    wanted = tuple(tuple(sorted(random.choices(range(size + 1), k=2))) for size in shape)
+    empty = torch.full([end - start for start, end in wanted], -1)
+    assembled(wanted, pieces, empty)
+    torch.testing.assert_close(empty, full[_slices(wanted)])
+
+
+@settings(deadline=None)
+@given(tilings(), st.data())
+def test_pieces_that_make_up_no_whole_are_refused(
+    tiling: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    """One that is missing, one that is there twice, one that reaches outside."""
+    shape, boxes = tiling
+    full = [box for box in boxes if all(start < end for start, end in box)]
+    if not full or not shape:
+        return
+    one = data.draw(st.sampled_from(full))
+    assert not covers(shape, [box for box in boxes if box is not one])
+    assert not covers(shape, [*boxes, one])
+    outside = ((one[0][0], shape[0] + 1), *one[1:])
+    assert not covers(shape, [outside if box is one else box for box in boxes])
+
+
+def _reader(piece: torch.Tensor) -> Callable[[Box], torch.Tensor]:
+    return lambda box: piece[_slices(box)]
+
+
+def _slices(box: Sequence[Sequence[int]]) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in box)
+
+
+# Samples of an update.
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "world", "samples", "wanted"),
+    [
+        (32, 1, 64, (32, 2)),
+        (32, 2, 32, (16, 1)),
+        (16, 4, 128, (16, 2)),
+        (16, 2, 128, (16, 4)),
+        (32, 3, 96, (32, 1)),
+        (10, 1, 64, (8, 8)),
+        (32, 3, 64, None),
+        (1, 4, 2, None),
+    ],
+)
+def test_another_number_of_processes_makes_the_same_updates(
+    batch_size: int, world: int, samples: int, wanted: tuple[int, int] | None
+) -> None:
+    """Micro-batches are no larger than they were, so they fit into memory; what does not come out even is refused."""
+    sliced = Slicing(batch_size, 1, 0, world).for_samples(samples)
+    assert wanted == (None if sliced is None else (sliced.batch_size, sliced.accumulation))
+    assert sliced is None or sliced.samples == samples
+
+
+# Blocks.
+
+
+class Block(nn.Module):
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+        self.inner = inner
+
+
+class Repeats(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.embedding, self.layers = nn.Linear(4, 4), nn.ModuleList(layers)
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "count"),
+    [
+        (Repeats(Block(), Block(), Block()), None, 3),
+        (Repeats(Block()), None, 0),
+        (Repeats(nn.Linear(4, 4), nn.Linear(4, 4)), None, 0),
+        (Repeats(nn.Linear(4, 4), nn.Linear(4, 4)), ["Linear"], 3),
+        (Repeats(Block(Block()), Block(Block())), None, 2),
+        (nn.Sequential(Block(), nn.Linear(4, 4), Block()), None, 2),
+    ],
+)
+def test_blocks_are_what_a_model_repeats(model: nn.Module, names: list[str] | None, count: int) -> None:
+    """Layers of lists and sequences that come twice and are made of several; none within another."""
+    assert len(blocks(model, names)) == count
+
+
+def test_an_unknown_class_of_blocks_is_refused() -> None:
+    """With the key and what is wrong."""
+    with pytest.raises(ConfigError, match=r"accelerate\.blocks.*Bock is no class"):
+        blocks(Repeats(Block()), ["Bock"])
+
+
+def test_a_weight_that_is_a_single_number_is_refused() -> None:
+    """Torch would say so on every rank, and an agent would try it again."""
+    model = Block()
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ConfigError, match=r"accelerate\.fsdp.*scale, which is a single number"):
+        shard(model, None, torch.device("cpu"), 2)
+
+
+# Real processes.
+
+
+class Done(NamedTuple):
+    """How the command ended on each rank, and what rank 0 said."""
+
+    codes: list[int]
+    said: str
+
+
+def launch(folder: Path, processes: int, *overrides: str) -> Done:
+    """Give the command to so many processes of one group."""
+    ended = together(processes, command, folder, [*DIGITS, *OFTEN, *overrides])
+    return Done([code for code, _ in ended], (folder / "said.0").read_text())
+
+
+def command(folder: Path, arguments: Sequence[str]) -> None:
+    """Be `python -m resilient_train` in this process."""
+    os.chdir(folder)
+    file = os.open(f"said.{os.environ.get('RANK', '0')}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    torch.set_num_threads(1)
+    sys.argv = ["resilient_train", *arguments]
+    main()
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return found
+
+
+FAULTS = "drill.faults=[{bad_moments:{at:[35],rank:all}},{crash:{at:[55]}}]"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a healthy run of two processes that share the weights, and one with faults until it was killed."""
+    folder = tmp_path_factory.mktemp("sharding")
+    done = launch(folder, 2, "accelerate.fsdp=true", "run.dir=healthy")
+    assert not any(done.codes), done.said
+    assert "FSDP2 over 2 processes" in done.said
+    killed = launch(folder, 2, "accelerate.fsdp=true", "run.dir=killed", FAULTS)
+    assert killed.codes[0] == -signal.SIGKILL
+    assert "cause optimizer; rewound to step" in killed.said, killed.said
+    return folder
+
+
+@pytest.fixture
+def killed(place: Path, tmp_path: Path) -> Path:
+    """A copy of the run that was killed: its checkpoints are of two processes."""
+    run_dir = tmp_path / "killed"
+    shutil.copytree(place / "killed", run_dir)
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    assert {one.name for one in newest.glob("share-*")} == {name_of(0, 2), name_of(1, 2)}
+    return run_dir
+
+
+def test_rewound_killed_and_gone_on_with_it_is_the_run_without_a_fault(place: Path, killed: Path) -> None:
+    """Every bit: weights, moments, schedule and position, gathered over the ranks."""
+    done = launch(killed.parent, 2, "accelerate.fsdp=true", "run.dir=killed", FAULTS)
+    assert not any(done.codes), done.said
+    here, there = summary(killed), summary(place / "healthy")
+    for key in ("weights_sha256", "state_sha256", "final_loss", "eval"):
+        assert here[key] == there[key], key
+    assert here["incidents"] == {"total": 2, "recovered": 2, "by_cause": {"optimizer": 1, "process": 1}}
+    mine, theirs = load_file(killed / "weights.safetensors"), load_file(place / "healthy/weights.safetensors")
+    assert all(torch.equal(mine[name], weight) for name, weight in theirs.items())
+
+
+@pytest.mark.parametrize(
+    ("processes", "overrides", "told"),
+    [
+        (1, ["accelerate.fsdp=true"], "an update stays 64 samples, as 32 rows x 2 micro-batches x 1 process"),
+        (2, ["data.batch_size=16", "accelerate.gradient_accumulation_steps=2"], "goes on from step"),
+    ],
+    ids=["one alone", "replicas"],
+)
+def test_another_number_of_processes_goes_on(
+    processes: int, overrides: list[str], told: str, place: Path, killed: Path
+) -> None:
+    """From the same sample, with updates of the same samples: the run ends at the same loss up to rounding."""
+    done = launch(killed.parent, processes, "run.dir=killed", FAULTS, *overrides)
+    assert not any(done.codes), done.said
+    assert told in done.said
+    here, there = summary(killed), summary(place / "healthy")
+    assert here["final_loss"] == pytest.approx(there["final_loss"], rel=1e-4)
+    assert here["eval"] == pytest.approx(there["eval"], rel=1e-4)
+    mine, theirs = load_file(killed / "weights.safetensors"), load_file(place / "healthy/weights.safetensors")
+    for name, weight in theirs.items():
+        torch.testing.assert_close(mine[name], weight, rtol=1e-3, atol=1e-5)
+
+
+class Recorded(Dataset[Any]):
+    """Rows that note when they are fetched."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, row: int) -> Any:
+        with open("fetched", "a", encoding="ascii") as file:  # appended in one piece, whichever process it is
+            file.write(f"{row}\n")
+        return torch.full((4,), row / 96), torch.tensor(row % 2)
+
+
+def test_every_sample_is_seen_once_in_an_epoch_by_whichever_processes(tmp_path: Path) -> None:
+    """Four processes begin, two go on in the midst of an epoch, one twice after them: three of each row in three."""
+    own = ["data=custom", "data.train._target_=test_sharding.Recorded", "data.eval=null", "model.in_features=4"]
+    own += ["data.batch_size=4", "accelerate.fsdp=true", "run.dir=run"]
+    for processes, steps in ((4, 8), (2, 11), (1, 14), (1, 18)):
+        done = launch(tmp_path, processes, *own, f"run.steps={steps}")
+        assert not any(done.codes), done.said
+    counts = Counter(map(int, (tmp_path / "fetched").read_text().split()))
+    assert counts == dict.fromkeys(range(96), 3)
+
+
+def test_a_share_that_is_damaged_or_gone_is_noticed(killed: Path) -> None:
+    """Each is one line, and nothing of it is loaded."""
+    newest = max((killed / "checkpoints").glob("step-*"))
+    verify(newest)
+    share = newest / name_of(1, 2)
+    content = share.read_bytes()
+    share.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(Damaged, match="is not what was written"):
+        verify(newest)
+    share.unlink()
+    with pytest.raises(Damaged, match="cannot be read"):
+        verify(newest)
+
+
+def test_a_checkpoint_of_several_is_whole_for_who_reads_it(place: Path, killed: Path) -> None:
+    """Weights to begin another run with, all of them and nothing else."""
+    newest, healthy = max((killed / "checkpoints").glob("step-*")), load_file(place / "healthy/weights.safetensors")
+    found = stored(newest)
+    assert {name: one.shape for name, one in found.items()} == {name: one.shape for name, one in healthy.items()}
+    model = MLP()
+    load_into(model, newest)
+    assert torch.equal(model.state_dict()["layers.0.weight"], found["layers.0.weight"])
+
+
+@pytest.mark.parametrize(
+    "boxes", ["null", "[]", '{"x": 3}', '{"x": [[0]]}', '{"x": [["a", 1]]}', "{", '{"x": [[0, 9]]}']
+)
+def test_shares_of_a_strangers_are_refused(boxes: str, killed: Path) -> None:
+    """What their headers say is not believed."""
+    newest = max((killed / "checkpoints").glob("step-*"))
+    save_file({"x": torch.ones(2)}, newest / name_of(1, 2), {"boxes": boxes})
+    with pytest.raises(ValueError, match=r"share|part|damaged"):
+        load_tree(newest)
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        ([], True),
+        ([name_of(0, 2), name_of(1, 2)], True),
+        ([name_of(0, 2)], False),
+        ([name_of(0, 2), name_of(1, 3)], False),
+    ],
+)
+def test_a_group_is_complete_or_it_is_none(names: list[str], wanted: bool) -> None:
+    """Every rank of as many as each says there are."""
+    assert are_complete(names) is wanted

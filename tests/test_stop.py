@@ -1,0 +1,423 @@
+"""Requests to stop: each ends with 75 and a state on disk, whatever the run is at, and the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import command
+from kills import (
+    COMMAND,
+    ENVIRONMENT,
+    SAVING,
+    Nursery,
+    Started,
+    at_tick,
+    checkpoints,
+    in_journal,
+    incidents,
+    left_overs,
+    stand,
+    summary,
+    taken_up_at,
+)
+from torch import Tensor, nn
+
+from resilient_train.errors import Stopped
+from resilient_train.ranks.stop import SIGNALS, StopRequests
+
+DIGITS = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.log_every=100"]
+DISK = ["checkpoint.disk.every=30", "checkpoint.memory.every=10", "checkpoint.verify_after=12"]
+BETWEEN = 2  # two updates, in the file `progress`
+
+
+# ---------------------------------------------------------------------------------------------------------- what counts
+
+
+class TestRequests:
+    """The handlers by themselves."""
+
+    @pytest.mark.parametrize("number", SIGNALS)
+    def test_in_the_loop_a_request_is_noted(self, number: signal.Signals) -> None:
+        """The loop asks when it can stop."""
+        with StopRequests() as requests:
+            assert not requests.asked()
+            signal.raise_signal(number)
+            assert requests.asked()
+            assert requests.by == number.name
+
+    @pytest.mark.parametrize("number", SIGNALS)
+    def test_before_the_loop_it_ends_what_goes_on(self, number: signal.Signals) -> None:
+        """Nothing was trained: there is nothing to finish."""
+        with StopRequests(is_in_loop=False), pytest.raises(Stopped, match=f"asked to stop by {number.name}"):
+            signal.raise_signal(number)
+
+    def test_what_a_launcher_passes_on_is_one_request(self) -> None:
+        """Ctrl-C reaches a launcher and its group, and then comes from the launcher again."""
+        with StopRequests() as requests:
+            for _ in range(3):
+                signal.raise_signal(signal.SIGINT)
+            assert requests.asked()
+
+    @pytest.mark.parametrize("first", SIGNALS)
+    def test_a_second_ctrl_c_later_means_at_once(self, first: signal.Signals) -> None:
+        """More than three seconds after the first request, whatever that was."""
+        with StopRequests() as requests:
+            signal.raise_signal(first)
+            assert requests.since is not None
+            requests.since -= 3.1
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+    def test_a_second_request_of_another_kind_is_no_hurry(self) -> None:
+        """A scheduler that asks twice is told once."""
+        with StopRequests() as requests:
+            signal.raise_signal(signal.SIGTERM)
+            assert requests.since is not None
+            requests.since -= 3.1
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGUSR1)
+
+    def test_afterwards_signals_mean_what_they_meant(self) -> None:
+        """Handlers and the descriptor that wakes up are those from before."""
+        read, write = os.pipe2(os.O_NONBLOCK)
+        before = signal.set_wakeup_fd(write)
+        handlers = [signal.getsignal(number) for number in SIGNALS]
+        try:
+            with StopRequests():
+                assert [signal.getsignal(number) for number in SIGNALS] != handlers
+            assert [signal.getsignal(number) for number in SIGNALS] == handlers
+        finally:
+            assert signal.set_wakeup_fd(before) == write
+            os.close(read)
+            os.close(write)
+
+    def test_another_thread_sees_it_while_the_main_thread_handles_nothing(self) -> None:
+        """Python runs handlers in its main thread only, which may be in the midst of a long call."""
+        with StopRequests() as requests:
+            written = signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(written)
+            os.write(written, bytes([signal.SIGTERM]))  # what C does when the signal comes
+            assert requests.arrived()
+            assert requests.by == "SIGTERM"
+
+    def test_the_hours_that_a_run_may_take(self) -> None:
+        """They are a request like any other."""
+        with StopRequests(max_hours=0.01 / 3600) as requests:
+            time.sleep(0.02)
+            assert requests.asked()
+            assert requests.by == "run.max_hours"
+
+    @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+    def test_a_child_of_a_pool_ends_as_usual_and_tells_nobody(self) -> None:
+        """Pools end their processes by SIGTERM: the run is not asked to stop by it."""
+        with StopRequests() as requests:
+            read, write = os.pipe()
+            if (child := os.fork()) == 0:
+                os.write(write, b"!")
+                time.sleep(60)
+                os._exit(0)
+            assert os.read(read, 1) == b"!"
+            os.close(read)
+            os.close(write)
+            os.kill(child, signal.SIGTERM)
+            _, status = os.waitpid(child, 0)
+            assert os.WIFSIGNALED(status)
+            assert os.WTERMSIG(status) == signal.SIGTERM
+            assert not requests.arrived()
+            assert not requests.asked()
+
+
+# ----------------------------------------------------------------------------------------------------------- 20 moments
+
+FAULTS = "drill.faults=[{nan_batch:{at:[60]}},{hot_lr:{at:[180],updates:12,factor:1000}},{bad_row:{rows:[700]}}]"
+DRILLED = [*DIGITS, *DISK, "run.steps=420", "run.eval_every=70", f"+{FAULTS}", "schedule=constant"]
+DRILLED += ["objective=custom", "objective._target_=test_stop.unhurried"]
+
+
+@pytest.fixture(scope="module")
+def unharmed(nursery: Nursery) -> dict[str, Any]:
+    """What becomes of the run if nobody stops it, drill and all."""
+    done = nursery.run(*DRILLED, "run.dir=unharmed")
+    assert done.code == 0, done.output
+    found = incidents(nursery.place / "unharmed")
+    assert any(one["rewound_to"] is not None for one in found), "the drill makes the run rewind"
+    return summary(nursery.place / "unharmed")
+
+
+Moment = Callable[[Path, int, Started], bool]  # (where, the number of its newest record before the start, who)
+
+
+def at(tick: int) -> Moment:
+    return lambda run_dir, before, started: started.until(
+        lambda: stand(run_dir).number > before and stand(run_dir).tick >= tick
+    )
+
+
+def saving(run_dir: Path, before: int, started: Started) -> bool:
+    """While a checkpoint is being written."""
+    return started.until(lambda: stand(run_dir).number > before and (run_dir / SAVING).exists())
+
+
+def evaluating(run_dir: Path, before: int, started: Started) -> bool:
+    """Between the update after which it evaluates and the next: the objective takes its time there."""
+    return started.until(lambda: stand(run_dir).number > before and stand(run_dir).doing == BETWEEN)
+
+
+def treating(cause: str, tick: int) -> Moment:
+    """As soon as an incident is in the journal, which is before anything is done about it."""
+
+    def is_open(run_dir: Path) -> bool:
+        found = [entry["incident"] for entry in in_journal(run_dir, "incident_opened")]
+        return any(one["cause"] == cause and one["tick"] >= tick for one in found)
+
+    return lambda run_dir, before, started: started.until(lambda: stand(run_dir).number > before and is_open(run_dir))
+
+
+def starting(run_dir: Path, before: int, started: Started) -> bool:
+    """When the run is built, and is not taken up yet."""
+
+    def built() -> int:
+        return (run_dir / "train.log").read_text().count("32 rows to an update")
+
+    already = built()
+    return started.until(lambda: built() > already)
+
+
+def unhurried(model: nn.Module, batch: Any) -> Tensor:
+    """Updates and evaluations that can be met, also from a core that others use."""
+    time.sleep(0.004 if model.training else 0.02)
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+MOMENTS: dict[str, Moment] = {
+    "the first update": at(1),
+    "update 20": at(20),
+    "an incident with rows": treating("data", tick=44),
+    "an incident without": treating("data", tick=60),
+    "an evaluation": evaluating,
+    "the start": starting,
+    "update 90": at(90),
+    "a save": saving,
+    "update 130": at(130),
+    "a second evaluation": evaluating,
+    "update 146": at(146),
+    "a rewind": treating("explosion", tick=190),
+    "right behind it": at(196),
+    "update 230": at(230),
+    "a second save": saving,
+    "a third evaluation": evaluating,
+    "a second start": starting,
+    "update 340": at(340),
+    "update 377": at(377),
+    "update 430": at(430),
+}
+
+
+SOME = ["update 20", "an incident with rows", "an evaluation", "the start", "a save", "a rewind", "update 377"]
+
+
+@pytest.mark.parametrize(
+    "moments", [pytest.param(SOME, id="some"), pytest.param(list(MOMENTS), id="twenty", marks=pytest.mark.long)]
+)
+def test_at_whichever_moment_it_is_asked_nothing_is_lost(
+    moments: list[str], nursery: Nursery, unharmed: dict[str, Any]
+) -> None:
+    """Many requests in one run, each heard: 75, a state on disk, and in the end the run that nobody stopped."""
+    directory = f"stopped{len(moments)}"
+    run_dir, arguments = nursery.place / directory, [*DRILLED, f"run.dir={directory}"]
+    steps = 0
+    for name in moments:
+        moment = MOMENTS[name]
+        before = stand(run_dir).number
+        started = nursery.start(*arguments)
+        assert moment(run_dir, before, started), f"ended before {name}: {started.output[-1500:]}"
+        stood = stand(run_dir)
+        started.strike(signal.SIGTERM)
+        assert started.wait() == 75, f"{name}: {started.output[-1500:]}"
+        done = summary(run_dir)
+        assert (done["status"], done["exit_code"]) == ("preempted", 75), name
+        if moment is starting:
+            continue
+        is_rewind = bool(in_journal(run_dir, "incident_treated")) and name == "a rewind"
+        assert is_rewind or done["steps"] >= max(stood.step, steps), f"{name}: {done['steps']} steps, {stood}"
+        assert done["steps"] in checkpoints(run_dir), name
+        steps = done["steps"]
+    last = nursery.run(*arguments)
+    assert last.code == 0, last.output
+    done = summary(run_dir)
+    assert done["ticks"] - unharmed["ticks"] <= len(moments), "at most one update each is made again"
+    for key in ("weights_sha256", "steps", "final_loss", "eval"):
+        assert done[key] == unharmed[key], key
+    assert left_overs(run_dir) == []
+
+
+class StoppedWhileMade:
+    """Digits that take long to read: the request comes meanwhile."""
+
+    def __init__(self) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_request_while_a_users_code_is_built_is_no_mistake_of_his(here: Path, run_command: command) -> None:
+    """75, as at any other time: 2 would say that the same command is not to be tried again."""
+    own = [*DIGITS, "data=custom", "data.train._target_=test_stop.StoppedWhileMade", "run.dir=run", "run.steps=5"]
+    outcome = run_command(own)
+    assert outcome.code == 75, outcome.stderr
+
+
+def test_a_candidate_is_gone_on_from_and_proven_later(nursery: Nursery) -> None:
+    """What is left at a stop is newer than what has its proof, and gets it from the updates that follow."""
+    run_dir, arguments = nursery.place / "candidate", [*DIGITS, *DISK, "run.steps=120", "run.dir=candidate"]
+    started = nursery.start(*arguments)
+    assert at_tick(run_dir, 55)(started)
+    started.strike(signal.SIGTERM)
+    assert started.wait() == 75
+    step = summary(run_dir)["steps"]
+    assert kinds(run_dir)[step] == "candidate"
+    again = nursery.start(*arguments)
+    assert again.until(lambda: kinds(run_dir).get(step) == "verified")
+    assert again.wait() == 0
+    assert taken_up_at(run_dir) == [step]
+
+
+def kinds(run_dir: Path) -> dict[int, str]:
+    """What the manifests say, by step."""
+    found = [json.loads(file.read_text()) for file in (run_dir / "checkpoints").glob("step-*/manifest.json")]
+    return {one["step"]: one["kind"] for one in found}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_other_requests_are_as_good(number: signal.Signals, nursery: Nursery) -> None:
+    """Ctrl-C, and the early signal of a scheduler."""
+    name = f"by-{number.name}"
+    started = nursery.start(*DIGITS, "run.steps=100000", f"run.dir={name}")
+    assert at_tick(nursery.place / name, 5)(started)
+    started.strike(number)
+    assert started.wait() == 75
+    assert f"asked by {number.name}: the state is in {nursery.place / name}/checkpoints/step-" in started.output
+    assert "the same command goes on" in started.output
+
+
+def test_hours_are_enough(here: Path, run_command: command) -> None:
+    """run.max_hours ends it as a request does."""
+    own = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
+    own += ["objective=custom", "objective._target_=strangers.mse", "tracking=none", "run.dir=run"]
+    outcome = run_command([*own, "run.steps=1000000", "run.max_hours=0.0002"])
+    assert outcome.code == 75
+    assert "asked by run.max_hours" in outcome.stdout
+    assert outcome.summary("run")["status"] == "preempted"
+    steps = outcome.summary("run")["steps"]
+    assert steps > 0
+    again = run_command([*own, f"run.steps={steps + 5}"])
+    assert again.code == 0
+    assert f"goes on from step {steps}" in again.stdout
+
+
+def sleeps(model: nn.Module, batch: Any) -> Tensor:
+    """A step that takes for ever."""
+    time.sleep(600)
+    loss: Tensor = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    return loss
+
+
+SLOW = [*DIGITS, "objective=custom", "objective._target_=test_stop.sleeps", "run.steps=10"]
+
+
+def test_a_second_ctrl_c_leaves_at_once(nursery: Nursery) -> None:
+    """Where a step takes for ever and the grace is long: the second one, four seconds later, does not wait."""
+    started = nursery.start(*SLOW, "run.dir=twice", "run.grace=300")
+    assert at_tick(nursery.place / "twice", 1)(started)
+    started.strike(signal.SIGINT)
+    assert not started.has_ended(3.5)
+    began = time.monotonic()
+    started.strike(signal.SIGINT)
+    assert started.wait(60) == 1
+    assert time.monotonic() - began < 30
+    assert "interrupted" in started.output
+
+
+def test_who_does_not_come_to_an_end_is_ended_after_the_grace(nursery: Nursery) -> None:
+    """With 75, and with the place it stood at."""
+    started = nursery.start(*SLOW, "run.dir=grace", "run.grace=1")
+    assert at_tick(nursery.place / "grace", 1)(started)
+    began = time.monotonic()
+    started.strike(signal.SIGTERM)
+    assert started.wait(60) == 75
+    assert time.monotonic() - began < 1 + 10
+    done = summary(nursery.place / "grace")
+    assert (done["status"], done["exit_code"]) == ("preempted", 75)
+    assert "in sleeps" in started.output
+    assert "in sleeps\n    time.sleep(600)" in (nursery.place / "grace/train.log").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------- groups, processes
+
+
+def test_a_whole_group_is_told(tmp_path: Path) -> None:
+    """A shell's Ctrl-C and a scheduler's signal reach worker processes as well: what they do then is no error."""
+    arguments = [*COMMAND, *DIGITS, "data.num_workers=2", "run.steps=100000", "run.dir=run"]
+    with subprocess.Popen(
+        arguments, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as started:  # fmt: skip
+        while stand(tmp_path / "run").tick < 20:
+            assert started.poll() is None
+            time.sleep(0.01)
+        os.killpg(started.pid, signal.SIGTERM)
+        said, _ = started.communicate(timeout=120)
+    assert started.returncode == 75, said
+    assert summary(tmp_path / "run")["status"] == "preempted"
+
+
+def launched(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """Two processes under torchrun."""
+    folder.mkdir(exist_ok=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    own = [*DIGITS, *DISK, "accelerate.cpu=true", "run.steps=100", "run.dir=run", *overrides]
+    return subprocess.Popen(
+        [*launcher, "-m", "resilient_train", *own], cwd=folder, env=ENVIRONMENT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def workers(launcher: int) -> list[int]:
+    """The processes that a launcher started, by rank."""
+    found = []
+    for number in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        environment = Path(f"/proc/{number}/environ").read_bytes().split(b"\0")
+        found += [(int(one[5:]), int(number)) for one in environment if one.startswith(b"RANK=")]
+    return [number for _, number in sorted(found)]
+
+
+@pytest.mark.parametrize("rank", [1])
+def test_when_one_process_is_asked_all_of_them_stop(rank: int, tmp_path: Path) -> None:
+    """At the same update, with one state on disk; the same command goes on, and nothing shows in the weights."""
+    with launched(tmp_path / "stopped") as started:
+        run_dir = tmp_path / "stopped/run"
+        while stand(run_dir).tick < 30:
+            assert started.poll() is None
+            time.sleep(0.01)
+        os.kill(workers(started.pid)[rank], signal.SIGTERM)
+        said, _ = started.communicate(timeout=150)
+    done = summary(run_dir)
+    assert (done["status"], done["exit_code"]) == ("preempted", 75), said
+    assert done["steps_lost"] <= 1
+    assert done["steps"] in checkpoints(run_dir)
+    for log in ("train.log", "train.rank1.log"):
+        assert f"stopped at step {done['steps']}, asked by" in (run_dir / log).read_text()
+    with launched(tmp_path / "stopped") as again, launched(tmp_path / "plain") as plain:
+        said, _ = again.communicate(timeout=200)
+        assert again.returncode == 0, said
+        said, _ = plain.communicate(timeout=200)
+        assert plain.returncode == 0, said
+    assert taken_up_at(run_dir) == [done["steps"]]
+    assert summary(run_dir)["weights_sha256"] == summary(tmp_path / "plain/run")["weights_sha256"]
