@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from resilient_train.errors import ConfigError
 from resilient_train.record import mlflow_sender
-from resilient_train.record.mlflow_store import shown
+from resilient_train.record.delivery.store import shown
 from resilient_train.record.tracking import NullTracker, TrackedRun, TrackingConfig, build, ui_command, url
 
 if TYPE_CHECKING:

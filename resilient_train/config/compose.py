@@ -22,7 +22,7 @@ from resilient_train.config.explain import composed_raw, explained
 from resilient_train.config.schema import Config, broken_limit
 from resilient_train.errors import ConfigError, unusable
 from resilient_train.files import read_plain
-from resilient_train.record.mlflow_store import shown
+from resilient_train.record.delivery.store import shown
 
 _IDENTITY = ("model", "data", "objective", "optimizer", "schedule", "run.seed")  # what makes it another run
 

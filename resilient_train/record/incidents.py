@@ -32,7 +32,7 @@ INCIDENTS = "incidents.jsonl"  # its name in a run directory
 
 _log = logging.getLogger("resilient_train")
 
-_OPENED, _TREATED, _CLOSED = "incident_opened", "incident_treated", "incident_closed"
+OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"
 _TAKEN_FROM = "taken_up_from"
 _BEGAN, _MADE_OF, _MOST = "began", ("processes", "samples"), 2**40
 _FIRED, _IN_FORCE, _SAVED, _ENDED = "drill_fired", "remedies_in_force", "checkpoint_saved", "process_ended"
@@ -75,16 +75,16 @@ class IncidentBook:
 
     def opened(self, incident: Incident) -> None:
         """Note an incident before anything is done about it."""
-        self._note(_OPENED, incident)
+        self._note(OPENED, incident)
 
     def treated(self, incident: Incident) -> None:
         """Note what was done about an incident."""
-        self._note(_TREATED, incident)
+        self._note(TREATED, incident)
 
     def closed(self, incident: Incident) -> None:
         """Note the outcome of an incident, and list it."""
         assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
-        self._note(_CLOSED, incident)
+        self._note(CLOSED, incident)
         line = self._list(incident)
         if self._file is not None and self._is_current:
             try:
@@ -164,14 +164,14 @@ class IncidentBook:
             self._endings.append((entry["start"], entry["stop"]))
         elif kind == _FIRED and type(entry.get("drill")) is int:
             self._drills.add(entry["drill"])
-        elif kind in (_OPENED, _TREATED, _CLOSED):
+        elif kind in (OPENED, TREATED, CLOSED):
             try:
                 incident = from_line(entry.get("incident"))
             except ValueError as error:
                 _log.warning("entry %d of the journal is left out: %s", entry["n"], error)
                 return
             self._incidents[incident.id] = incident
-            if kind == _CLOSED:
+            if kind == CLOSED:
                 self._list(incident)
 
     def _list(self, incident: Incident) -> str:
@@ -205,7 +205,7 @@ def recalled(entries: Iterable[Entry]) -> list[Incident]:
     """Return the incidents of a journal as they stand, those that are open included."""
     found: dict[int, Incident] = {}
     for entry in entries:
-        if entry["kind"] in (_OPENED, _TREATED, _CLOSED):
+        if entry["kind"] in (OPENED, TREATED, CLOSED):
             with contextlib.suppress(ValueError):  # damaged: the book says so when the run is taken up
                 incident = from_line(entry.get("incident"))
                 found[incident.id] = incident

@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from resilient_train.record.mlflow_store import KnownRun, Store, TrackedRun, shown, url
+from resilient_train.record.delivery.store import KnownRun, Store, TrackedRun, shown, url
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

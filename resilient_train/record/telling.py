@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def to_mend(incidents: Sequence[Incident]) -> list[str]:
 
 def tags(incidents: Sequence[Incident]) -> dict[str, str]:
     """Return the tags that MLflow's list of runs is filtered by; a run without incidents has only the first two."""
-    counted = {"resilience.status": _status(incidents), "resilience.incidents": str(len(incidents))}
+    counted = {"resilience.status": status_of(incidents), "resilience.incidents": str(len(incidents))}
     if not incidents:
         return counted
     last = incidents[-1]
@@ -113,7 +113,14 @@ def tags(incidents: Sequence[Incident]) -> dict[str, str]:
     return {**counted, "resilience.last_incident": line, "resilience.cause": ", ".join(causes)}
 
 
-def _status(incidents: Sequence[Incident]) -> str:
+def status_of(incidents: Sequence[Incident], summary: Any = None) -> str:
+    """Say in one word how a run fares: clean, recovered, recovering, gave_up, preempted, failed.
+
+    `summary` is what its last end wrote, null while it is at work.
+    """
+    ended = summary.get("status") if isinstance(summary, Mapping) else None
+    if ended in ("gave_up", "preempted", "failed"):
+        return str(ended)
     if not incidents:
         return "clean"
     if incidents[-1].outcome is Outcome.GAVE_UP:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from resilient_train.record.delivery.store import KnownRun, TrackedRun, locate, ui_command, url
 from resilient_train.record.mlflow_sender import Metrics, Params, Sender, Tags
-from resilient_train.record.mlflow_store import KnownRun, TrackedRun, locate, ui_command, url
 
 __all__ = ["MlflowTracker", "NullTracker", "TrackedRun", "Tracker", "TrackingConfig", "build", "ui_command", "url"]
 

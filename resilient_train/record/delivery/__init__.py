@@ -1,0 +1,1 @@
+"""What carries a run into MLflow: a process of its own, which reads the run directory and nothing else."""
