@@ -26,6 +26,7 @@ from typing import Any
 from resilient_train import files
 from resilient_train.errors import TrainError
 from resilient_train.files import read_plain, sync_directory, write_all
+from resilient_train.secrets import masked_tree
 
 __all__ = ["JOURNAL", "Entry", "Journal", "plain", "read"]
 
@@ -75,7 +76,8 @@ class Journal:
         assert not _OURS & fields.keys(), f"the journal itself sets {', '.join(sorted(_OURS & fields.keys()))}"
         with self._lock:
             number = self.entries[-1]["n"] + 1 if self.entries else 1
-            text = json.dumps(plain({"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, **fields}))
+            told = masked_tree(plain(fields))
+            text = json.dumps({"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, **told})
             entry: Entry = json.loads(text)  # the same in memory as when it is read back
             self.entries.append(entry)
             self._waiting.append(_seal(text))

@@ -17,7 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from resilient_train.record.delivery.store import KnownRun, Store, TrackedRun, shown, url
+from resilient_train.record.delivery.store import KnownRun, Store, TrackedRun, url
+from resilient_train.secrets import masked
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -99,7 +100,7 @@ class Sender:
     @property
     def where(self) -> str:
         """The address for a person to read."""
-        return shown(self._store.uri)
+        return masked(self._store.uri)
 
     def put(self, record: Record) -> None:
         """Queue a record; costs less than a microsecond and never waits."""
@@ -162,7 +163,7 @@ class Sender:
         return True
 
     def _note(self, error: str, aloud: bool = True) -> None:
-        self._last_error = " ".join(shown(error).split())[:200]
+        self._last_error = " ".join(masked(error).split())[:200]
         if aloud and not self._complained:
             self._complained = True
             _log.warning("MLflow at %s: %s. Training is not affected.", self.where, self._last_error)

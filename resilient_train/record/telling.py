@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.events import Action, Anomaly, Culprit, Diagnosis, Incident, Outcome, Signal
+from resilient_train.secrets import masked
 
 _NOTICED = {
     Signal.NONFINITE_BATCH: "the batch is not finite",
@@ -105,7 +106,7 @@ def tags(incidents: Sequence[Incident]) -> dict[str, str]:
     if not incidents:
         return counted
     last = incidents[-1]
-    line = (
+    line = masked(
         f"step {last.anomaly.step:,}: {_noticed(last.anomaly)}; {_cause(last.diagnosis)}; {_done(last)}; "
         f"{(last.outcome or 'open').replace('_', ' ')}"
     )

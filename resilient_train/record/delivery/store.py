@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from resilient_train.errors import ConfigError
 from resilient_train.files import commit_text, read_json
+from resilient_train.secrets import masked
 
 DEFAULT_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens unless told otherwise
 
@@ -88,7 +89,7 @@ def locate(uri: str | None, home: Path) -> Store:
 def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
     """Return the link to the run's charts, for a database under the address where `ui_command` shows it."""
     if tracking_uri.startswith(("http://", "https://")):
-        root = shown(tracking_uri).rstrip("/")
+        root = masked(tracking_uri).rstrip("/")
     elif tracking_uri.split(":")[0] in _SCHEMELESS:
         return None
     else:
@@ -105,10 +106,3 @@ def ui_command(tracking_uri: str) -> str:
     is_found = shutil.which("mlflow") == str(beside_python) or not beside_python.exists()
     program = "mlflow" if is_found else shlex.quote(str(beside_python))  # an environment that is not activated
     return f"{program} ui --backend-store-uri {shlex.quote(tracking_uri)}"
-
-
-def shown(uri: str) -> str:
-    """Return the address without its secrets, fit for files and terminals."""
-    uri = re.sub(r"(?<=://)([^/@:\s]*):[^/@\s]*@", r"\1:***@", uri)
-    uri = re.sub(r"(?<=://)[^/@:\s]+@", "***@", uri)  # a token in place of a user
-    return re.sub(r"(?i)([?&][^=&\s]*(?:password|token|secret|key)[^=&\s]*=)[^&\s]+", r"\1***", uri)
