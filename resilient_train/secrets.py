@@ -1,7 +1,7 @@
 """What nobody is to read, hidden wherever something is written down, printed or sent.
 
-Hidden are: who one is in an address (`scheme://user:password@host`, `scheme://token@host`); what is said of a password or
-token by name (`?token=...`, `password=...`); and, wherever they turn up, the values of environment variables such as
+Hidden are: who one is in an address (`scheme://user:password@host`, `scheme://token@host`); what is said of a password
+or token by name (`?token=...`, `password=...`); and, wherever they turn up, the values of environment variables such as
 HF_TOKEN and AWS_SECRET_ACCESS_KEY, and of settings whose names say that they are secret.
 """
 
@@ -39,15 +39,28 @@ _HEADER = re.compile(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?(?:basic|bearer|t
 _QUOTED = re.compile(
     r"""(?P<head>(?P<q>['"])(?P<name>[\w.\-]++)(?P=q)\s*:\s*(?P<w>['"]))(?P<value>(?:\\.|(?!(?P=w))[^\\])*)(?P=w)"""
 )
-_ASSIGNED = re.compile(
-    r"""(?P<head>(?:[?&]|(?<![\w.\-]))(?P<name>[\w.\-]++)=)(?P<value>'[^']*'|"[^"]*"|[^\s&;"']+)"""
-)
+_ASSIGNED = re.compile(r"""(?P<head>(?:[?&]|(?<![\w.\-]))(?P<name>[\w.\-]++)=)(?P<value>'[^']*'|"[^"]*"|[^\s&;"']+)""")
 
 _SECRET = {"password", "passwd", "passphrase", "secret", "apikey", "accesskey", "secretkey", "privatekey"}
 _KEYS = {"api", "access", "private", "secret", "auth", "account", "signing", "encryption"}
 _IN_QUERIES = {"key", "pwd", "sig", "signature", "credential", "token"}
 _OF_A_VOCABULARY = {  # these tokens are pieces of text
-    *("pad", "bos", "eos", "unk", "sep", "cls", "mask", "start", "begin", "end", "stop", "special", "blank", "separator"),
+    *(
+        "pad",
+        "bos",
+        "eos",
+        "unk",
+        "sep",
+        "cls",
+        "mask",
+        "start",
+        "begin",
+        "end",
+        "stop",
+        "special",
+        "blank",
+        "separator",
+    ),
     *("image", "audio", "video", "decoder", "space", "word", "boundary", "prefix", "suffix", "middle", "newline"),
     *("first", "last", "next", "per", "target", "source", "text", "class", "head", "tail", "context", "prompt"),
 }

@@ -81,7 +81,12 @@ KNOWN_TO = {
 }
 WITHOUT_TORCH = {
     *("errors", "events", "files", "imports", "incidents", "record", "recover", "watch/checks", "watch/config.py"),
-    *("secrets", "command", "config/explain.py", "config/manual.py"),  # --help, completion and a mistake are told at once
+    *(
+        "secrets",
+        "command",
+        "config/explain.py",
+        "config/manual.py",
+    ),  # --help, completion and a mistake are told at once
     *("diagnose/advice.py", "diagnose/verdict.py", "ranks/leaving.py", "status"),
 }
 

@@ -21,8 +21,8 @@ from omegaconf import OmegaConf
 
 from resilient_train.errors import ConfigError
 from resilient_train.record import mlflow_sender
+from resilient_train.record.delivery.store import shown
 from resilient_train.record.tracking import NullTracker, TrackedRun, TrackingConfig, build, ui_command, url
-from resilient_train.secrets import masked
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -482,7 +482,7 @@ def test_the_command_that_opens_a_database_can_be_pasted(
 def test_the_link_opens_the_charts_and_gives_no_password_away(uri: str, root: str) -> None:
     """A database has its page where `mlflow ui` listens."""
     assert url(uri, "1", "abc") == f"{root}/#/experiments/1/runs/abc/model-metrics?workflowType=machine_learning"
-    assert "secret" not in masked(uri)
+    assert "secret" not in shown(uri)
 
 
 @pytest.mark.parametrize("name", ["mlflow", "none"])

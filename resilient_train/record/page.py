@@ -9,6 +9,9 @@ from typing import IO
 from rich.console import Console
 from rich.text import Text
 
+from resilient_train.record.telling import printable
+from resilient_train.secrets import masked
+
 _LEAST = 20  # columns: on anything narrower lines are longer than the terminal
 
 Words = str | tuple[str, str]  # as they are, or in a style
@@ -19,7 +22,7 @@ class Page:
 
     def __init__(self, file: IO[str] | None = None) -> None:
         self._file = file or sys.stdout
-        colours = None if "NO_COLOR" in os.environ else "auto"
+        colours = None if os.environ.get("NO_COLOR") else "auto"
         self._console = Console(file=self._file, color_system=colours, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
         self.width = max(_LEAST, self._console.width) if self._console.is_terminal else None
 
@@ -28,7 +31,7 @@ class Page:
         text = Text(" " * indent)
         for one in words:
             said, style = (one, "") if isinstance(one, str) else one
-            text.append(printable(said), style)
+            text.append(printable(masked(said)), style)
         if self.width is None:
             self._print(text)
             return
@@ -47,11 +50,6 @@ class Page:
     def _print(self, text: Text) -> None:
         text.rstrip()
         self._console.print(text)
-
-
-def printable(text: str) -> str:
-    """Leave out what a terminal would obey: a stranger may have named the files."""
-    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def _parted(text: Text, width: int, console: Console) -> tuple[Text, Text]:
