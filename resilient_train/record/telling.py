@@ -100,9 +100,9 @@ def to_mend(incidents: Sequence[Incident]) -> list[str]:
     return told
 
 
-def tags(incidents: Sequence[Incident]) -> dict[str, str]:
+def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
     """Return the tags that MLflow's list of runs is filtered by; a run without incidents has only the first two."""
-    counted = {"resilience.status": status_of(incidents), "resilience.incidents": str(len(incidents))}
+    counted = {"resilience.status": status, "resilience.incidents": str(len(incidents))}
     if not incidents:
         return counted
     last = incidents[-1]

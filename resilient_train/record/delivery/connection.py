@@ -40,6 +40,7 @@ class Connection:
     """A run in MLflow that is there, and the client that reaches it."""
 
     client: MlflowClient
+    uri: str  # with its secrets, if it has any
     experiment_id: str
     run: TrackedRun
 
@@ -68,7 +69,7 @@ def connect(store: Store, experiment: str, known: KnownRun, outbox: Path, began_
             twins = [client.create_run(experiment_id, began_ms, tags | {KEY: key}, known.name)]
         run_id = twins[0].info.run_id
         known.note(run_id=run_id, delivered=0, shown={})
-    return Connection(client, experiment_id, TrackedRun(run_id, where, url(where, experiment_id, run_id)))
+    return Connection(client, store.uri, experiment_id, TrackedRun(run_id, where, url(where, experiment_id, run_id)))
 
 
 def forget_twins(connection: Connection, outbox: Path) -> None:

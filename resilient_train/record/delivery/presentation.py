@@ -31,7 +31,7 @@ class Presentation:
 
     def __init__(self, connection: Connection, run_dir: Path, known: KnownRun, refuse: Callable[[str], None]) -> None:
         self._connection, self._run_dir, self._known, self._refuse = connection, run_dir, known, refuse
-        self._traces = Traces(connection.run.tracking_uri, connection.experiment_id, connection.run_id)
+        self._traces = Traces(connection.uri, connection.experiment_id, connection.run_id)
         self._seen: object = None
         self._text = ""
         self._unless_refused(lambda: prepare_run_list(connection.client, connection.experiment_id))
@@ -66,7 +66,8 @@ class Presentation:
                 path.write_text(whole, "utf-8")
                 self._unless_refused(lambda: client.log_artifact(run_id, str(path)))
             self._text = whole
-        said = {**tags(story), "mlflow.note.content": note(story, self._trace_url)}
+        said = tags([one.incident for one in story.chapters], story.status)
+        said["mlflow.note.content"] = note(story, self._trace_url)
         for batch in tag_batches(said):
             self._unless_refused(lambda batch=batch: client.log_batch(run_id, *batch))
 
