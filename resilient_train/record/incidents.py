@@ -34,9 +34,10 @@ INCIDENTS = "incidents.jsonl"  # its name in a run directory
 _log = logging.getLogger("resilient_train")
 
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"
+IN_FORCE = "remedies_in_force"
 _TAKEN_FROM = "taken_up_from"
 _BEGAN, _MADE_OF, _MOST = "began", ("processes", "samples"), 2**40
-_FIRED, _IN_FORCE, _SAVED, _ENDED = "drill_fired", "remedies_in_force", "checkpoint_saved", "process_ended"
+_FIRED, _SAVED, _ENDED = "drill_fired", "checkpoint_saved", "process_ended"
 
 
 class IncidentBook:
@@ -106,7 +107,7 @@ class IncidentBook:
         """Note what remedies are in force from now on."""
         self.remedies = remedies
         if self._journal is not None:
-            self._journal.write(_IN_FORCE, remedies=remedies)
+            self._journal.write(IN_FORCE, remedies=remedies)
 
     def saved(self, step: int, tick: int) -> None:
         """Note that a checkpoint was committed."""
@@ -153,7 +154,7 @@ class IncidentBook:
 
     def _recall(self, entry: Entry) -> None:
         kind = entry["kind"]
-        if kind == _IN_FORCE and isinstance(entry.get("remedies"), dict):
+        if kind == IN_FORCE and isinstance(entry.get("remedies"), dict):
             self.remedies = entry["remedies"]
         elif kind == _BEGAN and all(type(entry.get(key)) is int and 0 < entry[key] <= _MOST for key in _MADE_OF):
             self.began_with = (entry["processes"], entry["samples"])

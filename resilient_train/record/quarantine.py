@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from resilient_train.errors import ConfigError, unusable
-from resilient_train.files import commit_text, read_plain
+from resilient_train.files import commit_text, read_json, read_plain
 from resilient_train.secrets import masked_tree
 
 QUARANTINE = "quarantine.json"  # its name in a run directory
@@ -100,6 +100,14 @@ class Quarantine:
             self._is_behind = True
         else:
             self._is_behind = False
+
+
+def reasons(run_dir: Path) -> dict[int, str]:
+    """Return the rows that a run has put away, and why, for a person to read; of what is damaged, nothing."""
+    content = read_json(run_dir / QUARANTINE)
+    rows = content.get("rows") if isinstance(content, dict) else None
+    listed = [one for one in rows if isinstance(one, dict)] if isinstance(rows, list) else []
+    return {one["row"]: str(one.get("reason", "")) for one in listed if type(one.get("row")) is int}
 
 
 class Foreign(ValueError):

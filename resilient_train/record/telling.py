@@ -43,7 +43,7 @@ def told(incident: Incident) -> str:
     """Tell in a few lines what was noticed, what was done about it, and what a person can do."""
     anomaly = incident.anomaly
     return _indented(
-        f"! step {anomaly.step:,}: {_noticed(anomaly)}{_reached(anomaly)}",
+        f"! step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}",
         anomaly.evidence,
         f"{_cause(incident.diagnosis)}; {_done(incident)}",
         _advice(incident.diagnosis),
@@ -60,25 +60,25 @@ def outcome_told(incident: Incident, healthy_steps: int | None = None) -> str:
     name = f"incident {incident.id:,}"
     match incident.outcome:
         case Outcome.RECOVERED if healthy_steps is not None:
-            return f"{name} recovered: {_count(healthy_steps, 'healthy step')} since"
+            return f"{name} recovered: {counted(healthy_steps, 'healthy step')} since"
         case Outcome.RECOVERED:
             return f"{name} recovered"
         case Outcome.RECURRED:
             return f"{name} recurred: the same trouble is back, so what was done was not enough"
         case Outcome.GAVE_UP:
-            return f"{name} could not be cured: {_why(incident)}"
+            return f"{name} could not be cured: {why_of(incident)}"
     return f"{name} is open: it counts as recovered once the run has stayed healthy"
 
 
 def farewell(incident: Incident, last_good: Path | None, before: Sequence[Incident] = ()) -> str:
     """Tell at the end of a run that could not be cured: what happened, what was tried, what is left, what to do now."""
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
-    tried = Counter(_remedies(one) for one in (*before, incident) if one.decision.actions)
+    tried = Counter(remedies_of(one) for one in (*before, incident) if one.decision.actions)
     times = [remedies if count == 1 else f"{remedies} ({count:,} times)" for remedies, count in tried.items()]
     return _indented(
-        f"gave up at step {anomaly.step:,}: {_noticed(anomaly)}, {_cause(diagnosis)}",
+        f"gave up at step {anomaly.step:,}: {noticed(anomaly)}, {_cause(diagnosis)}",
         anomaly.evidence,
-        f"why: {_why(incident)}",
+        f"why: {why_of(incident)}",
         f"tried: {'; '.join(times) or 'nothing, as the policy says'}",
         f"last good weights: {last_good or 'none were written'}",
         f"what to try next: {diagnosis.advice}" if diagnosis.advice else "",
@@ -96,7 +96,7 @@ def to_mend(incidents: Sequence[Incident]) -> list[str]:
     if len(lines) > _MOST_TOLD:
         told.append(f"to mend: {len(lines) - _MOST_TOLD:,} more lines of code, see incidents.jsonl")
     if rows := sorted({row for one in incidents for row in one.diagnosis.rows}):
-        told.append(f"to mend: {_rows(rows)}, see quarantine.json")
+        told.append(f"to mend: {rows_named(rows)}, see quarantine.json")
     return told
 
 
@@ -107,7 +107,7 @@ def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
         return counted
     last = incidents[-1]
     line = masked(
-        f"step {last.anomaly.step:,}: {_noticed(last.anomaly)}; {_cause(last.diagnosis)}; {_done(last)}; "
+        f"step {last.anomaly.step:,}: {noticed(last.anomaly)}; {_cause(last.diagnosis)}; {_done(last)}; "
         f"{(last.outcome or 'open').replace('_', ' ')}"
     )
     causes = dict.fromkeys(incident.diagnosis.cause for incident in incidents)
@@ -129,15 +129,17 @@ def status_of(incidents: Sequence[Incident], summary: Any = None) -> str:
     return "recovering" if any(incident.outcome is None for incident in incidents) else "recovered"
 
 
-def _noticed(anomaly: Anomaly) -> str:
+def noticed(anomaly: Anomaly, *, by_name: bool = True) -> str:
+    """Say what was noticed, and where; by name: with the word that programs know it by."""
     ranks = [str(rank) for rank in sorted(anomaly.ranks)]
     if anomaly.signal is Signal.RANK_MISMATCH:
         ranks = []  # they are named with what they differ in
     where = f" on {'rank' if len(ranks) == 1 else 'ranks'} {_and(ranks)}" if ranks else ""
-    return f"{_NOTICED[anomaly.signal]}{where} ({anomaly.signal})"
+    return f"{_NOTICED[anomaly.signal]}{where}" + (f" ({anomaly.signal})" if by_name else "")
 
 
-def _reached(anomaly: Anomaly) -> str:
+def reached(anomaly: Anomaly) -> str:
+    """Say whether it reached the weights, behind a comma; of what has nothing to do with weights, nothing."""
     if anomaly.signal in _BESIDE_THE_WEIGHTS:
         return ""
     if not anomaly.landed:
@@ -151,7 +153,7 @@ def _cause(diagnosis: Diagnosis) -> str:
     if diagnosis.culprit:
         details.append(_culprit(diagnosis.culprit))
     if diagnosis.rows:
-        details.append(_rows(diagnosis.rows))
+        details.append(rows_named(diagnosis.rows))
     return f"cause {diagnosis.cause}" + (f" ({'; '.join(details)})" if details else "")
 
 
@@ -160,7 +162,8 @@ def _culprit(culprit: Culprit) -> str:
     return f"{culprit.op}{module}, {culprit.file}:{culprit.line}, {culprit.phase}"
 
 
-def _rows(rows: Sequence[int]) -> str:
+def rows_named(rows: Sequence[int]) -> str:
+    """Name some rows: "rows 3, 77 and 5 more of the data"."""
     shown = [str(row) for row in rows[:4]]  # indices are looked up, so they keep their plain form
     if more := len(rows) - len(shown):
         shown.append(f"{more:,} more")
@@ -170,9 +173,9 @@ def _rows(rows: Sequence[int]) -> str:
 def _done(incident: Incident) -> str:
     if incident.decision.gave_up is not None:
         return f"gave up: {incident.decision.gave_up}"
-    words = _remedies(incident)
+    words = remedies_of(incident)
     if incident.rewound_to is not None:
-        words += f", in {_seconds(incident.seconds)}"
+        words += f", in {in_seconds(incident.seconds)}"
     return f"{words or 'nothing was done'}{_lost(incident)}"
 
 
@@ -180,10 +183,11 @@ def _lost(incident: Incident) -> str:
     refused = not incident.anomaly.landed and incident.rewound_to is None
     if incident.steps_lost <= refused:  # an attempt that was refused held nothing yet
         return "; nothing was lost"
-    return f"; {_count(incident.steps_lost, 'step')} lost"
+    return f"; {counted(incident.steps_lost, 'step')} lost"
 
 
-def _remedies(incident: Incident) -> str:
+def remedies_of(incident: Incident) -> str:
+    """Say what was done about an incident; nothing where nothing was."""
     return ", ".join(_remedy(action, incident) for action in incident.decision.actions)
 
 
@@ -228,17 +232,17 @@ def _turned(what: str, verb: str) -> Callable[[Settings], str]:
 
 def _warm_up(settings: Settings) -> str:
     rewarm = settings.pop("rewarm", None)
-    return f" with {_count(rewarm, 'step')} of warm-up" if rewarm else ""
+    return f" with {counted(rewarm, 'step')} of warm-up" if rewarm else ""
 
 
 def _stretch(settings: Settings) -> str:
-    return f" for {_count(settings.pop('steps'), 'step')}" if "steps" in settings else ""
+    return f" for {counted(settings.pop('steps'), 'step')}" if "steps" in settings else ""
 
 
 def _skipped(settings: Settings) -> str:
     for unit in ("sample", "batch", "update", "step"):
         if (plural := _plural(unit)) in settings:
-            return f"skipped {_count(settings.pop(plural), unit)}" + (" of data" if unit in ("update", "step") else "")
+            return f"skipped {counted(settings.pop(plural), unit)}" + (" of data" if unit in ("update", "step") else "")
     return "skipped the samples to blame"
 
 
@@ -267,7 +271,8 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else "?" for one in text)
 
 
-def _count(number: Any, unit: str) -> str:
+def counted(number: Any, unit: str) -> str:
+    """Say how many there are: "1 step", "2,000 steps"."""
     return f"{_amount(number)} {unit if number == 1 else _plural(unit)}"
 
 
@@ -283,7 +288,8 @@ def _amount(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _why(incident: Incident) -> str:
+def why_of(incident: Incident) -> str:
+    """Say why nothing more was done about an incident."""
     return _indented(incident.decision.gave_up or "") or "the policy has nothing left"
 
 
@@ -296,5 +302,6 @@ def _and(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def _seconds(seconds: float) -> str:
+def in_seconds(seconds: float) -> str:
+    """Say how long something took."""
     return f"{seconds:.2f} s" if seconds < 60 else f"{seconds:,.0f} s"
