@@ -62,7 +62,7 @@ MAY_KNOW: dict[str, set[str]] = {
     },
     "command": {"config", "ranks", "record", "session"},
     "__main__": {"command", "ranks"},
-    "incidents": {"record"},
+    "incidents": {"record", "status"},
     "checkpoints": {"checkpoint", "record"},
     "status": {"ranks", "record"},
     "__init__": {"guard", "errors", "ranks"},

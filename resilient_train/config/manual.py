@@ -21,12 +21,12 @@ from resilient_train.imports import similar
 from resilient_train.record.page import Page
 
 _EXAMPLES = """\
-python -m resilient_train                                     # a small GPT on Python source text
-python -m resilient_train experiment=demo                     # the same with faults on purpose on its way
+python -m resilient_train  # a small GPT on Python source text
+python -m resilient_train experiment=demo  # the same with faults on purpose on its way
 python -m resilient_train model=resnet data=digits objective=classification run.steps=500
 python -m resilient_train model=custom model._target_=mine.Net +model.width=64 \\
     data=custom data.train._target_=mine.rows objective=custom objective._target_=mine.loss
-python -m resilient_train --multirun run.seed=0,1,2           # several runs, one after the other
+python -m resilient_train --multirun run.seed=0,1,2  # several runs, one after the other
 torchrun --nproc_per_node 2 -m resilient_train accelerate.cpu=true"""
 
 _FOOTER = (
@@ -261,8 +261,8 @@ def _show_head(page: Page) -> None:
     page.line("Trains a model and looks after the run.")
     page.blank()
     for line in _EXAMPLES.splitlines():
-        command, mark, told = line.partition("  #")
-        page.line((command, "bold"), f"{mark}{told}", indent=2, hang=8)
+        command, _, told = line.partition("  # ")
+        page.line((command, "bold"), f"  # {told}" if told else "", indent=2, hang=8)
     page.blank()
     page.line("Choose with group=option, set with key=value; +key=value hands a target one argument more.")
 

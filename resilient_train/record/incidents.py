@@ -13,7 +13,7 @@ from typing import Any
 from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.files import commit_text, read_plain
 from resilient_train.record.journal import JOURNAL, Entry, Journal, plain
-from resilient_train.record.telling import farewell, outcome_told, tags, to_mend, told
+from resilient_train.record.telling import farewell, outcome_told, tags, told
 from resilient_train.secrets import masked_tree
 
 __all__ = [
@@ -25,7 +25,6 @@ __all__ = [
     "outcome_told",
     "recalled",
     "tags",
-    "to_mend",
     "told",
 ]
 

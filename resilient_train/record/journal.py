@@ -28,7 +28,7 @@ from resilient_train.errors import TrainError
 from resilient_train.files import read_plain, sync_directory, write_all
 from resilient_train.secrets import masked_tree
 
-__all__ = ["JOURNAL", "Entry", "Journal", "plain", "read", "seal", "unseal"]
+__all__ = ["JOURNAL", "Entry", "Journal", "damaged_lines", "plain", "read", "seal", "unseal"]
 
 JOURNAL = "journal.jsonl"  # its name in a run directory
 
@@ -137,6 +137,13 @@ class Journal:
 def read(path: Path) -> list[Entry]:
     """Return the whole entries of a journal, also of one that is being written: nothing is changed."""
     return _parse(read_plain(path))[0] if path.exists() else []
+
+
+def damaged_lines(path: Path) -> int:
+    """How many lines of a journal cannot be read; the last one, if it is being written, is none of them."""
+    content = read_plain(path) if path.exists() else b""
+    _, end, damaged = _parse(content)
+    return damaged + content[end:].count(b"\n")
 
 
 def plain(value: Any) -> Any:
