@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from resilient_train.errors import ConfigError
 from resilient_train.files import commit_text, read_json
 from resilient_train.record.outbox import OUTBOX, entries
+from resilient_train.secrets import masked
 
 KNOWN = "mlflow.json"  # its name in a run directory
 DEFAULT_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens unless told otherwise
@@ -154,6 +155,4 @@ def ui_command(tracking_uri: str) -> str:
 
 def shown(uri: str) -> str:
     """Return the address without its secrets, fit for files and terminals."""
-    uri = re.sub(r"(?<=://)([^/@:\s]*):[^/@\s]*@", r"\1:***@", uri)
-    uri = re.sub(r"(?<=://)[^/@:\s]+@", "***@", uri)  # a token in place of a user
-    return re.sub(r"(?i)([?&][^=&\s]*(?:password|token|secret|key)[^=&\s]*=)[^&\s]+", r"\1***", uri)
+    return masked(uri)
