@@ -47,7 +47,7 @@ from resilient_train.treatment import Treatment
 from resilient_train.update.agreement import DIGEST, Flag
 from resilient_train.update.clip import ClipConfig, norm_over_ranks
 from resilient_train.update.precision import Precision
-from resilient_train.update.updater import Attempt, Updater
+from resilient_train.update.updater import Attempt, Knobs, Updater
 from resilient_train.ward import Ward
 from resilient_train.watch import pulse
 from resilient_train.watch.checks import Panel
@@ -333,6 +333,11 @@ class Guard:
         numerics.raise_eps(1.0)
         self.samples.close()
         self._durable.let_go()
+
+    @property
+    def knobs(self) -> Knobs:
+        """What remedies have turned, and the next update is made with."""
+        return self._treatment.knobs.values
 
     @property
     def incidents(self) -> list[Incident]:

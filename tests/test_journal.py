@@ -33,7 +33,7 @@ from resilient_train.record.incidents import (
 )
 from resilient_train.record.journal import Journal, plain, read
 from resilient_train.record.story import Chapter, Phase, chapters
-from resilient_train.record.telling import cured, noticed
+from resilient_train.record.telling import cured, status_of, summed_up
 
 SLOW_DISK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -436,7 +436,7 @@ def test_an_incident_comes_back_from_its_line(incident: Incident) -> None:
     assert len(told(incident).split("\n")) in (2, 3, 4)
     assert "\n" not in outcome_told(incident)
     assert farewell(incident, None)
-    assert tags([incident])
+    assert tags([incident], "clean")
 
 
 def test_unknown_keys_are_passed_over_and_late_ones_are_optional() -> None:
@@ -799,7 +799,7 @@ def test_what_is_to_be_mended_is_told_once() -> None:
 def test_an_incident_is_told_in_two_lines_that_stand_alone() -> None:
     """What a list shows: what was noticed and where; what was behind it, what was done, and what came of it."""
     where = "step 1,204: the loss jumped (loss_spike), in the weights since step 1,191"
-    assert noticed(SPIKE) == f"{where}; loss 8.12 where 2.9 to 3.4 was usual"
+    assert summed_up(SPIKE) == f"{where}; loss 8.12 where 2.9 to 3.4 was usual"
     rest = "learning rate x0.5 with 20 steps of warm-up, in 0.12 s; 27 steps lost"
     assert cured(SPIKE) == f"cause explosion; rewound to step 1,177 (proven good), {rest}"
     assert cured(dataclasses.replace(SPIKE, outcome=Outcome.RECURRED)).endswith("; 27 steps lost; recurred")
@@ -891,20 +891,20 @@ def with_outcome(outcome: Outcome | None) -> Incident:
 )
 def test_the_status_is_one_word(outcomes: list[Outcome | None], status: str) -> None:
     """The list of runs is filtered by it."""
-    told_by = tags([with_outcome(outcome) for outcome in outcomes])
-    assert told_by["resilience.status"] == status
-    assert told_by["resilience.incidents"] == str(len(outcomes))
+    incidents = [with_outcome(outcome) for outcome in outcomes]
+    assert status_of(incidents) == status
+    assert tags(incidents, status)["resilience.incidents"] == str(len(outcomes))
 
 
 def test_tags_name_the_last_incident_and_all_causes() -> None:
     """One line for a person, causes once each for a filter; a clean run has neither."""
-    told_by = tags([with_outcome(Outcome.RECURRED), POISON, with_outcome(Outcome.RECOVERED)])
+    told_by = tags([with_outcome(Outcome.RECURRED), POISON, with_outcome(Outcome.RECOVERED)], "recovered")
     assert told_by["resilience.cause"] == "explosion, operation"
     assert told_by["resilience.last_incident"] == (
         "step 1,204: the loss jumped (loss_spike); cause explosion; rewound to step 1,177 (proven good), "
         "learning rate x0.5 with 20 steps of warm-up, in 0.12 s; 27 steps lost; recovered"
     )
-    assert set(tags([])) == {"resilience.status", "resilience.incidents"}
+    assert set(tags([], "clean")) == {"resilience.status", "resilience.incidents"}
 
 
 def _lines(entries: list[dict[str, Any]]) -> list[bytes]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
-from resilient_train.record import mlflow_sender
+from resilient_train.record.delivery.connection import ENVIRONMENT
 from resilient_train.record.delivery.traces import Traces, trace_id_of
 from resilient_train.record.story import Chapter, Phase
 
@@ -58,7 +58,7 @@ def ended(outcome: Outcome, chapter: Chapter = CLOSED) -> Chapter:
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is where traces are delivered: short waits, no retries."""
-    for name, value in mlflow_sender.ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 
 
@@ -79,7 +79,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[
     home = tmp_path_factory.mktemp("server")
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", database, "--artifacts-destination", str(home / "artifacts")]
-    environment = os.environ | mlflow_sender.ENVIRONMENT | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    environment = os.environ | ENVIRONMENT | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with (home / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=home, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:

@@ -15,7 +15,8 @@ from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Di
 from resilient_train.files import commit_text, read_plain
 from resilient_train.record.journal import JOURNAL, Entry, Journal, plain
 from resilient_train.record.phases import RESUME, Timed
-from resilient_train.record.telling import farewell, outcome_told, tags, to_mend, told
+from resilient_train.record.telling import farewell, outcome_told, tags, told
+from resilient_train.secrets import masked_tree
 
 __all__ = [
     "INCIDENTS",
@@ -26,7 +27,6 @@ __all__ = [
     "outcome_told",
     "recalled",
     "tags",
-    "to_mend",
     "told",
 ]
 
@@ -37,9 +37,10 @@ _log = logging.getLogger("resilient_train")
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"
 PHASE = "incident_phase"  # a part of an incident that came after its entry: the run went on
 _GOES_ON = {Signal.DISK_FULL}  # in spite of these training never stood still
+IN_FORCE = "remedies_in_force"
 _TAKEN_FROM = "taken_up_from"
 _BEGAN, _MADE_OF, _MOST = "began", ("processes", "samples"), 2**40
-_FIRED, _IN_FORCE, _SAVED, _ENDED = "drill_fired", "remedies_in_force", "checkpoint_saved", "process_ended"
+_FIRED, _SAVED, _ENDED = "drill_fired", "checkpoint_saved", "process_ended"
 
 
 class IncidentBook:
@@ -125,7 +126,7 @@ class IncidentBook:
         """Note what remedies are in force from now on."""
         self.remedies = remedies
         if self._journal is not None:
-            self._journal.write(_IN_FORCE, remedies=remedies)
+            self._journal.write(IN_FORCE, remedies=remedies)
 
     def saved(self, step: int, tick: int) -> None:
         """Note that a checkpoint was committed."""
@@ -182,7 +183,7 @@ class IncidentBook:
 
     def _recall(self, entry: Entry) -> None:
         kind = entry["kind"]
-        if kind == _IN_FORCE and isinstance(entry.get("remedies"), dict):
+        if kind == IN_FORCE and isinstance(entry.get("remedies"), dict):
             self.remedies = entry["remedies"]
         elif kind == _BEGAN and all(type(entry.get(key)) is int and 0 < entry[key] <= _MOST for key in _MADE_OF):
             self.began_with = (entry["processes"], entry["samples"])
@@ -276,7 +277,8 @@ def as_line(incident: Incident) -> dict[str, Any]:
         "rung": decision.rung,
         "gave_up": decision.gave_up,
     }
-    return {key: plain(value) for key, value in line.items()}
+    whole: dict[str, Any] = masked_tree(plain(line))
+    return whole
 
 
 def from_line(line: Any) -> Incident:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from resilient_train.record.delivery import spans
 from resilient_train.record.delivery.store import shown
 from resilient_train.record.story import Chapter
-from resilient_train.record.telling import cured, noticed, outcome_told, printable
+from resilient_train.record.telling import cured, outcome_told, printable, summed_up
 
 if TYPE_CHECKING:
     from mlflow.entities import Assessment, Span, TraceInfo
@@ -102,7 +102,7 @@ class Traces:
         incident, (began, ended) = chapter.incident, spans.lasted(chapter)
         is_open = incident.outcome is None and (self._version or (0, 0)) >= _TAKES_SPANS
         state = TraceState.IN_PROGRESS if is_open else TraceState.ERROR if spans.is_bad(incident) else TraceState.OK
-        request, response = _cut(noticed(incident)), _cut(cured(incident))
+        request, response = _cut(summed_up(incident)), _cut(cured(incident))
         told = json.dumps([request, response, state.value, spans.described(chapter, trace_id)])
         return TraceInfo(
             trace_id=trace_id,
@@ -148,7 +148,12 @@ class Traces:
         try:
             self._store.log_spans(self._experiment_id, made)
         except NotImplementedError:
-            return False
+            if (self._version or (0, 0)) < _TAKES_SPANS:
+                return False
+            # It has asked for the version once more, got no answer, and would believe for ever that there is none.
+            forget = getattr(getattr(self._store, "_get_server_version", None), "cache_clear", lambda: None)
+            forget()
+            raise ConnectionError("the server does not tell its version any more") from None
         except MlflowException as error:
             if "span logging is not supported" in str(error):
                 return False
