@@ -26,9 +26,13 @@ def show_models(client: MlflowClient, experiment_id: str, run_id: str, story: St
 
     Nothing is uploaded: a checkpoint stays on the disk of the run, and its model has the step and the path.
     """
+    from mlflow.entities import LoggedModelOutput, LoggedModelStatus
+
     there = _models(client, experiment_id, run_id)
+    outputs = client.get_run(run_id).outputs
+    linked = {one.model_id for one in outputs.model_outputs} if outputs else set()
     for name, checkpoint in ((LAST_GOOD, story.last_good), (BEST, story.best)):
-        known: LoggedModel | None = next(iter(there.get(name, [])), None)
+        known = next(iter(there.get(name, [])), None)
         for one in there.get(name, [])[1:]:  # two processes that did not know of each other have begun it
             client.delete_logged_model(one.model_id)
         tags = _tags(checkpoint)
@@ -38,8 +42,10 @@ def show_models(client: MlflowClient, experiment_id: str, run_id: str, story: St
             continue
         if tags.items() - known.tags.items():
             client.set_logged_model_tags(known.model_id, tags)
-        if str(known.status) != "READY":
-            client.finalize_logged_model(known.model_id, "READY")
+        if known.status != LoggedModelStatus.READY:
+            client.finalize_logged_model(known.model_id, LoggedModelStatus.READY)
+        if known.model_id not in linked:
+            client.log_outputs(run_id, [LoggedModelOutput(known.model_id, step=0)])
 
 
 def _models(client: MlflowClient, experiment_id: str, run_id: str) -> dict[str, list[LoggedModel]]:
