@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 _TEMPORARY = ".resilient-tmp"
 
@@ -152,12 +152,18 @@ def read_json(path: Path) -> Any:
 
 
 def read_plain(path: Path) -> bytes:
-    """Read a regular file: a pipe in its place would be waited for, and a device never ends."""
+    """Read a regular file as a whole."""
+    with open_plain(path) as file:
+        return file.read()
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a regular file for reading: a pipe in its place would be waited for, and a device never ends."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read()
-    finally:
+        return open(descriptor, "rb")
+    except OSError:
         os.close(descriptor)
+        raise

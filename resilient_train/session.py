@@ -24,7 +24,7 @@ from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings, hangs, tracking
 from resilient_train.record.console import IN_FILE_ONLY, Terminal, duration, log
 from resilient_train.record.directory import CHECKPOINTS, RunDirectory, claim
-from resilient_train.record.incidents import INCIDENTS, IncidentBook, tags, to_mend
+from resilient_train.record.incidents import INCIDENTS, IncidentBook, to_mend
 from resilient_train.record.summary import Summary
 from resilient_train.record.tracking import NullTracker, TrackedRun, Tracker
 from resilient_train.resumption import Resume
@@ -182,8 +182,6 @@ class _Session:
         if self.world.is_main:
             self._note(summary, error)  # before MLflow may take its time
             if summary.ticks:  # a mistake in a configuration is nothing to track
-                if run is not None:
-                    self.tracker.tags(tags(run.guard.incidents))
                 for file in (directory.log(0), directory.path / INCIDENTS):
                     if file.exists():
                         self.tracker.artifact(file)

@@ -27,7 +27,7 @@ from resilient_train import files
 from resilient_train.errors import TrainError
 from resilient_train.files import read_plain, sync_directory, write_all
 
-__all__ = ["JOURNAL", "Entry", "Journal", "plain", "read"]
+__all__ = ["JOURNAL", "Entry", "Journal", "plain", "read", "seal", "unseal"]
 
 JOURNAL = "journal.jsonl"  # its name in a run directory
 
@@ -78,7 +78,7 @@ class Journal:
             text = json.dumps(plain({"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, **fields}))
             entry: Entry = json.loads(text)  # the same in memory as when it is read back
             self.entries.append(entry)
-            self._waiting.append(_seal(text))
+            self._waiting.append(seal(text))
             self._flush()
         return entry
 
@@ -119,7 +119,7 @@ class Journal:
         try:
             size = os.fstat(file).st_size
             if size < start:  # somebody emptied or removed it: writing on at the old place would leave a hole
-                start, lines = 0, b"".join(_seal(json.dumps(entry)) for entry in self.entries)
+                start, lines = 0, b"".join(seal(json.dumps(entry)) for entry in self.entries)
             if size > start:  # a write that failed half way, perhaps only in its sync: nobody knows what it left
                 files.disk.truncate(file, start)
             end = start + write_all(file, lines, start)
@@ -166,7 +166,7 @@ def _parse(content: bytes) -> tuple[list[Entry], int, int]:
     damaged = suspects = offset = end = 0
     for line in content.split(b"\n")[:-1]:  # an entry without its newline was never finished
         offset += len(line) + 1
-        entry = _unseal(line)
+        entry = unseal(line)
         if entry is None or (entries and entry["n"] <= entries[-1]["n"]):
             suspects += 1
             continue
@@ -175,12 +175,14 @@ def _parse(content: bytes) -> tuple[list[Entry], int, int]:
     return entries, end, damaged
 
 
-def _seal(text: str) -> bytes:
+def seal(text: str) -> bytes:
+    """Return the line of an entry that is JSON already: with its checksum."""
     body = text.encode()[:-1]  # without its closing brace
     return b'%b, "crc": "%08x"}\n' % (body, zlib.crc32(body))
 
 
-def _unseal(line: bytes) -> Entry | None:
+def unseal(line: bytes) -> Entry | None:
+    """Return the entry that a line holds, without its newline; None where it is damaged."""
     sealed = _SEALED.fullmatch(line)
     if sealed is None or zlib.crc32(sealed["body"]) != int(sealed["crc"], 16):
         return None

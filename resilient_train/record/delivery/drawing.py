@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import quantiles
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from resilient_train.events import Incident, Outcome
 from resilient_train.record.delivery.sheet import (
@@ -26,6 +26,7 @@ from resilient_train.record.delivery.sheet import (
     new_sheet,
 )
 from resilient_train.record.story import Chapter
+from resilient_train.record.surroundings import Point
 from resilient_train.record.telling import noticed, reached, remedies_of, rows_named, why_of
 
 if TYPE_CHECKING:
@@ -41,27 +42,6 @@ OUTCOMES = {
 }
 _LOG_ABOVE = 30.0  # times the smallest value: then the axis is logarithmic
 _DECADES, _SPANS = 3.0, 12.0  # above the usual: what lies beyond is marked at the edge, or all else is one flat line
-
-
-class Point(Protocol):
-    """An update as it was measured."""
-
-    @property
-    def tick(self) -> int:
-        """Attempted updates: this never goes back."""
-
-    @property
-    def step(self) -> int:
-        """Accepted updates, this one included if it was."""
-
-    @property
-    def loss(self) -> float: ...
-
-    @property
-    def grad_norm(self) -> float: ...
-
-    @property
-    def accepted(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from resilient_train.record.delivery.markdown import code, text
 from resilient_train.record.left import Checkpoint
 from resilient_train.record.story import Story
 
@@ -18,6 +19,7 @@ LAST_GOOD, BEST = "last-good", "best"
 _STEP, _PATH, _STATE = "resilience.step", "resilience.path", "resilience.state"
 _UNFIT = re.compile(r"[^-.\w ]")  # for the name of a tag
 _MOST, _MOST_METRICS = 7_900, 20  # characters of a tag, and how many
+_NOTE = "mlflow.note.content"  # all that a model's page shows of its tags
 _GONE = "gone"  # what it was of is not there any more, or not to be trusted
 
 
@@ -68,7 +70,9 @@ def _pages(client: MlflowClient, experiment_id: str, run_id: str) -> Iterator[Lo
 def _tags(checkpoint: Checkpoint | None) -> dict[str, str]:
     """What a model says; of numbers that an evaluation had, each under a name of its own."""
     if checkpoint is None:
-        return {_STATE: _GONE}
+        return {_STATE: _GONE, _NOTE: "It is not there any more, or not to be trusted."}
     metrics = {f"eval.{_UNFIT.sub('_', name)[:100]}": f"{value:.6g}" for name, value in checkpoint.metrics.items()}
-    place = {_STEP: str(checkpoint.step), _PATH: str(checkpoint.path)[:_MOST], _STATE: checkpoint.kind}
+    numbers = "".join(f", {text(name, 40)} {value:.4g}" for name, value in list(checkpoint.metrics.items())[:5])
+    note = f"Step {checkpoint.step:,}{numbers}, on the disk of the run: {code(str(checkpoint.path), 1_000)}"
+    place = {_STEP: str(checkpoint.step), _PATH: str(checkpoint.path)[:_MOST], _STATE: checkpoint.kind, _NOTE: note}
     return place | dict(list(metrics.items())[:_MOST_METRICS])

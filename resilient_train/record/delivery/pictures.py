@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from resilient_train.record.delivery.drawing import Point, drawn
+from resilient_train.record.delivery.drawing import drawn
 from resilient_train.record.delivery.overview import overview
 from resilient_train.record.story import Chapter, Story
+from resilient_train.record.surroundings import Point
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
