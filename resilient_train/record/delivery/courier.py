@@ -51,12 +51,7 @@ class Courier:
         self.run_dir, self.outbox = run_dir, run_dir / OUTBOX
         self.report = Report()
         self.has_ended = False  # the newest process of the run said so
-        self._store, self._experiment, self._wants_system_metrics, self._went_on = (
-            store,
-            experiment,
-            system_metrics,
-            went_on,
-        )
+        self._store, self._experiment, self._wants_system_metrics, self._went_on = store, experiment, system_metrics, went_on
         self._met = met
         self._known = KnownRun(run_dir)
         self._connection: Connection | None = None
@@ -167,3 +162,4 @@ class Courier:
             self._monitor = monitor
         except Exception as error:  # psutil or a driver is missing: the curves of the run are worth having without
             self._refuse(f"no system metrics: {root_cause(error)}")
+

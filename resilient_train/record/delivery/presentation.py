@@ -29,7 +29,9 @@ REPORT = "report.md"  # the artifact that holds all of it
 class Presentation:
     """Shows tags, the note, the report, traces, pictures and checkpoints of a run."""
 
-    def __init__(self, connection: Connection, run_dir: Path, known: KnownRun, refuse: Callable[[str], None]) -> None:
+    def __init__(
+        self, connection: Connection, run_dir: Path, known: KnownRun, refuse: Callable[[str], None]
+    ) -> None:
         self._connection, self._run_dir, self._known, self._refuse = connection, run_dir, known, refuse
         self._traces = Traces(connection.uri, connection.experiment_id, connection.run_id)
         self._seen: object = None
