@@ -88,7 +88,10 @@ def _sync(run_dir: Path, store: Store, experiment: str) -> int:
         from resilient_train.record.delivery.courier import Courier  # with MLflow, which takes seconds
 
         courier = Courier(run_dir, store, experiment, went_on=lambda count: progress.update(task, completed=count))
-        trouble = _attempted(courier)
+        try:
+            trouble = _attempted(courier)
+        finally:
+            courier.leave()
     if trouble is not None:
         print(f"{run_dir}: {left_in(run_dir):,} entries are left: {printable(trouble)}", file=sys.stderr)
         return 1

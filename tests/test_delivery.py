@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from moody import Door, Mood, mlflow_server
@@ -154,7 +154,7 @@ def test_at_whatever_request_a_server_fails_nothing_is_lost_or_doubled(
 
     experiment = f"at each request {mood}"
     run_dir = trained(tmp_path / "run", door.address, experiment, range(250), incidents=1)
-    really = rest_utils.http_request
+    really: Any = rest_utils.http_request
     left = 0
 
     def counted(*args: object, **kwargs: object) -> object:
@@ -218,7 +218,7 @@ def test_what_a_server_refuses_for_good_is_said_and_holds_up_nothing(tmp_path: P
     prove(run_dir, server, "refused")
 
 
-# ------------------------------------------------------------------------------------------------ processes and commands
+# ----------------------------------------------------------------------------------------------- processes and commands
 
 LIVE = """
 import os, sys, time

@@ -14,13 +14,15 @@ from typing import Any
 from resilient_train.events import Incident
 from resilient_train.record.endings import SUMMARY, last_error
 from resilient_train.record.endings import told as ending_told
-from resilient_train.record.incidents import CLOSED, IN_FORCE, OPENED, TREATED, from_line
+from resilient_train.record.incidents import CLOSED, IN_FORCE, OPENED, PHASE, TREATED, from_line
 from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.record.left import Checkpoint, best_of, checkpoints_of
 from resilient_train.record.mending import Advice, still_open
 from resilient_train.record.progress import stand_of, steps_wanted
 from resilient_train.record.quarantine import reasons
 from resilient_train.record.telling import status_of
+
+_LATEST_MS = 2**42  # a time after the year 2100 is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,9 @@ def chapters(entries: Iterable[Entry]) -> tuple[Chapter, ...]:
     """Return the incidents of a journal with their times, the open ones included."""
     found: dict[int, Chapter] = {}
     for entry in entries:
+        if entry["kind"] == PHASE and type(number := entry.get("number")) is int and number in found:
+            chapter = found[number]
+            found[number] = replace(chapter, phases=chapter.phases + _phases([entry.get("phase")]))
         if entry["kind"] not in (OPENED, TREATED, CLOSED):
             continue
         try:
@@ -89,8 +94,10 @@ def chapters(entries: Iterable[Entry]) -> tuple[Chapter, ...]:
         except ValueError:  # damaged: the book says so when the run is taken up
             continue
         chapter = replace(found.get(incident.id, Chapter(incident, entry["at"])), incident=incident)
-        if entry["kind"] == TREATED:
-            chapter = replace(chapter, treated_ms=entry["at"], phases=_phases(entry.get("phases")))
+        if phases := _phases(entry.get("phases")):
+            chapter = replace(chapter, phases=phases)
+        if entry["kind"] == TREATED and chapter.treated_ms is None:  # a second one only tells what more is known
+            chapter = replace(chapter, treated_ms=entry["at"])
         elif entry["kind"] == CLOSED:
             chapter = replace(chapter, closed_ms=entry["at"])
         found[incident.id] = chapter
@@ -129,9 +136,10 @@ def told(run_dir: Path) -> Story:
 def _phases(written: Any) -> tuple[Phase, ...]:
     """What a treatment consisted of; of what is damaged, nothing."""
     try:
-        return tuple(Phase(str(name), int(began), int(ended)) for name, began, ended in written or ())
-    except (TypeError, ValueError):
+        found = tuple(Phase(str(name), int(began), int(ended)) for name, began, ended in written or ())
+    except (TypeError, ValueError, OverflowError):
         return ()
+    return found if all(0 <= one.began_ms <= one.ended_ms <= _LATEST_MS for one in found) else ()
 
 
 def _in_force(entries: Iterable[Entry], checkpoints: Iterable[Checkpoint]) -> Mapping[str, Any] | None:

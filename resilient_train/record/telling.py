@@ -70,6 +70,30 @@ def outcome_told(incident: Incident, healthy_steps: int | None = None) -> str:
     return f"{name} is open: it counts as recovered once the run has stayed healthy"
 
 
+def summed_up(incident: Incident) -> str:
+    """Tell in one line what was noticed, and where."""
+    anomaly = incident.anomaly
+    line = f"step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}"
+    return " ".join(f"{line}; {anomaly.evidence}".split()) if anomaly.evidence else line
+
+
+def cured(incident: Incident) -> str:
+    """Tell in one line what was behind it, what was done about it, and, once that is known, whether it helped."""
+    is_told = incident.outcome is None or incident.decision.gave_up is not None
+    outcome = "" if is_told else f"; {str(incident.outcome).replace('_', ' ')}"
+    return f"{_cause(incident.diagnosis)}; {' '.join(_done(incident).split())}{outcome}"
+
+
+def remedies_told(incident: Incident) -> list[str]:
+    """Tell each of the remedies."""
+    return [_remedy(action, incident) for action in incident.decision.actions]
+
+
+def place_told(culprit: Culprit) -> str:
+    """Tell where it began."""
+    return _culprit(culprit)
+
+
 def farewell(incident: Incident, last_good: Path | None, before: Sequence[Incident] = ()) -> str:
     """Tell at the end of a run that could not be cured: what happened, what was tried, what is left, what to do now."""
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
@@ -145,11 +169,6 @@ def _cause(diagnosis: Diagnosis) -> str:
 def _culprit(culprit: Culprit) -> str:
     module = f" in {culprit.module}" if culprit.module else ""
     return f"{culprit.op}{module}, {culprit.file}:{culprit.line}, {culprit.phase}"
-
-
-def place_told(culprit: Culprit) -> str:
-    """Tell where it began."""
-    return _culprit(culprit)
 
 
 def cost_told(incident: Incident) -> str:

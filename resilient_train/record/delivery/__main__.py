@@ -32,8 +32,6 @@ def main() -> int:
     # Whoever asks the run to stop asks all its processes; what it has to say then is still to be delivered.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        os.nice(5)  # training comes first
     no_more = threading.Event()
     threading.Thread(target=_listen, args=[no_more], daemon=True).start()
     threading.Thread(target=_outlive_briefly, args=[os.getppid()], daemon=True).start()

@@ -83,6 +83,8 @@ def is_refusal(error: Exception) -> bool:
     """Say whether the answer would be the same next time: then what it is about is dropped, not tried again."""
     from mlflow.exceptions import MlflowException
 
+    if isinstance(error, NotImplementedError):  # a server that is too old for it
+        return True
     return isinstance(error, MlflowException) and error.error_code in _REFUSALS
 
 

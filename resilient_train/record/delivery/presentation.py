@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -69,7 +70,7 @@ class Presentation:
         said = tags([one.incident for one in story.chapters], story.status)
         said["mlflow.note.content"] = note(story, self._trace_url)
         for batch in tag_batches(said):
-            self._unless_refused(lambda batch=batch: client.log_batch(run_id, *batch))
+            self._unless_refused(partial(client.log_batch, run_id, *batch))
 
     def _trace_url(self, incident_id: int) -> str | None:
         connection = self._connection
