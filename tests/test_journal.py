@@ -28,7 +28,6 @@ from resilient_train.record.incidents import (
     from_line,
     outcome_told,
     tags,
-    to_mend,
     told,
 )
 from resilient_train.record.journal import Journal, plain, read
@@ -786,14 +785,24 @@ def test_what_it_cost_is_told(incident: Incident, expected: str) -> None:
     assert any(line.endswith(f"; {expected}") for line in told(incident).split("\n"))
 
 
-def test_what_is_to_be_mended_is_told_once() -> None:
-    """A line that broke again and again is one thing to mend, and so are all rows."""
-    other = dataclasses.replace(POISON, diagnosis=dataclasses.replace(POISON.diagnosis, rows=(3,)))
-    assert to_mend([POISON, other, POISON]) == [
-        f"to mend: {POISON.diagnosis.advice}",
-        "to mend: rows 3, 17 and 90000 of the data, see quarantine.json",
-    ]
-    assert to_mend([SPIKE]) == []
+@pytest.mark.parametrize(
+    ("incident", "expected"),
+    [
+        (
+            acted(Action("rewind"), Action("skip"), rewound_to=1000, steps_lost=3),
+            "rewound, skipped the samples to blame",
+        ),
+        (acted(Action("lower_lr", {"factor": 1, "rewarm": 10})), "learning rate as before"),
+        (acted(Action("lower_lr", {"factor": 0.5, "rewarm": 10})), "learning rate lowered"),
+        (acted(Action("mine.knock_on_wood", {"how_often": 3})), "mine.knock_on_wood"),
+        (POISON, "skipped the samples to blame"),
+        (acted(), "nothing was done"),
+        (dataclasses.replace(POISON, decision=Decision(gave_up="no rung left")), "gave up"),
+    ],
+)
+def test_remedies_are_told_in_short_where_they_are_counted(incident: Incident, expected: str) -> None:
+    """Without what differs from one time to the next."""
+    assert remedies_in_short(incident) == expected
 
 
 def test_an_incident_is_told_in_two_lines_that_stand_alone() -> None:
