@@ -32,7 +32,7 @@ from resilient_train.record.incidents import (
 )
 from resilient_train.record.journal import Journal, plain, read
 from resilient_train.record.story import Chapter, Phase, chapters
-from resilient_train.record.telling import cured, first_sign, status_of
+from resilient_train.record.telling import cured, first_sign, remedies_in_short, status_of
 
 SLOW_DISK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
