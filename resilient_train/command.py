@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import time
 import traceback
@@ -27,7 +28,7 @@ from resilient_train.ranks.launch import launched_rank
 from resilient_train.ranks.leaving import as_seen_by_agent
 from resilient_train.record.endings import refused
 from resilient_train.record.page import Page
-from resilient_train.secrets import masked, masked_override, masked_tree
+from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
 
 _WITH_A_VALUE = (
     "--config-path",
@@ -67,6 +68,7 @@ def main() -> None:
     _main_process = os.getpid()
     _wants_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra hands its errors to us instead of printing them
+    learn(dict(word.partition("=")[::2] for word in words))
     if _wants_traceback:
         sys.excepthook = _traceback_without_secrets
     try:
@@ -75,7 +77,7 @@ def main() -> None:
         elif any(_is_option(word, "--shell-completion", "-sc") for word in words):
             _complete(words)
         elif any(_is_option(word, "--cfg", "-c") or _is_option(word, "--info", "-i") for word in words):
-            print(masked(_printed(_job)), end="")
+            print(masked_yaml(_printed(_job)), end="")
         else:
             _refuse_sweep_of_a_group(words)
             _job()
@@ -153,7 +155,8 @@ def _job(raw: DictConfig) -> float | None:
     """One run, or one of a sweep: a job that fails does not keep the others from running."""
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN:
-        told = " ".join(map(masked_override, hydra_config.overrides.task))
+        words = [re.sub(r"\\(.)", r"\1", word) for word in hydra_config.overrides.task]  # Hydra has quoted them
+        told = " ".join(map(masked_override, words))
         print(f"job {hydra_config.job.num} of the sweep: {told}", flush=True)
         _hide_secrets_in(Path(hydra_config.sweep.dir) / "multirun.yaml")
     try:

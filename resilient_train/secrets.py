@@ -41,6 +41,8 @@ _QUOTED = re.compile(
 )
 _ASSIGNED = re.compile(r"""(?P<head>(?:[?&]|(?<![\w.\-]))(?P<name>[\w.\-]++)=)(?P<value>'[^']*'|"[^"]*"|[^\s&;"']+)""")
 
+_LINE = re.compile(r"(?m)^(\s*(?:- )*([\w.\-]++): )(\S.*)$")
+
 _SECRET = {"password", "passwd", "passphrase", "secret", "apikey", "accesskey", "secretkey", "privatekey"}
 _KEYS = {"api", "access", "private", "secret", "auth", "account", "signing", "encryption"}
 _IN_QUERIES = {"key", "pwd", "sig", "signature", "credential", "token"}
@@ -101,6 +103,11 @@ def masked_override(word: str) -> str:
     return f"{key}={MASK}" if equals and is_secret(key, value) else masked(word)
 
 
+def masked_yaml(text: str) -> str:
+    """The same for YAML as it is written."""
+    return _LINE.sub(lambda found: f"{found[1]}{MASK}" if is_secret(found[2], found[3]) else found[0], masked(text))
+
+
 def is_secret(name: str, value: Any) -> bool:
     """Say whether a setting is one, by its name and by what it looks like: `pad_token` is a piece of text."""
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value in ("", "null", "None", "???"):
@@ -155,7 +162,7 @@ def _forms(values: frozenset[str]) -> tuple[str, ...]:
 def _without_userinfo(found: re.Match[str]) -> str:
     user, word = found["user"], found["word"]
     scheme = re.search(r"[\w+.\-]*$", found.string[max(0, found.start() - 20) : found.start()])
-    if word is None and (user == "git" or (scheme and scheme[0] in _WITH_CONTAINER)):
+    if word is None and (user in ("", "git") or (scheme and scheme[0] in _WITH_CONTAINER)):
         return found[0]
     if word is None or (word in _NO_SECRET[:2] and user):
         return f"://{MASK}@"
@@ -164,6 +171,8 @@ def _without_userinfo(found: re.Match[str]) -> str:
 
 def _without_value(found: re.Match[str]) -> str:
     head, name, value = found["head"], found["name"], found["value"]
+    if value.startswith(MASK):
+        return found[0]
     if head.startswith(("?", "&")):
         hidden = _is_secret_name(name) or _words(name)[-1] in _IN_QUERIES
     elif head.endswith("="):  # `token=` may be an argument in a line of code, `data.train.token=` is a setting

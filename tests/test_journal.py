@@ -28,12 +28,11 @@ from resilient_train.record.incidents import (
     from_line,
     outcome_told,
     tags,
-    to_mend,
     told,
 )
 from resilient_train.record.journal import Journal, plain, read
 from resilient_train.record.story import Chapter, Phase, chapters
-from resilient_train.record.telling import cured, status_of, summed_up
+from resilient_train.record.telling import cured, first_sign, remedies_in_short, status_of
 
 SLOW_DISK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -786,20 +785,30 @@ def test_what_it_cost_is_told(incident: Incident, expected: str) -> None:
     assert any(line.endswith(f"; {expected}") for line in told(incident).split("\n"))
 
 
-def test_what_is_to_be_mended_is_told_once() -> None:
-    """A line that broke again and again is one thing to mend, and so are all rows."""
-    other = dataclasses.replace(POISON, diagnosis=dataclasses.replace(POISON.diagnosis, rows=(3,)))
-    assert to_mend([POISON, other, POISON]) == [
-        f"to mend: {POISON.diagnosis.advice}",
-        "to mend: rows 3, 17 and 90000 of the data, see quarantine.json",
-    ]
-    assert to_mend([SPIKE]) == []
+@pytest.mark.parametrize(
+    ("incident", "expected"),
+    [
+        (
+            acted(Action("rewind"), Action("skip"), rewound_to=1000, steps_lost=3),
+            "rewound, skipped the samples to blame",
+        ),
+        (acted(Action("lower_lr", {"factor": 1, "rewarm": 10})), "learning rate as before"),
+        (acted(Action("lower_lr", {"factor": 0.5, "rewarm": 10})), "learning rate lowered"),
+        (acted(Action("mine.knock_on_wood", {"how_often": 3})), "mine.knock_on_wood"),
+        (POISON, "skipped the samples to blame"),
+        (acted(), "nothing was done"),
+        (dataclasses.replace(POISON, decision=Decision(gave_up="no rung left")), "gave up"),
+    ],
+)
+def test_remedies_are_told_in_short_where_they_are_counted(incident: Incident, expected: str) -> None:
+    """Without what differs from one time to the next."""
+    assert remedies_in_short(incident) == expected
 
 
 def test_an_incident_is_told_in_two_lines_that_stand_alone() -> None:
     """What a list shows: what was noticed and where; what was behind it, what was done, and what came of it."""
     where = "step 1,204: the loss jumped (loss_spike), in the weights since step 1,191"
-    assert summed_up(SPIKE) == f"{where}; loss 8.12 where 2.9 to 3.4 was usual"
+    assert first_sign(SPIKE) == f"{where}; loss 8.12 where 2.9 to 3.4 was usual"
     rest = "learning rate x0.5 with 20 steps of warm-up, in 0.12 s; 27 steps lost"
     assert cured(SPIKE) == f"cause explosion; rewound to step 1,177 (proven good), {rest}"
     assert cured(dataclasses.replace(SPIKE, outcome=Outcome.RECURRED)).endswith("; 27 steps lost; recurred")
