@@ -80,9 +80,9 @@ class Console:
 
     def alone(self) -> None:
         """Shut what else there is on the page."""
-        assistant = self.page.get_by_text("MLflow Assistant")
-        if assistant.count():
-            self.page.get_by_role("button", name="Close").first.click()
+        close = self.page.get_by_role("button", name="Close", exact=True)
+        if close.count():
+            close.first.click()
 
     def picture(self, path: Path) -> None:
         """Keep what is to be seen."""
