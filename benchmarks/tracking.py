@@ -178,8 +178,7 @@ def main() -> None:
         found = costs(given.moods, given.steps, given.rounds)
         title = ["server", "step ms", "longest step ms", "calls ms a step", "longest call ms", "end s"]
         rows = [
-            [rounds[0].mood]
-            + [f"{statistics.median(getattr(one, name) for one in rounds):.3f}" for name in _NAMES]
+            [rounds[0].mood] + [f"{statistics.median(getattr(one, name) for one in rounds):.3f}" for name in _NAMES]
             for rounds in found
         ]
         print(table(title, rows))

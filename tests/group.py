@@ -15,7 +15,7 @@ from typing import Any
 LIMIT_S = 90.0
 
 _context = get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo", "accelerate", "resilient_train.command"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "accelerate", "resilient_train.session"])
 
 
 def alone(what: Callable[..., Any], *args: Any) -> tuple[int, Any]:

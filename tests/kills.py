@@ -219,6 +219,7 @@ def _serve() -> None:
     import torch.distributed.fsdp  # noqa: F401  # by Accelerate
 
     import resilient_train.command
+    import resilient_train.session
     import resilient_train.zoo.data
     import resilient_train.zoo.models
     import resilient_train.zoo.objectives

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from moody import Door, Mood, mlflow_server
@@ -66,7 +66,9 @@ def met(book: IncidentBook, number: int) -> None:
     book.closed(Incident(number, anomaly, incident.diagnosis, incident.decision, outcome=Outcome.RECOVERED))
 
 
-def trained(run_dir: Path, address: str, experiment: str, rows: range = range(ROWS), incidents: int = INCIDENTS) -> Path:
+def trained(
+    run_dir: Path, address: str, experiment: str, rows: range = range(ROWS), incidents: int = INCIDENTS
+) -> Path:
     """Leave in `run_dir` what a run leaves there that has ended, or a part of it."""
     run_dir.mkdir(exist_ok=True)
     box, book = Outbox(run_dir / OUTBOX), IncidentBook(run_dir)
@@ -101,9 +103,7 @@ def prove(run_dir: Path, address: str, experiment: str) -> None:
     rows = [one for one in written if one["kind"] == METRICS]
     for key in ("loss", "norm"):
         mine = sorted((one["tick"], one["time_ms"], one["values"][key]) for one in rows)
-        theirs = sorted(
-            (one.step, one.timestamp, one.value) for one in client.get_metric_history(run.info.run_id, key)
-        )
+        theirs = sorted((one.step, one.timestamp, one.value) for one in client.get_metric_history(run.info.run_id, key))
         assert theirs == mine
     assert run.data.params == {f"layer.{index}": str(index) for index in range(120)}
     assert run.info.status == "FINISHED"
@@ -154,7 +154,7 @@ def test_at_whatever_request_a_server_fails_nothing_is_lost_or_doubled(
 
     experiment = f"at each request {mood}"
     run_dir = trained(tmp_path / "run", door.address, experiment, range(250), incidents=1)
-    really = rest_utils.http_request
+    really: Any = rest_utils.http_request
     left = 0
 
     def counted(*args: object, **kwargs: object) -> object:
@@ -218,7 +218,7 @@ def test_what_a_server_refuses_for_good_is_said_and_holds_up_nothing(tmp_path: P
     prove(run_dir, server, "refused")
 
 
-# ------------------------------------------------------------------------------------------------ processes and commands
+# ----------------------------------------------------------------------------------------------- processes and commands
 
 LIVE = """
 import os, sys, time
@@ -298,7 +298,11 @@ def test_a_run_is_there_while_it_goes_on_and_whole_at_its_end(
 
 
 def test_a_trainer_that_is_killed_is_made_up_for(
-    tmp_path: Path, live: Callable[..., subprocess.Popen[str]], door: Door, server: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    live: Callable[..., subprocess.Popen[str]],
+    door: Door,
+    server: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The server hangs, the trainer is killed, and nobody outlives it for long; then `sync`, twice."""
     run_dir = tmp_path / "run"
@@ -345,9 +349,7 @@ def test_the_end_of_a_run_waits_no_longer_than_allowed_and_says_what_is_left(
 
 def _children(pid: int) -> list[int]:
     return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] or [
-        int(child)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for child in (task / "children").read_text().split()
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]
 
 

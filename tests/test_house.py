@@ -15,7 +15,7 @@ import resilient_train
 HOUSE = Path(resilient_train.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
 
-GROUND = {"errors", "events", "files", "imports"}  # what every room may stand on
+GROUND = {"errors", "events", "files", "imports", "secrets"}  # what every room may stand on
 
 # The rooms and modules at the top, from the ground up: each may know the ground and those it names, nothing else.
 MAY_KNOW: dict[str, set[str]] = {
@@ -23,6 +23,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "events": set(),
     "files": set(),
     "imports": set(),
+    "secrets": set(),
     "zoo": set(),
     "state": set(),
     "data": {"ranks", "state"},
@@ -61,7 +62,7 @@ MAY_KNOW: dict[str, set[str]] = {
     },
     "command": {"config", "ranks", "record", "session"},
     "__main__": {"command", "ranks"},
-    "incidents": {"record"},
+    "incidents": {"record", "status"},
     "checkpoints": {"checkpoint", "record"},
     "status": {"ranks", "record"},
     "__init__": {"guard", "errors", "ranks"},
@@ -80,6 +81,12 @@ KNOWN_TO = {
 }
 WITHOUT_TORCH = {
     *("errors", "events", "files", "imports", "incidents", "record", "recover", "watch/checks", "watch/config.py"),
+    *(
+        "secrets",
+        "command",
+        "config/explain.py",
+        "config/manual.py",
+    ),  # --help, completion and a mistake are told at once
     *("diagnose/advice.py", "diagnose/verdict.py", "ranks/leaving.py", "status"),
 }
 

@@ -28,12 +28,11 @@ from resilient_train.record.incidents import (
     from_line,
     outcome_told,
     tags,
-    to_mend,
     told,
 )
 from resilient_train.record.journal import Journal, plain, read
 from resilient_train.record.story import Chapter, Phase, chapters
-from resilient_train.record.telling import cured, first_sign
+from resilient_train.record.telling import cured, first_sign, remedies_in_short, status_of
 
 SLOW_DISK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -436,7 +435,7 @@ def test_an_incident_comes_back_from_its_line(incident: Incident) -> None:
     assert len(told(incident).split("\n")) in (2, 3, 4)
     assert "\n" not in outcome_told(incident)
     assert farewell(incident, None)
-    assert tags([incident])
+    assert tags([incident], "clean")
 
 
 def test_unknown_keys_are_passed_over_and_late_ones_are_optional() -> None:
@@ -786,14 +785,24 @@ def test_what_it_cost_is_told(incident: Incident, expected: str) -> None:
     assert any(line.endswith(f"; {expected}") for line in told(incident).split("\n"))
 
 
-def test_what_is_to_be_mended_is_told_once() -> None:
-    """A line that broke again and again is one thing to mend, and so are all rows."""
-    other = dataclasses.replace(POISON, diagnosis=dataclasses.replace(POISON.diagnosis, rows=(3,)))
-    assert to_mend([POISON, other, POISON]) == [
-        f"to mend: {POISON.diagnosis.advice}",
-        "to mend: rows 3, 17 and 90000 of the data, see quarantine.json",
-    ]
-    assert to_mend([SPIKE]) == []
+@pytest.mark.parametrize(
+    ("incident", "expected"),
+    [
+        (
+            acted(Action("rewind"), Action("skip"), rewound_to=1000, steps_lost=3),
+            "rewound, skipped the samples to blame",
+        ),
+        (acted(Action("lower_lr", {"factor": 1, "rewarm": 10})), "learning rate as before"),
+        (acted(Action("lower_lr", {"factor": 0.5, "rewarm": 10})), "learning rate lowered"),
+        (acted(Action("mine.knock_on_wood", {"how_often": 3})), "mine.knock_on_wood"),
+        (POISON, "skipped the samples to blame"),
+        (acted(), "nothing was done"),
+        (dataclasses.replace(POISON, decision=Decision(gave_up="no rung left")), "gave up"),
+    ],
+)
+def test_remedies_are_told_in_short_where_they_are_counted(incident: Incident, expected: str) -> None:
+    """Without what differs from one time to the next."""
+    assert remedies_in_short(incident) == expected
 
 
 def test_an_incident_is_told_in_two_lines_that_stand_alone() -> None:
@@ -891,20 +900,20 @@ def with_outcome(outcome: Outcome | None) -> Incident:
 )
 def test_the_status_is_one_word(outcomes: list[Outcome | None], status: str) -> None:
     """The list of runs is filtered by it."""
-    told_by = tags([with_outcome(outcome) for outcome in outcomes])
-    assert told_by["resilience.status"] == status
-    assert told_by["resilience.incidents"] == str(len(outcomes))
+    incidents = [with_outcome(outcome) for outcome in outcomes]
+    assert status_of(incidents) == status
+    assert tags(incidents, status)["resilience.incidents"] == str(len(outcomes))
 
 
 def test_tags_name_the_last_incident_and_all_causes() -> None:
     """One line for a person, causes once each for a filter; a clean run has neither."""
-    told_by = tags([with_outcome(Outcome.RECURRED), POISON, with_outcome(Outcome.RECOVERED)])
+    told_by = tags([with_outcome(Outcome.RECURRED), POISON, with_outcome(Outcome.RECOVERED)], "recovered")
     assert told_by["resilience.cause"] == "explosion, operation"
     assert told_by["resilience.last_incident"] == (
         "step 1,204: the loss jumped (loss_spike); cause explosion; rewound to step 1,177 (proven good), "
         "learning rate x0.5 with 20 steps of warm-up, in 0.12 s; 27 steps lost; recovered"
     )
-    assert set(tags([])) == {"resilience.status", "resilience.incidents"}
+    assert set(tags([], "clean")) == {"resilience.status", "resilience.incidents"}
 
 
 def _lines(entries: list[dict[str, Any]]) -> list[bytes]:

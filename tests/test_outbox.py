@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from resilient_train import files
 from resilient_train.record import outbox
+from resilient_train.record.journal import plain, seal, unseal
 from resilient_train.record.outbox import OUTBOX, Outbox, entries
 
 
@@ -111,8 +112,8 @@ def test_a_disk_that_stays_full_bounds_the_memory(tmp_path: Path, monkeypatch: p
 
 @given(st.dictionaries(st.text(), st.floats() | st.integers() | st.text() | st.none() | st.booleans()))
 def test_any_values_come_back_as_json_has_them(values: dict[str, object]) -> None:
-    line = outbox.seal(json.dumps(outbox.plain({"n": 1, "at": 2, "kind": "params", "values": values})))
-    entry = outbox.unseal(line[:-1])
+    line = seal(json.dumps(plain({"n": 1, "at": 2, "kind": "params", "values": values})))
+    entry = unseal(line[:-1])
     assert entry is not None
     for key, value in values.items():
         is_odd = isinstance(value, float) and not math.isfinite(value)

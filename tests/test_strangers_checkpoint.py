@@ -28,7 +28,7 @@ from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE, load_tree, save_tree
 from resilient_train.checkpoint.weights import WEIGHTS
 from resilient_train.numerics.armor.suit import Plate
-from resilient_train.record.journal import _seal as sealed_line
+from resilient_train.record.journal import seal as sealed_line
 from resilient_train.state.misfit import misfit
 from resilient_train.update.optimizers import parameter_groups
 from resilient_train.zoo.models import MLP

@@ -22,6 +22,7 @@ log = logging.getLogger("resilient_train")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that takes nothing: the run goes on without
 IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
+GOOD, ODD = {"style": "bold green"}, {"style": "bold yellow"}  # how a run ended
 PROGRESS = {"progress": True}  # marks lines that a live line makes needless on a terminal
 
 
@@ -98,7 +99,7 @@ class _ToConsole(logging.Handler):
         if record.levelno >= logging.ERROR:
             self.errors.print(Text(record.getMessage(), style="red"))
         else:
-            style = "yellow" if record.levelno >= logging.WARNING else ""
+            style = getattr(record, "style", "yellow" if record.levelno >= logging.WARNING else "")
             self.console.print(Text(record.getMessage(), style=style))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from resilient_train import files
 from resilient_train.files import commit_text, read_json
+from resilient_train.secrets import masked
 
 CONFIG = "config.yaml"  # makes a directory that of a run
 SUMMARY, REFUSED, _FAILED = "summary.json", "refused.json", "failed.rank{}"
@@ -24,7 +25,7 @@ def refused(run_dir: Path, exit_code: int, why: str) -> None:
     """Note in the directory of a run that a start was refused: under a launcher its exit code tells nobody."""
     if (run_dir / CONFIG).is_file():
         with suppress(OSError):
-            commit_text(run_dir / REFUSED, json.dumps({"exit_code": exit_code, "why": why}) + "\n")
+            commit_text(run_dir / REFUSED, json.dumps({"exit_code": exit_code, "why": masked(why)}) + "\n")
 
 
 def failed(run_dir: Path, rank: int) -> None:

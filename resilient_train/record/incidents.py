@@ -15,7 +15,8 @@ from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Di
 from resilient_train.files import commit_text, read_plain
 from resilient_train.record.journal import JOURNAL, Entry, Journal, plain
 from resilient_train.record.phases import RESUME, Timed
-from resilient_train.record.telling import farewell, outcome_told, tags, to_mend, told
+from resilient_train.record.telling import farewell, outcome_told, tags, told
+from resilient_train.secrets import masked_tree
 
 __all__ = [
     "INCIDENTS",
@@ -26,7 +27,6 @@ __all__ = [
     "outcome_told",
     "recalled",
     "tags",
-    "to_mend",
     "told",
 ]
 
@@ -277,7 +277,8 @@ def as_line(incident: Incident) -> dict[str, Any]:
         "rung": decision.rung,
         "gave_up": decision.gave_up,
     }
-    return {key: plain(value) for key, value in line.items()}
+    whole: dict[str, Any] = masked_tree(plain(line))
+    return whole
 
 
 def from_line(line: Any) -> Incident:

@@ -26,8 +26,9 @@ from typing import Any
 from resilient_train import files
 from resilient_train.errors import TrainError
 from resilient_train.files import read_plain, sync_directory, write_all
+from resilient_train.secrets import masked_tree
 
-__all__ = ["JOURNAL", "Entry", "Journal", "plain", "read", "seal", "unseal"]
+__all__ = ["JOURNAL", "Entry", "Journal", "damaged_lines", "plain", "read", "seal", "unseal"]
 
 JOURNAL = "journal.jsonl"  # its name in a run directory
 
@@ -75,7 +76,8 @@ class Journal:
         assert not _OURS & fields.keys(), f"the journal itself sets {', '.join(sorted(_OURS & fields.keys()))}"
         with self._lock:
             number = self.entries[-1]["n"] + 1 if self.entries else 1
-            text = json.dumps(plain({"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, **fields}))
+            told = masked_tree(plain(fields))
+            text = json.dumps({"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, **told})
             entry: Entry = json.loads(text)  # the same in memory as when it is read back
             self.entries.append(entry)
             self._waiting.append(seal(text))
@@ -135,6 +137,13 @@ class Journal:
 def read(path: Path) -> list[Entry]:
     """Return the whole entries of a journal, also of one that is being written: nothing is changed."""
     return _parse(read_plain(path))[0] if path.exists() else []
+
+
+def damaged_lines(path: Path) -> int:
+    """How many lines of a journal cannot be read; the last one, if it is being written, is none of them."""
+    content = read_plain(path) if path.exists() else b""
+    _, end, damaged = _parse(content)
+    return damaged + content[end:].count(b"\n")
 
 
 def plain(value: Any) -> Any:

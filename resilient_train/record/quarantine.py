@@ -14,6 +14,7 @@ from typing import Any
 
 from resilient_train.errors import ConfigError, unusable
 from resilient_train.files import commit_text, read_json, read_plain
+from resilient_train.secrets import masked_tree
 
 QUARANTINE = "quarantine.json"  # its name in a run directory
 
@@ -92,7 +93,7 @@ class Quarantine:
         rows = [{"row": row, **asdict(why)} for row, why in self._rows.items()]
         content = {"format": _FORMAT, "data": dict(self._fingerprint()), "rows": rows}
         try:
-            commit_text(self._file, json.dumps(content, indent=2) + "\n")
+            commit_text(self._file, json.dumps(masked_tree(content), indent=2) + "\n")
         except OSError as error:
             if not self._is_behind:
                 _log.error("%s could not be written, and is tried again with the next row: %s", self._file, error)

@@ -100,7 +100,8 @@ class Surroundings:
                 files.disk.make_directory(folder)
                 sync_directory(folder.parent)
             commit_text(
-                _file(folder.parent, window.number), "".join(_row(one) for one in (_HEAD, *map(_point, points)))
+                surroundings_of(folder.parent, window.number),
+                "".join(_row(one) for one in (_HEAD, *map(_point, points))),
             )
         except OSError as error:
             if not self._is_failing:
@@ -113,7 +114,7 @@ class Surroundings:
 
 def around(run_dir: Path, incident_id: int) -> tuple[Point, ...]:
     """Return what was measured around an incident, in the order of ticks; of a damaged table what can be read."""
-    file = _file(run_dir, incident_id)
+    file = surroundings_of(run_dir, incident_id)
     try:
         text = read_plain(file).decode("utf-8", "replace") if file.stat().st_size <= _MOST_BYTES else ""
     except OSError:
@@ -129,7 +130,7 @@ def around(run_dir: Path, incident_id: int) -> tuple[Point, ...]:
 _HEAD = Point._fields
 
 
-def _file(run_dir: Path, incident_id: int) -> Path:
+def surroundings_of(run_dir: Path, incident_id: int) -> Path:
     return run_dir / FOLDER / f"{incident_id:04}.csv"
 
 

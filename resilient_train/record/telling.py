@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.events import Action, Anomaly, Culprit, Diagnosis, Incident, Outcome, Signal
+from resilient_train.secrets import masked
 
 _NOTICED = {
     Signal.NONFINITE_BATCH: "the batch is not finite",
@@ -30,7 +31,7 @@ _NOTICED = {
     Signal.RANK_MISMATCH: "the ranks differ",
 }
 
-_MOST_TOLD = 5  # lines of code at the end of a run
+_WORTH_TELLING_S = 0.005
 
 _BESIDE_THE_WEIGHTS = {  # it makes no sense to say whether these reached the weights
     *(Signal.EXCEPTION, Signal.OUT_OF_MEMORY, Signal.HANG, Signal.CRASH),
@@ -108,28 +109,13 @@ def farewell(incident: Incident, last_good: Path | None, before: Sequence[Incide
     )
 
 
-def to_mend(incidents: Sequence[Incident]) -> list[str]:
-    """Tell at the end of a run what a person should mend: lines that wear armor now, and rows that are put away."""
-    lines = {
-        (one.diagnosis.culprit.file, one.diagnosis.culprit.line, one.diagnosis.culprit.op): one.diagnosis.advice
-        for one in incidents
-        if one.diagnosis.culprit is not None and one.diagnosis.follower is None
-    }
-    told = [f"to mend: {advice}" for advice in list(lines.values())[:_MOST_TOLD]]
-    if len(lines) > _MOST_TOLD:
-        told.append(f"to mend: {len(lines) - _MOST_TOLD:,} more lines of code, see incidents.jsonl")
-    if rows := sorted({row for one in incidents for row in one.diagnosis.rows}):
-        told.append(f"to mend: {rows_named(rows)}, see quarantine.json")
-    return told
-
-
 def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
     """Return the tags that MLflow's list of runs is filtered by; a run without incidents has only the first two."""
     counted = {"resilience.status": status, "resilience.incidents": str(len(incidents))}
     if not incidents:
         return counted
     last = incidents[-1]
-    line = (
+    line = masked(
         f"step {last.anomaly.step:,}: {noticed(last.anomaly)}; {_cause(last.diagnosis)}; {_done(last)}; "
         f"{(last.outcome or 'open').replace('_', ' ')}"
     )
@@ -185,6 +171,12 @@ def _culprit(culprit: Culprit) -> str:
     return f"{culprit.op}{module}, {culprit.file}:{culprit.line}, {culprit.phase}"
 
 
+def cost_told(incident: Incident) -> str:
+    """Tell what it cost: updates that have to be made again, and time."""
+    took = f", {in_seconds(incident.seconds)}" if incident.seconds >= _WORTH_TELLING_S else ""
+    return _lost(incident).removeprefix("; ") + took
+
+
 def rows_named(rows: Sequence[int]) -> str:
     """Name some rows: "rows 3, 77 and 5 more of the data"."""
     shown = [str(row) for row in rows[:4]]  # indices are looked up, so they keep their plain form
@@ -212,6 +204,19 @@ def _lost(incident: Incident) -> str:
 def remedies_of(incident: Incident) -> str:
     """Say what was done about an incident; nothing where nothing was."""
     return ", ".join(_remedy(action, incident) for action in incident.decision.actions)
+
+
+def remedies_in_short(incident: Incident) -> str:
+    """Say of what kind it was, without numbers: to count what was done how often."""
+    if incident.decision.gave_up is not None:
+        return "gave up"
+    kinds = [_SHORT.get(one.remedy) or _kind(one) for one in incident.decision.actions]
+    return ", ".join(kinds) or "nothing was done"
+
+
+def _kind(action: Action) -> str:
+    words = _WORDS.get(action.remedy)
+    return words({"factor": 1} if action.settings.get("factor") == 1 else {}) if words else action.remedy
 
 
 def _remedy(action: Action, incident: Incident) -> str:
@@ -287,6 +292,9 @@ _WORDS: dict[str, Callable[[Settings], str]] = {
     "smaller_batch": lambda settings: "smaller micro-batches, more of them to an update",
     "end": lambda settings: "the process was ended",
 }
+
+
+_SHORT = {"rewind": "rewound", "quarantine": "rows in quarantine", "armor": "armor around the line"}
 
 
 def printable(text: str) -> str:

@@ -184,7 +184,8 @@ class _CourierProcess:
                 process.stdin.flush()
             self._trouble = None
             self._started.set()
-            self._hear(process.stdout)
+            with process.stdout:
+                self._hear(process.stdout)
         except OSError as error:
             self._complain(f"no process can be started: {error.strerror or error}")
         finally:

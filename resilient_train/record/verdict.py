@@ -14,25 +14,25 @@ from resilient_train.record.telling import counted, noticed, rows_named, why_of
 
 def verdict(story: Story) -> tuple[str, str]:
     """Say whether a run is all right: in two or three words, and in the sentences behind them."""
-    where, met = _where(story), _met(story.incidents)
+    where, met = _where(story), incidents_met(story.incidents)
     match story.status:
         case "clean" | "recovered" if story.is_complete:
-            return "All is well", f"{where}; {met}.{_lost(story)}{_results(story.summary)}"
+            return "All is well", f"{where}; {met}.{updates_lost(story)}{_results(story.summary)}"
         case "clean" | "recovered":
-            return "All is well so far", f"{where}; {met}.{_lost(story)}"
+            return "All is well so far", f"{where}; {met}.{updates_lost(story)}"
         case "recovering":
             last = next(one for one in reversed(story.incidents) if one.outcome is None)
             what = f"incident {last.id:,} ({noticed(last.anomaly, by_name=False)}, step {last.anomaly.step:,})"
             return (
                 "Recovering",
-                f"{where}; {what} is open until the run has stayed healthy. In all, {met}.{_lost(story)}",
+                f"{where}; {what} is open until the run has stayed healthy. In all, {met}.{updates_lost(story)}",
             )
         case "gave_up":
             why = "".join(f": {noticed(one.anomaly, by_name=False)}, {why_of(one)}" for one in story.incidents[-1:])
-            return "Gave up, somebody has to look", f"{where}{why}. In all, {met}.{_lost(story)}"
+            return "Gave up, somebody has to look", f"{where}{why}. In all, {met}.{updates_lost(story)}"
         case "preempted":
-            return "Stopped on request", f"{where}; {met}.{_lost(story)}"
-    return "Failed", f"{where}{f': {story.why}' if story.why else ''}. In all, {met}.{_lost(story)}"
+            return "Stopped on request", f"{where}; {met}.{updates_lost(story)}"
+    return "Failed", f"{where}{f': {story.why}' if story.why else ''}. In all, {met}.{updates_lost(story)}"
 
 
 def next_start(story: Story) -> str:
@@ -83,7 +83,8 @@ def _where(story: Story) -> str:
     return f"at step {story.step:,}" + (f" of {story.steps:,}" if story.steps is not None else "")
 
 
-def _met(incidents: Sequence[Incident]) -> str:
+def incidents_met(incidents: Sequence[Incident]) -> str:
+    """Say how many incidents there were, of what cause, and whether they are cured."""
     if not incidents:
         return "no incidents"
     causes = ", ".join(f"{len(some):,} {cause}" for cause, some in by_cause(incidents).items())
@@ -96,7 +97,8 @@ def _met(incidents: Sequence[Incident]) -> str:
     return f"{told}, {'it is' if len(incidents) == 1 else 'all are'} cured{again}"
 
 
-def _lost(story: Story) -> str:
+def updates_lost(story: Story) -> str:
+    """Say what they cost, in a sentence behind another; nothing where they cost nothing."""
     if story.tick <= story.step or not story.chapters:
         return ""
     return f" {story.tick - story.step:,} of {counted(story.tick, 'update')} were lost."

@@ -6,6 +6,7 @@ import fcntl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -51,8 +52,8 @@ class Courier:
         self.run_dir, self.outbox = run_dir, run_dir / OUTBOX
         self.report = Report()
         self.has_ended = False  # the newest process of the run said so
-        self._store, self._experiment, self._wants_system_metrics, self._went_on = store, experiment, system_metrics, went_on
-        self._met = met
+        self._store, self._experiment, self._wants_system_metrics = store, experiment, system_metrics
+        self._met, self._went_on = met, went_on
         self._known = KnownRun(run_dir)
         self._connection: Connection | None = None
         self._presentation: Presentation | None = None
@@ -125,10 +126,10 @@ class Courier:
     def _send(self, connection: Connection, portion: list[Entry]) -> None:
         client, run_id = connection.client, connection.run_id
         for batch in batches(portion):
-            self._unless_refused(lambda batch=batch: client.log_batch(run_id, *batch))
+            self._unless_refused(partial(client.log_batch, run_id, *batch))
         # A file goes as it is now: of one that is named twice, once is enough.
         for path in dict.fromkeys(str(entry.get("path")) for entry in portion if entry["kind"] == ARTIFACT):
-            self._unless_refused(lambda path=path: self._attach(client, run_id, self.run_dir / path))
+            self._unless_refused(partial(self._attach, client, run_id, self.run_dir / path))
         for entry in [one for one in portion if one["kind"] in (BEGAN, ENDED)][-1:]:
             self.has_ended = entry["kind"] == ENDED
             if self.has_ended:
@@ -142,7 +143,7 @@ class Courier:
         else:
             self._refuse(f"{path} is gone")
 
-    def _unless_refused(self, send: Callable[[], None]) -> None:
+    def _unless_refused(self, send: Callable[[], object]) -> None:
         try:
             send()
         except Exception as error:
@@ -162,4 +163,3 @@ class Courier:
             self._monitor = monitor
         except Exception as error:  # psutil or a driver is missing: the curves of the run are worth having without
             self._refuse(f"no system metrics: {root_cause(error)}")
-

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -29,9 +30,7 @@ REPORT = "report.md"  # the artifact that holds all of it
 class Presentation:
     """Shows tags, the note, the report, traces, pictures and checkpoints of a run."""
 
-    def __init__(
-        self, connection: Connection, run_dir: Path, known: KnownRun, refuse: Callable[[str], None]
-    ) -> None:
+    def __init__(self, connection: Connection, run_dir: Path, known: KnownRun, refuse: Callable[[str], None]) -> None:
         self._connection, self._run_dir, self._known, self._refuse = connection, run_dir, known, refuse
         self._traces = Traces(connection.uri, connection.experiment_id, connection.run_id)
         self._seen: object = None
@@ -71,12 +70,12 @@ class Presentation:
         said = tags([one.incident for one in story.chapters], story.status)
         said["mlflow.note.content"] = note(story, self._trace_url)
         for batch in tag_batches(said):
-            self._unless_refused(lambda batch=batch: client.log_batch(run_id, *batch))
+            self._unless_refused(partial(client.log_batch, run_id, *batch))
 
     def _trace_url(self, incident_id: int) -> str | None:
         connection = self._connection
         trace_id = trace_id_of(connection.run_id, incident_id)
-        return trace_url(connection.run.tracking_uri, connection.experiment_id, connection.run_id, trace_id)
+        return trace_url(connection.experiment_id, connection.run_id, trace_id)
 
     def _stand(self) -> object:
         """What tells that something has changed, at the cost of a few looks at files."""

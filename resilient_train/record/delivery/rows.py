@@ -31,7 +31,7 @@ def batches(entries: Iterable[Entry]) -> Iterator[Batch]:
         if not isinstance(values, Mapping):
             continue
         if entry["kind"] == METRICS and type(tick := entry.get("tick")) is int:
-            at = entry.get("time_ms", entry["at"])
+            at = time_ms if type(time_ms := entry.get("time_ms")) is int else entry["at"]
             metrics += [Metric(name(key), _number(value), at, tick) for key, value in values.items()]
         elif entry["kind"] == PARAMS:
             params |= {name(key): cut(value, PARAM_LENGTH) for key, value in values.items()}

@@ -148,7 +148,12 @@ class Traces:
         try:
             self._store.log_spans(self._experiment_id, made)
         except NotImplementedError:
-            return False
+            if (self._version or (0, 0)) < _TAKES_SPANS:
+                return False
+            # It has asked for the version once more, got no answer, and would believe for ever that there is none.
+            forget = getattr(getattr(self._store, "_get_server_version", None), "cache_clear", lambda: None)
+            forget()
+            raise ConnectionError("the server does not tell its version any more") from None
         except MlflowException as error:
             if "span logging is not supported" in str(error):
                 return False
