@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 from resilient_train.events import Cause, Incident, Outcome
 
-_RECURS_BY_ITSELF = (
-    Cause.EXPLOSION,
-    Cause.OPTIMIZER,
-    Cause.OVERFLOW,
-)  # the next run of this configuration meets it, too
+_RECURS_BY_ITSELF = (Cause.EXPLOSION, Cause.OVERFLOW)  # the next run of this configuration meets it, too
 _MOST_ROWS = 8  # that are named
 
 

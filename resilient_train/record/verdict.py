@@ -93,7 +93,7 @@ def incidents_met(incidents: Sequence[Incident]) -> str:
     if outcomes[None] or outcomes[Outcome.GAVE_UP]:
         left = [(outcomes[Outcome.GAVE_UP], "not cured"), (outcomes[None], "open")]
         return f"{told}, {', '.join(f'{count:,} {what}' for count, what in left if count)}"
-    again = f", {outcomes[Outcome.RECURRED]:,} of them only when it came back" if outcomes[Outcome.RECURRED] else ""
+    again = f", though {outcomes[Outcome.RECURRED]:,} came back once" if outcomes[Outcome.RECURRED] else ""
     return f"{told}, {'it is' if len(incidents) == 1 else 'all are'} cured{again}"
 
 

@@ -18,6 +18,7 @@ from resilient_train.record.delivery.sheet import (
     GOOD,
     INK,
     MIDDLE,
+    TINT,
     Words,
     explain,
     finished,
@@ -41,7 +42,8 @@ OUTCOMES = {
     Outcome.GAVE_UP: "the run gave up",
 }
 _LOG_ABOVE = 30.0  # times the smallest value: then the axis is logarithmic
-_DECADES, _SPANS = 3.0, 12.0  # above the usual: what lies beyond is marked at the edge, or all else is one flat line
+_AT_EITHER_SIDE = 0.16  # of the width, for words in the middle
+_TIMES, _SPANS = 1e3, 12.0  # of the usual: what lies beyond is marked at the edge, or all else is one flat line
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +92,16 @@ def _words(incident: Incident) -> Sequence[Words]:
 
 
 def _way_back(incident: Incident, points: Sequence[Point]) -> _Way | None:
-    """Where the update lies that a rewind went back to: the last that was accepted as that step before the incident."""
-    if incident.rewound_to is None or not points:
+    """Find the update that a rewind went back to: the last that made this step, or the rewind that led there before."""
+    before = [one for one in points if one.tick <= incident.anomaly.tick]
+    if incident.rewound_to is None or not before:
         return None
-    tick = incident.anomaly.tick
-    back = [one.tick for one in points if one.accepted and one.step <= incident.rewound_to and one.tick <= tick]
-    return _Way(tick, max(back, default=points[0].tick))
+    later = before[-1]
+    for one in reversed(before):
+        if one.step <= incident.rewound_to or one.step > later.step:
+            return _Way(incident.anomaly.tick, one.tick)
+        later = one
+    return _Way(incident.anomaly.tick, before[0].tick)
 
 
 def _plot(
@@ -106,7 +112,7 @@ def _plot(
     axes.yaxis.set_label_coords(-0.075, 0.5)
     tick, top = incident.anomaly.tick, _scale(axes, values)
     if way is not None:
-        axes.axvspan(way.back, way.at, color=BAD, alpha=0.07, linewidth=0, zorder=1)
+        axes.axvspan(way.back, way.at, color=TINT, linewidth=0, zorder=0.5)
     axes.axvline(tick, color=BAD, linewidth=1, linestyle=(0, (2, 2)), zorder=2)
     if incident.decision.actions:
         axes.axvline(tick + 0.5, color=GOOD, linewidth=1.8, zorder=2)
@@ -123,41 +129,47 @@ def _plot(
         value if fits and not one.accepted else math.nan for one, value, fits in zip(points, values, is_in, strict=True)
     ]
     axes.plot(ticks, crosses, "x", color=BAD, markersize=7, markeredgewidth=2, zorder=4)
-    _at_the_edge(axes, [(one.tick, value) for one, value, fits in zip(points, values, is_in, strict=True) if not fits])
+    _at_the_edge(
+        axes, [(one.tick, value) for one, value, fits in zip(points, values, is_in, strict=True) if not fits], tick
+    )
 
 
 def _scale(axes: Axes, values: Sequence[float]) -> float:
-    """Choose the axis, and return the largest value that has a place on it."""
+    """Choose the axis for what fits on one, and return the largest of it."""
     finite = sorted(value for value in values if math.isfinite(value))
     if len(finite) < 2:
         return math.inf
-    low, high = finite[0], finite[-1]
-    usual = quantiles(finite, n=20)[-1] if len(finite) > 20 else finite[len(finite) // 2]  # at the end nothing is usual
-    if low > 0 and high / low > _LOG_ABOVE:
-        top = min(high, usual * 10**_DECADES)
+    low = finite[0]
+    usual = quantiles(finite, n=20)[-1] if len(finite) > 20 else finite[len(finite) // 2]  # few: it may be all trouble
+    far = usual * _TIMES if low > 0 else usual + _SPANS * (usual - low) if usual > low else math.inf
+    top = max(value for value in finite if value <= far)
+    if low > 0 and top / low > _LOG_ABOVE:
         axes.set_yscale("log")
         axes.set_ylim(low / 1.5, top * (top / low) ** 0.15)
-        return top
-    top = min(high, usual + _SPANS * (usual - low)) if usual > low else high
-    axes.set_ylim(low - 0.08 * (top - low or 1), top + 0.18 * (top - low or 1))
+    else:
+        height = top - low or abs(top) or 1.0
+        axes.set_ylim(low - 0.08 * height, top + 0.18 * height)
     return top
 
 
-def _at_the_edge(axes: Axes, beyond: Sequence[tuple[int, float]]) -> None:
-    """Mark what is not finite, or beyond all others, where it left the axis; the first of it with its value."""
+def _at_the_edge(axes: Axes, beyond: Sequence[tuple[int, float]], at: int) -> None:
+    """Mark what is not finite, or beyond all others, where it left the axis; what is nearest `at`, with its value."""
     if not beyond:
         return
     edge = axes.get_xaxis_transform()
-    ticks = [tick for tick, _ in beyond]
-    axes.plot(ticks, [0.96] * len(ticks), "^", color=BAD, markersize=8, transform=edge, zorder=5)
-    tick, value = beyond[0]
+    axes.plot(
+        [tick for tick, _ in beyond], [0.96] * len(beyond), "^", color=BAD, markersize=8, transform=edge, zorder=5
+    )
+    tick, value = min(beyond, key=lambda one: abs(one[0] - at))
+    first, last = axes.get_xlim()
+    is_right = tick > last - 0.15 * (last - first)
     axes.annotate(
-        f"{value:.3g}" + (f", and {len(beyond) - 1:,} more" if len(beyond) > 1 else ""),
+        f"{value:.3g}",
         (tick, 0.96),
-        (-7, 0),
+        (-8 if is_right else 8, 0),
         xycoords=edge,
         textcoords="offset points",
-        ha="right",
+        ha="right" if is_right else "left",
         va="center",
         fontsize=9.5,
         color=BAD,
@@ -166,21 +178,14 @@ def _at_the_edge(axes: Axes, beyond: Sequence[tuple[int, float]]) -> None:
 
 def _arrow(axes: Axes, incident: Incident, way: _Way) -> None:
     """The way back above the curves, from the step that the run was at to the step that it went on from."""
-    edge, height = axes.get_xaxis_transform(), 1.07
+    edge, height = axes.get_xaxis_transform(), 1.04
     style = {"arrowstyle": "-|>", "color": GOOD, "linewidth": 1.8, "shrinkA": 0, "shrinkB": 0, "mutation_scale": 15}
     axes.annotate("", (way.back, height), (way.at, height), xycoords=edge, textcoords=edge, arrowprops=style)
-    is_right = way.at > sum(axes.get_xlim()) / 2  # of the middle
-    axes.annotate(
-        f"back from step {incident.anomaly.step:,} to {incident.rewound_to:,}",
-        (way.back if is_right else way.at, height),
-        (-7 if is_right else 7, 0),
-        xycoords=edge,
-        textcoords="offset points",
-        ha="right" if is_right else "left",
-        va="center",
-        fontsize=9.5,
-        color=GOOD,
-    )
+    first, last = axes.get_xlim()
+    middle = ((way.back + way.at) / 2 - first) / (last - first)
+    words = f"back from step {incident.anomaly.step:,} to {incident.rewound_to:,}"
+    at = min(max(middle, _AT_EITHER_SIDE), 1 - _AT_EITHER_SIDE)
+    axes.text(at, height + 0.02, words, transform=axes.transAxes, ha="center", va="bottom", fontsize=9.5, color=GOOD)
 
 
 def _marks(way: _Way | None) -> list[Line2D]:

@@ -15,7 +15,7 @@ from resilient_train.record.telling import printable
 _DOTS = "..."
 _MARKS = {one: f"\\{one}" for one in "*_[]~"}
 _MARKS |= {"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {one: f"&#{ord(one)};" for one in "|`\\@$¨"}
-_SYNTAX = re.compile(r":(?=//|[^\s:]*:)|(?<=\bwww)\.|^[#+=-]|^\d(?=\d*[.)])", re.IGNORECASE)
+_SYNTAX = re.compile(r":(?!\d\d:\d\d\b)(?=//|[^\s:]*:)|(?<=\bwww)\.|^[#+=-]|^\d(?=\d*[.)])", re.IGNORECASE)
 _PLAIN_CODE = re.compile(r"[^`|\\¨]+")
 _HARMLESS_URL = re.compile(r"[\w#?&=%./:;,+~-]+")
 _LONGEST_URL = 400

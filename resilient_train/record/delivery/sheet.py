@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 # A sheet of its own, with an edge: MLflow's pages are white or nearly black, and the picture is on either.
 PAPER, EDGE, INK, FAINT, LINE = "#fcfbf7", "#b9b5aa", "#2b2a27", "#77726a", "#dedad0"
+TINT = "#f6e5df"  # behind what was undone
 GOOD, BAD, CURVE, GONE = "#2c7a4b", "#c22f1d", "#1f5fa8", "#a39d90"
 FOOT, MIDDLE = 0.12, 0.43  # of the height: where the lower axes begin and end
 
 # Inches. MLflow shows it in a square of which a small chart has the upper half: until it is clicked, that has to do.
 _WIDTH, _HEIGHT, _DPI = 7.6, 7.4, 110
-_COLOURS = 96  # of the file: flat colours and thin lines need no more
+_STEP = 16  # from shade to shade: nearer ones are taken for each other, and a file of few colours is small
 
 
 class Words(NamedTuple):
@@ -96,10 +97,27 @@ def finished(figure: Figure) -> Image:
     canvas.draw()  # type: ignore[no-untyped-call]
     pixels = bytes(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
     whole = Image.frombytes("RGBA", canvas.get_width_height(), pixels)
-    return whole.convert("RGB").quantize(_COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([part for colour in _palette() for part in colour])
+    return whole.convert("RGB").quantize(palette=palette, dither=Image.Dither.NONE)
+
+
+def _palette() -> list[tuple[int, ...]]:
+    """All inks, and what lies between them and the paper: chosen from a picture alone, a rare red would be lost."""
+    from matplotlib.colors import to_rgb
+
+    inks = [(ink, PAPER) for ink in (EDGE, INK, FAINT, LINE, TINT, GOOD, BAD, CURVE, GONE)]
+    inks += [(ink, TINT) for ink in (LINE, GOOD, BAD, CURVE, GONE)]
+    found: dict[tuple[int, ...], None] = {}
+    for ink, ground in inks:
+        pair = [[round(255 * part) for part in to_rgb(name)] for name in (ground, ink)]
+        shades = max(1, max(abs(one - other) for one, other in zip(*pair, strict=True)) // _STEP)
+        for at in range(shades + 1):
+            found[tuple(round(one + (other - one) * at / shades) for one, other in zip(*pair, strict=True))] = None
+    return list(found)
 
 
 def _wrapped(words: str, width: int, lines: int) -> list[str]:
     """Break a sentence into lines; letters that the font has not become question marks."""
-    known = "".join(one if one.isprintable() and ord(one) < 0x250 else "?" for one in words)
+    known = "".join(one if one.isprintable() and ord(one) < 0x250 else "?" for one in " ".join(words.split()))
     return textwrap.wrap(known, width, max_lines=lines, placeholder=" ...")
