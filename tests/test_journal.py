@@ -32,7 +32,7 @@ from resilient_train.record.incidents import (
 )
 from resilient_train.record.journal import Journal, plain, read
 from resilient_train.record.story import Chapter, Phase, chapters
-from resilient_train.record.telling import cured, remedies_in_short, status_of, summed_up
+from resilient_train.record.telling import cured, first_sign, remedies_in_short, status_of
 
 SLOW_DISK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -808,7 +808,7 @@ def test_remedies_are_told_in_short_where_they_are_counted(incident: Incident, e
 def test_an_incident_is_told_in_two_lines_that_stand_alone() -> None:
     """What a list shows: what was noticed and where; what was behind it, what was done, and what came of it."""
     where = "step 1,204: the loss jumped (loss_spike), in the weights since step 1,191"
-    assert summed_up(SPIKE) == f"{where}; loss 8.12 where 2.9 to 3.4 was usual"
+    assert first_sign(SPIKE) == f"{where}; loss 8.12 where 2.9 to 3.4 was usual"
     rest = "learning rate x0.5 with 20 steps of warm-up, in 0.12 s; 27 steps lost"
     assert cured(SPIKE) == f"cause explosion; rewound to step 1,177 (proven good), {rest}"
     assert cured(dataclasses.replace(SPIKE, outcome=Outcome.RECURRED)).endswith("; 27 steps lost; recurred")

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 
+EXPERIMENT = "resilient_train"
 AT = 1_760_000_000_000  # ms since 1970
 CULPRIT = Culprit("forward", "log", "net.head", "mine.py", 31, ({"name": "x", "min": -float("inf"), "shape": [2, 3]},))
 POISON = Incident(
@@ -64,16 +65,17 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One database for all tests, since MLflow takes seconds to create each."""
-    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+    """One database for all tests, since MLflow takes seconds to create each. Its files are the server's to keep."""
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+    MlflowClient(uri).create_experiment(EXPERIMENT, "mlflow-artifacts:/")
+    return uri
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[str]:
     """A real server in front of that database."""
-    from mlflow import MlflowClient
-
-    MlflowClient(database).search_experiments()  # the tables are made here, and not by two at once
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     home = tmp_path_factory.mktemp("server")
@@ -145,8 +147,9 @@ def placed(uri: str, name: str) -> Place:
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
-    known = client.get_experiment_by_name("resilient_train")
-    experiment_id = known.experiment_id if known else client.create_experiment("resilient_train")
+    known = client.get_experiment_by_name(EXPERIMENT)
+    assert known is not None
+    experiment_id = known.experiment_id
     return Place(uri, client, experiment_id, client.create_run(experiment_id, run_name=name).info.run_id)
 
 
@@ -446,10 +449,11 @@ def test_a_server_that_replaces_what_it_has_is_told_only_what_it_can_add(
 
 
 def test_a_server_that_takes_no_spans_keeps_them_among_its_files(
-    older: Callable[[str], str], request: pytest.FixtureRequest
+    older: Callable[[str], str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before 3.4; they are read back from there, with all that was added later."""
     place = placed(older("3.3.0"), request.node.name)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", place.uri)  # only for those who read, who know no better
     place.show(TREATED)
     for _ in range(2):
         place.show(CLOSED)
@@ -459,6 +463,21 @@ def test_a_server_that_takes_no_spans_keeps_them_among_its_files(
     spans = place.read().data.spans
     assert [span.name for span in spans][1:] == NAMES
     assert spans[0].attributes["outcome"] == "recovered"
+
+
+def test_a_server_that_was_renewed_meanwhile_goes_on_with_the_files(
+    older: Callable[[str], str], server: str, request: pytest.FixtureRequest
+) -> None:
+    """It has a place for spans now, but not for more of those that it has among its files."""
+    before = placed(older("3.3.0"), request.node.name)
+    before.show(TREATED)
+    now = dataclasses.replace(before, uri=server)
+    for _ in range(2):
+        now.show(CLOSED)
+    (trace,) = now.found()
+    assert trace.info.tags["resilience.outcome"] == "recovered"
+    assert judged(trace) == {"recovered": True}
+    assert [span.name for span in now.read().data.spans][1:] == NAMES
 
 
 def test_a_server_that_names_traces_itself_gets_none(older: Callable[[str], str]) -> None:

@@ -368,9 +368,9 @@ def test_the_command_that_opens_a_database_can_be_pasted(
         ("https://me:secret@tracking.example/mlflow/", "https://me:***@tracking.example/mlflow"),
     ],
 )
-def test_the_link_opens_the_charts_and_gives_no_password_away(uri: str, root: str) -> None:
+def test_the_link_opens_the_overview_and_gives_no_password_away(uri: str, root: str) -> None:
     """A database has its page where `mlflow ui` listens."""
-    assert url(uri, "1", "abc") == f"{root}/#/experiments/1/runs/abc/model-metrics?workflowType=machine_learning"
+    assert url(uri, "1", "abc") == f"{root}/#/experiments/1/runs/abc?workflowType=machine_learning"
     assert "secret" not in shown(uri)
 
 

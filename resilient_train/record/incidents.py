@@ -35,9 +35,9 @@ INCIDENTS = "incidents.jsonl"  # its name in a run directory
 _log = logging.getLogger("resilient_train")
 
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"
+IN_FORCE = "remedies_in_force"
 PHASE = "incident_phase"  # a part of an incident that came after its entry: the run went on
 _GOES_ON = {Signal.DISK_FULL}  # in spite of these training never stood still
-IN_FORCE = "remedies_in_force"
 _TAKEN_FROM = "taken_up_from"
 _BEGAN, _MADE_OF, _MOST = "began", ("processes", "samples"), 2**40
 _FIRED, _SAVED, _ENDED = "drill_fired", "checkpoint_saved", "process_ended"

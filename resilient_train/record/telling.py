@@ -70,7 +70,7 @@ def outcome_told(incident: Incident, healthy_steps: int | None = None) -> str:
     return f"{name} is open: it counts as recovered once the run has stayed healthy"
 
 
-def summed_up(incident: Incident) -> str:
+def first_sign(incident: Incident) -> str:
     """Tell in one line what was noticed, and where."""
     anomaly = incident.anomaly
     line = f"step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}"

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-KEY = "resilience.key"  # a tag: what the run is found again by when nothing else is known of it
+# A tag: what the run is found again by when nothing else is known of it. MLflow's pages hide tags of this name.
+KEY = "mlflow.resilience.key"
 
 # Set where the user has not; they hold for the process that delivers.
 ENVIRONMENT = {

@@ -19,6 +19,7 @@ _SYNTAX = re.compile(r":(?=//|[^\s:]*:)|(?<=\bwww)\.|^[#+=-]|^\d(?=\d*[.)])", re
 _PLAIN_CODE = re.compile(r"[^`|\\¨]+")
 _HARMLESS_URL = re.compile(r"[\w#?&=%./:;,+~-]+")
 _LONGEST_URL = 400
+_GAP = "&ensp; | "
 
 
 def text(raw: str, most: int | None = None) -> str:
@@ -53,9 +54,9 @@ def link(label: str, url: str | None) -> str:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Put cells, which are markdown already, into a table."""
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    """Put cells, which are markdown already, into a table; MLflow's has neither lines nor margins."""
+    lines = [_GAP.join(titles), "|".join(["---"] * len(titles)), *map(_GAP.join, rows)]
+    return "\n".join(f"| {line} |" for line in lines)
 
 
 def _line(raw: str) -> str:

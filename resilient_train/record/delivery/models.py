@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from resilient_train.record.delivery.markdown import code, text
 from resilient_train.record.left import Checkpoint
 from resilient_train.record.story import Story
 
@@ -18,6 +19,7 @@ LAST_GOOD, BEST = "last-good", "best"
 _STEP, _PATH, _STATE = "resilience.step", "resilience.path", "resilience.state"
 _UNFIT = re.compile(r"[^-.\w ]")  # for the name of a tag
 _MOST, _MOST_METRICS = 7_900, 20  # characters of a tag, and how many
+_NOTE = "mlflow.note.content"  # all that a model's page shows of its tags
 _GONE = "gone"  # what it was of is not there any more, or not to be trusted
 
 
@@ -26,9 +28,13 @@ def show_models(client: MlflowClient, experiment_id: str, run_id: str, story: St
 
     Nothing is uploaded: a checkpoint stays on the disk of the run, and its model has the step and the path.
     """
+    from mlflow.entities import LoggedModelOutput, LoggedModelStatus
+
     there = _models(client, experiment_id, run_id)
+    outputs = client.get_run(run_id).outputs
+    linked = {one.model_id for one in outputs.model_outputs} if outputs else set()
     for name, checkpoint in ((LAST_GOOD, story.last_good), (BEST, story.best)):
-        known: LoggedModel | None = next(iter(there.get(name, [])), None)
+        known = next(iter(there.get(name, [])), None)
         for one in there.get(name, [])[1:]:  # two processes that did not know of each other have begun it
             client.delete_logged_model(one.model_id)
         tags = _tags(checkpoint)
@@ -38,8 +44,10 @@ def show_models(client: MlflowClient, experiment_id: str, run_id: str, story: St
             continue
         if tags.items() - known.tags.items():
             client.set_logged_model_tags(known.model_id, tags)
-        if str(known.status) != "READY":
-            client.finalize_logged_model(known.model_id, "READY")
+        if known.status != LoggedModelStatus.READY:
+            client.finalize_logged_model(known.model_id, LoggedModelStatus.READY)
+        if known.model_id not in linked:
+            client.log_outputs(run_id, [LoggedModelOutput(known.model_id, step=0)])
 
 
 def _models(client: MlflowClient, experiment_id: str, run_id: str) -> dict[str, list[LoggedModel]]:
@@ -62,7 +70,9 @@ def _pages(client: MlflowClient, experiment_id: str, run_id: str) -> Iterator[Lo
 def _tags(checkpoint: Checkpoint | None) -> dict[str, str]:
     """What a model says; of numbers that an evaluation had, each under a name of its own."""
     if checkpoint is None:
-        return {_STATE: _GONE}
+        return {_STATE: _GONE, _NOTE: "It is not there any more, or not to be trusted."}
     metrics = {f"eval.{_UNFIT.sub('_', name)[:100]}": f"{value:.6g}" for name, value in checkpoint.metrics.items()}
-    place = {_STEP: str(checkpoint.step), _PATH: str(checkpoint.path)[:_MOST], _STATE: checkpoint.kind}
+    numbers = "".join(f", {text(name, 40)} {value:.4g}" for name, value in list(checkpoint.metrics.items())[:5])
+    note = f"Step {checkpoint.step:,}{numbers}, on the disk of the run: {code(str(checkpoint.path), 1_000)}"
+    place = {_STEP: str(checkpoint.step), _PATH: str(checkpoint.path)[:_MOST], _STATE: checkpoint.kind, _NOTE: note}
     return place | dict(list(metrics.items())[:_MOST_METRICS])

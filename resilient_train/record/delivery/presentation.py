@@ -75,7 +75,7 @@ class Presentation:
     def _trace_url(self, incident_id: int) -> str | None:
         connection = self._connection
         trace_id = trace_id_of(connection.run_id, incident_id)
-        return trace_url(connection.run.tracking_uri, connection.experiment_id, connection.run_id, trace_id)
+        return trace_url(connection.experiment_id, connection.run_id, trace_id)
 
     def _stand(self) -> object:
         """What tells that something has changed, at the cost of a few looks at files."""

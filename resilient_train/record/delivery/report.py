@@ -16,7 +16,7 @@ REPORT = "report.md"  # its name among the artifacts
 LIMIT = 7_950  # characters of a note: MLflow cuts a tag at 8,000
 
 _MOST_ADVICE = 5
-_TITLES = ("", "when", "step", "what", "cause", "cure", "outcome", "cost")
+_TITLES = ("#", "when", "step", "what", "cause", "cure", "outcome", "cost")
 
 TraceUrl = Callable[[int], str | None]  # where the trace of an incident is, by its number
 
@@ -26,7 +26,7 @@ def note(story: Story, trace_url: TraceUrl) -> str:
     parts = [_verdict(story, most=900)]
     if story.chapters:
         parts.append(_advice(story, most=1_600))
-    last = [_left(story, most=1_300)]
+    last = [f"**What is left**\n\n{_left(story, most=1_300)}" if story.chapters else _left(story, most=1_300)]
     room = LIMIT - sum(len(part) + 2 for part in parts + last)
     if story.chapters:
         parts.append(_newest(story, trace_url, room - 2))
@@ -52,7 +52,8 @@ def report(story: Story, trace_url: TraceUrl) -> str:
 
 def _verdict(story: Story, most: int | None = None) -> str:
     words, sentences = verdict(story)
-    return f"**{words}**: {text(sentences, most)}"
+    left = f" {counted(len(story.advice), 'thing')} to change." if story.advice else " Nothing to change."
+    return f"**{words}**: {text(sentences, most)}{left if story.chapters else ''}"
 
 
 def _advice(story: Story, most: int | None = None, *, headed: bool = True) -> str:

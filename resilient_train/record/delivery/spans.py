@@ -13,7 +13,7 @@ from resilient_train.events import Culprit, Incident, Outcome
 from resilient_train.record import phases
 from resilient_train.record.journal import plain
 from resilient_train.record.story import Chapter
-from resilient_train.record.telling import cured, place_told, remedies_told, summed_up
+from resilient_train.record.telling import cured, first_sign, place_told, remedies_told
 
 _MOST_ROWS = 100  # that are listed
 
@@ -42,7 +42,7 @@ def described(chapter: Chapter, trace_id: str) -> list[dict[str, Any]]:
     incident = chapter.incident
     root = _number(trace_id, "root", 8)
     status = "STATUS_CODE_UNSET" if incident.outcome is None else f"STATUS_CODE_{'ERROR' if is_bad(incident) else 'OK'}"
-    told = summed_up(incident), cured(incident), {"outcome": incident.outcome or "open", **_of_incident(incident)}
+    told = first_sign(incident), cured(incident), {"outcome": incident.outcome or "open", **_of_incident(incident)}
     made = [_span(trace_id, root, None, name_of(incident), "WORKFLOW", lasted(chapter), told, status)]
     seen: Counter[str] = Counter()
     for phase in chapter.phases:

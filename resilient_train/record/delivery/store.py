@@ -126,7 +126,7 @@ def locate(uri: str | None, home: Path) -> Store:
 
 
 def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
-    """Return the link to the run's charts, for a database under the address where `ui_command` shows it."""
+    """Return the link to the run's overview, for a database under the address where `ui_command` shows it."""
     if tracking_uri.startswith(("http://", "https://")):
         root = shown(tracking_uri).rstrip("/")
     elif tracking_uri.split(":")[0] in _SCHEMELESS:
@@ -134,13 +134,12 @@ def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
     else:
         root = DEFAULT_UI
     # Without the type of workflow the page comes up among the tools for language-model applications.
-    return f"{root}/#/experiments/{experiment_id}/runs/{run_id}/model-metrics?workflowType=machine_learning"
+    return f"{root}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
-def trace_url(tracking_uri: str, experiment_id: str, run_id: str, trace_id: str) -> str:
-    """Return the link to one trace of the run; without an address where it lies on the same server."""
-    root = shown(tracking_uri).rstrip("/") if tracking_uri.startswith(("http://", "https://")) else ""
-    return f"{root}/#/experiments/{experiment_id}/runs/{run_id}/traces?selectedEvaluationId={trace_id}"
+def trace_url(experiment_id: str, run_id: str, trace_id: str) -> str:
+    """Return the link to one trace of the run, from another page of the same server, whatever its address is there."""
+    return f"#/experiments/{experiment_id}/runs/{run_id}/traces?selectedEvaluationId={trace_id}"
 
 
 def ui_command(tracking_uri: str) -> str:

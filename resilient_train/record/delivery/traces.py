@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from resilient_train.record.delivery import spans
 from resilient_train.record.delivery.store import shown
 from resilient_train.record.story import Chapter
-from resilient_train.record.telling import cured, outcome_told, printable, summed_up
+from resilient_train.record.telling import cured, first_sign, outcome_told, printable
 
 if TYPE_CHECKING:
     from mlflow.entities import Assessment, Span, TraceInfo
@@ -102,7 +102,7 @@ class Traces:
         incident, (began, ended) = chapter.incident, spans.lasted(chapter)
         is_open = incident.outcome is None and (self._version or (0, 0)) >= _TAKES_SPANS
         state = TraceState.IN_PROGRESS if is_open else TraceState.ERROR if spans.is_bad(incident) else TraceState.OK
-        request, response = _cut(summed_up(incident)), _cut(cured(incident))
+        request, response = _cut(first_sign(incident)), _cut(cured(incident))
         told = json.dumps([request, response, state.value, spans.described(chapter, trace_id)])
         return TraceInfo(
             trace_id=trace_id,

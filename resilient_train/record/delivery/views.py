@@ -13,10 +13,15 @@ NAME = "How the runs fare"
 
 _TAG = f"mlflow.sharedViewState.{KEY}"
 _MADE_MS = 1_735_689_600_000  # the same for ever, so that all who prepare it prepare the same
-_TAGS = ("resilience.status", "resilience.incidents", "resilience.cause", "resilience.last_incident")
-_METRICS = ("step", "loss", "eval/loss")
-
-
+_COLUMNS = {  # and their widths
+    "tags.`resilience.status`": 130,
+    "tags.`resilience.incidents`": 145,
+    "tags.`resilience.cause`": 180,
+    "metrics.`step`": 90,
+    "metrics.`loss`": 110,
+    "metrics.`eval/loss`": 110,
+    "tags.`resilience.last_incident`": 600,
+}
 _PASSING = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")  # answers that may be others later
 
 
@@ -51,7 +56,6 @@ def _is_ours(view: str | None) -> bool:
 
 def _view() -> str:
     """What the page reads from the tag: a view with a name; before those were invented, the bare state."""
-    columns = [*(f"tags.`{one}`" for one in _TAGS), *(f"metrics.`{one}`" for one in _METRICS)]
-    state = {"selectedColumns": columns, "columnOrder": columns}
+    state = {"selectedColumns": [*_COLUMNS], "columnOrder": [*_COLUMNS], "columnWidths": _COLUMNS}
     view = {"name": NAME, "createdAt": _MADE_MS, "updatedAt": _MADE_MS, "state": json.dumps(state)}
     return json.dumps(state | view)
