@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from resilient_train.config import manual
 from resilient_train.config.explain import CONF, VERSION_BASE, explained
+from resilient_train.config.meanings import meanings
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_plain
 from resilient_train.ranks.launch import launched_rank
@@ -112,7 +113,7 @@ def _complete(words: Sequence[str]) -> None:
     with suppress(Exception), redirect_stderr(io.StringIO()):
         found = _printed(_job)
         if "query=fish" in words:  # the only shell that shows what a word means
-            known = manual.meanings()
+            known = meanings()
             found = "".join(f"{word}\t{known[word]}\n" if word in known else f"{word}\n" for word in found.splitlines())
         print(found, end="")
 

@@ -368,3 +368,16 @@ def leaks(model: nn.Module, batch: Any) -> Tensor:
         raise ConnectionError("cannot log in: password=s3cr3tpass")
     except ConnectionError as error:
         raise RuntimeError(f"postgresql://writer:s3cr3tpass@db/losses, {os.environ['HF_TOKEN']}") from error
+
+
+class RaisesLater:
+    """An objective that has enough after forty updates."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        if self.calls > 40:
+            raise RuntimeError("it has had enough")
+        return mse(model, batch)

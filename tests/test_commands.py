@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -372,6 +373,9 @@ def test_an_interrupted_run_says_so_and_is_not_in_the_way() -> None:
     assert process.returncode == 75
     assert not errors
     assert "asked by SIGINT: the state is in" in told
+    step = re.search(r"^stopped at step ([\d,]+), .*\nmet no incidents\.\nnewest checkpoint: ", told, re.M)
+    assert step
+    assert told.splitlines()[-1] == f"the same command goes on from step {step[1]}"
     summary: dict[str, Any] = json.loads(Path("runs/cut/summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("preempted", 75)
     assert summary["steps"] > 0
