@@ -111,7 +111,7 @@ def _ended(run_dir: Path, summary: dict[str, Any], steps: int | None) -> Status:
 def _at_work(run_dir: Path) -> str | None:
     """Who holds the lock on a run directory; the kernel lets go of it with its process."""
     try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
@@ -150,9 +150,7 @@ def _wanted_steps(run_dir: Path) -> int | None:
 def _last_error(log: Path) -> str | None:
     """The last error of train.log, whose lines begin with date, time and level."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
+        lines = read_plain(log, last=_TAIL_BYTES).decode("utf-8", "replace").splitlines()
     except OSError:
         return None
     errors = [words[3] for line in lines if len(words := line.split(" ", 3)) == 4 and words[2] == "ERROR"]
