@@ -151,19 +151,32 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def read_plain(path: Path) -> bytes:
-    """Read a regular file as a whole."""
+def read_plain(path: Path, last: int | None = None) -> bytes:
+    """Read a regular file, or its last bytes."""
     with open_plain(path) as file:
+        if last is not None:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - last))
         return file.read()
 
 
 def open_plain(path: Path) -> BinaryIO:
     """Open a regular file for reading: a pipe in its place would be waited for, and a device never ends."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    return open(_regular(path, os.O_RDONLY), "rb")
+
+
+def open_to_append(path: Path) -> int:
+    """Open a regular file, made if it is not there, to write behind what it holds; links are not followed."""
+    return _regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
+
+
+def _regular(path: Path, flags: int) -> int:
+    """Open a file that is no pipe: one without anybody at its other end is waited for in the opening itself."""
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        return open(descriptor, "rb")
-    except OSError:
+        descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
         os.close(descriptor)
-        raise
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # a pipe that nobody reads
+            raise
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))

@@ -104,7 +104,7 @@ def _ended(run_dir: Path, summary: dict[str, Any], steps: int | None) -> Status:
 def _at_work(run_dir: Path) -> str | None:
     """Who holds the lock on a run directory; the kernel lets go of it with its process."""
     try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:

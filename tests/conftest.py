@@ -75,6 +75,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
             door.main()
         said = capsys.readouterr()
         assert isinstance(ended.value.code, int)
+        assert "pytest-timeout" not in said.err, "what ended it was the patience of the test, not the run"
         return Outcome(ended.value.code, said.out, said.err)
 
     return run

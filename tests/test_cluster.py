@@ -24,7 +24,8 @@ from typing import Any
 
 import pytest
 import yaml
-from kills import ENVIRONMENT, stand, summary, taken_up_at
+from kills import stand, summary, taken_up_at
+from warm import ENVIRONMENT
 
 from resilient_train import command
 from resilient_train.config.compose import load

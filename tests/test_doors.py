@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kills import COMMAND, ENVIRONMENT, HERE, Nursery, stand
+from kills import COMMAND, Nursery, stand
+from warm import ENVIRONMENT, HERE
 
 from resilient_train import checkpoints, status
 

@@ -15,7 +15,7 @@ import yaml
 from command import command
 from hypothesis import given
 from hypothesis import strategies as st
-from kills import ENVIRONMENT
+from warm import ENVIRONMENT
 
 from resilient_train import incidents, secrets, status, sync
 from resilient_train.config.compose import load

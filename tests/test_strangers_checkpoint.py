@@ -27,9 +27,13 @@ from resilient_train.checkpoint.manifest import MANIFEST, Damaged
 from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE, load_tree, save_tree
 from resilient_train.checkpoint.weights import WEIGHTS
+from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Signal
+from resilient_train.events import Outcome as Outcomes
 from resilient_train.numerics.armor.suit import Plate
+from resilient_train.record.incidents import INCIDENTS, IncidentBook
 from resilient_train.record.journal import seal as sealed_line
 from resilient_train.state.misfit import misfit
+from resilient_train.status import status_of
 from resilient_train.update.optimizers import parameter_groups
 from resilient_train.zoo.models import MLP
 
@@ -594,35 +598,59 @@ def test_nothing_is_written_through_a_link(run_dir: Path, run_command: command, 
 
 # Nothing is waited for.
 
+FOR_EVER_S = 100  # of what is done in a second or two, on a machine that is busy with other things
 
+
+@pytest.mark.timeout(FOR_EVER_S + 200)
 @pytest.mark.parametrize(
     "name",
     [
-        *("progress", "mlflow.json", "summary.json", "weights.safetensors"),
-        *("journal.jsonl", "config.yaml", "incidents.jsonl", "quarantine.json"),
+        *("progress", "mlflow.json", "summary.json", "weights.safetensors", "best.json", ".launch"),
+        *("journal.jsonl", "config.yaml", "incidents.jsonl", "quarantine.json", "train.log", ".lock"),
     ],
 )
 def test_a_pipe_in_place_of_a_file_of_the_run_is_not_waited_for(run_dir: Path, run_command: command, name: str) -> None:
-    """Nobody ever writes into it: the run goes on without, or says in one line that it cannot."""
+    """Nobody is ever at its other end: the run goes on without, or says in one line that it cannot."""
     pipe_of_run(name)(run_dir, run_dir)
-    waited: list[str] = []
     ended = threading.Event()
+    waited: list[str] = []
 
     def let_go() -> None:
-        """Somebody to write there can be found only while somebody waits to read: then it is let go, and told."""
-        while not ended.wait(1):
-            with contextlib.suppress(OSError):
-                os.close(os.open(run_dir / name, os.O_WRONLY | os.O_NONBLOCK))
-                waited.append(name)
+        """Be at the other end, for those who read and for those who write, again and again until the run ends."""
+        while not ended.wait(0.1):
+            waited.append(name)
+            with contextlib.suppress(OSError):  # by then it may be a file again
+                os.close(os.open(run_dir / name, os.O_RDWR | os.O_NONBLOCK))
 
-    helper = threading.Thread(target=let_go)
+    helper = threading.Timer(FOR_EVER_S, let_go)
     helper.start()
     outcome = train(run_command, run_dir, 21)
     ended.set()
+    helper.cancel()
     helper.join()
     assert not waited
     assert "Traceback" not in outcome.stdout + outcome.stderr
     assert outcome.code == 0 or len(errors(outcome)) == 1
+
+
+@pytest.mark.parametrize("name", [".lock", "progress", "config.yaml", "summary.json", "refused.json", "train.log"])
+def test_a_pipe_keeps_nobody_who_asks_where_the_run_stands(run_dir: Path, name: str) -> None:
+    """The end of train.log is looked at where a run failed."""
+    (run_dir / "summary.json").write_text('{"status": "failed", "exit_code": 1, "steps": 20}')
+    pipe_of_run(name)(run_dir, run_dir)
+    assert status_of(run_dir).state in ("failed", "killed", "none")
+
+
+def test_a_pipe_that_takes_the_place_of_a_file_meanwhile_keeps_nobody(tmp_path: Path) -> None:
+    """What is listed next is listed in a file again."""
+    book, closed = IncidentBook(tmp_path), Decision((Action("skip"),))
+    for number in (1, 2, 3):
+        anomaly = Anomaly(Signal.NONFINITE_GRAD, number, number, number - 1, "")
+        book.closed(Incident(number, anomaly, Diagnosis(Cause.TRANSIENT, ""), closed, outcome=Outcomes.RECOVERED))
+        if number == 1:
+            pipe_of_run(INCIDENTS)(tmp_path, tmp_path)
+    lines = (tmp_path / INCIDENTS).read_text().splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [1, 2, 3]
 
 
 def test_samples_without_end_that_ended_a_process_are_not_counted(run_dir: Path, run_command: command) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import yaml
 from command import command
-from kills import ENVIRONMENT
+from warm import ENVIRONMENT
 
 from resilient_train import incidents
 from resilient_train.config.explain import CONF

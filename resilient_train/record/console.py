@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from resilient_train.events import Vitals
+from resilient_train.files import open_to_append
 
 log = logging.getLogger("resilient_train")
 
@@ -107,8 +107,7 @@ class _ToFile(logging.FileHandler):
     """Writes what the disk takes: a full one is told of where it matters, and not with a traceback for every line."""
 
     def _open(self) -> Any:
-        descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        return open(descriptor, "a", encoding=self.encoding, errors=self.errors)
+        return open(open_to_append(Path(self.baseFilename)), "a", encoding=self.encoding, errors=self.errors)
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train import files
-from resilient_train.files import commit_text, read_json
+from resilient_train.files import commit_text, read_json, read_plain
 from resilient_train.secrets import masked
 
 CONFIG = "config.yaml"  # makes a directory that of a run
@@ -57,9 +57,7 @@ def told(run_dir: Path, name: str) -> dict[str, Any] | None:
 def last_error(log: Path) -> str | None:
     """The last error of a train.log, whose lines begin with date, time and level."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
+        lines = read_plain(log, last=_TAIL_BYTES).decode("utf-8", "replace").splitlines()
     except OSError:
         return None
     errors = [words[3] for line in lines if len(words := line.split(" ", 3)) == 4 and words[2] == "ERROR"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
-from resilient_train.files import commit_text, read_plain
+from resilient_train.files import commit_text, open_to_append, read_plain
 from resilient_train.record.journal import JOURNAL, Entry, Journal, plain
 from resilient_train.record.phases import RESUME, Timed
 from resilient_train.record.telling import farewell, outcome_told, tags, told
@@ -109,7 +109,7 @@ class IncidentBook:
         line = self._list(incident)
         if self._file is not None and self._is_current:
             try:
-                with open(self._file, "a", encoding="utf-8") as file:
+                with open(open_to_append(self._file), "a", encoding="utf-8") as file:
                     file.write(line)
             except OSError as error:
                 self._fell_behind(error)
