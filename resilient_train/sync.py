@@ -12,10 +12,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
 from resilient_train.errors import ConfigError
+from resilient_train.record.console import counting
 from resilient_train.record.delivery.store import KnownRun, Store, left_in, locate, shown, ui_command
 from resilient_train.record.outbox import BEGAN, OUTBOX, entries
 from resilient_train.record.telling import printable
@@ -81,13 +79,10 @@ def _place(run_dir: Path, uri: str | None, experiment: str | None) -> tuple[Stor
 
 
 def _sync(run_dir: Path, store: Store, experiment: str) -> int:
-    columns = (TextColumn("delivering"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=left_in(run_dir) or None)
+    with counting("delivering", left_in(run_dir)) as went_on:
         from resilient_train.record.delivery.courier import Courier  # with MLflow, which takes seconds
 
-        courier = Courier(run_dir, store, experiment, went_on=lambda count: progress.update(task, completed=count))
+        courier = Courier(run_dir, store, experiment, went_on=went_on)
         try:
             trouble = _attempted(courier)
         finally:

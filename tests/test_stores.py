@@ -41,7 +41,7 @@ def test_a_server_with_postgresql_has_everything_once(tmp_path: Path) -> None:
 
 
 def test_a_sweep_of_four_fills_one_file_with_four_runs(tmp_path: Path) -> None:
-    """Each with its own rows, its own incidents and its own name; and another sweep, at the same time, does not mind."""
+    """Each with its own rows, incidents and name; and another sweep, at the same time, does not mind."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{tmp_path}/all.db"
     sweeps = []
