@@ -13,7 +13,7 @@ from resilient_train import __version__
 from resilient_train.assemble import Run, assemble
 from resilient_train.checkpoint import export, weights
 from resilient_train.config.compose import Composed, flattened, is_fixed, told_changes
-from resilient_train.diagnose.frames import is_users
+from resilient_train.diagnose.frames import called_by_us, is_users
 from resilient_train.errors import ConfigError, GaveUp, RanksDiffer, Stopped, TrainError, in_one_line
 from resilient_train.files import commit_text
 from resilient_train.ranks.leaving import has_lost_sibling
@@ -240,7 +240,7 @@ class _Session:
     def _last_words(self, hang: Hang) -> int:
         """Write down where a run stands that does not go on; called in another thread, just before the end."""
         asked = "it was asked to stop, and " if hang.stop_asked else ""
-        where = next((f for f in reversed(hang.frames) if is_users(f.f_code.co_filename)), None)
+        where = next((f for f in reversed(called_by_us(hang.frames)) if is_users(f.f_code.co_filename)), None)
         place = (
             f"{where.f_code.co_filename}:{where.f_lineno}, in {where.f_code.co_name}" if where else "no line of yours"
         )

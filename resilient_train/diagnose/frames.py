@@ -6,7 +6,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType
@@ -49,6 +49,13 @@ def user_line(names: dict[int, str]) -> Line | None:
 def is_users(file: str) -> bool:
     """Say whether a file is somebody's own."""
     return _rank(file) == 0
+
+
+def called_by_us(frames: Sequence[FrameType]) -> Sequence[FrameType]:
+    """Of a stack, the innermost frame last, what we have called: not the script that has called us."""
+    files = [frame.f_code.co_filename for frame in frames]
+    ours = (n for n, file in enumerate(files) if file.startswith(_US) and not file.startswith(_ZOO))
+    return frames[next(ours, 0) :]
 
 
 def _stack() -> Iterator[FrameType]:
