@@ -94,7 +94,7 @@ def main() -> None:
             assert unharmed.code == 0, unharmed.output
             struck = []
             moments = make(run_dir, number, random.Random(options.seed))
-            for one in killed(nursery, [*RUN, steps, f"run.dir={name}"], run_dir, moments):
+            for one in killed(nursery, [*RUN, steps, f"run.dir={name}"], run_dir, moments, STEPS_A_KILL * number + 380):
                 struck.append(one)
                 if len(struck) % 20 == 0:
                     print(f"{name}: {len(struck)} kills, at step {one.resumed}", file=sys.stderr, flush=True)

@@ -1,24 +1,18 @@
 """Runs that a signal strikes at a chosen moment, and that the same command goes on with: for tests and benchmark.
 
-A start takes seconds of imports. So a nursery imports everything once, and forks a process for each start, which then
-does all that `python -m resilient_train ARGUMENTS` does, and can be killed like it. What strikes looks at what any
-other program could look at: the file `progress`, and the names in `checkpoints/`.
+What strikes looks at what any other program could look at: the file `progress`, and the names in `checkpoints/`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import json
 import os
 import re
-import select
 import signal
 import struct
-import subprocess
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,18 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).resolve().parent
-_OTHERS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-OURS = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, _OTHERS)])  # this checkout, whatever is installed
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": OURS}
+from held import HELD, held_at, is_held
+from warm import ENVIRONMENT, Forked, python
+
 COMMAND = [sys.executable, "-m", "resilient_train"]
 
 WRITINGS = "writings"  # beside the run directory: the steps at which checkpoints were offered and heard of
 SAVING = "checkpoints/.new.resilient-tmp"  # what is there while a checkpoint is being written
 
-_LOOK_S = 0.0003
+_LOOK_S, _CLOSELY_S = 0.002, 0.0003
 _RECORD, _SLOT = struct.Struct("<6q"), 64
-_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 # ----------------------------------------------------------------------------------------------------------- looking on
@@ -113,35 +105,35 @@ def in_journal(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 class Started:
     """A process of a run."""
 
-    def __init__(self, pid: int, out: Path, ended: Callable[[float], int | None]) -> None:
-        self.pid, self._out, self._ended = pid, out, ended
-        self.code: int | None = None  # as a shell has it, but -9 for SIGKILL
+    def __init__(self, process: Forked, out: Path) -> None:
+        self.pid, self._process, self._out = process.pid, process, out
 
     @property
     def output(self) -> str:
         """What it has said so far, on both streams."""
         return self._out.read_text(errors="replace")
 
+    @property
+    def code(self) -> int | None:
+        """As a shell has it, but -9 for SIGKILL."""
+        return self._process.ended()
+
     def has_ended(self, seconds: float = 0.0) -> bool:
         """Wait so long at most."""
-        if self.code is None:
-            self.code = self._ended(seconds)
-        return self.code is not None
+        return self._process.ended(seconds) is not None
 
-    def wait(self, seconds: float = 120.0) -> int:
+    def wait(self, seconds: float = 240.0) -> int:
         """The exit code. A process that takes longer is killed, and that is an error."""
-        if not self.has_ended(seconds):
-            os.kill(self.pid, signal.SIGKILL)
-            self.has_ended(30.0)
+        if (code := self._process.ended(seconds)) is None:
+            self._process.kill()
             raise TimeoutError(f"still there after {seconds:.0f} s:\n{self.output[-2000:]}")
-        assert self.code is not None
-        return self.code
+        return code
 
     def strike(self, number: signal.Signals) -> None:
         if not self.has_ended():
             os.kill(self.pid, number)
 
-    def until(self, holds: Callable[[], bool], seconds: float = 120.0) -> bool:
+    def until(self, holds: Callable[[], bool], seconds: float = 240.0, look_s: float = _LOOK_S) -> bool:
         """Wait until something holds; False if the process has ended before."""
         deadline, looks = time.monotonic() + seconds, 0
         while not holds():
@@ -150,7 +142,7 @@ class Started:
                 return holds()
             if time.monotonic() > deadline:
                 self.wait(0.0)
-            time.sleep(_LOOK_S)
+            time.sleep(look_s)
         return True
 
 
@@ -159,43 +151,28 @@ class Nursery:
 
     def __init__(self, place: Path) -> None:
         self.place, self._count = place, 0
-        self._server: subprocess.Popen[str] | None = None
-        self._started: Started | None = None
+        self._last: Forked | None = None
 
     def __enter__(self) -> Nursery:
         self.place.mkdir(parents=True, exist_ok=True)
-        self._server = subprocess.Popen(
-            [sys.executable, __file__], cwd=self.place, env=ENVIRONMENT, text=True, bufsize=1,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._end()
-        server, self._server = self._server, None
-        assert server is not None
-        server.communicate(timeout=60)
 
     def _end(self) -> None:
         """One at a time: what a test that failed has left running is killed."""
-        if self._started is not None and not self._started.has_ended():
-            os.kill(self._started.pid, signal.SIGKILL)
-            self._started.has_ended(30.0)
+        if self._last is not None:
+            self._last.kill()
 
     def start(self, *arguments: str, **environment: str) -> Started:
         """Start `python -m resilient_train ARGUMENTS`."""
-        assert self._server is not None
-        assert self._server.stdin is not None
         self._end()
+        (self.place / HELD).unlink(missing_ok=True)
         self._count += 1
         out = self.place / f"out-{self._count}.txt"
-        order = {"arguments": arguments, "out": str(out), "environment": environment}
-        self._server.stdin.write(json.dumps(order) + "\n")
-        self._server.stdin.flush()
-        pid = self._answer(120.0)
-        assert pid is not None, "the nursery gives no answer"
-        self._started = Started(pid, out, self._answer)
-        return self._started
+        self._last = Forked(_command, *arguments, place=self.place, out=out, environment=ENVIRONMENT | environment)
+        return Started(self._last, out)
 
     def run(self, *arguments: str, **environment: str) -> Started:
         """Start it and wait for its end."""
@@ -203,46 +180,10 @@ class Nursery:
         started.wait()
         return started
 
-    def _answer(self, seconds: float) -> int | None:
-        assert self._server is not None
-        assert self._server.stdout is not None
-        if select.select([self._server.stdout], [], [], seconds)[0]:
-            line = self._server.stdout.readline()
-            return int(line) if line else None
-        return None
 
-
-def _serve() -> None:
-    """The nursery's side: import, then fork for each line that comes in."""
-    import sklearn.datasets  # noqa: F401  # by the data set of the tests
-    import torch._inductor  # by torch itself, at every start
-    import torch.distributed.fsdp  # noqa: F401  # by Accelerate
-
-    import resilient_train.command
-    import resilient_train.zoo.data
-    import resilient_train.zoo.models
-    import resilient_train.zoo.objectives
-
-    ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
-    answers = os.dup(1)
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        order = json.loads(line)
-        assert threading.active_count() == 1, "a fork takes no other thread along"
-        if (pid := os.fork()) == 0:
-            ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
-            os.close(answers)
-            out = os.open(order["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            nothing = os.open(os.devnull, os.O_RDONLY)
-            for old, new in ((nothing, 0), (out, 1), (out, 2)):
-                os.dup2(old, new)
-            os.environ.update(order["environment"])
-            sys.argv = ["resilient_train", *order["arguments"]]
-            _note_writings()
-            resilient_train.command.main()
-        os.write(answers, f"{pid}\n".encode())
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        os.write(answers, f"{status}\n".encode())
+def _command(*arguments: str) -> None:
+    _note_writings()
+    python("-m", "resilient_train", *arguments)
 
 
 def _note_writings() -> None:
@@ -297,10 +238,10 @@ Moment = Callable[[Started], bool]  # waits for its moment; False if the process
 
 
 def at_tick(run_dir: Path, tick: int, delay_s: float = 0.0) -> Moment:
-    """So long after an update is begun."""
+    """So long after an update is begun, or where the run is held."""
 
     def waits(started: Started) -> bool:
-        found = started.until(lambda: stand(run_dir).tick >= tick)
+        found = started.until(lambda: stand(run_dir).tick >= tick or is_held(run_dir.parent))
         time.sleep(delay_s)
         return found and not started.has_ended()
 
@@ -308,16 +249,19 @@ def at_tick(run_dir: Path, tick: int, delay_s: float = 0.0) -> Moment:
 
 
 def at_save(run_dir: Path, begun: int, number: int, delay_s: float) -> Moment:
-    """So long after a start, which begins behind tick `begun`, begins to write its checkpoint of this number."""
+    """So long after a start, which begins behind tick `begun`, begins to write its checkpoint of this number.
+
+    Or where the run is held, should nobody have had the time to see it.
+    """
 
     def waits(started: Started) -> bool:
-        saving = run_dir / SAVING
+        saving, place = run_dir / SAVING, run_dir.parent
         if not started.until(lambda: stand(run_dir).tick > begun):  # what an earlier start has left is swept by then
             return False
         for nth in range(number):
-            if nth and not started.until(lambda: not saving.exists()):
+            if nth and not started.until(lambda: not saving.exists(), look_s=_CLOSELY_S):
                 return False
-            if not started.until(saving.exists):
+            if not started.until(lambda: saving.exists() or is_held(place), look_s=_CLOSELY_S):
                 return False
         time.sleep(delay_s)
         return not started.has_ended()
@@ -335,20 +279,25 @@ def after(seconds: float) -> Moment:
 
 
 def killed(
-    nursery: Nursery, arguments: Sequence[str], run_dir: Path, moments: Iterable[tuple[str, Callable[[int], Moment]]]
+    nursery: Nursery,
+    arguments: Sequence[str],
+    run_dir: Path,
+    moments: Iterable[tuple[str, Callable[[int], Moment]]],
+    hold: int,
 ) -> Iterator[Struck]:
     """Start the command again and again, and kill it each time at the next moment, made for the tick it begins at.
 
-    Behind the last moment the command is started once more, and nobody holds it up: it has to end with 0. A start
-    that is through before its moment comes is a mistake of the caller.
+    Until then it gets no further than to step `hold`. Behind the last moment the command is started once more, and
+    nobody holds it up: it has to end with 0.
     """
     struck: list[tuple[str, Stand, int, tuple[str, ...], tuple[int, ...], int]] = []
     for name, moment in moments:
         taken_up = len(taken_up_at(run_dir))
-        started = nursery.start(*arguments)
-        is_there = moment(stand(run_dir).tick)(started)
-        assert is_there, f"ended before {name}:\n{started.output[-2000:]}"
-        started.strike(signal.SIGKILL)
+        with held_at(run_dir.parent, hold):
+            started = nursery.start(*arguments)
+            is_there = moment(stand(run_dir).tick)(started)
+            assert is_there, f"ended before {name}:\n{started.output[-2000:]}"
+            started.strike(signal.SIGKILL)
         code = started.wait()
         assert code == -signal.SIGKILL, f"exit code {code} instead of a kill:\n{started.output[-2000:]}"
         if (steps := taken_up_at(run_dir)[taken_up:]) or not struck:
@@ -397,7 +346,3 @@ def _updates_while_writing(run_dir: Path, pid: int, since: int, until: int) -> i
             else:
                 total += int(step) - begun.pop(int(saved), int(step))
     return total + sum(until - step for step in begun.values())
-
-
-if __name__ == "__main__":
-    _serve()

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from warm import ENVIRONMENT, Forked, torchrun
+
 _MARK = "RESILIENT_TEST_LAUNCH"  # in the environment of every process of a launch, however it lost its parents
 _LOOK_S = 0.02
 
@@ -28,31 +29,33 @@ class Process:
     rank: int | None  # None: the agent
     is_worker_of_data: bool  # a child of a rank
 
-    @property
-    def state(self) -> str:
-        """As the kernel has it: R, S, T and so on; X where it has gone."""
-        return _stat(self.pid)[0]
-
 
 class Launched:
     """A launcher and all that it started."""
 
     _count = 0
 
-    def __init__(self, place: Path, processes: int, *arguments: str, restarts: int = 0, **environment: str) -> None:
-        """Start torchrun with its own rendezvous on a free port."""
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        launcher += [f"--max-restarts={restarts}", "-m", "resilient_train"]
+    def __init__(
+        self, place: Path, processes: int, *arguments: str, restarts: int = 0, anew: bool = False, **environment: str
+    ) -> None:
+        """Start torchrun with a rendezvous of its own: `anew`, or forked from where everything is imported already."""
+        words = ["--standalone", f"--nproc_per_node={processes}", f"--max-restarts={restarts}", "-m", "resilient_train"]
+        words += arguments
         place.mkdir(parents=True, exist_ok=True)
         Launched._count += 1
         self.mark = f"{os.getpid()}-{Launched._count}"
         self._out = place / f"launch-{self.mark}.txt"
-        own = {"PYTHONPATH": f"{HERE}:{HERE.parent}", "OMP_NUM_THREADS": "1", _MARK: self.mark}
-        with self._out.open("wb") as out:
-            self.agent = subprocess.Popen(
-                [*launcher, *arguments], cwd=place, env={**os.environ, **own, **environment},
-                stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+        self._agent: subprocess.Popen[bytes] | Forked
+        if anew:
+            own = ENVIRONMENT | {_MARK: self.mark} | environment
+            with self._out.open("wb") as out:
+                self._agent = subprocess.Popen(
+                    [sys.executable, "-m", "torch.distributed.run", *words], cwd=place, env=own,
+                    stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
+        else:
+            own = ENVIRONMENT | environment
+            self._agent = Forked(torchrun, self.mark, *words, place=place, out=self._out, environment=own)
 
     def __enter__(self) -> Launched:
         return self
@@ -62,8 +65,20 @@ class Launched:
         for process in self.all():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-        self.agent.kill()
-        self.agent.wait(30)
+        self.kill_agent()
+
+    def kill_agent(self) -> None:
+        """Kill the launcher alone."""
+        self._agent.kill()
+        self.ended(30.0)
+
+    def ended(self, seconds: float = 0.0) -> int | None:
+        """The exit code of the launcher, if it has ended or does so in time."""
+        if isinstance(self._agent, Forked):
+            return self._agent.ended(seconds)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._agent.wait(seconds)
+        return self._agent.returncode
 
     @property
     def output(self) -> str:
@@ -78,19 +93,18 @@ class Launched:
         """The process of every rank."""
         return {one.rank: one.pid for one in self.all() if one.rank is not None and not one.is_worker_of_data}
 
-    def wait(self, seconds: float = 180.0) -> int:
+    def wait(self, seconds: float = 240.0) -> int:
         """The exit code of the launcher."""
-        try:
-            return self.agent.wait(seconds)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"still there after {seconds:.0f} s:\n{self.output[-3000:]}") from None
+        if (code := self.ended(seconds)) is None:
+            raise TimeoutError(f"still there after {seconds:.0f} s:\n{self.output[-3000:]}")
+        return code
 
-    def until(self, holds: Callable[[], bool], seconds: float = 120.0) -> float:
+    def until(self, holds: Callable[[], bool], seconds: float = 240.0) -> float:
         """Wait until something holds; return how long that took. An end of the launcher before is an error."""
         began = time.monotonic()
         while not holds():
-            if self.agent.poll() is not None and not holds():
-                raise AssertionError(f"the launcher ended with {self.agent.returncode}:\n{self.output[-3000:]}")
+            if (code := self.ended()) is not None and not holds():
+                raise AssertionError(f"the launcher ended with {code}:\n{self.output[-3000:]}")
             if time.monotonic() - began > seconds:
                 raise TimeoutError(f"not within {seconds:.0f} s:\n{self.output[-3000:]}")
             time.sleep(_LOOK_S)
@@ -98,26 +112,30 @@ class Launched:
 
 
 def _marked(mark: str) -> Iterator[Process]:
-    wanted = f"{_MARK}={mark}".encode()
     for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        pid = int(name)
-        with contextlib.suppress(OSError):
-            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            state, parent = _stat(pid)
-            if wanted not in words or state in "ZX":
-                continue
-            rank = next((int(word[5:]) for word in words if word.startswith(b"RANK=")), None)
-            parents = Path(f"/proc/{parent}/environ").read_bytes().split(b"\0") if parent > 1 else []
-            is_child = rank is not None and f"RANK={rank}".encode() in parents and wanted in parents
-            yield Process(pid, rank, is_child)
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError):
+                state, parent = _stat(int(name))
+                if state not in "ZX" and (own := _place(int(name), mark)) != _NOWHERE:
+                    is_child = own is not None and parent > 1 and _place(parent, mark) == own
+                    yield Process(int(name), own, is_child)
+
+
+_NOWHERE = -1
+
+
+def _place(pid: int, mark: str) -> int | None:
+    """The rank of a process, None for the agent: by its name if it was forked, else by its environment."""
+    name, _, rank = Path(f"/proc/{pid}/comm").read_text().strip().partition(".")
+    if name == mark:
+        return int(rank) if rank else None
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    if f"{_MARK}={mark}".encode() not in words:
+        return _NOWHERE
+    return next((int(word[5:]) for word in words if word.startswith(b"RANK=")), None)
 
 
 def _stat(pid: int) -> tuple[str, int]:
     """State and parent of a process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "X", 0
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[1])

@@ -1,9 +1,8 @@
-"""A run of DDP without a fault, and others in which a bit flips on rank 1: prints what each rank has learned."""
+"""A run of DDP without a fault, and others in which a bit flips on rank 1, and what each rank has learned."""
 
 from __future__ import annotations
 
-import json
-import sys
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -39,9 +38,10 @@ def guarded(accelerator: Accelerator, flips: list[BitFlip], every: int) -> Guard
     )
 
 
-def main(bit: int) -> None:
+def learned(bit: int) -> list[dict[str, Any]]:
+    """Train, on a rank, one run after the other."""
     accelerator = Accelerator(cpu=True)
-    learned = []
+    found = []
     for at, every in ((), 20), ((STRUCK,), 20), ((STRUCK,), 1), ((STEPS,), 20):
         guard = guarded(accelerator, [BitFlip(at=at, rank=1, bit=bit)] if at else [], every)
         for batch in guard.batches(steps=STEPS):
@@ -59,12 +59,7 @@ def main(bit: int) -> None:
             }
             for one in guard.incidents
         ]
-        learned.append({"told": told, "weights": guard.state.weights_sha256(), "tick": guard.clock.tick})
+        found.append({"told": told, "weights": guard.state.weights_sha256(), "tick": guard.clock.tick})
         guard.close()
-    sys.stdout.write(f"LEARNED {json.dumps(learned)}\n")  # in one piece: several ranks write there
-    sys.stdout.flush()
     guard.world.leave()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    return found

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +10,8 @@ from typing import Any
 import pytest
 import replicas_ranks
 import torch
+from group import launch, together
+from kills import checkpoints, incidents, summary
 
 from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.ranks.majority import named, odd_ones
@@ -206,45 +204,26 @@ def test_ranks_are_named_in_words(ranks: tuple[int, ...], words: str) -> None:
 
 def test_a_rank_that_decides_otherwise_ends_the_run_on_all(tmp_path: Path) -> None:
     """One line that names the ranks, code 1, an incident, a proven state; the same command goes on from there."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    own = [
-        "model=mlp",
-        "data=digits",
-        "objective=classification",
-        "run.steps=60",
-        "run.name=run",
-        "accelerate.cpu=true",
-        "tracking=none",
-    ]
-    own += ["drill=nan_grad", "drill.at=[46]", "checkpoint.verify_after=10", "checkpoint.memory.every=10"]
+    own = ["-m", "odd_rank", "model=mlp", "data=digits", "objective=classification", "run.steps=60", "run.dir=run"]
+    own += ["accelerate.cpu=true", "tracking=none", "drill=nan_grad", "drill.at=[46]"]
+    own += ["checkpoint.verify_after=10", "checkpoint.memory.every=10"]
 
-    def run(odd: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "ODD_RANK": odd}
-        done = subprocess.run(
-            [*launcher, "-m", "odd_rank", *own],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-        )
-        return done, json.loads((tmp_path / "runs/run/summary.json").read_text())
-
-    done, summary = run("1")
-    assert done.returncode != 0
+    place = tmp_path / "place"
+    done = launch(place, 2, *own, ODD_RANK="1")
+    assert done.codes == [1, 1]
     assert done.stderr.count("error: ranks 0 and 1 decided differently in update 46: the run ends") == 1
-    assert (summary["status"], summary["exit_code"]) == ("failed", 1)
-    lines = [json.loads(line) for line in (tmp_path / "runs/run/incidents.jsonl").read_text().splitlines()]
-    (mismatch,) = [one for one in lines if one["signal"] == "rank_mismatch"]
+    found = summary(place / "run")
+    assert (found["status"], found["exit_code"]) == ("failed", 1)
+    (mismatch,) = [one for one in incidents(place / "run") if one["signal"] == "rank_mismatch"]
     assert (mismatch["cause"], mismatch["outcome"], mismatch["ranks"]) == ("process", "gave_up", [0, 1])
     assert "did not decide alike" in mismatch["advice"]
-    kept = sorted(one.name for one in (tmp_path / "runs/run/checkpoints").iterdir())
-    assert kept
-    done, summary = run("none")
-    assert done.returncode == 0, done.stderr
+    assert all(checkpoints(place / "run").values())
+    assert checkpoints(place / "run")
+    done = launch(place, 2, *own)
+    assert done.is_well, done
     assert "goes on from step" in done.stdout
-    assert (summary["status"], summary["steps"]) == ("completed", 60)
+    found = summary(place / "run")
+    assert (found["status"], found["steps"]) == ("completed", 60)
 
 
 def flipped(tensor: torch.Tensor, place: int, bit: int) -> torch.Tensor:
@@ -311,23 +290,14 @@ def test_a_bit_that_flips_on_one_rank_is_found_and_undone(processes: int) -> Non
 
     The rank is named where most others agree; of two, where they were compared before it could reach the other.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    done = subprocess.run(
-        [*launcher, str(Path(replicas_ranks.__file__)), "12"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    learned = [json.loads(line.split("LEARNED ")[1]) for line in done.stdout.splitlines() if "LEARNED" in line]
-    assert len(learned) == processes
+    ended = together(processes, replicas_ranks.learned, 12)
+    assert [code for code, _ in ended] == [0] * processes
+    learned = [one for _, one in ended]
     assert all(one == learned[0] for one in learned)
     healthy, *struck = learned[0]
     assert healthy["told"] == []
-    nobody = [0, 1] if processes == 2 else [1]
-    for run, since, ranks in zip(struck, (20, 31, 40), (nobody, [1], nobody), strict=True):
+    nobody = (0, 1) if processes == 2 else (1,)
+    for run, since, ranks in zip(struck, (20, 31, 40), (nobody, (1,), nobody), strict=True):
         assert run["weights"] == healthy["weights"]
         (incident,) = run["told"]
         assert (incident["signal"], incident["cause"]) == ("rank_mismatch", "corruption")

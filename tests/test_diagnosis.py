@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from group import together
 
 from resilient_train import incidents
 from resilient_train.diagnose.search import Search
@@ -361,20 +360,11 @@ def test_every_rank_learns_what_one_has_met(fault: str, strategy: str) -> None:
 
     Also where they share the weights, and with them the gradients of each other's rows.
     """
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*launcher, str(Path(clinic_ranks.__file__)), fault, strategy],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    first, second = [json.loads(line.split("LEARNED ")[1]) for line in done.stdout.splitlines() if "LEARNED" in line]
+    (code, first), (other, second) = together(2, clinic_ranks.learned, fault, strategy)
+    assert (code, other) == (0, 0)
     assert first == second
     (incident,) = first["told"]
-    assert incident["ranks"] in ([0], [1])
+    assert incident["ranks"] in ((0,), (1,))
     if fault == "operation":
         assert (incident["cause"], incident["op"], incident["remedies"]) == ("operation", "div", ["armor"])
         text = Path(clinic_ranks.__file__).read_text().splitlines()[incident["line"] - 1]
@@ -385,7 +375,7 @@ def test_every_rank_learns_what_one_has_met(fault: str, strategy: str) -> None:
             "raising": (clinic_ranks.RAISING, "exception"),
             "slope": (clinic_ranks.SLOPE, "nonfinite_grad"),
         }[fault]
-        assert (incident["cause"], incident["rows"], incident["signal"]) == ("data", [row], signal)
+        assert (incident["cause"], incident["rows"], incident["signal"]) == ("data", (row,), signal)
         assert incident["remedies"] == ["quarantine"]
     assert first["tick"] == 31
 

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import logging
 import math
-import os
 import subprocess
 import sys
 from collections import UserDict
@@ -18,6 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from group import launch
 from safetensors.torch import load_file
 from strangers import Counting
 from torch import Tensor, nn
@@ -794,12 +794,8 @@ guard.world.leave()
 def test_two_processes_decide_alike(tmp_path: Path) -> None:
     """A NaN that only rank 1 has is one incident for both, with the same remedies and the same weights after it."""
     (tmp_path / "two.py").write_text(TWO)
-    called = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "two.py"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        called, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=150
-    )
-    assert done.returncode == 0, done.stderr
+    done = launch(tmp_path, 2, "two.py")
+    assert done.is_well, done.stderr
     told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert told[0] == told[1]
     assert told[0]["decided"] == [["rewind", "lower_lr"], ["skip"]]

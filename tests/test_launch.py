@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from command import command
 from conftest import ROOT
-from kills import ENVIRONMENT
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from warm import ENVIRONMENT
 
 from resilient_train import Guard
 from resilient_train.errors import ConfigError

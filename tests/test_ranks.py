@@ -9,8 +9,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from command import command
-from group import together
+from group import launch, together
+from launched import Launched
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -27,13 +26,11 @@ from resilient_train.errors import RanksDiffer
 from resilient_train.guard import Guard
 from resilient_train.state.ring import MemoryConfig
 
-HERE = Path(__file__).resolve().parent
-
 # What rounding makes of another order of adding up, grown over so many updates. One update more or less, or another
 # remedy, leaves a hundred times as much.
 ROUNDING = 1e-3
 
-# ------------------------------------------------------------------------------------------- the command, by a launcher
+# --------------------------------------------------------------------------------------------------------- the command
 
 OWN = ["model=mlp", "data=digits", "objective=classification", "optimizer.lr=3e-3", "accelerate.cpu=true"]
 OWN += ["tracking=none", "run.steps=240", "run.dir=run"]
@@ -46,24 +43,6 @@ def struck(rank: int) -> str:
 
 
 STRUCK = {"nan_batch": 40, "nan_grad": 70, "inf_loss": 100, "loss_spike": 150, "bit_flip": 175, "bad_moments": 205}
-
-
-def launched(folder: Path, *overrides: str, restarts: int = 0) -> subprocess.CompletedProcess[str]:
-    """Two processes under torchrun, which starts them again as often as it is told to."""
-    folder.mkdir(exist_ok=True)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    places = os.pathsep.join([str(HERE), str(HERE.parent)])  # this test's objectives, and the code it stands beside
-    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
-    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a start that meets the keys of the one before it hangs
-    return subprocess.run(
-        [*launcher, f"--max-restarts={restarts}", "-m", "resilient_train", *OWN, *overrides],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
 
 
 def incidents(folder: Path) -> list[dict[str, Any]]:
@@ -97,8 +76,8 @@ def test_two_processes_are_cured_as_one_is(
     monkeypatch.chdir(one)
     done = run_command([*OWN, "data.batch_size=64", struck(0)])
     assert done.code == 0, done.stderr
-    launched_two = launched(two, "data.batch_size=32", struck(1))
-    assert launched_two.returncode == 0, launched_two.stderr[-3000:]
+    both = launch(two, 2, "-m", "resilient_train", *OWN, "data.batch_size=32", struck(1))
+    assert both.is_well, both.stderr[-3000:]
     assert cures(two) == cures(one)
     assert loss(two) == pytest.approx(loss(one), rel=ROUNDING)
     causes = [cause for cause, *_ in cures(one)]
@@ -121,8 +100,9 @@ def tight_on_rank_1(model: nn.Module, batch: Any) -> Tensor:
 def test_a_restart_of_the_launcher_cures_a_rank_without_room(tmp_path: Path) -> None:
     """Without a hand: all ranks go on with micro-batches that fit, and it is one incident."""
     objective = ["objective=custom", "objective._target_=test_ranks.tight_on_rank_1"]
-    done = launched(tmp_path, "data.batch_size=32", "run.steps=40", *objective, restarts=1)
-    assert done.returncode == 0, done.stderr[-3000:]
+    own = [*OWN, "data.batch_size=32", "run.steps=40", *objective]
+    with Launched(tmp_path, 2, *own, restarts=1) as launched:
+        assert launched.wait() == 0, launched.output
     ((signal, remedies, ranks),) = [(one["signal"], one["actions"], one["ranks"]) for one in incidents(tmp_path)]
     assert (signal, [one["remedy"] for one in remedies], ranks) == ("out_of_memory", ["smaller_batch"], [1])
     first, second = digests(tmp_path)

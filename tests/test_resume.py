@@ -17,7 +17,6 @@ import torch
 from command import command
 from kills import (
     COMMAND,
-    ENVIRONMENT,
     Nursery,
     after,
     at_save,
@@ -33,6 +32,7 @@ from kills import (
 )
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from warm import ENVIRONMENT
 
 from resilient_train.record.incidents import recalled
 from resilient_train.record.journal import read as entries_of
@@ -94,7 +94,7 @@ def test_whenever_it_is_killed_the_same_command_goes_on(
     """From the newest checkpoint, which is whole, with little lost and nothing left behind; the end is the same."""
     name = f"struck-{moments.__name__}"
     run_dir = nursery.place / name
-    for struck in killed(nursery, [*STRUCK, f"run.dir={name}"], run_dir, moments(run_dir, seed=1)):
+    for struck in killed(nursery, [*STRUCK, f"run.dir={name}"], run_dir, moments(run_dir, seed=1), hold=880):
         assert struck.unsound == (), f"{struck}: a checkpoint is not what was written"
         assert struck.resumed == struck.newest, f"{struck}: another checkpoint was gone on from"
         assert struck.lost <= EVERY + MEMORY + PROOF + 1 + struck.writing, f"{struck}: lost {struck.lost}"
