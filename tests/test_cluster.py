@@ -7,12 +7,14 @@ it leaves what a run would have left, and `python -m resilient_train.status` rea
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +26,9 @@ from typing import Any
 
 import pytest
 import yaml
+from held import held_at
 from kills import stand, summary, taken_up_at
+from launched import Launched
 from warm import ENVIRONMENT
 
 from resilient_train import command
@@ -76,7 +80,7 @@ exec "$REAL_PYTHON" "$@"
 UNTIL_ASKED = """\
 trap 'leave preempted 75; exit 1' {}
 touch "$PLACE/at_work$SLURM_NODEID"
-for ((tenth = 0; tenth < 600; tenth++)); do sleep 0.1; done
+for ((tenth = 0; tenth < 6000; tenth++)); do sleep 0.1; done
 """
 
 
@@ -119,7 +123,7 @@ class Cluster:
     def job(self, *overrides: str, **environment: str) -> tuple[int, str]:
         """Run the script for SLURM to its end: its exit code, and what it said."""
         with self.start(str(SBATCH), *overrides, **environment) as started:
-            said, _ = started.communicate(timeout=200)
+            said, _ = started.communicate(timeout=240)
         return started.returncode, said
 
     def pod(self, **environment: str) -> subprocess.Popen[str]:
@@ -228,7 +232,7 @@ def test_a_request_to_stop_reaches_the_run(number: signal.Signals, is_requeued: 
     with cluster.start(str(SBATCH), RUN=UNTIL_ASKED.format("USR1"), SLURM_NNODES="2") as started:
         wait_for(lambda: cluster.at_work(nodes=2), started)
         started.send_signal(number)
-        said, _ = started.communicate(timeout=60)
+        said, _ = started.communicate(timeout=200)
     assert started.returncode == 75, said
     assert cluster.requeued == ["requeue 41234"] * is_requeued
 
@@ -244,29 +248,38 @@ def test_the_times_fit_together() -> None:
     assert grace < int(own["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod_spec(JOB)["terminationGracePeriodSeconds"] - 10
 
 
-DIGITS = ["model=mlp", "data=digits", "objective=custom", "objective._target_=test_stop.unhurried", "tracking=none"]
-DIGITS += ["accelerate.cpu=true", "run.steps=300", "run.log_every=100", "schedule=constant"]
+DIGITS = ["model=mlp", "data=digits", "objective=custom", "objective._target_=held.cross_entropy", "tracking=none"]
+DIGITS += ["accelerate.cpu=true", "run.steps=100", "run.log_every=100", "schedule=constant"]
 
 
 def test_a_job_is_stopped_before_its_time_is_over_and_goes_on_when_it_comes_back(cluster: Cluster) -> None:
-    """The real thing: two processes of torchrun, the early signal, the queue, and the rest of the run."""
+    """The real thing: torchrun, the early signal, the queue, and the rest of the run."""
     cluster.command("python", 'exec "$REAL_PYTHON" "$@"')
     cluster.command("scontrol", SCONTROL.replace("node$node", "localhost"))
-    own = {"PROCESSES": "2"}
-    with cluster.start(str(SBATCH), *DIGITS, **own) as started:
+    own = {"PROCESSES": "1", "SLURM_JOB_ID": (job := job_of_a_free_port())}
+    with held_at(cluster.place, 90), cluster.start(str(SBATCH), *DIGITS, **own) as started:
         wait_for(lambda: stand(cluster.run_dir).tick >= 20, started)
         started.send_signal(signal.SIGUSR1)
-        said, _ = started.communicate(timeout=100)
+        said, _ = started.communicate(timeout=240)
     assert started.returncode == 75, said
     stopped = summary(cluster.run_dir)
-    assert (stopped["status"], 20 <= stopped["steps"] < 300) == ("preempted", True), said
-    assert cluster.requeued == ["requeue 41234"]
+    assert (stopped["status"], 20 <= stopped["steps"] < 100) == ("preempted", True), said
+    assert cluster.requeued == [f"requeue {job}"]
     ended, said = cluster.job(*DIGITS, SLURM_RESTART_COUNT="1", **own)
     assert ended == 0, said
-    assert cluster.requeued == ["requeue 41234"], "once"
+    assert cluster.requeued == [f"requeue {job}"], "once"
     assert taken_up_at(cluster.run_dir) == [stopped["steps"]]
     done = summary(cluster.run_dir)
-    assert (done["status"], done["steps"]) == ("completed", 300)
+    assert (done["status"], done["steps"]) == ("completed", 100)
+
+
+def job_of_a_free_port() -> str:
+    """The script makes a port of the job's number, of those that systems do not hand out by themselves."""
+    for job in range(os.getpid() % 20_000, 40_000):
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("", 10_000 + job % 20_000))
+            return str(job)
+    raise AssertionError("no port is free")
 
 
 # ----------------------------------------------------------------------------------------------------- the manifest
@@ -337,7 +350,7 @@ def test_a_typo_in_the_manifest_would_be_seen(typo: str) -> None:
 def test_a_pod_ends_as_the_run_did(run: str, code: int, cluster: Cluster) -> None:
     """So Kubernetes starts it again unless the run is complete."""
     with cluster.pod(RUN=run, PET_NODE_RANK="1") as started:
-        said, _ = started.communicate(timeout=60)
+        said, _ = started.communicate(timeout=200)
     assert started.returncode == code, said
     (agent,) = cluster.agents
     assert {"--rdzv-conf=is_host=0", "--rdzv-endpoint=resilient-node-0-0.resilient:29400"} <= {*agent}
@@ -349,7 +362,7 @@ def test_a_pod_that_is_deleted_hands_the_request_on(cluster: Cluster) -> None:
     with cluster.pod(RUN=UNTIL_ASKED.format("TERM")) as started:
         wait_for(lambda: cluster.at_work(nodes=1), started)
         started.send_signal(signal.SIGTERM)
-        said, _ = started.communicate(timeout=60)
+        said, _ = started.communicate(timeout=200)
     assert started.returncode == 75, said
 
 
@@ -387,11 +400,10 @@ def test_a_sweep_under_a_launcher_is_refused_once(cluster: Cluster) -> None:
     """By one line, before anything is built, and the launcher does not try again; the run's status knows the code."""
     cluster.run_dir.mkdir(parents=True)
     (cluster.run_dir / "config.yaml").touch()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max_restarts=2"]
-    own = ["-m", "resilient_train", *DIGITS, f"run.dir={cluster.run_dir}", "--multirun", "run.seed=0,1"]
-    with cluster.start(*launcher, *own) as started:
-        said, _ = started.communicate(timeout=100)
-    assert started.returncode == 0, said  # what keeps an agent from trying again
+    own = [*DIGITS, f"run.dir={cluster.run_dir}", "--multirun", "run.seed=0,1"]
+    with Launched(cluster.place, 2, *own, restarts=2) as launched:
+        assert launched.wait() == 0, launched.output  # what keeps an agent from trying again
+        said = launched.output
     assert re.findall(r"^error: .*$", said, re.M) == [
         "error: --multirun: a launcher's processes make one run; start the sweep without it, or every run by a command "
         "of its own"
@@ -406,12 +418,12 @@ def test_jobs_of_a_sweep_that_run_elsewhere_are_not_forgotten(cluster: Cluster) 
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="hydra-submitit-launcher is not installed")
     own = ["hydra/launcher=submitit_local", *DIGITS, "run.steps=-1,3", "hydra.sweep.dir=sweep"]
     with cluster.start(sys.executable, "-m", "resilient_train", "--multirun", *own) as started:
-        said, _ = started.communicate(timeout=200)
+        said, _ = started.communicate(timeout=240)
     assert started.returncode == 2, said
     assert "error: job 0 of the sweep ended with 2" in said
     assert "run.steps=-1: must be at least 1" in "".join(log.read_text() for log in cluster.place.glob(JOB_ERRORS))
-    (done,) = cluster.place.glob("runs/*/summary.json")
-    assert json.loads(done.read_text())["steps"] == 3
+    (finished,) = cluster.place.glob("runs/*/summary.json")
+    assert json.loads(finished.read_text())["steps"] == 3
 
 
 JOB_ERRORS = "sweep/.submitit/*/*_log.err"

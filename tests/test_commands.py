@@ -7,9 +7,8 @@ import math
 import os
 import pty
 import re
+import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,10 @@ from typing import Any
 import pytest
 import torch
 from command import command
+from group import Group
+from kills import stand
 from safetensors.torch import load_file
+from warm import ENVIRONMENT, Forked, python
 
 MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
 MINE += ["objective=custom", "objective._target_=strangers.mse_and_more", "accelerate.cpu=true", "tracking=none"]
@@ -341,57 +343,48 @@ def test_mlflow_shows_the_run_by_tick(run_command: command, place: Path, monkeyp
     assert {"config.yaml", "train.log"} <= {file.path for file in client.list_artifacts(told["run_id"])}
 
 
-def test_a_terminal_shows_one_live_line() -> None:
+def test_a_terminal_shows_one_live_line(tmp_path: Path) -> None:
     """Step, loss, gradient norm, rate, speed and time left renew themselves in place; the log file has plain lines."""
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "160", "PYTHONPATH": str(Path(__file__).parent)}
+    environment = ENVIRONMENT | {"TERM": "xterm-256color", "COLUMNS": "160"}
     master, slave = pty.openpty()
-    arguments = [sys.executable, "-m", "resilient_train", *MINE, "run.steps=600", "run.name=live"]
-    with subprocess.Popen(arguments, stdout=slave, stderr=slave, env=environment) as process:
-        os.close(slave)
-        seen = read_all(master)
-    assert process.returncode == 0, seen
+    words = ["-m", "resilient_train", *MINE, "run.steps=600", "run.name=live"]
+    run = Forked(python, *words, place=tmp_path, out=Path(os.ttyname(slave)), environment=environment)
+    seen = read_all(master, run)
+    assert run.ended(100) == 0, seen
+    os.close(slave)
+    os.close(master)
     assert "\x1b[2K" in seen or "\x1b[1A" in seen  # the line is drawn over
-    for words in ("/600", "loss", "grad", "lr", "/s", "left", "completed 600 steps"):
-        assert words in seen
+    for words_in_it in ("/600", "loss", "grad", "lr", "/s", "left", "completed 600 steps"):
+        assert words_in_it in seen
     assert "step 10/600  loss" not in seen
     assert "step 10/600  loss" in Path("runs/live/train.log").read_text()
 
 
-def test_an_interrupted_run_says_so_and_is_not_in_the_way() -> None:
+def test_an_interrupted_run_says_so_and_is_not_in_the_way(tmp_path: Path) -> None:
     """Ctrl-C ends with one line, a summary, and a state that the same command goes on from."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONUNBUFFERED": "1"}
-    arguments = [sys.executable, "-m", "resilient_train", *MINE, "run.name=cut", "run.steps=10000000"]
-    with subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step "):
-                break
-        process.send_signal(signal.SIGINT)
-        told, errors = process.communicate(timeout=60)
-    assert process.returncode == 75
-    assert not errors
-    assert "asked by SIGINT: the state is in" in told
-    step = re.search(r"^stopped at step ([\d,]+), .*\nmet no incidents\.\nnewest checkpoint: ", told, re.M)
+    run_dir = tmp_path / "runs/cut"
+    with Group(tmp_path, 1, "-m", "resilient_train", *MINE, "run.name=cut", "run.steps=10000000") as run:
+        run.until(lambda: stand(run_dir).step > 10)
+        run.ranks[0].strike(signal.SIGINT)
+        done = run.wait()
+    assert done.codes == [75]
+    assert not done.stderr
+    assert "asked by SIGINT: the state is in" in done.stdout
+    step = re.search(r"^stopped at step ([\d,]+), .*\nmet no incidents\.\nnewest checkpoint: ", done.stdout, re.M)
     assert step
-    assert told.splitlines()[-1] == f"the same command goes on from step {step[1]}"
-    summary: dict[str, Any] = json.loads(Path("runs/cut/summary.json").read_text())
+    assert done.stdout.splitlines()[-1] == f"the same command goes on from step {step[1]}"
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("preempted", 75)
     assert summary["steps"] > 0
 
 
-def read_all(descriptor: int) -> str:
-    """Read a terminal to its end, which Linux reports as an input/output error."""
-    parts = []
-    deadline = time.monotonic() + 120
+def read_all(descriptor: int, run: Forked) -> str:
+    """Read a terminal until its run has ended."""
+    seen, deadline = b"", time.monotonic() + 240
     while time.monotonic() < deadline:
-        try:
-            part = os.read(descriptor, 65536)
-        except OSError:
+        has_ended = run.ended() is not None
+        if select.select([descriptor], [], [], 0.1)[0]:
+            seen += os.read(descriptor, 65536)
+        elif has_ended:
             break
-        if not part:
-            break
-        parts.append(part)
-    os.close(descriptor)
-    return b"".join(parts).decode(errors="replace")
+    return seen.decode(errors="replace")
