@@ -26,6 +26,7 @@ from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
 pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="chromium is not installed"),
     pytest.mark.xdist_group("console"),  # one run, one server
+    pytest.mark.timeout(1800),
 ]
 
 ROOT = Path(__file__).parents[1]

@@ -33,6 +33,7 @@ pytestmark = [
     # MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
     pytest.mark.xdist_group("delivery"),  # one server for all of it
+    pytest.mark.timeout(900),
 ]
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,10 @@ from test_delivery import client_of, courier, prove, trained
 from resilient_train.record.outbox import METRICS, OUTBOX, entries
 
 # MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
+    pytest.mark.timeout(1800),  # each run here has a process that loads MLflow
+]
 
 ROOT = Path(__file__).parents[1]
 SWEEP = ["--multirun", "model=mlp", "data=digits", "objective=classification", "run.steps=20", "run.log_every=5"]

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 # MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
-pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
+    pytest.mark.xdist_group("tracking"),  # one database for all of it
+    pytest.mark.timeout(900),
+]
 
 EXPERIMENT = "resilient_train"
 LONG_S = 300.0  # what a run's end may wait for, where a test is about something else
