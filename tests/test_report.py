@@ -112,7 +112,7 @@ def test_a_clean_run_gets_a_short_and_pleasant_note() -> None:
     summary = {"status": "completed", "exit_code": 0, "seconds": 7800.0, "final_loss": 2.369, "eval": {"loss": 2.327}}
     said = note(story(step=300, tick=300, summary=summary), nowhere)
     assert said.splitlines()[0] == (
-        "**All is well**: 300 steps in 2:10:00; no incidents. Recent loss 2.369, evaluation loss 2.327."
+        "**All is well**: 300 steps; no incidents. Recent loss 2.369, evaluation loss 2.327."
     )
     assert len(said) < 600
     assert "What" not in said

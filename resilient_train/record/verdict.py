@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from resilient_train.events import Incident, Outcome
-from resilient_train.record.console import duration
 from resilient_train.record.story import Story
 from resilient_train.record.telling import counted, noticed, rows_named, why_of
 
@@ -77,9 +76,7 @@ def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:
 
 def _where(story: Story) -> str:
     if story.is_complete:
-        seconds = story.summary.get("seconds") if story.summary is not None else None
-        took = f" in {duration(seconds)}" if isinstance(seconds, int | float) and 0 <= seconds < 1e9 else ""
-        return f"{counted(story.step, 'step')}{took}"  # of the last process, where there was more than one
+        return counted(story.step, "step")
     return f"at step {story.step:,}" + (f" of {story.steps:,}" if story.steps is not None else "")
 
 

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from resilient_train.record.delivery.connection import Connection, is_refusal, root_cause
 from resilient_train.record.delivery.models import show_models
-from resilient_train.record.delivery.pictures import show_picture
+from resilient_train.record.delivery.pictures import show_overview, show_picture
 from resilient_train.record.delivery.report import note, report
 from resilient_train.record.delivery.rows import tag_batches
 from resilient_train.record.delivery.store import KnownRun, trace_url
@@ -35,6 +35,7 @@ class Presentation:
         self._traces = Traces(connection.uri, connection.experiment_id, connection.run_id)
         self._seen: object = None
         self._text = ""
+        self._drawn: object = None
         self._unless_refused(lambda: prepare_run_list(connection.client, connection.experiment_id))
 
     def refresh(self) -> None:
@@ -60,6 +61,10 @@ class Presentation:
     def _show_whole(self, story: Story) -> None:
         client, run_id = self._connection.client, self._connection.run_id
         self._unless_refused(lambda: show_models(client, self._connection.experiment_id, run_id, story))
+        drawn = story.status, [(one.incident.id, one.incident.outcome) for one in story.chapters]
+        if drawn != self._drawn:
+            self._unless_refused(lambda: show_overview(client, run_id, story))
+            self._drawn = drawn
         whole = report(story, self._trace_url)
         if whole != self._text:
             with TemporaryDirectory() as place:

@@ -15,7 +15,7 @@ from resilient_train.record.verdict import by_cause, in_force, next_start, verdi
 REPORT = "report.md"  # its name among the artifacts
 LIMIT = 7_950  # characters of a note: MLflow cuts a tag at 8,000
 
-_MOST_ADVICE = 5
+_MOST_ADVICE, _MOST_ROWS = 5, 1_000
 _TITLES = ("#", "when", "step", "what", "cause", "cure", "outcome", "cost")
 
 TraceUrl = Callable[[int], str | None]  # where the trace of an incident is, by its number
@@ -24,7 +24,7 @@ TraceUrl = Callable[[int], str | None]  # where the trace of an incident is, by 
 def note(story: Story, trace_url: TraceUrl) -> str:
     """Return the short report: below MLflow's limit, whatever the run has met."""
     parts = [_verdict(story, most=900)]
-    if story.chapters:
+    if story.advice:
         parts.append(_advice(story, most=1_600))
     last = [f"**What is left**\n\n{_left(story, most=1_300)}" if story.chapters else _left(story, most=1_300)]
     room = LIMIT - sum(len(part) + 2 for part in parts + last)
@@ -38,7 +38,7 @@ def report(story: Story, trace_url: TraceUrl) -> str:
     parts = [f"# {text(story.name)}", _verdict(story), f"Run directory: {code(str(story.directory))}"]
     if story.chapters:
         rows = [_row(one, trace_url) for one in reversed(story.chapters)]
-        parts += ["## What to change", _advice(story, headed=False)]
+        parts += ["## What to change", _advice(story)]
         parts += ["## What went wrong, and what was done", table(_titles(story), rows)]
     parts += ["## What is left", _left(story)]
     if story.quarantined:
@@ -56,10 +56,10 @@ def _verdict(story: Story, most: int | None = None) -> str:
     return f"**{words}**: {text(sentences, most)}{left if story.chapters else ''}"
 
 
-def _advice(story: Story, most: int | None = None, *, headed: bool = True) -> str:
+def _advice(story: Story, most: int | None = None) -> str:
     """What a person should change, numbered; the note has the first of it."""
     if not story.advice:
-        return "**What to change**: nothing." if headed else "Nothing."
+        return "Nothing."
     shown = story.advice if most is None else story.advice[:_MOST_ADVICE]
     each = None if most is None else most // _MOST_ADVICE - 60
     lines = [
@@ -69,7 +69,7 @@ def _advice(story: Story, most: int | None = None, *, headed: bool = True) -> st
     ]
     if more := len(story.advice) - len(shown):
         lines.append(f"{len(lines) + 1}. and {more:,} more, in {code(REPORT)}.")
-    return "\n".join(["**What to change**\n"] * headed + lines)
+    return "\n".join(["**What to change**\n"] * (most is not None) + lines)
 
 
 def _left(story: Story, most: int | None = None) -> str:
@@ -255,4 +255,6 @@ def _action(action: Action) -> str:
 
 
 def _quarantined(rows: Mapping[int, str]) -> str:
-    return table(("row", "why"), [(str(row), worded(why)) for row, why in sorted(rows.items())])
+    shown = sorted(rows.items())[:_MOST_ROWS]
+    more = f"\n\nAnd {len(rows) - len(shown):,} more, in quarantine.json." if len(rows) > len(shown) else ""
+    return table(("row", "why"), [(str(row), worded(why)) for row, why in shown]) + more
