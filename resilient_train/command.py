@@ -74,7 +74,8 @@ def main() -> None:
         sys.excepthook = _traceback_without_secrets
     try:
         if any(_is_option(word, "--help", "-h") for word in words):
-            manual.show(words, Page())
+            with suppress(BrokenPipeError):  # whoever reads it has read enough
+                manual.show(words, Page())
         elif any(_is_option(word, "--shell-completion", "-sc") for word in words):
             _complete(words)
         elif any(_is_option(word, "--cfg", "-c") or _is_option(word, "--info", "-i") for word in words):

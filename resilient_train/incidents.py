@@ -75,8 +75,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if given.follow:
             return _follow(run_dir, show, given.last)
-        show.verdict(_Read.of(run_dir, status))
-        show.news(_Read.of(run_dir, status), given.last)
+        found = _Read.of(run_dir, status)
+        show.verdict(found)
+        show.news(found, given.last)
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise
@@ -128,11 +129,12 @@ class _Lines:
     def verdict(self, found: _Read) -> None: ...
 
     def news(self, found: _Read, last: int | None) -> None:
-        for chapter in _newest(found.story.chapters, last):
+        left = len(found.story.chapters) - len(_newest(found.story.chapters, last))
+        for number, chapter in enumerate(found.story.chapters):
             text = json.dumps(as_line(chapter.incident))
-            if self.shown.get(chapter.incident.id) != text:
-                self.shown[chapter.incident.id] = text
+            if number >= left and self.shown.get(chapter.incident.id) != text:
                 print(text, flush=True)
+            self.shown[chapter.incident.id] = text
 
 
 @dataclass

@@ -358,7 +358,8 @@ def test_following_shows_what_comes_and_ends_with_the_run(tmp_path: Path, capsys
     assert ended == [75]
     assert "".join(shown).splitlines()[-1].startswith("Stopped on request: at step 120 of 300; 1 incident")
     assert "".join(shown).count("the loss jumped (loss_spike)") == 2, "when it came, and when it was treated"
-    assert incidents.main([str(run_dir), "--follow"]) == 75, "at once, where it has ended already"
+    assert incidents.main([str(run_dir), "--follow", "--json"]) == 75, "at once, where it has ended already"
+    assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 # ----------------------------------------------------------------------------------------------------- the end of a run
@@ -524,6 +525,18 @@ def test_the_manual_has_no_such_page(asked: str, words: str, run_command: comman
     outcome = run_command(["--help", asked])
     assert (outcome.code, outcome.stdout) == (2, "")
     assert outcome.stderr.startswith(f"error: --help {asked}: {words}")
+
+
+@pytest.mark.parametrize(
+    "what", [["resilient_train", "--help"], ["resilient_train.incidents", "{run}"]], ids=lambda one: one[0]
+)
+def test_a_reader_may_have_read_enough(what: list[str], met: Path) -> None:
+    """`| head -1` leaves no error behind."""
+    program = " ".join([sys.executable, "-m", *what]).format(run=met)
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {program} | head -1"], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert (done.returncode, len(done.stdout.splitlines()), done.stderr) == (0, 1, "")
 
 
 @pytest.mark.parametrize(

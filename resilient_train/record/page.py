@@ -49,7 +49,10 @@ class Page:
 
     def _print(self, text: Text) -> None:
         text.rstrip()
-        self._console.print(text)
+        if self.width is None:
+            print(text.plain, file=self._file, flush=True)
+        else:
+            self._console.print(text)
 
 
 def _parted(text: Text, width: int, console: Console) -> tuple[Text, Text]:
