@@ -55,7 +55,6 @@ class Run:
     evaluated_at: int | None = None  # step
     has_begun: bool = False  # an update was made
     told_tick: int = 0  # to display and tracker
-    told_incidents: int = 0
 
     def evaluates_at(self, step: int) -> bool:
         """Say whether an evaluation is due after so many steps, on the way."""

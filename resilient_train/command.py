@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from itertools import pairwise
 from pathlib import Path
+from types import TracebackType
 
 import hydra
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from resilient_train.config.compose import from_hydra
+from resilient_train.config import manual
 from resilient_train.config.explain import CONF, VERSION_BASE, explained
+from resilient_train.config.meanings import meanings
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
+from resilient_train.files import commit_text, read_plain
+from resilient_train.ranks.launch import launched_rank
 from resilient_train.ranks.leaving import as_seen_by_agent
-from resilient_train.ranks.world import launched_rank
 from resilient_train.record.endings import refused
-from resilient_train.session import run
+from resilient_train.record.page import Page
+from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
 
 _WITH_A_VALUE = (
     "--config-path",
@@ -53,22 +63,70 @@ class _JobEnded(TrainError):
 
 def main() -> None:
     """Train as the command line says; never a traceback for what a person can put right."""
-    sys.argv[1:] = _options_first(sys.argv[1:])
+    words = sys.argv[1:] = _options_first(sys.argv[1:])
     sys.path.insert(0, "")  # `resilient-train` finds a user's modules where `python -m resilient_train` does
     global _wants_traceback, _main_process
     _main_process = os.getpid()
     _wants_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra hands its errors to us instead of printing them
+    learn(dict(word.partition("=")[::2] for word in words))
+    if _wants_traceback:
+        sys.excepthook = _traceback_without_secrets
     try:
-        _refuse_sweep_of_a_group(sys.argv[1:])
-        _job()
+        if any(_is_option(word, "--help", "-h") for word in words):
+            manual.show(words, Page())
+        elif any(_is_option(word, "--shell-completion", "-sc") for word in words):
+            _complete(words)
+        elif any(_is_option(word, "--cfg", "-c") or _is_option(word, "--info", "-i") for word in words):
+            print(masked_yaml(_printed(_job)), end="")
+        else:
+            _refuse_sweep_of_a_group(words)
+            _job()
     except Exception as error:
-        _exit_codes.append(_complain(error, sys.argv[1:]))
+        _exit_codes.append(_complain(error, words))
     except Stopped as error:  # before there was a run
         _exit_codes.append(error.exit_code)
     except KeyboardInterrupt:  # the run has said what there is to say; the jobs left in a sweep are not wanted either
         _exit_codes.append(1)
     _leave(max(_exit_codes, default=0))
+
+
+def _is_option(word: str, name: str, short: str) -> bool:
+    """Say whether a word is this option, perhaps cut short as far as Hydra's parser understands it."""
+    word = word.partition("=")[0]
+    return word == short or (len(word) > len("--h") and name.startswith(word))
+
+
+def _complete(words: Sequence[str]) -> None:
+    """Let Hydra's completion answer the shell; where the line cannot be completed, nothing is said into it."""
+    if not any(word.startswith("query=") for word in words):
+        print(_printed(_job), end="")
+        return
+    line = os.environ.get("COMP_LINE", "")
+    typed = _options_first(line.split()[1:])
+    # Hydra takes a path with "python" in it for Python, and knows of a folder only what it is told itself.
+    os.environ["COMP_LINE"] = " ".join(["resilient-train", *typed]) + (" " if line.endswith(" ") else "")
+    folders = [
+        (word, value) for word, value in pairwise(typed) if word in ("--config-dir", "-cd") and Path(value).is_dir()
+    ]
+    sys.argv[1:] = [*(word for pair in folders[-1:] for word in pair), *words]
+    with suppress(Exception), redirect_stderr(io.StringIO()):
+        found = _printed(_job)
+        if "query=fish" in words:  # the only shell that shows what a word means
+            known = meanings()
+            found = "".join(f"{word}\t{known[word]}\n" if word in known else f"{word}\n" for word in found.splitlines())
+        print(found, end="")
+
+
+def _printed(task: Callable[[], object]) -> str:
+    """What a question of Hydra's is answered with."""
+    with redirect_stdout(io.StringIO()) as said, suppress(SystemExit):
+        task()
+    return said.getvalue()
+
+
+def _traceback_without_secrets(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    print(masked("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
 def _options_first(words: Sequence[str]) -> list[str]:
@@ -98,8 +156,15 @@ def _job(raw: DictConfig) -> float | None:
     """One run, or one of a sweep: a job that fails does not keep the others from running."""
     hydra_config = HydraConfig.get()
     if hydra_config.mode == RunMode.MULTIRUN:
-        print(f"job {hydra_config.job.num} of the sweep: {' '.join(hydra_config.overrides.task)}", flush=True)
+        words = [re.sub(r"\\(.)", r"\1", word) for word in hydra_config.overrides.task]  # Hydra has quoted them
+        told = " ".join(map(masked_override, words))
+        print(f"job {hydra_config.job.num} of the sweep: {told}", flush=True)
+        _hide_secrets_in(Path(hydra_config.sweep.dir) / "multirun.yaml")
     try:
+        # Here, for they bring torch along, which takes seconds: help, completion and most mistakes do without.
+        from resilient_train.config.compose import from_hydra
+        from resilient_train.session import run
+
         ending = run(from_hydra(raw))
         code, loss = ending.exit_code, ending.loss
     except Exception as error:
@@ -110,6 +175,14 @@ def _job(raw: DictConfig) -> float | None:
     if code == Stopped.exit_code and hydra_config.mode == RunMode.MULTIRUN:
         raise Stopped("the jobs left in a sweep are not wanted either")
     return loss  # what a sweeper minimises
+
+
+def _hide_secrets_in(file: Path) -> None:
+    """Hydra writes down a sweep as it was given."""
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        tree = yaml.safe_load(read_plain(file).decode("utf-8"))
+        if (hidden := masked_tree(tree)) != tree:
+            commit_text(file, yaml.safe_dump(hidden, sort_keys=False))
 
 
 def _leave(code: int) -> None:
@@ -130,7 +203,7 @@ def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
         raise error
     told = explained(error, overrides)
     if launched_rank() == 0:
-        print(f"error: {told}", file=sys.stderr)
+        print(f"error: {masked(str(told))}", file=sys.stderr)
         directory = _directory_of(told, overrides)
         if told.exit_code == 2 and directory is not None and "WORLD_SIZE" in os.environ:
             refused(directory, told.exit_code, str(told))  # a launcher makes another code of it

@@ -17,6 +17,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from resilient_train.secrets import MASK, is_secret, masked
+
 
 class TrainError(Exception):
     """The run cannot go on. The message is one line for a person."""
@@ -56,7 +58,7 @@ class ConfigError(TrainError, ValueError):
 
     def __init__(self, key: str, value: Any, why: str) -> None:
         self.key, self.value, self.why = key, value, why
-        shown = "" if value is _NO_VALUE else f"={_short(value)}"
+        shown = "" if value is _NO_VALUE else f"={MASK if is_secret(key, value) else _short(value)}"
         super().__init__(f"{key}{shown}: {why}")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -103,5 +105,5 @@ def _is_plumbing(filename: str) -> bool:
 
 def _short(value: Any, limit: int = 200) -> str:
     text = "null" if value is None else str(value)
-    text = " ".join(text.split())
+    text = " ".join(masked(text).split())  # before it is cut: of half a secret nobody could tell that it is one
     return text if len(text) <= limit else text[: limit - 3] + "..."

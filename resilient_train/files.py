@@ -10,7 +10,7 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 _TEMPORARY = ".resilient-tmp"
 
@@ -152,11 +152,16 @@ def read_json(path: Path) -> Any:
 
 
 def read_plain(path: Path, last: int | None = None) -> bytes:
-    """Read a regular file, or its last bytes: a pipe in its place would be waited for, and a device never ends."""
-    with open(_regular(path, os.O_RDONLY), "rb") as file:
+    """Read a regular file, or its last bytes."""
+    with open_plain(path) as file:
         if last is not None:
             file.seek(max(0, os.fstat(file.fileno()).st_size - last))
         return file.read()
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a regular file for reading: a pipe in its place would be waited for, and a device never ends."""
+    return open(_regular(path, os.O_RDONLY), "rb")
 
 
 def open_to_append(path: Path) -> int:

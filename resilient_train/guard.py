@@ -8,6 +8,7 @@ k+1: take samples -> forward and backward of each micro-batch
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ from resilient_train.treatment import Treatment
 from resilient_train.update.agreement import DIGEST, Flag
 from resilient_train.update.clip import ClipConfig, norm_over_ranks
 from resilient_train.update.precision import Precision
-from resilient_train.update.updater import Attempt, Updater
+from resilient_train.update.updater import Attempt, Knobs, Updater
 from resilient_train.ward import Ward
 from resilient_train.watch import pulse
 from resilient_train.watch.checks import Panel
@@ -65,6 +66,7 @@ class _Begun:
     step: int  # that it would be
     backup: Backup  # of the buffers, from before
     fed: list[Any]  # its micro-batches, as the model saw them
+    began: float  # on the monotonic clock
     versions: list[Any] = field(default_factory=list)  # of their tensors, as they were then
 
 
@@ -333,6 +335,11 @@ class Guard:
         self._durable.let_go()
 
     @property
+    def knobs(self) -> Knobs:
+        """What remedies have turned, and the next update is made with."""
+        return self._treatment.knobs.values
+
+    @property
     def incidents(self) -> list[Incident]:
         """All incidents so far."""
         return self._treatment.history.incidents
@@ -356,6 +363,7 @@ class Guard:
 
         `was_killed`: another process of the run was, and the record stays as if it had been this one.
         """
+        self._treatment.surroundings.close()
         if not was_killed:
             self._durable.progress.turned_to(Doing.ENDED, self.clock.tick)
 
@@ -422,7 +430,7 @@ class Guard:
         if self.settle() and self.clock.step >= steps and (anomaly := self._examination.now()) is not None:
             place = self.samples.position
             update = self._newest_begun.update if self._newest_begun else Update(place, place, [])
-            self._treatment.treat(anomaly, update)
+            self._treatment.treat(anomaly, update, began=self._treatment.update_began)
             self._set_limits()
         return self.clock.step < steps
 
@@ -469,8 +477,9 @@ class Guard:
         knobs = self._treatment.knobs.values
         self._precision.be(higher=knobs.higher_precision)
         numerics.raise_eps(knobs.eps)
-        begun = _Begun(update, self.clock.tick + 1, self.attempted_step + 1, self._backups.take(), [])
+        begun = _Begun(update, self.clock.tick + 1, self.attempted_step + 1, self._backups.take(), [], time.monotonic())
         self._begun = self._newest_begun = begun
+        self._treatment.update_began = begun.began
         Guard._newest = id(begun)
         self._durable.progress.updating(begun.tick, self.clock.step, update.start, update.stop)
         if self.drill is not None:
@@ -542,7 +551,8 @@ class Guard:
             by_rank=flight.attempt.told,
         )
         if not vitals.alike:
-            self._treatment.ranks_differ([row[DIGEST] for row in flight.attempt.told()])
+            digests = [row[DIGEST] for row in flight.attempt.told()]
+            self._treatment.ranks_differ(digests, began=flight.begun.began)
         self.newest = vitals
         self.stopped |= vitals.stop_asked
         self.metrics.note(flight.metrics)
@@ -568,7 +578,7 @@ class Guard:
             is_spent = flight.begun.versions != [pulse.versions(batch) for batch in fed]
             usual = self._examination.nan_is_usual
             refused = None if vitals.accepted else Refused(update, fed, flight.limits, is_spent, usual)
-            self._treatment.treat(named, update, refused)
+            self._treatment.treat(named, update, refused, began=flight.begun.began)
             self._set_limits()
         return False
 

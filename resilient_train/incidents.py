@@ -1,67 +1,280 @@
 """The door to what happened: `python -m resilient_train.incidents RUN_DIR`.
 
-It reads the journal, also of a run that is at work, and changes nothing.
+It reads what the run has written, also while that is at work, and changes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from resilient_train.events import Incident
-from resilient_train.record.incidents import as_line, outcome_told, recalled, told
-from resilient_train.record.journal import JOURNAL, read
+from resilient_train.events import Culprit, Outcome
+from resilient_train.files import read_plain
+from resilient_train.record.console import duration
+from resilient_train.record.incidents import IN_FORCE, as_line
+from resilient_train.record.journal import JOURNAL, Entry, damaged_lines, read
+from resilient_train.record.page import Page, Words
+from resilient_train.record.review import began_ms
+from resilient_train.record.story import Chapter, Story, told
+from resilient_train.record.telling import (
+    cost_told,
+    counted,
+    noticed,
+    place_told,
+    printable,
+    reached,
+    remedies_of,
+    rows_named,
+    why_of,
+)
+from resilient_train.record.verdict import next_start, verdict
+from resilient_train.status import Status, status_of
 
 _LOOK_EVERY_S = 1.0
+_LARGEST_SOURCE = 2**22  # bytes
+_LABELS = 9  # columns
+
+_STYLES = {"clean": "bold green", "recovered": "bold green", "gave_up": "bold red", "failed": "bold red"}
+_OUTCOMES = {
+    Outcome.RECOVERED: ("recovered", "green"),
+    Outcome.RECURRED: ("the same trouble came back: what was done was not enough", "yellow"),
+    Outcome.GAVE_UP: ("gave up", "red"),
+    None: ("open: it counts as recovered once the run has stayed healthy", "yellow"),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the incidents of a run; return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m resilient_train.incidents", description="Print the incidents of a run, the oldest first."
+        prog="python -m resilient_train.incidents",
+        description="Print whether a run is all right, and its incidents, the oldest first.",
+        epilog="0 printed; 1 the journal cannot be read; 2 no run there. With --follow: the exit code of the run.",
     )
     parser.add_argument("run_dir", type=Path, help="the directory of the run")
     parser.add_argument("--json", action="store_true", help="one line of JSON for each, as in incidents.jsonl")
-    parser.add_argument("--follow", action="store_true", help="go on with what comes, until interrupted")
+    parser.add_argument("--follow", action="store_true", help="go on with what comes, until the run has ended")
+    parser.add_argument("--last", type=int, metavar="N", help="only the last N")
     given = parser.parse_args(arguments)
-    if not given.run_dir.is_dir():
-        print(f"{given.run_dir} is no directory: the directory of a run is wanted, such as runs/NAME", file=sys.stderr)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an old terminal shall not end it
+    run_dir: Path = given.run_dir
+    status = status_of(run_dir)
+    if status.state == "none" and not (run_dir / JOURNAL).exists():
+        print(printable(status.line(run_dir)), file=sys.stderr)
         return 2
-    incidents = _incidents(given.run_dir)
-    shown: dict[int, str] = {}
-    _show(incidents, shown, as_json=given.json)
-    if not incidents and not given.follow and not given.json:
-        print("no incidents")
-    while given.follow:
-        time.sleep(_LOOK_EVERY_S)
-        _show(_incidents(given.run_dir), shown, as_json=given.json)
+    show = _Lines() if given.json else _Blocks()
+    try:
+        if given.follow:
+            return _follow(run_dir, show, given.last)
+        show.verdict(_Read.of(run_dir, status))
+        show.news(_Read.of(run_dir, status), given.last)
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        print(printable(f"{run_dir / JOURNAL} cannot be read: {error.strerror or error}"), file=sys.stderr)
+        return 1
     return 0
 
 
-def _incidents(run_dir: Path) -> list[Incident]:
-    """All of them as they stand, the open ones included."""
-    return recalled(read(run_dir / JOURNAL)) if (run_dir / JOURNAL).exists() else []
+def _follow(run_dir: Path, show: _Lines | _Blocks, last: int | None) -> int:
+    """Show what comes, until the run has ended; return its exit code."""
+    before: Status | None = None
+    while True:
+        status = status_of(run_dir)  # first: what the run has written before its end is in the journal then
+        found = _Read.of(run_dir, status)
+        if before is None:
+            show.verdict(found)
+        show.news(found, last if before is None else None)
+        # Between two processes of a run nobody is at work for a moment: a kill is looked at twice.
+        if status.state not in ("running", "killed") or (status.state == "killed" and status == before):
+            break
+        before = status
+        time.sleep(_LOOK_EVERY_S)
+    if before is not None:
+        show.verdict(found)
+    return status.exit_code if status.state != "none" else 0  # of a loop of one's own nobody knows it
 
 
-def _show(incidents: list[Incident], shown: dict[int, str], *, as_json: bool) -> None:
-    """Print what is new, or has changed since it was shown."""
-    for incident in incidents:
-        text = json.dumps(as_line(incident)) if as_json else "\n".join(_lines(incident))
-        if shown.get(incident.id) != text:
-            shown[incident.id] = text
-            print(text, flush=True)
+@dataclass(frozen=True)
+class _Read:
+    """What a run directory says at a moment."""
+
+    story: Story
+    status: Status
+    entries: Sequence[Entry]
+    damaged: int
+
+    @classmethod
+    def of(cls, run_dir: Path, status: Status) -> _Read:
+        journal = run_dir / JOURNAL
+        return cls(told(run_dir), status, read(journal), damaged_lines(journal))
 
 
-def _lines(incident: Incident) -> Iterator[str]:
-    yield f"incident {incident.id:,} at tick {incident.anomaly.tick:,}"
-    yield f"  {told(incident)}".replace("\n", "\n  ")
-    if not incident.diagnosis.culprit and not incident.diagnosis.rows and incident.diagnosis.advice:
-        yield f"    advice: {incident.diagnosis.advice}"
-    yield f"  {outcome_told(incident)}"
+@dataclass
+class _Lines:
+    """JSON, one line for each incident and for each time that it changes."""
+
+    shown: dict[int, str] = field(default_factory=dict)
+
+    def verdict(self, found: _Read) -> None: ...
+
+    def news(self, found: _Read, last: int | None) -> None:
+        for chapter in _newest(found.story.chapters, last):
+            text = json.dumps(as_line(chapter.incident))
+            if self.shown.get(chapter.incident.id) != text:
+                self.shown[chapter.incident.id] = text
+                print(text, flush=True)
+
+
+@dataclass
+class _Blocks:
+    """A block of lines for each incident, for a person."""
+
+    page: Page = field(default_factory=Page)
+    shown: dict[int, Chapter] = field(default_factory=dict)
+
+    def verdict(self, found: _Read) -> None:
+        """Say first whether the run is all right."""
+        words, style, sentences = _verdict(found)
+        self.page.line((f"{words}: ", style), sentences, hang=2)
+        if found.damaged:
+            lines = "1 line of it is" if found.damaged == 1 else f"{found.damaged:,} lines of it are"
+            self.page.line((f"{JOURNAL}: {lines} damaged and left out", "yellow"), hang=2)
+
+    def news(self, found: _Read, last: int | None) -> None:
+        chapters = _newest(found.story.chapters, last)
+        if left := len(found.story.chapters) - len(chapters):
+            if not self.shown:
+                self.page.line(f"{counted(left, 'incident')} before these", hang=2)
+            self.shown |= {one.incident.id: one for one in found.story.chapters[:left]}
+        for chapter in found.story.chapters:
+            before = self.shown.get(chapter.incident.id)
+            if before is None or (before.treated_ms is None and chapter.treated_ms is not None):
+                self._block(chapter, found)
+            elif before.incident.outcome != chapter.incident.outcome:
+                self._outcome(chapter)
+            self.shown[chapter.incident.id] = chapter
+
+    def _outcome(self, chapter: Chapter) -> None:
+        words, style = _outcome(chapter)
+        self.page.line(f"incident {chapter.incident.id:,}: ", (words, style), hang=2)
+
+    def _block(self, chapter: Chapter, found: _Read) -> None:
+        incident, page = chapter.incident, self.page
+        anomaly, diagnosis = incident.anomaly, incident.diagnosis
+        page.blank()
+        when = f"incident {incident.id:,}  {_clock(chapter.opened_ms)}{_since(chapter, found.entries)}"
+        page.line((when, "bold"), f"  step {anomaly.step:,}, tick {anomaly.tick:,}", hang=2)
+        self._row("noticed", noticed(anomaly) + reached(anomaly))
+        self._row("", anomaly.evidence)
+        self._row("cause", str(diagnosis.cause) + (f": {rows_named(diagnosis.rows)}" if diagnosis.rows else ""))
+        for culprit in (diagnosis.culprit, diagnosis.follower):
+            if culprit is not None:
+                self._row("culprit" if culprit is diagnosis.culprit else "then", place_told(culprit))
+                self._row("", _source(culprit, chapter, found.entries), style="italic")
+        self._row("cure", _cure(chapter))
+        self._row("cost", cost_told(incident))
+        self._row("outcome", *_outcome(chapter))
+        self._row("advice", diagnosis.advice)
+
+    def _row(self, label: str, said: str, style: str = "") -> None:
+        """One line under a label, or under the one before it."""
+        said = " ".join(said.split()) if style != "italic" else said.strip()
+        if not said:
+            return
+        is_narrow = self.page.width is not None and self.page.width < 60
+        words: list[Words] = [(said, style)]
+        if is_narrow and label:
+            self.page.line((f"{label}: ", "dim"), *words, indent=2, hang=4)
+        elif is_narrow:
+            self.page.line(*words, indent=4, hang=4)
+        else:
+            self.page.line((f"{label:{_LABELS}}", "dim"), *words, indent=2, hang=2 + _LABELS)
+
+
+def _newest(chapters: Sequence[Chapter], last: int | None) -> Sequence[Chapter]:
+    return chapters if last is None else chapters[len(chapters) - min(max(0, last), len(chapters)) :]
+
+
+def _verdict(found: _Read) -> tuple[str, str, str]:
+    """In a few words, in which style, and the sentences behind them."""
+    story, state = found.story, found.status.state
+    words, sentences = verdict(story)
+    if state == "killed":
+        return "Killed without a word", "bold yellow", f"{sentences} The same command {_goes_on(story)}."
+    if state == "refused":
+        return "The last start was refused", "bold yellow", f"{found.status.why}. Before that, {sentences}"
+    if state == "running":
+        sentences = f"{sentences} Running, {found.status.process}."
+    return words, _STYLES.get(story.status, "bold yellow"), sentences
+
+
+def _goes_on(story: Story) -> str:
+    return next_start(story).rpartition(" it ")[2]  # without what is said of a run that may be at work
+
+
+def _clock(ms: int) -> str:
+    with suppress(ValueError, OverflowError, OSError):  # a damaged journal may say anything
+        return f"{datetime.fromtimestamp(ms / 1000):%Y-%m-%d %H:%M:%S}"
+    return "at an unknown time"
+
+
+def _since(chapter: Chapter, entries: Sequence[Entry]) -> str:
+    began = began_ms(entries)
+    seconds = (chapter.opened_ms - began) / 1000 if began is not None else -1.0
+    return f" ({duration(seconds)} after the start)" if 0 <= seconds < 1e9 else ""
+
+
+def _cure(chapter: Chapter) -> str:
+    incident = chapter.incident
+    if incident.decision.gave_up is not None:
+        return f"gave up: {why_of(incident)}"
+    if chapter.treated_ms is None and incident.outcome is None:
+        return "being treated"
+    return remedies_of(incident) or "nothing was done"
+
+
+def _outcome(chapter: Chapter) -> tuple[str, str]:
+    words, style = _OUTCOMES[chapter.incident.outcome]
+    if chapter.closed_ms is None:
+        return words, style
+    seconds = (chapter.closed_ms - chapter.opened_ms) / 1000
+    later = f", {duration(seconds)} later" if 0.5 <= seconds < 1e9 else ""
+    return f"{words} ({_clock(chapter.closed_ms)}{later})", style
+
+
+def _source(culprit: Culprit, chapter: Chapter, entries: Sequence[Entry]) -> str:
+    """The text of a line, as its armor has it, or as its file does, if that is older than the incident."""
+    for plate in _plates(entries):
+        if (plate.get("file"), plate.get("line"), plate.get("op")) == (culprit.file, culprit.line, culprit.op):
+            return str(plate.get("text"))
+    path = Path(culprit.file)
+    try:
+        known = path.stat()
+        is_as_it_was = known.st_mtime * 1000 < chapter.opened_ms and known.st_size < _LARGEST_SOURCE
+        if path.suffix != ".py" or not is_as_it_was:
+            return ""
+        return read_plain(path).decode("utf-8", "replace").splitlines()[culprit.line - 1].strip()
+    except (OSError, ValueError, IndexError):
+        return ""
+
+
+def _plates(entries: Sequence[Entry]) -> list[Mapping[str, Any]]:
+    """What wears armor, as it was last written down."""
+    for entry in reversed(entries):
+        remedies = entry.get("remedies") if entry["kind"] == IN_FORCE else None
+        if isinstance(remedies, Mapping) and isinstance(plates := remedies.get("armor"), list):
+            return [plate for plate in plates if isinstance(plate, Mapping)]
+    return []
 
 
 if __name__ == "__main__":

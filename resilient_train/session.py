@@ -21,10 +21,11 @@ from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.stop import StopRequests
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
-from resilient_train.record import endings, hangs, tracking
-from resilient_train.record.console import IN_FILE_ONLY, Terminal, duration, log
+from resilient_train.record import endings, hangs, story, tracking
+from resilient_train.record.console import GOOD, IN_FILE_ONLY, ODD, Terminal, duration, log
 from resilient_train.record.directory import CHECKPOINTS, RunDirectory, claim
-from resilient_train.record.incidents import INCIDENTS, IncidentBook, tags, to_mend
+from resilient_train.record.incidents import INCIDENTS, IncidentBook
+from resilient_train.record.review import review
 from resilient_train.record.summary import Summary
 from resilient_train.record.tracking import NullTracker, TrackedRun, Tracker
 from resilient_train.resumption import Resume
@@ -117,6 +118,7 @@ class _Session:
         self.book = IncidentBook(None)
         self.run: Run | None = None
         self.has_begun = not directory.goes_on
+        self.went_on_from: int | None = None  # step of the process before this one
 
     def train(self, requests: StopRequests) -> None:
         """Build, take up where the run ended, train, and leave what has to be left."""
@@ -181,9 +183,9 @@ class _Session:
         _say(error, directory, self.world, run, seconds)
         if self.world.is_main:
             self._note(summary, error)  # before MLflow may take its time
+            if self.has_begun and summary.ticks:
+                self._review()
             if summary.ticks:  # a mistake in a configuration is nothing to track
-                if run is not None:
-                    self.tracker.tags(tags(run.guard.incidents))
                 for file in (directory.log(0), directory.path / INCIDENTS):
                     if file.exists():
                         self.tracker.artifact(file)
@@ -195,6 +197,15 @@ class _Session:
         evaluated = run.evaluated if run else None
         loss = evaluated["loss"] if evaluated else summary.final_loss
         return Ending(summary.exit_code, None if error else loss)
+
+    def _review(self) -> None:
+        """Say what a person wants to know in the end, as the directory tells it."""
+        try:
+            lines = review(story.told(self.directory.path), self.went_on_from)
+        except Exception as error:  # it has ended as it has, whatever lies there
+            lines = [f"what it met cannot be told: {in_one_line(error)}"]
+        for line in lines:
+            log.info("%s", line)
 
     def _was_asked_for_another(self) -> bool:
         """Say whether an agent asks to stop because another rank has failed: nobody wished it then."""
@@ -215,7 +226,8 @@ class _Session:
         for line in told_changes(directory.changes):
             log.info("changed: %s", line)
         if run.guard.resume():
-            log.info("goes on from step %d", run.guard.clock.step)
+            self.went_on_from = run.guard.clock.step
+            log.info("goes on from step %d", self.went_on_from)
         elif directory.goes_on:
             log.info("the run there had no checkpoint yet: it begins at step 0 again")
         self.has_begun = True
@@ -325,22 +337,12 @@ def _say(error: BaseException | None, directory: RunDirectory, world: World, run
         assert run is not None
         loss = _rounded(run.guard.recent_loss)
         evaluated = "".join(f", evaluation {name} {value:.4g}" for name, value in (run.evaluated or {}).items())
-        log.info("completed %d steps in %s: recent loss %s%s", run.guard.clock.step, duration(seconds), loss, evaluated)
-        counted = run.guard.tally()
-        if total := counted["total"]:
-            causes = ", ".join(f"{number} {cause}" for cause, number in counted["by_cause"].items())
-            lost = run.guard.clock.tick - run.guard.clock.step
-            met = f"{total} incident{'s' * (total > 1)} ({causes})"
-            log.info("met %s: %d of %d updates were lost; see incidents.jsonl", met, lost, run.guard.clock.tick)
-            for line in to_mend(run.guard.incidents):
-                log.info("%s", line)
-        log.info("weights and summary in %s", directory.path)
+        told = f"completed {run.guard.clock.step} steps in {duration(seconds)}: recent loss {loss}{evaluated}"
+        log.info("%s", told, extra=GOOD)
     elif isinstance(error, GaveUp):
-        log.info(
-            "the same command says so again; with another configuration it goes on from there"
-        )  # the rest was said by the guard
+        log.info("gave up after %s", duration(seconds))  # the rest was said by the guard
     elif isinstance(error, Stopped):
-        log.info("%s; the same command goes on", error)
+        log.info("%s; the same command goes on", error, extra=ODD)
     elif isinstance(error, TrainError):
         # Every rank finds the same fault in a configuration, and in what they tell each other; rank 0 says it for all.
         is_everybodys = isinstance(error, ConfigError | RanksDiffer)

@@ -10,23 +10,16 @@ import argparse
 import fcntl
 import json
 import os
-import struct
 import sys
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from resilient_train.files import read_plain
 from resilient_train.ranks.lock import LOCK
 from resilient_train.record.directory import CHECKPOINTS
-from resilient_train.record.endings import CONFIG, REFUSED, SUMMARY, told
-from resilient_train.record.progress import PROGRESS, Progress, Stand
+from resilient_train.record.endings import CONFIG, REFUSED, SUMMARY, last_error, told
+from resilient_train.record.progress import stand_of, steps_wanted
 from resilient_train.record.telling import printable
-
-_TAIL_BYTES = 2**18  # of train.log: the line that says why it failed is near its end
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def status_of(run_dir: Path) -> Status:
     """Look where a run stands."""
-    stand, steps = _stand(run_dir), _wanted_steps(run_dir)
+    stand, steps = stand_of(run_dir), steps_wanted(run_dir)
     step = stand.step if stand else None
     if process := _at_work(run_dir):
         return Status("running", 0, step, steps, process)
@@ -102,7 +95,7 @@ def _ended(run_dir: Path, summary: dict[str, Any], steps: int | None) -> Status:
     state, step = str(summary.get("status")), summary.get("steps")
     why = None
     if state in ("failed", "gave_up"):
-        why = _last_error(run_dir / "train.log")
+        why = last_error(run_dir / "train.log")
     if why is not None and state == "gave_up" and (kept := sorted((run_dir / CHECKPOINTS).glob("step-*"))):
         why = f"{why}; the last good state is in {kept[-1]}"
     return Status(state, summary["exit_code"], step if isinstance(step, int) else None, steps, why=why)
@@ -122,39 +115,6 @@ def _at_work(run_dir: Path) -> str | None:
         return None
     finally:
         os.close(descriptor)
-
-
-def _stand(run_dir: Path) -> Stand | None:
-    """Where its newest process was."""
-    try:
-        content = read_plain(run_dir / PROGRESS)
-    except OSError:
-        return None
-    progress = Progress(None)
-    with suppress(struct.error):  # of another length
-        for slot in (content[: len(content) // 2], content[len(content) // 2 :]):
-            progress._recall(slot)
-    return progress.last
-
-
-def _wanted_steps(run_dir: Path) -> int | None:
-    try:
-        node = yaml.safe_load(read_plain(run_dir / CONFIG).decode("utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return None
-    run = node.get("run") if isinstance(node, dict) else None
-    steps = run.get("steps") if isinstance(run, dict) else None
-    return steps if type(steps) is int else None
-
-
-def _last_error(log: Path) -> str | None:
-    """The last error of train.log, whose lines begin with date, time and level."""
-    try:
-        lines = read_plain(log, last=_TAIL_BYTES).decode("utf-8", "replace").splitlines()
-    except OSError:
-        return None
-    errors = [words[3] for line in lines if len(words := line.split(" ", 3)) == 4 and words[2] == "ERROR"]
-    return errors[-1].removeprefix("error: ") if errors else None
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import torch
 
 from resilient_train.assemble import Run
 from resilient_train.record.console import Display, log
-from resilient_train.record.incidents import tags
 from resilient_train.record.tracking import Tracker
 from resilient_train.state.randomness import preserved
 
@@ -60,9 +59,7 @@ def report(run: Run, display: Display, tracker: Tracker) -> None:
     values |= {f"train/{name}": value for name, value in metrics.items()}
     if seconds := run.tally.lap(guard.clock.tick):
         values |= {"step_ms": 1e3 * seconds, "samples_per_second": guard.slicing.samples / seconds}
-    if len(guard.incidents) != run.told_incidents:
-        run.told_incidents = len(guard.incidents)
-        tracker.tags(tags(guard.incidents))
+    values |= {f"knobs/{name}": getattr(guard.knobs, name) for name in ("lr", "clip", "eps")}
     tracker.metrics(newest.tick, values | {"incidents_total": len(guard.incidents)})
 
 

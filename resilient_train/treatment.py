@@ -19,7 +19,9 @@ from resilient_train.passed import PassedUpdates
 from resilient_train.ranks.majority import named, odd_ones
 from resilient_train.record.console import log
 from resilient_train.record.incidents import IncidentBook, farewell, outcome_told, told
+from resilient_train.record.phases import DECIDE, DIAGNOSE, REMEDY, REWIND, Phases
 from resilient_train.record.quarantine import Quarantine
+from resilient_train.record.surroundings import Surroundings
 from resilient_train.recover import digest
 from resilient_train.recover.causes import by_signal
 from resilient_train.recover.decide import decide
@@ -32,6 +34,7 @@ from resilient_train.ward import OnDisk, Ward
 
 _KNOWN_AFTER, _KNOWN_FOR = 2, 50  # incidents and updates: the like of the last two needs no search
 _BEGINNING = 16  # accepted updates: what breaks so soon was wrong from the start
+_IN_UPDATE = (Signal.HANG, Signal.OUT_OF_MEMORY)  # of the process, and met while an update was made
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class Treatment:
         self.knobs = Knobs(relax_after=policy.relax_after)
         self.history = History(book.incidents, recovered_after=recovered_after)
         self.passed = PassedUpdates()
+        self.surroundings = Surroundings(book.directory, book.incidents)
+        self.update_began: float | None = None  # the newest update, on the monotonic clock
         self._anomaly: Anomaly | None = None
         self._diagnosis: Diagnosis | None = None
         self._armor = Armor()
@@ -86,14 +91,22 @@ class Treatment:
     def heard(self, vitals: Vitals) -> None:
         """Note an update that was attempted, in case it is to blame for something later."""
         self.passed.add(vitals)
+        self.surroundings.heard(vitals)
 
     def healthy(self) -> None:
         """Note that an update landed without trouble."""
         self.knobs.advance()
+        self.book.went_on()
         self._close(self.history.accepted(), self.history.recovered_after)
 
-    def treat(self, anomaly: Anomaly, update: Update, refused: Refused | None = None) -> None:
-        """Do what the policy prescribes about the newest update. Raises GaveUp where it has nothing left."""
+    def treat(
+        self, anomaly: Anomaly, update: Update, refused: Refused | None = None, *, began: float | None = None
+    ) -> None:
+        """Do what the policy prescribes about the newest update, which began at `began` of the monotonic clock.
+
+        Raises GaveUp where it has nothing left.
+        """
+        phases = Phases(began)
         started, before, ward = time.perf_counter(), self.ward.clock.step, self.ward
         self._decisions = None
         self._anomaly, self._rewound = anomaly, None
@@ -105,6 +118,7 @@ class Treatment:
         self._diagnosis = diagnosis = self._diagnosed(anomaly, update, refused)
         if not anomaly.ranks:  # gradients are on every rank alike once they were averaged: a replay tells more
             self._anomaly = anomaly = dataclasses.replace(anomaly, ranks=diagnosis.ranks)
+        phases.ended(DIAGNOSE)
         decision = decide(
             *(self.policy, anomaly, diagnosis, self.history.of_training, ward.clock.tick),
             self._applicable(anomaly, diagnosis),
@@ -112,12 +126,15 @@ class Treatment:
         incident, closed = self.history.open(anomaly, diagnosis, decision)
         self._close(closed)
         self.book.opened(incident)
+        phases.ended(DECIDE)
         if decision.gave_up is not None:
-            self._give_up(incident)
+            self._give_up(incident, phases)
         if not passes_over(decision.actions):
             self.knobs.trouble()
         for action in decision.actions:
+            had_rewound = self._rewound is not None
             remedy(action).apply(self)
+            phases.ended(REMEDY if had_rewound or self._rewound is None else REWIND)
         if self.on_disk is not None and self._rewound is not None:
             self.on_disk.rewound(self._rewound)
         if self._rewound is not None:
@@ -130,16 +147,20 @@ class Treatment:
             steps_lost=before - ward.clock.step + (refused is not None),
             seconds=time.perf_counter() - started,
         )
+        phases.lasted()
         self.history.treated(incident)
-        self.book.treated(incident)
+        self.book.treated(incident, phases.timed)
         self.book.in_force(self.remedies())
+        self.surroundings.treated(incident)
         log.warning("%s", told(incident))
 
-    def ranks_differ(self, digests: Sequence[float]) -> NoReturn:
+    def ranks_differ(self, digests: Sequence[float], *, began: float | None = None) -> NoReturn:
         """End the run on all ranks, as they did not decide alike: what they would do together now may wait for ever.
 
-        `digests` are those of all ranks with the update in flight: what landed before it, they have made alike.
+        `digests` are those of all ranks with the update in flight: what landed before it, they have made alike. It
+        began at `began` of the monotonic clock.
         """
+        phases = Phases(began)
         ward, odd = self.ward, odd_ones(digests)
         step, since = ward.clock.step + 1, ward.clock.step
         others = len(digests) - len(odd)
@@ -152,7 +173,8 @@ class Treatment:
         held = ward.ring.last_good(since)
 
         def leave() -> None:
-            self.book.closed(incident)
+            self.book.closed(incident, phases.timed)
+            self.surroundings.treated(incident)
             if self.on_disk is not None:
                 self.on_disk.distrust(since)
                 if held is not None:
@@ -178,6 +200,7 @@ class Treatment:
     def note(self, trouble: Trouble, *, lasts: bool = False) -> int:
         """Write down an incident of the process, not of the training: what is done about it is done already."""
         tick = self.ward.clock.tick
+        phases = Phases(self.update_began if trouble.signal in _IN_UPDATE else None)
         anomaly = Anomaly(trouble.signal, trouble.step, tick, trouble.since, trouble.evidence, ranks=trouble.ranks)
         known = by_signal(anomaly)
         diagnosis = dataclasses.replace(known, advice=trouble.advice or known.advice, rows=trouble.rows)
@@ -186,7 +209,8 @@ class Treatment:
         self.book.opened(incident)
         incident = dataclasses.replace(incident, rewound_to=trouble.rewound_to, steps_lost=trouble.steps_lost)
         self.history.treated(incident)
-        self.book.treated(incident)
+        self.book.treated(incident, phases.timed)
+        self.surroundings.treated(incident)
         if lasts:
             self.history.lasting.add(incident.id)
         log.warning("%s", told(incident))
@@ -446,14 +470,17 @@ class Treatment:
             return False
         return True
 
-    def _give_up(self, incident: Incident) -> NoReturn:
+    def _give_up(self, incident: Incident, phases: Phases) -> NoReturn:
         """End the run on its newest proven state, and leave that on disk."""
         ward, book = self.ward, self.book
-        book.closed(incident)
+        book.closed(incident, phases.timed)
+        self.surroundings.treated(incident)
         held, path = ward.ring.last_good(incident.anomaly.since), None
         if held is not None:
             ward.ring.restore(held)
             path = self.on_disk.leave(held) if self.on_disk is not None else None
+            phases.ended(REWIND)
+            book.came_after(incident.id, phases.timed[-1])
         if ward.world.is_main:  # every rank comes here, and one knows where the state was written
             log.error("%s", farewell(incident, path, self.history.incidents[:-1]))
         raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
@@ -461,6 +488,7 @@ class Treatment:
     def _close(self, incidents: Iterable[Incident], healthy_steps: int | None = None) -> None:
         for incident in incidents:
             self.book.closed(incident)
+            self.surroundings.closed(incident)
             if incident.outcome is Outcome.RECOVERED:  # what recurs is told by the incident that it recurs in
                 log.info("%s", outcome_told(incident, healthy_steps))
 

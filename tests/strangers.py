@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -340,3 +341,43 @@ def raises_on_rank_1(model: nn.Module, batch: Any) -> Tensor:
 
 def without_a_rate(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Optimizer(params, {})
+
+
+class Given(Fixed):
+    """Is given a token to fetch its rows with."""
+
+    def __init__(self, token: str = "") -> None:
+        super().__init__()
+        self.token = token
+
+
+class Leaky(Given):
+    """Two of its rows cannot be fetched, and say with what password and token it was tried."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index in (3, 20):
+            raise OSError(
+                f"no answer from s3://reader:s3cr3tpass@bucket/rows?token=s3cr3tpass&row={index} {self.token}"
+            )
+        return super().__getitem__(index)
+
+
+def leaks(model: nn.Module, batch: Any) -> Tensor:
+    """Ends the run with an error of its own, that was caused by another."""
+    try:
+        raise ConnectionError("cannot log in: password=s3cr3tpass")
+    except ConnectionError as error:
+        raise RuntimeError(f"postgresql://writer:s3cr3tpass@db/losses, {os.environ['HF_TOKEN']}") from error
+
+
+class RaisesLater:
+    """An objective that has enough after forty updates."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        if self.calls > 40:
+            raise RuntimeError("it has had enough")
+        return mse(model, batch)

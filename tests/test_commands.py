@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pty
+import re
 import select
 import signal
 import time
@@ -369,6 +370,9 @@ def test_an_interrupted_run_says_so_and_is_not_in_the_way(tmp_path: Path) -> Non
     assert done.codes == [75]
     assert not done.stderr
     assert "asked by SIGINT: the state is in" in done.stdout
+    step = re.search(r"^stopped at step ([\d,]+), .*\nmet no incidents\.\nnewest checkpoint: ", done.stdout, re.M)
+    assert step
+    assert done.stdout.splitlines()[-1] == f"the same command goes on from step {step[1]}"
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("preempted", 75)
     assert summary["steps"] > 0

@@ -685,14 +685,18 @@ def test_only_what_has_a_state_can_be_kept() -> None:
 # The run directory, and what is said.
 
 
+def contents(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
 def test_nothing_is_overwritten(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A directory that holds a run is left alone; the next free one beside it is taken, and that is said."""
     caplog.set_level(logging.INFO, "resilient_train")
     Loops(spoiled=3).with_objective(5, run_dir=tmp_path / "mine")
-    before = {path: path.read_bytes() for path in (tmp_path / "mine").iterdir()}
+    before = contents(tmp_path / "mine")
     for _ in range(2):
         Loops(spoiled=3).with_objective(5, run_dir=tmp_path / "mine")
-    assert {path: path.read_bytes() for path in (tmp_path / "mine").iterdir()} == before
+    assert contents(tmp_path / "mine") == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "mine-2", "mine-3"]
     assert (tmp_path / "mine-3/incidents.jsonl").read_text()
     assert f"this one writes to {tmp_path / 'mine-2'}" in caplog.text

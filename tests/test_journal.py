@@ -28,10 +28,11 @@ from resilient_train.record.incidents import (
     from_line,
     outcome_told,
     tags,
-    to_mend,
     told,
 )
 from resilient_train.record.journal import Journal, plain, read
+from resilient_train.record.story import Chapter, Phase, chapters
+from resilient_train.record.telling import cured, first_sign, remedies_in_short, status_of
 
 SLOW_DISK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -434,7 +435,7 @@ def test_an_incident_comes_back_from_its_line(incident: Incident) -> None:
     assert len(told(incident).split("\n")) in (2, 3, 4)
     assert "\n" not in outcome_told(incident)
     assert farewell(incident, None)
-    assert tags([incident])
+    assert tags([incident], "clean")
 
 
 def test_unknown_keys_are_passed_over_and_late_ones_are_optional() -> None:
@@ -591,6 +592,104 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not list(tmp_path.iterdir())
 
 
+# The parts of an incident, and when each was.
+
+TIMES = [("detect", 1_000, 1_200), ("diagnose", 1_200, 1_900), ("rewind", 1_900, 2_000)]
+
+
+def story(directory: Path) -> tuple[Chapter, ...]:
+    return chapters(read(directory / "journal.jsonl"))
+
+
+def parts(directory: Path) -> list[list[str]]:
+    return [[phase.name for phase in chapter.phases] for chapter in story(directory)]
+
+
+def test_the_parts_of_a_treatment_are_read_back_with_their_times(tmp_path: Path) -> None:
+    """An incident that is open has none yet; the resume is there once an update was accepted, and once only."""
+    book = IncidentBook(tmp_path)
+    book.opened(SPIKE)
+    (chapter,) = story(tmp_path)
+    assert (chapter.incident.id, chapter.treated_ms, chapter.phases) == (3, None, ())
+    book.treated(SPIKE, TIMES)
+    for _ in range(3):
+        book.went_on()
+    (chapter,) = story(tmp_path)
+    *phases, resume = chapter.phases
+    assert phases == [Phase(*one) for one in TIMES]
+    assert (resume.name, resume.began_ms) == ("resume", chapter.treated_ms)
+    assert resume.ended_ms >= resume.began_ms
+    book.closed(dataclasses.replace(SPIKE, outcome=Outcome.RECOVERED))
+    (closed,) = story(tmp_path)
+    assert (closed.phases, closed.treated_ms) == (chapter.phases, chapter.treated_ms)
+    assert closed.closed_ms is not None
+    assert closed.incident.outcome is Outcome.RECOVERED
+
+
+def test_what_is_known_later_takes_no_times_away(tmp_path: Path) -> None:
+    """The ranks that it began on, named after the run has gone on: no second treatment, no second resume."""
+    book = IncidentBook(tmp_path)
+    book.opened(SPIKE)
+    book.treated(SPIKE, TIMES)
+    book.went_on()
+    (before,) = story(tmp_path)
+    book.treated(dataclasses.replace(SPIKE, anomaly=dataclasses.replace(SPIKE.anomaly, ranks=(2,))))
+    book.went_on()
+    (after,) = story(tmp_path)
+    assert after.incident.anomaly.ranks == (2,)
+    assert (after.phases, after.treated_ms) == (before.phases, before.treated_ms)
+
+
+def test_the_next_process_knows_what_has_not_gone_on(tmp_path: Path) -> None:
+    """Of two that were treated one went on, one is closed, one never stood still: one resume is left to be told."""
+    before = IncidentBook(tmp_path)
+    before.treated(SPIKE, TIMES)
+    before.went_on()
+    full = dataclasses.replace(SPIKE, id=4, anomaly=dataclasses.replace(SPIKE.anomaly, signal=Signal.DISK_FULL))
+    crash = dataclasses.replace(SPIKE, id=6)
+    before.treated(full)
+    before.treated(dataclasses.replace(SPIKE, id=5))
+    before.closed(dataclasses.replace(SPIKE, id=5, outcome=Outcome.RECURRED))
+    before.treated(crash)
+    after = IncidentBook(tmp_path)
+    after.went_on()
+    IncidentBook(tmp_path).went_on()
+    names = [name for name, _, _ in TIMES]
+    assert parts(tmp_path) == [[*names, "resume"], [], [], ["resume"]]
+
+
+def test_a_closing_may_tell_the_parts_and_more_may_come_after_it(tmp_path: Path) -> None:
+    """A run that gives up leaves its last good state behind when that is written down already."""
+    book = IncidentBook(tmp_path)
+    book.opened(SPIKE)
+    book.closed(dataclasses.replace(SPIKE, outcome=Outcome.GAVE_UP), TIMES[:2])
+    book.came_after(SPIKE.id, TIMES[2])
+    book.went_on()
+    (chapter,) = story(tmp_path)
+    assert chapter.phases == tuple(Phase(*one) for one in TIMES)
+    assert (chapter.treated_ms, chapter.closed_ms is None) == (None, False)
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        *(3, "detect", {"detect": 1}, ["detect"], [["detect", 1]], [["detect", 1, 2, 3]], [["detect", "x", 2]]),
+        *([["detect", 2, 1]], [["detect", -1, 2]], [["detect", 1, 10**20]], [["detect", None, 2]], [None]),
+    ],
+    ids=str,
+)
+def test_times_that_are_none_are_left_out(tmp_path: Path, phases: Any) -> None:
+    """The incident stays; so does what comes behind it."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.write("incident_treated", incident=as_line(SPIKE), phases=phases)
+    journal.write("incident_phase", number=SPIKE.id, phase=phases)
+    for strange in ([3], "3", 4, None):
+        journal.write("incident_phase", number=strange, phase=TIMES[0])
+    assert parts(tmp_path) == [[]]
+    IncidentBook(tmp_path).came_after(SPIKE.id, TIMES[0])
+    assert parts(tmp_path) == [["detect"]]
+
+
 # Incidents in words.
 
 
@@ -686,14 +785,37 @@ def test_what_it_cost_is_told(incident: Incident, expected: str) -> None:
     assert any(line.endswith(f"; {expected}") for line in told(incident).split("\n"))
 
 
-def test_what_is_to_be_mended_is_told_once() -> None:
-    """A line that broke again and again is one thing to mend, and so are all rows."""
-    other = dataclasses.replace(POISON, diagnosis=dataclasses.replace(POISON.diagnosis, rows=(3,)))
-    assert to_mend([POISON, other, POISON]) == [
-        f"to mend: {POISON.diagnosis.advice}",
-        "to mend: rows 3, 17 and 90000 of the data, see quarantine.json",
-    ]
-    assert to_mend([SPIKE]) == []
+@pytest.mark.parametrize(
+    ("incident", "expected"),
+    [
+        (
+            acted(Action("rewind"), Action("skip"), rewound_to=1000, steps_lost=3),
+            "rewound, skipped the samples to blame",
+        ),
+        (acted(Action("lower_lr", {"factor": 1, "rewarm": 10})), "learning rate as before"),
+        (acted(Action("lower_lr", {"factor": 0.5, "rewarm": 10})), "learning rate lowered"),
+        (acted(Action("mine.knock_on_wood", {"how_often": 3})), "mine.knock_on_wood"),
+        (POISON, "skipped the samples to blame"),
+        (acted(), "nothing was done"),
+        (dataclasses.replace(POISON, decision=Decision(gave_up="no rung left")), "gave up"),
+    ],
+)
+def test_remedies_are_told_in_short_where_they_are_counted(incident: Incident, expected: str) -> None:
+    """Without what differs from one time to the next."""
+    assert remedies_in_short(incident) == expected
+
+
+def test_an_incident_is_told_in_two_lines_that_stand_alone() -> None:
+    """What a list shows: what was noticed and where; what was behind it, what was done, and what came of it."""
+    where = "step 1,204: the loss jumped (loss_spike), in the weights since step 1,191"
+    assert first_sign(SPIKE) == f"{where}; loss 8.12 where 2.9 to 3.4 was usual"
+    rest = "learning rate x0.5 with 20 steps of warm-up, in 0.12 s; 27 steps lost"
+    assert cured(SPIKE) == f"cause explosion; rewound to step 1,177 (proven good), {rest}"
+    assert cured(dataclasses.replace(SPIKE, outcome=Outcome.RECURRED)).endswith("; 27 steps lost; recurred")
+    gave_up = dataclasses.replace(SPIKE, decision=Decision(gave_up="no\nrung left"), outcome=Outcome.GAVE_UP)
+    assert cured(gave_up) == "cause explosion; gave up: no rung left"
+    along = dataclasses.replace(SPIKE, outcome=Outcome.GAVE_UP)
+    assert cured(along).endswith("; 27 steps lost; gave up"), "by a later one"
 
 
 @pytest.mark.parametrize("one", Signal)
@@ -778,20 +900,20 @@ def with_outcome(outcome: Outcome | None) -> Incident:
 )
 def test_the_status_is_one_word(outcomes: list[Outcome | None], status: str) -> None:
     """The list of runs is filtered by it."""
-    told_by = tags([with_outcome(outcome) for outcome in outcomes])
-    assert told_by["resilience.status"] == status
-    assert told_by["resilience.incidents"] == str(len(outcomes))
+    incidents = [with_outcome(outcome) for outcome in outcomes]
+    assert status_of(incidents) == status
+    assert tags(incidents, status)["resilience.incidents"] == str(len(outcomes))
 
 
 def test_tags_name_the_last_incident_and_all_causes() -> None:
     """One line for a person, causes once each for a filter; a clean run has neither."""
-    told_by = tags([with_outcome(Outcome.RECURRED), POISON, with_outcome(Outcome.RECOVERED)])
+    told_by = tags([with_outcome(Outcome.RECURRED), POISON, with_outcome(Outcome.RECOVERED)], "recovered")
     assert told_by["resilience.cause"] == "explosion, operation"
     assert told_by["resilience.last_incident"] == (
         "step 1,204: the loss jumped (loss_spike); cause explosion; rewound to step 1,177 (proven good), "
         "learning rate x0.5 with 20 steps of warm-up, in 0.12 s; 27 steps lost; recovered"
     )
-    assert set(tags([])) == {"resilience.status", "resilience.incidents"}
+    assert set(tags([], "clean")) == {"resilience.status", "resilience.incidents"}
 
 
 def _lines(entries: list[dict[str, Any]]) -> list[bytes]:

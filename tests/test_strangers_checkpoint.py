@@ -31,7 +31,7 @@ from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, 
 from resilient_train.events import Outcome as Outcomes
 from resilient_train.numerics.armor.suit import Plate
 from resilient_train.record.incidents import INCIDENTS, IncidentBook
-from resilient_train.record.journal import _seal as sealed_line
+from resilient_train.record.journal import seal as sealed_line
 from resilient_train.state.misfit import misfit
 from resilient_train.status import status_of
 from resilient_train.update.optimizers import parameter_groups

@@ -35,7 +35,13 @@ _context = get_context("forkserver")
 _context.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.run", "accelerate"),
-        *("sklearn.datasets", "resilient_train.command", "resilient_train.zoo.data", "resilient_train.zoo.models"),
+        *(
+            "sklearn.datasets",
+            "resilient_train.session",
+            "resilient_train.command",
+            "resilient_train.zoo.data",
+            "resilient_train.zoo.models",
+        ),
         "resilient_train.zoo.objectives",
     ]
 )

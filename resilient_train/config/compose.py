@@ -22,7 +22,7 @@ from resilient_train.config.explain import composed_raw, explained
 from resilient_train.config.schema import Config, broken_limit
 from resilient_train.errors import ConfigError, unusable
 from resilient_train.files import read_plain
-from resilient_train.record.delivery.store import shown
+from resilient_train.secrets import learn, masked_tree
 
 _IDENTITY = ("model", "data", "objective", "optimizer", "schedule", "run.seed")  # what makes it another run
 
@@ -55,7 +55,7 @@ def told_changes(changes: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Composed:
-    """A checked configuration, and the same as it goes into config.yaml."""
+    """A checked configuration, and the same as it goes into config.yaml: without its secrets."""
 
     config: Config
     resolved: dict[str, Any]
@@ -117,9 +117,8 @@ def composed(raw: DictConfig, choices: Mapping[str, Any], *, swept: Sequence[str
     assert isinstance(config, Config)
     assert isinstance(resolved, dict)
     _check_limits(config)
-    if config.tracking.uri is not None:
-        resolved["tracking"]["uri"] = shown(config.tracking.uri)  # this copy is written down
-    return Composed(config, resolved)  # type: ignore[arg-type]  # keys are strings
+    learn(resolved)
+    return Composed(config, masked_tree(resolved))
 
 
 def from_hydra(raw: DictConfig) -> Composed:
@@ -159,7 +158,8 @@ def _identity_unresolved(raw: DictConfig) -> dict[str, Any]:
     """`steps: ${run.steps}` of a schedule stays what it is written as: more steps continue the same run."""
     plain = OmegaConf.to_container(raw, resolve=False)
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in _flat({name: _at(plain, name) for name in _IDENTITY})}  # type: ignore[arg-type]
+    parts = {name: _at(plain, name) for name in _IDENTITY}  # type: ignore[arg-type]  # keys are strings
+    return flattened(masked_tree(parts))  # another token makes no other run
 
 
 def _identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _written(file: Path) -> dict[str, Any]:
         tree = OmegaConf.to_container(OmegaConf.create(text))
     except (OSError, ValueError, RecursionError, OmegaConfBaseException, yaml.YAMLError):
         return {}
-    return tree if isinstance(tree, dict) else {}  # type: ignore[return-value]
+    return masked_tree(tree) if isinstance(tree, dict) else {}
 
 
 def _anywhere(resolved: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from resilient_train.config.schema import Config
 from resilient_train.errors import ConfigError, TrainError, in_one_line, unusable
 from resilient_train.imports import similar
 
@@ -108,6 +107,8 @@ def _keys_beside(key: str, overrides: Sequence[str]) -> list[str]:
 
 
 def _fields_beside(key: str) -> list[str]:
+    from resilient_train.config.schema import Config  # here, for it brings torch along: whoever comes here has it
+
     kind: Any = Config
     for name in key.split(".")[:-1]:
         by_name = {field.name: _resolved(kind, field) for field in dataclasses.fields(kind)}

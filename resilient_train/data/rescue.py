@@ -10,6 +10,7 @@ from typing import Any
 
 from resilient_train.data.rows import RepeatableBatches
 from resilient_train.data.stream import Key, Stream
+from resilient_train.secrets import masked
 
 _DRAWS = 5  # of others to put in; after that the data set, or the collate function, is broken as a whole
 _FEW = 3  # others in all draws but the first: the fewer, the likelier that none of them is odd itself
@@ -121,7 +122,7 @@ def _error(fetch: Callable[[Key], Any], key: Key) -> Exception | None:
 
 
 def _failed(row: int, error: Exception) -> FailedRow:
-    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    text = masked(" ".join("".join(traceback.format_exception_only(error)).split()))
     text = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
     return FailedRow(row, text, *users_line(error))
 

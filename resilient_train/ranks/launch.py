@@ -66,6 +66,11 @@ def refuse_too_few_devices(devices: int) -> None:
         raise unusable("--nproc_per_node", why)
 
 
+def launched_rank() -> int:
+    """This process's rank as its launcher set it: known before the group is joined."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def hosts(size: int) -> int:
     """How many hosts the processes of the run are on, as far as launchers say so."""
     if (groups := os.environ.get("GROUP_WORLD_SIZE", "")).isdigit():

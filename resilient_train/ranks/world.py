@@ -47,11 +47,6 @@ class AccelerateConfig:
     blocks: list[str] | None
 
 
-def launched_rank() -> int:
-    """This process's rank as its launcher set it: known before the group is joined."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def is_lost_peer(error: BaseException) -> bool:
     """Say whether an error is the echo of another process's end rather than an end of its own."""
     return isinstance(error, torch.distributed.DistError | RuntimeError) and bool(

@@ -7,12 +7,13 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from resilient_train.events import Vitals
@@ -22,6 +23,7 @@ log = logging.getLogger("resilient_train")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a disk that takes nothing: the run goes on without
 IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
+GOOD, ODD = {"style": "bold green"}, {"style": "bold yellow"}  # how a run ended
 PROGRESS = {"progress": True}  # marks lines that a live line makes needless on a terminal
 
 
@@ -98,7 +100,7 @@ class _ToConsole(logging.Handler):
         if record.levelno >= logging.ERROR:
             self.errors.print(Text(record.getMessage(), style="red"))
         else:
-            style = "yellow" if record.levelno >= logging.WARNING else ""
+            style = getattr(record, "style", "yellow" if record.levelno >= logging.WARNING else "")
             self.console.print(Text(record.getMessage(), style=style))
 
 
@@ -189,6 +191,16 @@ def _pace(steps_left: int, speed: float) -> str:
         return ""
     rate = f"{speed:.1f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step"
     return f"{rate}  {duration(steps_left / speed)} left"
+
+
+@contextmanager
+def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show how many of `total` are done, where there is somebody at a terminal to look at it."""
+    console = Console(stderr=True)
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total or None)
+        yield lambda done: progress.update(task, completed=done)
 
 
 def duration(seconds: float) -> str:

@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train import files
-from resilient_train.files import commit_text, read_json
+from resilient_train.files import commit_text, read_json, read_plain
+from resilient_train.secrets import masked
 
 CONFIG = "config.yaml"  # makes a directory that of a run
 SUMMARY, REFUSED, _FAILED = "summary.json", "refused.json", "failed.rank{}"
+
+_TAIL_BYTES = 2**18  # of train.log: the line that says why it failed is near its end
 
 
 def refused(run_dir: Path, exit_code: int, why: str) -> None:
     """Note in the directory of a run that a start was refused: under a launcher its exit code tells nobody."""
     if (run_dir / CONFIG).is_file():
         with suppress(OSError):
-            commit_text(run_dir / REFUSED, json.dumps({"exit_code": exit_code, "why": why}) + "\n")
+            commit_text(run_dir / REFUSED, json.dumps({"exit_code": exit_code, "why": masked(why)}) + "\n")
 
 
 def failed(run_dir: Path, rank: int) -> None:
@@ -49,3 +52,13 @@ def told(run_dir: Path, name: str) -> dict[str, Any] | None:
     """What one of the two says; None if it is not there or makes no sense."""
     node = read_json(run_dir / name)
     return node if isinstance(node, dict) and type(node.get("exit_code")) is int else None
+
+
+def last_error(log: Path) -> str | None:
+    """The last error of a train.log, whose lines begin with date, time and level."""
+    try:
+        lines = read_plain(log, last=_TAIL_BYTES).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return None
+    errors = [words[3] for line in lines if len(words := line.split(" ", 3)) == 4 and words[2] == "ERROR"]
+    return errors[-1].removeprefix("error: ") if errors else None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from resilient_train.files import commit_text, read_json
 from resilient_train.ranks.majority import named
+from resilient_train.secrets import masked_tree
 
 _NAME = "hung.rank{}.json"
 _LOOK_S = 0.1
@@ -30,7 +31,7 @@ def leave(run_dir: Path, hung: Hung) -> None:
     """Note it in the run directory; a rank of a host that does not have that one notes nothing."""
     with suppress(OSError):
         if run_dir.is_dir():
-            commit_text(run_dir / _NAME.format(hung.rank), json.dumps(asdict(hung)) + "\n")
+            commit_text(run_dir / _NAME.format(hung.rank), json.dumps(masked_tree(asdict(hung))) + "\n")
 
 
 def found(run_dir: Path) -> list[Hung]:

@@ -6,14 +6,17 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.files import commit_text, open_to_append, read_plain
 from resilient_train.record.journal import JOURNAL, Entry, Journal, plain
-from resilient_train.record.telling import farewell, outcome_told, tags, to_mend, told
+from resilient_train.record.phases import RESUME, Timed
+from resilient_train.record.telling import farewell, outcome_told, tags, told
+from resilient_train.secrets import masked_tree
 
 __all__ = [
     "INCIDENTS",
@@ -24,7 +27,6 @@ __all__ = [
     "outcome_told",
     "recalled",
     "tags",
-    "to_mend",
     "told",
 ]
 
@@ -33,9 +35,12 @@ INCIDENTS = "incidents.jsonl"  # its name in a run directory
 _log = logging.getLogger("resilient_train")
 
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"
+IN_FORCE = "remedies_in_force"
+PHASE = "incident_phase"  # a part of an incident that came after its entry: the run went on
+_GOES_ON = {Signal.DISK_FULL}  # in spite of these training never stood still
 _TAKEN_FROM = "taken_up_from"
 _BEGAN, _MADE_OF, _MOST = "began", ("processes", "samples"), 2**40
-_FIRED, _IN_FORCE, _SAVED, _ENDED = "drill_fired", "remedies_in_force", "checkpoint_saved", "process_ended"
+_FIRED, _SAVED, _ENDED = "drill_fired", "checkpoint_saved", "process_ended"
 
 
 class IncidentBook:
@@ -57,6 +62,8 @@ class IncidentBook:
         self.sources: set[str] = set()  # that the run was taken up from by name
         self.began_with: tuple[int, int] | None = None  # processes, and samples of an update
         self._endings: list[tuple[int, int]] = []  # samples that were at work when processes ended
+        self._were_treated: set[int] = set()
+        self._stands_since: dict[int, int] = {}  # when incidents were treated that no update was accepted after, in ms
         for entry in journal.entries if journal else []:
             self._recall(entry)
         self._is_current = self._holds(self._file)
@@ -77,14 +84,28 @@ class IncidentBook:
         """Note an incident before anything is done about it."""
         self._note(OPENED, incident)
 
-    def treated(self, incident: Incident) -> None:
-        """Note what was done about an incident."""
-        self._note(TREATED, incident)
+    def treated(self, incident: Incident, phases: Sequence[Timed] = ()) -> None:
+        """Note what was done about an incident, and when; or, later and without phases, what more is known of it."""
+        self._stands(incident, self._note(TREATED, incident, phases))
 
-    def closed(self, incident: Incident) -> None:
-        """Note the outcome of an incident, and list it."""
+    def went_on(self) -> None:
+        """Note that an update was accepted: the run goes on after what was treated before it."""
+        if self._stands_since:
+            now = time.time_ns() // 1_000_000
+            for number, since in list(self._stands_since.items()):
+                self.came_after(number, (RESUME, since, max(since, now)))
+
+    def came_after(self, number: int, phase: Timed) -> None:
+        """Note a part of an incident that was not over when its entry was written."""
+        self._stands_since.pop(number, None)
+        if self._journal is not None:
+            self._journal.write(PHASE, number=number, phase=phase)
+
+    def closed(self, incident: Incident, phases: Sequence[Timed] = ()) -> None:
+        """Note the outcome of an incident, and list it. One that was never treated has its phases here."""
         assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
-        self._note(CLOSED, incident)
+        self._note(CLOSED, incident, phases)
+        self._stands_since.pop(incident.id, None)
         line = self._list(incident)
         if self._file is not None and self._is_current:
             try:
@@ -105,7 +126,7 @@ class IncidentBook:
         """Note what remedies are in force from now on."""
         self.remedies = remedies
         if self._journal is not None:
-            self._journal.write(_IN_FORCE, remedies=remedies)
+            self._journal.write(IN_FORCE, remedies=remedies)
 
     def saved(self, step: int, tick: int) -> None:
         """Note that a checkpoint was committed."""
@@ -145,14 +166,24 @@ class IncidentBook:
         if self._journal is not None:
             self._journal.close()
 
-    def _note(self, kind: str, incident: Incident) -> None:
+    def _note(self, kind: str, incident: Incident, phases: Sequence[Timed] = ()) -> Entry | None:
         self._incidents[incident.id] = incident
-        if self._journal is not None:
-            self._journal.write(kind, incident=as_line(incident))
+        if self._journal is None:
+            return None
+        when = {"phases": phases} if phases else {}
+        return self._journal.write(kind, incident=as_line(incident), **when)
+
+    def _stands(self, incident: Incident, entry: Entry | None) -> None:
+        """From now on the run stands, unless that was noted already, or it went on all the while."""
+        if entry is None or incident.id in self._were_treated:
+            return
+        self._were_treated.add(incident.id)
+        if incident.anomaly.signal not in _GOES_ON:
+            self._stands_since[incident.id] = entry["at"]
 
     def _recall(self, entry: Entry) -> None:
         kind = entry["kind"]
-        if kind == _IN_FORCE and isinstance(entry.get("remedies"), dict):
+        if kind == IN_FORCE and isinstance(entry.get("remedies"), dict):
             self.remedies = entry["remedies"]
         elif kind == _BEGAN and all(type(entry.get(key)) is int and 0 < entry[key] <= _MOST for key in _MADE_OF):
             self.began_with = (entry["processes"], entry["samples"])
@@ -164,6 +195,8 @@ class IncidentBook:
             self._endings.append((entry["start"], entry["stop"]))
         elif kind == _FIRED and type(entry.get("drill")) is int:
             self._drills.add(entry["drill"])
+        elif kind == PHASE and type(entry.get("number")) is int:
+            self._stands_since.pop(entry["number"], None)
         elif kind in (OPENED, TREATED, CLOSED):
             try:
                 incident = from_line(entry.get("incident"))
@@ -171,7 +204,10 @@ class IncidentBook:
                 _log.warning("entry %d of the journal is left out: %s", entry["n"], error)
                 return
             self._incidents[incident.id] = incident
-            if kind == CLOSED:
+            if kind == TREATED:
+                self._stands(incident, entry)
+            elif kind == CLOSED:
+                self._stands_since.pop(incident.id, None)
                 self._list(incident)
 
     def _list(self, incident: Incident) -> str:
@@ -241,7 +277,8 @@ def as_line(incident: Incident) -> dict[str, Any]:
         "rung": decision.rung,
         "gave_up": decision.gave_up,
     }
-    return {key: plain(value) for key, value in line.items()}
+    whole: dict[str, Any] = masked_tree(plain(line))
+    return whole
 
 
 def from_line(line: Any) -> Incident:

@@ -26,8 +26,9 @@ from typing import Any
 from resilient_train import files
 from resilient_train.errors import TrainError
 from resilient_train.files import read_plain, sync_directory, write_all
+from resilient_train.secrets import masked_tree
 
-__all__ = ["JOURNAL", "Entry", "Journal", "plain", "read"]
+__all__ = ["JOURNAL", "Entry", "Journal", "damaged_lines", "plain", "read", "seal", "unseal"]
 
 JOURNAL = "journal.jsonl"  # its name in a run directory
 
@@ -75,10 +76,11 @@ class Journal:
         assert not _OURS & fields.keys(), f"the journal itself sets {', '.join(sorted(_OURS & fields.keys()))}"
         with self._lock:
             number = self.entries[-1]["n"] + 1 if self.entries else 1
-            text = json.dumps(plain({"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, **fields}))
+            told = masked_tree(plain(fields))
+            text = json.dumps({"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, **told})
             entry: Entry = json.loads(text)  # the same in memory as when it is read back
             self.entries.append(entry)
-            self._waiting.append(_seal(text))
+            self._waiting.append(seal(text))
             self._flush()
         return entry
 
@@ -119,7 +121,7 @@ class Journal:
         try:
             size = os.fstat(file).st_size
             if size < start:  # somebody emptied or removed it: writing on at the old place would leave a hole
-                start, lines = 0, b"".join(_seal(json.dumps(entry)) for entry in self.entries)
+                start, lines = 0, b"".join(seal(json.dumps(entry)) for entry in self.entries)
             if size > start:  # a write that failed half way, perhaps only in its sync: nobody knows what it left
                 files.disk.truncate(file, start)
             end = start + write_all(file, lines, start)
@@ -135,6 +137,13 @@ class Journal:
 def read(path: Path) -> list[Entry]:
     """Return the whole entries of a journal, also of one that is being written: nothing is changed."""
     return _parse(read_plain(path))[0] if path.exists() else []
+
+
+def damaged_lines(path: Path) -> int:
+    """How many lines of a journal cannot be read; the last one, if it is being written, is none of them."""
+    content = read_plain(path) if path.exists() else b""
+    _, end, damaged = _parse(content)
+    return damaged + content[end:].count(b"\n")
 
 
 def plain(value: Any) -> Any:
@@ -166,7 +175,7 @@ def _parse(content: bytes) -> tuple[list[Entry], int, int]:
     damaged = suspects = offset = end = 0
     for line in content.split(b"\n")[:-1]:  # an entry without its newline was never finished
         offset += len(line) + 1
-        entry = _unseal(line)
+        entry = unseal(line)
         if entry is None or (entries and entry["n"] <= entries[-1]["n"]):
             suspects += 1
             continue
@@ -175,12 +184,14 @@ def _parse(content: bytes) -> tuple[list[Entry], int, int]:
     return entries, end, damaged
 
 
-def _seal(text: str) -> bytes:
+def seal(text: str) -> bytes:
+    """Return the line of an entry that is JSON already: with its checksum."""
     body = text.encode()[:-1]  # without its closing brace
     return b'%b, "crc": "%08x"}\n' % (body, zlib.crc32(body))
 
 
-def _unseal(line: bytes) -> Entry | None:
+def unseal(line: bytes) -> Entry | None:
+    """Return the entry that a line holds, without its newline; None where it is damaged."""
     sealed = _SEALED.fullmatch(line)
     if sealed is None or zlib.crc32(sealed["body"]) != int(sealed["crc"], 16):
         return None

@@ -16,6 +16,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+import yaml
+
+from resilient_train.files import read_plain
+from resilient_train.record.endings import CONFIG
+
 PROGRESS = "progress"  # its name in a run directory
 
 _RECORD = struct.Struct("<6q")  # number, doing, tick, step, start, stop
@@ -106,3 +111,27 @@ class Progress:
         number, doing, *rest = _RECORD.unpack(record)
         if number > self._number and doing in set(Doing):
             self._number, self.last = number, Stand(Doing(doing), *rest)
+
+
+def stand_of(run_dir: Path) -> Stand | None:
+    """Where the newest process of a run was, also while it is at work; None where nothing tells."""
+    try:
+        content = read_plain(run_dir / PROGRESS)
+    except OSError:
+        return None
+    progress = Progress(None)
+    with contextlib.suppress(struct.error):  # of another length
+        for slot in (content[: len(content) // 2], content[len(content) // 2 :]):
+            progress._recall(slot)
+    return progress.last
+
+
+def steps_wanted(run_dir: Path) -> int | None:
+    """How many updates a run is configured to make; None where its configuration does not say."""
+    try:
+        node = yaml.safe_load(read_plain(run_dir / CONFIG).decode("utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+    run = node.get("run") if isinstance(node, dict) else None
+    steps = run.get("steps") if isinstance(run, dict) else None
+    return steps if type(steps) is int else None

@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 from resilient_train.errors import ConfigError, unusable
-from resilient_train.files import commit_text, read_plain
+from resilient_train.files import commit_text, read_json, read_plain
+from resilient_train.secrets import masked_tree
 
 QUARANTINE = "quarantine.json"  # its name in a run directory
 
@@ -92,13 +93,21 @@ class Quarantine:
         rows = [{"row": row, **asdict(why)} for row, why in self._rows.items()]
         content = {"format": _FORMAT, "data": dict(self._fingerprint()), "rows": rows}
         try:
-            commit_text(self._file, json.dumps(content, indent=2) + "\n")
+            commit_text(self._file, json.dumps(masked_tree(content), indent=2) + "\n")
         except OSError as error:
             if not self._is_behind:
                 _log.error("%s could not be written, and is tried again with the next row: %s", self._file, error)
             self._is_behind = True
         else:
             self._is_behind = False
+
+
+def reasons(run_dir: Path) -> dict[int, str]:
+    """Return the rows that a run has put away, and why, for a person to read; of what is damaged, nothing."""
+    content = read_json(run_dir / QUARANTINE)
+    rows = content.get("rows") if isinstance(content, dict) else None
+    listed = [one for one in rows if isinstance(one, dict)] if isinstance(rows, list) else []
+    return {one["row"]: str(one.get("reason", "")) for one in listed if type(one.get("row")) is int}
 
 
 class Foreign(ValueError):

@@ -5,16 +5,24 @@ It reads what the run has written, also while it goes on, and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from resilient_train.events import Incident
-from resilient_train.files import read_json
-from resilient_train.record.incidents import CLOSED, OPENED, TREATED, from_line
+from resilient_train.record.endings import SUMMARY, last_error
+from resilient_train.record.endings import told as ending_told
+from resilient_train.record.incidents import CLOSED, IN_FORCE, OPENED, PHASE, TREATED, from_line
 from resilient_train.record.journal import JOURNAL, Entry, read
+from resilient_train.record.left import Checkpoint, best_of, checkpoints_of
+from resilient_train.record.mending import Advice, still_open
+from resilient_train.record.progress import stand_of, steps_wanted
+from resilient_train.record.quarantine import reasons
 from resilient_train.record.telling import status_of
+
+_LATEST_MS = 2**42  # a time after the year 2100 is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +49,44 @@ class Chapter:
 class Story:
     """What a person wants to know of a run."""
 
-    directory: Path
+    directory: Path  # absolute
     chapters: tuple[Chapter, ...]  # in the order they were met
     status: str  # clean, recovered, recovering, gave_up, preempted, failed
+    step: int = 0  # accepted updates
+    tick: int = 0  # attempted ones
+    steps: int | None = None  # that are wanted
+    summary: Mapping[str, Any] | None = None  # what its last end wrote; null while it is at work, or was killed
+    why: str = ""  # it ended in failure
+    last_good: Checkpoint | None = None  # the newest that is proven
+    newest: Checkpoint | None = None  # that a resume would take: the same, or a candidate behind it
+    best: Checkpoint | None = None  # weights alone
+    quarantined: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))  # rows, and why
+    remedies: Mapping[str, Any] | None = None  # in force, as they were last written down
+    advice: tuple[Advice, ...] = ()  # still open, the most important first
+
+    @property
+    def name(self) -> str:
+        """What the run is called."""
+        return self.directory.name
+
+    @property
+    def incidents(self) -> tuple[Incident, ...]:
+        """What was met, without the times."""
+        return tuple(chapter.incident for chapter in self.chapters)
+
+    @property
+    def is_complete(self) -> bool:
+        """Say whether the run has made all the updates that were wanted."""
+        return self.summary is not None and self.summary.get("status") == "completed"
 
 
 def chapters(entries: Iterable[Entry]) -> tuple[Chapter, ...]:
     """Return the incidents of a journal with their times, the open ones included."""
     found: dict[int, Chapter] = {}
     for entry in entries:
+        if entry["kind"] == PHASE and type(number := entry.get("number")) is int and number in found:
+            chapter = found[number]
+            found[number] = replace(chapter, phases=chapter.phases + _phases([entry.get("phase")]))
         if entry["kind"] not in (OPENED, TREATED, CLOSED):
             continue
         try:
@@ -57,8 +94,10 @@ def chapters(entries: Iterable[Entry]) -> tuple[Chapter, ...]:
         except ValueError:  # damaged: the book says so when the run is taken up
             continue
         chapter = replace(found.get(incident.id, Chapter(incident, entry["at"])), incident=incident)
-        if entry["kind"] == TREATED:
-            chapter = replace(chapter, treated_ms=entry["at"], phases=_phases(entry.get("phases")))
+        if phases := _phases(entry.get("phases")):
+            chapter = replace(chapter, phases=phases)
+        if entry["kind"] == TREATED and chapter.treated_ms is None:  # a second one only tells what more is known
+            chapter = replace(chapter, treated_ms=entry["at"])
         elif entry["kind"] == CLOSED:
             chapter = replace(chapter, closed_ms=entry["at"])
         found[incident.id] = chapter
@@ -67,13 +106,50 @@ def chapters(entries: Iterable[Entry]) -> tuple[Chapter, ...]:
 
 def told(run_dir: Path) -> Story:
     """Read the story of the run in a directory, as far as it goes now."""
-    found = chapters(read(run_dir / JOURNAL))
-    return Story(run_dir, found, status_of([one.incident for one in found], read_json(run_dir / "summary.json")))
+    run_dir = run_dir.absolute()
+    entries = read(run_dir / JOURNAL)
+    found = chapters(entries)
+    incidents = [one.incident for one in found]
+    summary, stand, checkpoints = ending_told(run_dir, SUMMARY), stand_of(run_dir), checkpoints_of(run_dir)
+    step, tick = (stand.step, stand.tick) if stand is not None else (0, 0)
+    if summary is not None:
+        step, tick = (_whole(summary.get(key), known) for key, known in (("steps", step), ("ticks", tick)))
+    status = status_of(incidents, summary)
+    return Story(
+        directory=run_dir,
+        chapters=found,
+        status=status,
+        step=step,
+        tick=max(tick, step),
+        steps=steps_wanted(run_dir),
+        summary=summary,
+        why=last_error(run_dir / "train.log") or "" if status == "failed" else "",
+        last_good=next((one for one in checkpoints if one.is_verified), None),
+        newest=next(iter(checkpoints), None),
+        best=best_of(run_dir),
+        quarantined=reasons(run_dir),
+        remedies=_in_force(entries, checkpoints),
+        advice=still_open(incidents),
+    )
 
 
 def _phases(written: Any) -> tuple[Phase, ...]:
     """What a treatment consisted of; of what is damaged, nothing."""
     try:
-        return tuple(Phase(str(name), int(began), int(ended)) for name, began, ended in written or ())
-    except (TypeError, ValueError):
+        found = tuple(Phase(str(name), int(began), int(ended)) for name, began, ended in written or ())
+    except (TypeError, ValueError, OverflowError):
         return ()
+    return found if all(0 <= one.began_ms <= one.ended_ms <= _LATEST_MS for one in found) else ()
+
+
+def _in_force(entries: Iterable[Entry], checkpoints: Iterable[Checkpoint]) -> Mapping[str, Any] | None:
+    """The remedies that were written down last: knobs relax after what the journal has, and a checkpoint tells."""
+    known = [one.get("remedies") for one in entries if one["kind"] == IN_FORCE][-1:]
+    known += [one.remedies for one in checkpoints]
+    return max(
+        (one for one in known if isinstance(one, dict)), key=lambda one: _whole(one.get("tick"), 0), default=None
+    )
+
+
+def _whole(value: Any, otherwise: int) -> int:
+    return value if type(value) is int and value >= 0 else otherwise

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from resilient_train.files import commit_text
+from resilient_train.secrets import masked_tree
 
 _TIMED = 10_000  # laps that the median time is taken of
 
@@ -36,7 +37,7 @@ class Summary:
 
     def write(self, path: Path) -> None:
         """Commit it to disk."""
-        commit_text(path, json.dumps(_finite(asdict(self)), indent=2) + "\n")
+        commit_text(path, json.dumps(masked_tree(_finite(asdict(self))), indent=2) + "\n")
 
 
 @dataclass

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.events import Action, Anomaly, Culprit, Diagnosis, Incident, Outcome, Signal
+from resilient_train.secrets import masked
 
 _NOTICED = {
     Signal.NONFINITE_BATCH: "the batch is not finite",
@@ -30,7 +31,7 @@ _NOTICED = {
     Signal.RANK_MISMATCH: "the ranks differ",
 }
 
-_MOST_TOLD = 5  # lines of code at the end of a run
+_WORTH_TELLING_S = 0.005
 
 _BESIDE_THE_WEIGHTS = {  # it makes no sense to say whether these reached the weights
     *(Signal.EXCEPTION, Signal.OUT_OF_MEMORY, Signal.HANG, Signal.CRASH),
@@ -42,7 +43,7 @@ def told(incident: Incident) -> str:
     """Tell in a few lines what was noticed, what was done about it, and what a person can do."""
     anomaly = incident.anomaly
     return _indented(
-        f"! step {anomaly.step:,}: {_noticed(anomaly)}{_reached(anomaly)}",
+        f"! step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}",
         anomaly.evidence,
         f"{_cause(incident.diagnosis)}; {_done(incident)}",
         _advice(incident.diagnosis),
@@ -59,54 +60,63 @@ def outcome_told(incident: Incident, healthy_steps: int | None = None) -> str:
     name = f"incident {incident.id:,}"
     match incident.outcome:
         case Outcome.RECOVERED if healthy_steps is not None:
-            return f"{name} recovered: {_count(healthy_steps, 'healthy step')} since"
+            return f"{name} recovered: {counted(healthy_steps, 'healthy step')} since"
         case Outcome.RECOVERED:
             return f"{name} recovered"
         case Outcome.RECURRED:
             return f"{name} recurred: the same trouble is back, so what was done was not enough"
         case Outcome.GAVE_UP:
-            return f"{name} could not be cured: {_why(incident)}"
+            return f"{name} could not be cured: {why_of(incident)}"
     return f"{name} is open: it counts as recovered once the run has stayed healthy"
+
+
+def first_sign(incident: Incident) -> str:
+    """Tell in one line what was noticed, and where."""
+    anomaly = incident.anomaly
+    line = f"step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}"
+    return " ".join(f"{line}; {anomaly.evidence}".split()) if anomaly.evidence else line
+
+
+def cured(incident: Incident) -> str:
+    """Tell in one line what was behind it, what was done about it, and, once that is known, whether it helped."""
+    is_told = incident.outcome is None or incident.decision.gave_up is not None
+    outcome = "" if is_told else f"; {str(incident.outcome).replace('_', ' ')}"
+    return f"{_cause(incident.diagnosis)}; {' '.join(_done(incident).split())}{outcome}"
+
+
+def remedies_told(incident: Incident) -> list[str]:
+    """Tell each of the remedies."""
+    return [_remedy(action, incident) for action in incident.decision.actions]
+
+
+def place_told(culprit: Culprit) -> str:
+    """Tell where it began."""
+    return _culprit(culprit)
 
 
 def farewell(incident: Incident, last_good: Path | None, before: Sequence[Incident] = ()) -> str:
     """Tell at the end of a run that could not be cured: what happened, what was tried, what is left, what to do now."""
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
-    tried = Counter(_remedies(one) for one in (*before, incident) if one.decision.actions)
+    tried = Counter(remedies_of(one) for one in (*before, incident) if one.decision.actions)
     times = [remedies if count == 1 else f"{remedies} ({count:,} times)" for remedies, count in tried.items()]
     return _indented(
-        f"gave up at step {anomaly.step:,}: {_noticed(anomaly)}, {_cause(diagnosis)}",
+        f"gave up at step {anomaly.step:,}: {noticed(anomaly)}, {_cause(diagnosis)}",
         anomaly.evidence,
-        f"why: {_why(incident)}",
+        f"why: {why_of(incident)}",
         f"tried: {'; '.join(times) or 'nothing, as the policy says'}",
         f"last good weights: {last_good or 'none were written'}",
         f"what to try next: {diagnosis.advice}" if diagnosis.advice else "",
     )
 
 
-def to_mend(incidents: Sequence[Incident]) -> list[str]:
-    """Tell at the end of a run what a person should mend: lines that wear armor now, and rows that are put away."""
-    lines = {
-        (one.diagnosis.culprit.file, one.diagnosis.culprit.line, one.diagnosis.culprit.op): one.diagnosis.advice
-        for one in incidents
-        if one.diagnosis.culprit is not None and one.diagnosis.follower is None
-    }
-    told = [f"to mend: {advice}" for advice in list(lines.values())[:_MOST_TOLD]]
-    if len(lines) > _MOST_TOLD:
-        told.append(f"to mend: {len(lines) - _MOST_TOLD:,} more lines of code, see incidents.jsonl")
-    if rows := sorted({row for one in incidents for row in one.diagnosis.rows}):
-        told.append(f"to mend: {_rows(rows)}, see quarantine.json")
-    return told
-
-
-def tags(incidents: Sequence[Incident]) -> dict[str, str]:
+def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
     """Return the tags that MLflow's list of runs is filtered by; a run without incidents has only the first two."""
-    counted = {"resilience.status": status_of(incidents), "resilience.incidents": str(len(incidents))}
+    counted = {"resilience.status": status, "resilience.incidents": str(len(incidents))}
     if not incidents:
         return counted
     last = incidents[-1]
-    line = (
-        f"step {last.anomaly.step:,}: {_noticed(last.anomaly)}; {_cause(last.diagnosis)}; {_done(last)}; "
+    line = masked(
+        f"step {last.anomaly.step:,}: {noticed(last.anomaly)}; {_cause(last.diagnosis)}; {_done(last)}; "
         f"{(last.outcome or 'open').replace('_', ' ')}"
     )
     causes = dict.fromkeys(incident.diagnosis.cause for incident in incidents)
@@ -128,15 +138,17 @@ def status_of(incidents: Sequence[Incident], summary: Any = None) -> str:
     return "recovering" if any(incident.outcome is None for incident in incidents) else "recovered"
 
 
-def _noticed(anomaly: Anomaly) -> str:
+def noticed(anomaly: Anomaly, *, by_name: bool = True) -> str:
+    """Say what was noticed, and where; by name: with the word that programs know it by."""
     ranks = [str(rank) for rank in sorted(anomaly.ranks)]
     if anomaly.signal is Signal.RANK_MISMATCH:
         ranks = []  # they are named with what they differ in
     where = f" on {'rank' if len(ranks) == 1 else 'ranks'} {_and(ranks)}" if ranks else ""
-    return f"{_NOTICED[anomaly.signal]}{where} ({anomaly.signal})"
+    return f"{_NOTICED[anomaly.signal]}{where}" + (f" ({anomaly.signal})" if by_name else "")
 
 
-def _reached(anomaly: Anomaly) -> str:
+def reached(anomaly: Anomaly) -> str:
+    """Say whether it reached the weights, behind a comma; of what has nothing to do with weights, nothing."""
     if anomaly.signal in _BESIDE_THE_WEIGHTS:
         return ""
     if not anomaly.landed:
@@ -150,7 +162,7 @@ def _cause(diagnosis: Diagnosis) -> str:
     if diagnosis.culprit:
         details.append(_culprit(diagnosis.culprit))
     if diagnosis.rows:
-        details.append(_rows(diagnosis.rows))
+        details.append(rows_named(diagnosis.rows))
     return f"cause {diagnosis.cause}" + (f" ({'; '.join(details)})" if details else "")
 
 
@@ -159,7 +171,14 @@ def _culprit(culprit: Culprit) -> str:
     return f"{culprit.op}{module}, {culprit.file}:{culprit.line}, {culprit.phase}"
 
 
-def _rows(rows: Sequence[int]) -> str:
+def cost_told(incident: Incident) -> str:
+    """Tell what it cost: updates that have to be made again, and time."""
+    took = f", {in_seconds(incident.seconds)}" if incident.seconds >= _WORTH_TELLING_S else ""
+    return _lost(incident).removeprefix("; ") + took
+
+
+def rows_named(rows: Sequence[int]) -> str:
+    """Name some rows: "rows 3, 77 and 5 more of the data"."""
     shown = [str(row) for row in rows[:4]]  # indices are looked up, so they keep their plain form
     if more := len(rows) - len(shown):
         shown.append(f"{more:,} more")
@@ -169,9 +188,9 @@ def _rows(rows: Sequence[int]) -> str:
 def _done(incident: Incident) -> str:
     if incident.decision.gave_up is not None:
         return f"gave up: {incident.decision.gave_up}"
-    words = _remedies(incident)
+    words = remedies_of(incident)
     if incident.rewound_to is not None:
-        words += f", in {_seconds(incident.seconds)}"
+        words += f", in {in_seconds(incident.seconds)}"
     return f"{words or 'nothing was done'}{_lost(incident)}"
 
 
@@ -179,11 +198,25 @@ def _lost(incident: Incident) -> str:
     refused = not incident.anomaly.landed and incident.rewound_to is None
     if incident.steps_lost <= refused:  # an attempt that was refused held nothing yet
         return "; nothing was lost"
-    return f"; {_count(incident.steps_lost, 'step')} lost"
+    return f"; {counted(incident.steps_lost, 'step')} lost"
 
 
-def _remedies(incident: Incident) -> str:
+def remedies_of(incident: Incident) -> str:
+    """Say what was done about an incident; nothing where nothing was."""
     return ", ".join(_remedy(action, incident) for action in incident.decision.actions)
+
+
+def remedies_in_short(incident: Incident) -> str:
+    """Say of what kind it was, without numbers: to count what was done how often."""
+    if incident.decision.gave_up is not None:
+        return "gave up"
+    kinds = [_SHORT.get(one.remedy) or _kind(one) for one in incident.decision.actions]
+    return ", ".join(kinds) or "nothing was done"
+
+
+def _kind(action: Action) -> str:
+    words = _WORDS.get(action.remedy)
+    return words({"factor": 1} if action.settings.get("factor") == 1 else {}) if words else action.remedy
 
 
 def _remedy(action: Action, incident: Incident) -> str:
@@ -227,17 +260,17 @@ def _turned(what: str, verb: str) -> Callable[[Settings], str]:
 
 def _warm_up(settings: Settings) -> str:
     rewarm = settings.pop("rewarm", None)
-    return f" with {_count(rewarm, 'step')} of warm-up" if rewarm else ""
+    return f" with {counted(rewarm, 'step')} of warm-up" if rewarm else ""
 
 
 def _stretch(settings: Settings) -> str:
-    return f" for {_count(settings.pop('steps'), 'step')}" if "steps" in settings else ""
+    return f" for {counted(settings.pop('steps'), 'step')}" if "steps" in settings else ""
 
 
 def _skipped(settings: Settings) -> str:
     for unit in ("sample", "batch", "update", "step"):
         if (plural := _plural(unit)) in settings:
-            return f"skipped {_count(settings.pop(plural), unit)}" + (" of data" if unit in ("update", "step") else "")
+            return f"skipped {counted(settings.pop(plural), unit)}" + (" of data" if unit in ("update", "step") else "")
     return "skipped the samples to blame"
 
 
@@ -261,12 +294,16 @@ _WORDS: dict[str, Callable[[Settings], str]] = {
 }
 
 
+_SHORT = {"rewind": "rewound", "quarantine": "rows in quarantine", "armor": "armor around the line"}
+
+
 def printable(text: str) -> str:
     """Leave out what a terminal would obey: a stranger may have named the files."""
     return "".join(one if one.isprintable() else "?" for one in text)
 
 
-def _count(number: Any, unit: str) -> str:
+def counted(number: Any, unit: str) -> str:
+    """Say how many there are: "1 step", "2,000 steps"."""
     return f"{_amount(number)} {unit if number == 1 else _plural(unit)}"
 
 
@@ -282,7 +319,8 @@ def _amount(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _why(incident: Incident) -> str:
+def why_of(incident: Incident) -> str:
+    """Say why nothing more was done about an incident."""
     return _indented(incident.decision.gave_up or "") or "the policy has nothing left"
 
 
@@ -295,5 +333,6 @@ def _and(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
-def _seconds(seconds: float) -> str:
+def in_seconds(seconds: float) -> str:
+    """Say how long something took."""
     return f"{seconds:.2f} s" if seconds < 60 else f"{seconds:,.0f} s"

@@ -11,14 +11,19 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from resilient_train.errors import ConfigError
 from resilient_train.files import commit_text, read_json
+from resilient_train.record.outbox import OUTBOX, entries
+from resilient_train.secrets import masked
 
+KNOWN = "mlflow.json"  # its name in a run directory
 DEFAULT_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens unless told otherwise
 
 _SQLITE_FILE = re.compile(r"(?P<scheme>sqlite(\+\w+)?):///(?P<path>(?!:memory:)[^?]+)(?P<options>\?.*)?")
+_DATABASES = ("postgresql", "mysql", "mssql", "sqlite")
 _SCHEMELESS = ("databricks", "databricks-uc", "uc")  # MLflow takes these words as whole addresses
 
 
@@ -36,40 +41,75 @@ class TrackedRun:
 
 
 class KnownRun:
-    """The run's name in MLflow, kept in its directory so that a resume goes on there."""
+    """What is known of the run in MLflow, kept in its directory: its name there, and how much of it has arrived."""
 
     def __init__(self, directory: Path) -> None:
         self.name = directory.name
-        self._file = directory / "mlflow.json"
+        self._file = directory / KNOWN
+        self._known: dict[str, Any] = {}
 
-    def recalled(self, tracking_uri: str, experiment: str) -> str | None:
-        """Return the id of the run, if it was begun in this store and experiment."""
+    def recall(self, tracking_uri: str, experiment: str) -> str | None:
+        """Return the id of the run, if it was begun in this store and experiment; else forget the others."""
         known = read_json(self._file)
-        if not isinstance(known, dict):
+        place = {"tracking_uri": tracking_uri, "experiment": experiment}
+        is_here = isinstance(known, dict) and known.items() >= place.items()
+        run_id = known.get("run_id") if is_here else None
+        if not isinstance(run_id, str) or not re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run_id):
+            self._known = place
             return None
-        run_id = known.get("run_id")
-        is_here = known.get("tracking_uri") == tracking_uri and known.get("experiment") == experiment
-        return run_id if is_here and isinstance(run_id, str) and re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run_id) else None
+        self._known = known
+        return run_id
 
-    def note(self, run_id: str, tracking_uri: str, experiment: str) -> None:
-        """Write down where the run was begun; without it a resume begins another one, which is no harm."""
+    def where(self) -> tuple[str, str] | None:
+        """Recall the store and the experiment that the run was begun in, without secrets; None if it was in none."""
+        known = read_json(self._file)
+        self._known = known if isinstance(known, dict) else {}
+        uri, experiment = self._known.get("tracking_uri"), self._known.get("experiment")
+        return (uri, experiment) if isinstance(uri, str) and isinstance(experiment, str) else None
+
+    @property
+    def delivered(self) -> int:
+        """How many bytes of the outbox have arrived."""
+        delivered = self._known.get("delivered")
+        return delivered if type(delivered) is int and delivered >= 0 else 0
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """What of an incident is shown, by its number: so that only what has changed since is shown again."""
+        shown = self._known.get("shown")
+        return dict(shown) if isinstance(shown, dict) else {}
+
+    def note(self, **facts: Any) -> None:
+        """Write down more; whatever gets lost is looked up in MLflow, or shown a second time in the same place."""
+        self._known |= facts
         with contextlib.suppress(OSError):
-            known = {"run_id": run_id, "tracking_uri": tracking_uri, "experiment": experiment}
-            commit_text(self._file, json.dumps(known, indent=2) + "\n")
+            commit_text(self._file, json.dumps(self._known, indent=2) + "\n")
+
+
+def left_in(directory: Path) -> int:
+    """How many entries of the outbox MLflow does not have, as far as the run directory knows."""
+    known = KnownRun(directory)
+    known.where()
+    try:
+        return sum(1 for _ in entries(directory / OUTBOX, known.delivered))
+    except OSError:
+        return 0
 
 
 @dataclass(frozen=True)
 class Store:
-    """A tracking store; `database` is its SQLite file, null for everything else."""
+    """A tracking store. `database` is its SQLite file; `home` is where files go that belong to a database, null for a
+    server, which has its own place for them."""
 
     uri: str
     database: Path | None = None
+    home: Path | None = None
 
     @property
     def artifacts(self) -> str | None:
         """Say where a new experiment puts its files; null leaves the choice to the server."""
         # MLflow's own default is ./mlruns: another place for each directory somebody starts from.
-        return (self.database.parent / "mlartifacts").as_uri() if self.database else None
+        return self.home.joinpath("mlartifacts").as_uri() if self.home else None
 
 
 def locate(uri: str | None, home: Path) -> Store:
@@ -81,12 +121,12 @@ def locate(uri: str | None, home: Path) -> Store:
         raise ConfigError(key, uri, why)
     if file := _SQLITE_FILE.fullmatch(uri):
         path = Path(file["path"]).expanduser().absolute()
-        return Store(f"{file['scheme']}:///{path}{file['options'] or ''}", path)
-    return Store(uri)
+        return Store(f"{file['scheme']}:///{path}{file['options'] or ''}", path, path.parent)
+    return Store(uri, home=home.absolute() if urlsplit(uri).scheme.startswith(_DATABASES) else None)
 
 
 def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
-    """Return the link to the run's charts, for a database under the address where `ui_command` shows it."""
+    """Return the link to the run's overview, for a database under the address where `ui_command` shows it."""
     if tracking_uri.startswith(("http://", "https://")):
         root = shown(tracking_uri).rstrip("/")
     elif tracking_uri.split(":")[0] in _SCHEMELESS:
@@ -94,7 +134,12 @@ def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
     else:
         root = DEFAULT_UI
     # Without the type of workflow the page comes up among the tools for language-model applications.
-    return f"{root}/#/experiments/{experiment_id}/runs/{run_id}/model-metrics?workflowType=machine_learning"
+    return f"{root}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+
+
+def trace_url(experiment_id: str, run_id: str, trace_id: str) -> str:
+    """Return the link to one trace of the run, from another page of the same server, whatever its address is there."""
+    return f"#/experiments/{experiment_id}/runs/{run_id}/traces?selectedEvaluationId={trace_id}"
 
 
 def ui_command(tracking_uri: str) -> str:
@@ -109,6 +154,4 @@ def ui_command(tracking_uri: str) -> str:
 
 def shown(uri: str) -> str:
     """Return the address without its secrets, fit for files and terminals."""
-    uri = re.sub(r"(?<=://)([^/@:\s]*):[^/@\s]*@", r"\1:***@", uri)
-    uri = re.sub(r"(?<=://)[^/@:\s]+@", "***@", uri)  # a token in place of a user
-    return re.sub(r"(?i)([?&][^=&\s]*(?:password|token|secret|key)[^=&\s]*=)[^&\s]+", r"\1***", uri)
+    return masked(uri)

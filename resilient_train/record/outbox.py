@@ -1,0 +1,148 @@
+"""What is on its way to an experiment tracker, written down before anybody asks whether the tracker is there.
+
+Each line is an entry, sealed as in the journal:
+
+    {"n": 17, "at": 1767225600000, "kind": "metrics", "tick": 400, "values": {"loss": 2.31}, "crc": "5f3a9c01"}
+
+`began` and `ended` mark the processes of a run, `metrics`, `params` and `artifact` are what there is to show. A process
+of its own delivers it (`delivery`), now or another day.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from resilient_train import files
+from resilient_train.files import open_plain, write_all
+from resilient_train.record.journal import Entry, plain, seal, unseal
+
+OUTBOX = "outbox.jsonl"  # its name in a run directory
+BEGAN, ENDED, METRICS, PARAMS, ARTIFACT = "began", "ended", "metrics", "params", "artifact"
+
+MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
+SYNC_EVERY_S = 5.0
+TRY_AGAIN_S = 2.0
+_TAIL_BYTES = 2**20
+
+_log = logging.getLogger("resilient_train")
+
+
+class Outbox:
+    """Takes entries in microseconds and writes them in a thread.
+
+    Not in the calling one: a write waits for the disk whenever a checkpoint is being synced on it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.dropped = 0
+        self._queue: SimpleQueue[Entry | None] = SimpleQueue()  # None: nothing comes any more
+        self._waiting: deque[Entry] = deque()
+        self._end = self._number = -1  # not known before the file was looked at
+        self._synced_at = 0.0
+        self._is_failing = False
+        self._thread = threading.Thread(target=self._main, name="outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, kind: str, /, **fields: Any) -> None:
+        """Note something; it costs microseconds, never waits and never raises."""
+        self._queue.put({"at": time.time_ns() // 1_000_000, "kind": kind, **fields})
+
+    def close(self, within_s: float) -> bool:
+        """Say whether everything is on disk, after no more than `within_s`."""
+        self._queue.put(None)
+        self._thread.join(within_s)
+        return not (self._thread.is_alive() or self._waiting or self.dropped)
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        is_open = True
+        while is_open:
+            is_open = self._take()
+            self._flush(is_last=not is_open)
+
+    def _take(self) -> bool:
+        """Wait for entries, or for the time to try again; say whether more may come."""
+        try:
+            entry = self._queue.get(timeout=TRY_AGAIN_S if self._waiting else None)
+            while entry is not None:
+                if len(self._waiting) < MOST_WAITING:
+                    self._waiting.append(entry)
+                else:
+                    self.dropped += 1
+                entry = self._queue.get_nowait()
+        except Empty:
+            return True
+        return False
+
+    def _flush(self, *, is_last: bool) -> None:
+        if not self._waiting:
+            return
+        try:
+            self._write(is_last)
+        except OSError as error:
+            if not self._is_failing:
+                what = "what MLflow is to show waits in memory, and a kill would lose it"
+                _log.warning("%s cannot be written (%s): %s", self.path, error.strerror or error, what)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+    def _write(self, is_last: bool) -> None:
+        """Put what waits behind the last whole entry."""
+        file = files.disk.open(self.path)
+        try:
+            size = os.fstat(file).st_size
+            if self._end < 0 or size < self._end:  # not looked at yet, or somebody took it away
+                self._number, self._end = _last(file, size)
+            if size > self._end:  # what a kill, or a full disk, left half written
+                files.disk.truncate(file, self._end)
+            lines = [
+                seal(json.dumps(plain({"n": self._number + number, **entry})))
+                for number, entry in enumerate(self._waiting, 1)
+            ]
+            self._end += write_all(file, b"".join(lines), self._end)
+            self._number += len(lines)
+            self._waiting.clear()
+            if is_last or time.monotonic() - self._synced_at > SYNC_EVERY_S:
+                self._synced_at = time.monotonic()
+                files.disk.sync(file)
+        finally:
+            os.close(file)
+
+
+def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
+    """Yield the entries behind byte `start`, each with where it ends; None for a line that is damaged."""
+    with open_plain(path) as file:
+        end = start if start <= os.fstat(file.fileno()).st_size else 0
+        file.seek(end)
+        for line in file:
+            if not line.endswith(b"\n"):  # it is being written, or was when a kill came
+                return
+            end += len(line)
+            yield unseal(line[:-1]), end
+
+
+def _last(file: int, size: int) -> tuple[int, int]:
+    """Return the number of the last whole entry, and where it ends."""
+    start = max(0, size - _TAIL_BYTES)
+    end = size
+    tail = os.pread(file, size - start, start)
+    while (newline := tail.rfind(b"\n")) >= 0:
+        end = start + newline + 1
+        tail = tail[:newline]
+        entry = unseal(tail[tail.rfind(b"\n") + 1 :])
+        if entry is not None:
+            return entry["n"], end
+        tail = tail[: tail.rfind(b"\n") + 1]
+    return 0, end if start else 0  # of a longer stretch that nobody can read, nothing is taken away

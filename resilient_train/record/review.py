@@ -1,0 +1,99 @@
+"""What a person reads when a run has ended: what it met, what helped, what to change, what is left, what to do next."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from resilient_train.events import Incident
+from resilient_train.record.journal import JOURNAL, Entry, read
+from resilient_train.record.left import Checkpoint
+from resilient_train.record.story import Story
+from resilient_train.record.telling import remedies_in_short
+from resilient_train.record.verdict import by_cause, in_force, incidents_met, next_start, updates_lost
+
+WEIGHTS = "weights.safetensors"  # of a run that finished
+
+_MOST_CAUSES, _MOST_CURES, _MOST_ADVICE, _MOST_LEFT = 6, 2, 5, 4
+
+
+def review(story: Story, went_on_from: int | None = None) -> list[str]:
+    """Tell it in some twenty lines at most, whatever the run has met; and where this process of it went on."""
+    return [
+        *([] if went_on_from is None else [_went_on(story, went_on_from)]),
+        f"met {incidents_met(story.incidents)}.{updates_lost(story)}",
+        *_cures(story.incidents),
+        *_advice(story),
+        *_left(story),
+        f"the same command {next_start(story)}",
+        *([f"{_python()} -m resilient_train.incidents {near(story.directory)} tells all of it"] * bool(story.chapters)),
+    ]
+
+
+def near(path: Path) -> str:
+    """Name a place as short as it can be typed from here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
+
+
+def _went_on(story: Story, step: int) -> str:
+    began = began_ms(read(story.directory / JOURNAL))
+    when = f"; the run began {datetime.fromtimestamp(began / 1000):%Y-%m-%d %H:%M}" if began is not None else ""
+    return f"this process went on from step {step:,}{when}"
+
+
+def began_ms(entries: Sequence[Entry]) -> int | None:
+    """When the first process of a run wrote its first line, in ms since 1970."""
+    return min((entry["at"] for entry in entries[:1]), default=None)
+
+
+def _cures(incidents: Sequence[Incident]) -> Iterator[str]:
+    """What was done about each cause, and how often."""
+    causes = by_cause(incidents)
+    for cause, some in list(causes.items())[:_MOST_CAUSES]:
+        done = Counter(remedies_in_short(one) for one in some)
+        told = [words if count == 1 else f"{words} ({count:,} times)" for words, count in done.most_common(_MOST_CURES)]
+        if more := len(done) - len(told):
+            told.append(f"{more:,} other {'way' if more == 1 else 'ways'}")
+        yield f"  {cause}: {'; '.join(told)}"
+    if (more := len(causes) - _MOST_CAUSES) > 0:
+        yield f"  and {more:,} other {'cause' if more == 1 else 'causes'}"
+
+
+def _advice(story: Story) -> Iterator[str]:
+    for one in story.advice[:_MOST_ADVICE]:
+        times = f" ({len(one.incidents):,} incidents)" if len(one.incidents) > 1 else ""
+        yield f"to change: {one.text}{times}"
+    if (more := len(story.advice) - _MOST_ADVICE) > 0:
+        yield f"to change: {more:,} more"
+
+
+def _left(story: Story) -> Iterator[str]:
+    """Where the weights are, and what differs from the configuration in them."""
+    turned = in_force(story.remedies)
+    if turned:
+        more = [f"{len(turned) - _MOST_LEFT:,} more"] if len(turned) > _MOST_LEFT else []
+        yield f"in force to the end: {'; '.join(turned[:_MOST_LEFT] + more)}"
+    if story.is_complete and (story.directory / WEIGHTS).is_file():
+        yield f"weights: {near(story.directory / WEIGHTS)}"
+    if story.best is not None:
+        yield f"best evaluation: {_checkpoint(story.best)}"
+    if story.newest is not None:
+        yield f"newest checkpoint: {_checkpoint(story.newest)}"
+    elif not story.is_complete:
+        yield "newest checkpoint: none"
+
+
+def _checkpoint(one: Checkpoint) -> str:
+    metrics = "".join(f", {name} {value:.4g}" for name, value in list(one.metrics.items())[:3])
+    return f"{near(one.path)} (step {one.step:,}{metrics})"
+
+
+def _python() -> str:
+    """What runs Python here: the environment may not be activated."""
+    beside = os.environ.get("PATH", "").split(os.pathsep)
+    return "python" if str(Path(sys.executable).parent) in beside else sys.executable

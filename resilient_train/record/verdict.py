@@ -1,0 +1,127 @@
+"""The story of a run in sentences: is it all right, what is left of it, what would the same command do now."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from resilient_train.events import Incident, Outcome
+from resilient_train.record.console import duration
+from resilient_train.record.story import Story
+from resilient_train.record.telling import counted, noticed, rows_named, why_of
+
+
+def verdict(story: Story) -> tuple[str, str]:
+    """Say whether a run is all right: in two or three words, and in the sentences behind them."""
+    where, met = _where(story), incidents_met(story.incidents)
+    match story.status:
+        case "clean" | "recovered" if story.is_complete:
+            return "All is well", f"{where}; {met}.{updates_lost(story)}{_results(story.summary)}"
+        case "clean" | "recovered":
+            return "All is well so far", f"{where}; {met}.{updates_lost(story)}"
+        case "recovering":
+            last = next(one for one in reversed(story.incidents) if one.outcome is None)
+            what = f"incident {last.id:,} ({noticed(last.anomaly, by_name=False)}, step {last.anomaly.step:,})"
+            return (
+                "Recovering",
+                f"{where}; {what} is open until the run has stayed healthy. In all, {met}.{updates_lost(story)}",
+            )
+        case "gave_up":
+            why = "".join(f": {noticed(one.anomaly, by_name=False)}, {why_of(one)}" for one in story.incidents[-1:])
+            return "Gave up, somebody has to look", f"{where}{why}. In all, {met}.{updates_lost(story)}"
+        case "preempted":
+            return "Stopped on request", f"{where}; {met}.{updates_lost(story)}"
+    return "Failed", f"{where}{f': {story.why}' if story.why else ''}. In all, {met}.{updates_lost(story)}"
+
+
+def next_start(story: Story) -> str:
+    """Say what the same command would do now."""
+    onward = f"goes on from step {story.newest.step:,}" if story.newest is not None else "begins at step 0 again"
+    if story.summary is None:
+        return f"is refused while this run is at work; should its process be gone, it {onward}"
+    if story.is_complete:
+        return "says that the run is complete and ends with 0; more `run.steps` make it longer"
+    if story.status == "gave_up":
+        return f"says so again at once and ends with 3; with a changed configuration it {onward}"
+    return onward
+
+
+def in_force(remedies: Mapping[str, Any] | None) -> list[str]:
+    """Say what differs from the configuration now, one line for each; of what is damaged, nothing."""
+    if remedies is None:
+        return []
+    knobs = remedies.get("knobs")
+    lines = _knobs(knobs) if isinstance(knobs, Mapping) else []
+    armor = remedies.get("armor")
+    plates = [one for one in armor if isinstance(one, Mapping)] if isinstance(armor, list) else []
+    lines += [f"armor around `{one.get('op')}`, `{one.get('file')}:{one.get('line')}`" for one in plates]
+    if rows := _wholes(remedies.get("quarantined")):
+        lines.append(f"{rows_named(rows)} in quarantine")
+    spans = remedies.get("skipped")
+    pairs = [one for one in map(_wholes, spans if isinstance(spans, list) else ()) if len(one) == 2]
+    if skipped := sum(max(0, stop - start) for start, stop in pairs):
+        lines.append(f"{counted(skipped, 'sample')} skipped")
+    if remedies.get("mends_eps") is True:
+        lines.append("an epsilon that was lost in its type is raised")
+    if type(micro := remedies.get("micro_batch")) is int:
+        lines.append(f"micro-batches of {counted(micro, 'row')}")
+    return lines
+
+
+def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:
+    """Sort incidents by their causes, the most frequent first."""
+    counts = Counter(str(one.diagnosis.cause) for one in incidents)
+    return {cause: [one for one in incidents if one.diagnosis.cause == cause] for cause, _ in counts.most_common()}
+
+
+def _where(story: Story) -> str:
+    if story.is_complete:
+        seconds = story.summary.get("seconds") if story.summary is not None else None
+        took = f" in {duration(seconds)}" if isinstance(seconds, int | float) and 0 <= seconds < 1e9 else ""
+        return f"{counted(story.step, 'step')}{took}"  # of the last process, where there was more than one
+    return f"at step {story.step:,}" + (f" of {story.steps:,}" if story.steps is not None else "")
+
+
+def incidents_met(incidents: Sequence[Incident]) -> str:
+    """Say how many incidents there were, of what cause, and whether they are cured."""
+    if not incidents:
+        return "no incidents"
+    causes = ", ".join(f"{len(some):,} {cause}" for cause, some in by_cause(incidents).items())
+    told = f"{counted(len(incidents), 'incident')} ({causes})"
+    outcomes = Counter(one.outcome for one in incidents)
+    if outcomes[None] or outcomes[Outcome.GAVE_UP]:
+        left = [(outcomes[Outcome.GAVE_UP], "not cured"), (outcomes[None], "open")]
+        return f"{told}, {', '.join(f'{count:,} {what}' for count, what in left if count)}"
+    again = f", though {outcomes[Outcome.RECURRED]:,} came back once" if outcomes[Outcome.RECURRED] else ""
+    return f"{told}, {'it is' if len(incidents) == 1 else 'all are'} cured{again}"
+
+
+def updates_lost(story: Story) -> str:
+    """Say what they cost, in a sentence behind another; nothing where they cost nothing."""
+    if story.tick <= story.step or not story.chapters:
+        return ""
+    return f" {story.tick - story.step:,} of {counted(story.tick, 'update')} were lost."
+
+
+def _results(summary: Mapping[str, Any] | None) -> str:
+    summary = summary or {}
+    evaluated = summary.get("eval")
+    losses = {"recent loss": summary.get("final_loss")}
+    losses |= {"evaluation loss": evaluated.get("loss") if isinstance(evaluated, Mapping) else None}
+    told = ", ".join(f"{name} {value:.4g}" for name, value in losses.items() if type(value) in (int, float))
+    return f" {told[0].upper()}{told[1:]}." if told else ""
+
+
+def _knobs(knobs: Mapping[str, Any]) -> list[str]:
+    names = {"lr": "learning rate", "clip": "gradient clip", "eps": "epsilon"}
+    factors = {names[key]: knobs.get(key) for key in names}
+    lines = [f"{name} x{one:.3g}" for name, one in factors.items() if type(one) in (int, float) and one != 1]
+    if type(steps := knobs.get("higher_precision")) is int and steps > 0:
+        lines.append(f"full precision for {counted(steps, 'step')}")
+    return lines
+
+
+def _wholes(values: Any) -> list[int]:
+    """The whole numbers of a list, and of anything else none."""
+    return [one for one in values if type(one) is int] if isinstance(values, list) else []

@@ -1,0 +1,105 @@
+"""MLflow's own pages in a real browser: Debian's Chromium, driven through its protocol."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+KIND = "workflowType=machine_learning"  # else the page comes up among the tools for language-model applications
+PATIENCE_MS = 120_000.0  # of a machine that is busy with other things
+SIZE = {"width": 1400, "height": 1250}
+
+# What MLflow's own pages complain of on a server without accounts, whatever it shows.
+_ITS_OWN = ("/mlflow/users/current", "ResizeObserver loop")
+
+
+def chromium() -> str | None:
+    """Where the browser is; None if it is not installed."""
+    return shutil.which("chromium")
+
+
+class Console:
+    """A person with a browser, who looks at one run."""
+
+    def __init__(self, page: Page, address: str, experiment_id: str, run_id: str) -> None:
+        self.page, self.errors = page, list[str]()
+        self._address = address
+        self._experiment, self._run = f"experiments/{experiment_id}", f"experiments/{experiment_id}/runs/{run_id}"
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("pageerror", lambda error: self._note(str(error)))
+        page.on("response", lambda one: self._note(f"{one.status} {one.url}") if one.status >= 400 else None)
+        page.on("console", lambda said: self._note(said.text) if said.type == "error" else None)
+
+    def _note(self, error: str) -> None:
+        # That a file failed to load is said twice: by its answer, with the address, and here, without.
+        if not error.startswith("Failed to load resource") and not any(one in error for one in _ITS_OWN):
+            self.errors.append(error)
+
+    def _open(self, path: str) -> None:
+        self.page.goto("about:blank")  # else only what is behind the # changes, and the old page is still there
+        self.page.goto(f"{self._address}/#/{path}")
+
+    def run_list(self, view: str) -> None:
+        """Look at the list of runs as it was prepared."""
+        self._open(f"{self._experiment}/runs?{KIND}&viewStateShareKey={view}")
+        self.page.get_by_text("resilience.status").first.wait_for()
+
+    def overview(self) -> Locator:
+        """Look at the run's overview, and read its description to the end."""
+        self._open(f"{self._run}?{KIND}")
+        self.page.get_by_text("Show more").first.click()
+        table = self.page.locator("table", has_text="outcome")
+        table.first.wait_for()
+        return table.first
+
+    def traces(self) -> Locator:
+        """Look at the list of traces; return the links of their requests."""
+        self._open(f"{self._run}/traces?{KIND}")
+        requests = self.page.get_by_text("step ")
+        requests.first.wait_for()
+        return requests
+
+    def charts(self, last: str) -> Locator:
+        """Look at the charts, down to the one that is titled `last`."""
+        self._open(f"{self._run}/model-metrics?{KIND}")
+        self.page.get_by_text("incidents_total", exact=True).wait_for()
+        title = self.page.get_by_text(last, exact=True)
+        width, height = SIZE.values()
+        self.page.mouse.move(width / 2, height / 2)
+        while not title.count():
+            self.page.mouse.wheel(0, 400)
+            self.page.wait_for_timeout(200)
+        title.first.scroll_into_view_if_needed()
+        return title.first
+
+    def alone(self) -> None:
+        """Shut what else there is on the page."""
+        close = self.page.get_by_role("button", name="Close", exact=True)
+        if close.count():
+            close.first.click()
+
+    def picture(self, path: Path) -> None:
+        """Keep what is to be seen."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.page.wait_for_timeout(500)  # until what moves has come to rest
+        self.page.screenshot(path=path)
+
+
+@contextmanager
+def console(address: str, experiment_id: str, run_id: str, *, dark: bool = False) -> Iterator[Console]:
+    """Start the browser and open nothing yet."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        try:
+            page = browser.new_page(viewport=SIZE, color_scheme="dark" if dark else "light")  # type: ignore[arg-type]
+            yield Console(page, address, experiment_id, run_id)
+        finally:
+            browser.close()

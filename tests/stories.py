@@ -1,0 +1,82 @@
+"""Stories of runs, made up: incidents of all kinds, in any number, with any words in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.record.left import Checkpoint
+from resilient_train.record.mending import still_open
+from resilient_train.record.story import Chapter, Phase, Story
+from resilient_train.record.surroundings import Point
+from resilient_train.record.telling import status_of
+
+BEGAN_MS = 1_763_694_845_000
+RUN = Path("/data/runs/gpt-python_source-balanced-3fa1")
+
+ROOT = Diagnosis(
+    Cause.OPERATION,
+    "`sqrt` at culprits.py:33 has an infinite slope at 0: add an epsilon inside, or mask those elements.",
+    Culprit("backward", "sqrt", "model.norm", "/home/u/examples/culprits.py", 33, ({"dtype": "float32", "min": 0.0},)),
+)
+ROTTEN = Diagnosis(Cause.DATA, "Row 77 of the data: [0] at [2] is nan; mend or remove it.", rows=(77,))
+CLIMBED = Diagnosis(Cause.EXPLOSION, "The loss jumped and stayed there: lower the learning rate, or clip tighter.")
+FLIPPED = Diagnosis(Cause.CORRUPTION, "`w` went from 0.02 to 1e+37 at [7]: if it returns, suspect the hardware.")
+PASSED = Diagnosis(
+    Cause.TRANSIENT, "The same batch is healthy when it is tried again: if it returns, suspect the hardware."
+)
+
+_KINDS = (
+    (Signal.NONFINITE_GRAD, ROOT, (Action("armor"),), None),
+    (Signal.NONFINITE_BATCH, ROTTEN, (Action("quarantine"),), None),
+    (Signal.LOSS_SPIKE, CLIMBED, (Action("rewind"), Action("lower_lr", {"factor": 0.5})), 125),
+    (Signal.WEIGHTS_JUMP, FLIPPED, (Action("rewind"),), 125),
+    (Signal.NONFINITE_LOSS, PASSED, (Action("repeat"),), None),
+)
+
+
+def incident(number: int, outcome: Outcome | None = Outcome.RECOVERED, **changed: Any) -> Incident:
+    """The incident of that number; kinds take turns."""
+    signal, diagnosis, actions, back = _KINDS[(number - 1) % len(_KINDS)]
+    step = 150 + number
+    anomaly = Anomaly(
+        signal, step, step + 10, step - 3, "loss 8.12 where 2.9 to 3.4 was usual", landed=back is not None
+    )
+    made = Incident(number, anomaly, diagnosis, Decision(actions), back, 38 if back else 1, 0.25, outcome)
+    return replace(made, **changed)
+
+
+def chapter(told: Incident) -> Chapter:
+    """An incident with its times."""
+    at = BEGAN_MS + told.id * 600_000
+    closed = None if told.outcome is None else at + 60_000
+    return Chapter(told, at, at + 300, closed, (Phase("detect", at, at + 2), Phase("diagnose", at + 2, at + 280)))
+
+
+def story(*incidents: Incident, **changed: Any) -> Story:
+    """The story of a run that met these and goes on."""
+    last_good = Checkpoint(250, RUN / "checkpoints" / "step-00000250", "verified", 300)
+    made = Story(
+        directory=RUN,
+        chapters=tuple(map(chapter, incidents)),
+        status=status_of(incidents),
+        step=260,
+        tick=260 + sum(one.steps_lost for one in incidents),
+        steps=300,
+        last_good=last_good,
+        newest=last_good,
+        best=Checkpoint(200, RUN / "best", "best", metrics={"loss": 2.261}),
+        advice=still_open(incidents),
+    )
+    return replace(made, **changed)
+
+
+def updates(at: int, count: int = 100, **changed: Any) -> list[Point]:
+    """Healthy updates around a tick; what is changed, is so at that tick."""
+    made = [
+        Point(tick, tick - 10, 2.5 - tick / 1000, 0.8 + 0.01 * (tick % 7), 1e-3, True)
+        for tick in range(at - count, at + count)
+    ]
+    return [one._replace(**changed) if one.tick == at else one for one in made]

@@ -1,0 +1,134 @@
+"""What a person sees in the morning: MLflow's own pages, in a real browser.
+
+Pictures of all of them are left in build/screenshots, to be looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from browser import Console, chromium, console
+from moody import mlflow_server
+
+from resilient_train.record.delivery import views
+from resilient_train.record.delivery.courier import Courier
+from resilient_train.record.delivery.store import locate
+from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
+
+pytestmark = [
+    pytest.mark.skipif(chromium() is None, reason="chromium is not installed"),
+    pytest.mark.xdist_group("console"),  # one run, one server
+    pytest.mark.timeout(1800),
+]
+
+ROOT = Path(__file__).parents[1]
+SHOTS = ROOT / "build" / "screenshots"
+RUN = ["drill=gauntlet", "drill.faults=[{nan_grad: {at: [20]}}, {bit_flip: {at: [31]}}]"]
+RUN += ["model=mlp", "data=digits", "objective=classification", "run.steps=80", "run.log_every=5", "run.eval_every=40"]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A run that met trouble, on a server."""
+
+    run_dir: Path
+    address: str
+    experiment_id: str
+    run_id: str
+
+    @property
+    def incidents(self) -> list[dict[str, object]]:
+        """What it met, as its directory has it."""
+        return [json.loads(line) for line in (self.run_dir / "incidents.jsonl").read_text().splitlines()]
+
+
+def clean(run_dir: Path, uri: str) -> None:
+    """Deliver what a run leaves that met nothing."""
+    run_dir.mkdir()
+    box = Outbox(run_dir / OUTBOX)
+    box.put(BEGAN, name="clean", tracking_uri=uri, experiment="resilient_train")
+    box.put(METRICS, tick=1, values={"loss": 0.5, "step": 1})
+    box.put(ENDED, status="completed")
+    assert box.close(60)
+    courier = Courier(run_dir, locate(uri, run_dir.parent), "resilient_train")
+    courier.conclude()
+    courier.leave()
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+    place = tmp_path_factory.mktemp("console")
+    command = [sys.executable, "-m", "resilient_train", *RUN, "run.name=troubled", "tracking.drain_s=600"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_dir = place / "runs" / "troubled"
+    known = json.loads((run_dir / "summary.json").read_text())["mlflow"]
+    clean(place / "runs" / "clean", known["tracking_uri"])
+    experiment = re.search(r"experiments/(\d+)/", known["url"])
+    assert experiment is not None
+    with mlflow_server(place, known["tracking_uri"]) as address:
+        yield Shown(run_dir, address, experiment[1], known["run_id"])
+
+
+@pytest.fixture(scope="module")
+def person(shown: Shown) -> Iterator[Console]:
+    with console(shown.address, shown.experiment_id, shown.run_id) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def no_complaints(person: Console) -> Iterator[None]:
+    """None of the pages may complain of what it is given."""
+    person.errors.clear()
+    yield
+    assert person.errors == []
+
+
+def test_the_list_of_runs_says_how_they_fared(person: Console) -> None:
+    person.run_list(views.KEY)
+    for words in ("troubled", "clean", "recovered"):
+        person.page.get_by_text(words, exact=True).first.wait_for()
+    person.alone()
+    person.picture(SHOTS / "runs.png")
+
+
+def test_the_overview_tells_the_story_and_leads_to_its_traces(person: Console, shown: Shown) -> None:
+    table = person.overview()
+    person.alone()
+    rows = table.locator("tr").all_inner_texts()
+    person.picture(SHOTS / "overview.png")
+    assert len(rows) == 1 + len(shown.incidents)
+    assert person.page.get_by_text("Last good checkpoint").count() == 1
+    table.locator("a").first.click()
+    person.page.get_by_text("detect", exact=True).first.wait_for()
+
+
+def test_every_incident_is_a_row_in_the_list_of_traces(person: Console, shown: Shown) -> None:
+    requests = person.traces()
+    person.alone()
+    person.picture(SHOTS / "traces.png")
+    assert requests.count() == len(shown.incidents)
+    requests.first.click()
+    for phase in ("detect", "diagnose", "decide", "resume"):
+        person.page.get_by_text(phase, exact=True).first.wait_for()
+    person.picture(SHOTS / "trace.png")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_picture_of_an_incident_is_among_the_charts(person: Console, shown: Shown, dark: bool) -> None:
+    person.page.emulate_media(color_scheme="dark" if dark else "light")
+    person.charts("incidents")
+    person.alone()
+    image = person.page.locator("img[src^='blob:'], img[src*='get-artifact']").first
+    image.wait_for()
+    assert image.evaluate("one => one.complete && one.naturalWidth > 300")
+    person.picture(SHOTS / f"charts-{'dark' if dark else 'light'}.png")

@@ -1,0 +1,377 @@
+"""Whatever a server does and whoever is killed: in the end MLflow has everything, once.
+
+What MLflow holds is compared with the run directory, row by row. The server is a real one, behind a door that can be
+dead, hang, fail, or swallow the answer to what it has done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from moody import Door, Mood, mlflow_server
+
+from resilient_train import sync
+from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.record.delivery.courier import Courier
+from resilient_train.record.delivery.store import KNOWN, locate
+from resilient_train.record.incidents import IncidentBook
+from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox, entries
+from resilient_train.record.story import told
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+pytestmark = [
+    # MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
+    pytest.mark.xdist_group("delivery"),  # one server for all of it
+    pytest.mark.timeout(900),
+]
+
+ROOT = Path(__file__).parents[1]
+ROWS, INCIDENTS = 450, 3
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with mlflow_server(tmp_path_factory.mktemp("server")) as address:
+        yield address
+
+
+@pytest.fixture
+def door(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    door = Door(server)
+    yield door
+    door.close()
+
+
+# ------------------------------------------------------------------------------------------------- a run, and its proof
+
+
+def met(book: IncidentBook, number: int) -> None:
+    """Meet an incident, and recover from it."""
+    anomaly = Anomaly(Signal.NONFINITE_GRAD, 10 * number, 10 * number, 10 * number - 1, "a NaN", landed=False)
+    incident = Incident(number, anomaly, Diagnosis(Cause.TRANSIENT, "Watch it."), Decision((Action("skip"),)))
+    book.opened(incident)
+    book.treated(incident)
+    book.closed(Incident(number, anomaly, incident.diagnosis, incident.decision, outcome=Outcome.RECOVERED))
+
+
+def trained(
+    run_dir: Path, address: str, experiment: str, rows: range = range(ROWS), incidents: int = INCIDENTS
+) -> Path:
+    """Leave in `run_dir` what a run leaves there that has ended, or a part of it."""
+    run_dir.mkdir(exist_ok=True)
+    box, book = Outbox(run_dir / OUTBOX), IncidentBook(run_dir)
+    box.put(BEGAN, name=run_dir.name, tracking_uri=address, experiment=experiment)
+    box.put(PARAMS, values={f"layer.{index}": str(index) for index in range(120)})
+    for tick in rows:
+        box.put(METRICS, tick=tick, values={"loss": 1 / (tick + 1), "norm": 2.0 * tick}, time_ms=10**12 + 7 * tick)
+    (run_dir / "config.yaml").write_text("run: {}\n")
+    box.put(ARTIFACT, path="config.yaml")
+    for number in range(book.next_id, incidents + 1):
+        met(book, number)
+    (run_dir / "summary.json").write_text(json.dumps({"status": "completed", "exit_code": 0, "steps": ROWS}))
+    box.put(ENDED, status="completed")
+    assert box.close(30)
+    book.close()
+    return run_dir
+
+
+def client_of(address: str) -> MlflowClient:
+    from mlflow import MlflowClient
+
+    return MlflowClient(address)
+
+
+def prove(run_dir: Path, address: str, experiment: str) -> None:
+    """Hold what MLflow has against the run directory: every row, parameter, file, tag and trace, exactly once."""
+    client = client_of(address)
+    home = client.get_experiment_by_name(experiment)
+    assert home is not None
+    [run] = client.search_runs([home.experiment_id])
+    written = [entry for entry, _ in entries(run_dir / OUTBOX) if entry is not None]
+    rows = [one for one in written if one["kind"] == METRICS]
+    for key in ("loss", "norm"):
+        mine = sorted((one["tick"], one["time_ms"], one["values"][key]) for one in rows)
+        theirs = sorted((one.step, one.timestamp, one.value) for one in client.get_metric_history(run.info.run_id, key))
+        assert theirs == mine
+    assert run.data.params == {f"layer.{index}": str(index) for index in range(120)}
+    assert run.info.status == "FINISHED"
+    story = told(run_dir)
+    assert run.data.tags["resilience.status"] == "recovered"
+    assert run.data.tags["resilience.incidents"] == str(len(story.chapters))
+    assert run.data.tags["resilience.cause"] == "transient"
+    assert 0 < len(run.data.tags["mlflow.note.content"]) < 8000
+    assert [one.path for one in client.list_artifacts(run.info.run_id)] == ["config.yaml", "images", "report.md"]
+    pictures = [one.path for one in client.list_artifacts(run.info.run_id, "images") if one.path.endswith(".png")]
+    assert len(pictures) == len(story.chapters)
+    traces = client.search_traces(locations=[home.experiment_id], max_results=500)
+    numbers = sorted(int(trace.info.tags["resilience.incident"]) for trace in traces)
+    assert numbers == [one.incident.id for one in story.chapters]
+    assert all(len(trace.info.assessments) == 1 for trace in traces)
+
+
+def courier(run_dir: Path, address: str, experiment: str) -> Courier:
+    return Courier(run_dir, locate(address, run_dir.parent), experiment)
+
+
+# ----------------------------------------------------------------------------------------------------------- the server
+
+
+@pytest.mark.parametrize("mood", ["dead", "hang", "fail", "swallow"])
+def test_a_server_that_is_not_well_from_the_start_gets_everything_later(
+    tmp_path: Path, door: Door, server: str, mood: Mood
+) -> None:
+    """Each attempt raises, none does harm: not even where the server did what it was asked for and nobody heard."""
+    experiment = f"from the start {mood}"
+    run_dir = trained(tmp_path / "run", door.address, experiment)
+    door.mood = mood
+    one = courier(run_dir, door.address, experiment)
+    for _ in range(2):
+        with pytest.raises(Exception, match=r"."):
+            one.deliver()
+    door.mood = "pass"
+    one.conclude()
+    prove(run_dir, server, experiment)
+
+
+@pytest.mark.parametrize("mood", ["dead", "swallow"])
+def test_at_whatever_request_a_server_fails_nothing_is_lost_or_doubled(
+    tmp_path: Path, door: Door, server: str, mood: Mood, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The door shuts after the first request, then after the second one, and so on; with a new process each time."""
+    from mlflow.utils import rest_utils
+
+    experiment = f"at each request {mood}"
+    run_dir = trained(tmp_path / "run", door.address, experiment, range(250), incidents=1)
+    really: Any = rest_utils.http_request
+    left = 0
+
+    def counted(*args: object, **kwargs: object) -> object:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            door.mood = mood
+        return really(*args, **kwargs)
+
+    for module in [one for one in sys.modules.values() if getattr(one, "http_request", None) is really]:
+        monkeypatch.setattr(module, "http_request", counted)
+    for at in range(1, 200):
+        left, door.mood = at, "pass"
+        one = courier(run_dir, door.address, experiment)
+        try:
+            one.conclude()
+        except Exception:
+            one.leave()
+            continue
+        break
+    left, door.mood = 0, "pass"
+    assert at > 10
+    prove(run_dir, server, experiment)
+
+
+def test_a_lost_cursor_costs_time_and_nothing_else(tmp_path: Path, server: str) -> None:
+    """Everything is delivered again, and finds itself there."""
+    run_dir = trained(tmp_path / "run", server, "cursor")
+    for _ in range(3):
+        one = courier(run_dir, server, "cursor")
+        one.conclude()
+        one.leave()
+        (run_dir / KNOWN).unlink()
+    prove(run_dir, server, "cursor")
+
+
+def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, server: str) -> None:
+    """With more rows and incidents, in another process, from another machine's copy of the folder."""
+    run_dir = trained(tmp_path / "run", server, "goes on", range(200), incidents=1)
+    first = courier(run_dir, server, "goes on")
+    first.conclude()
+    first.leave()
+    moved = run_dir.rename(tmp_path / "moved")
+    trained(moved, server, "goes on", range(200, ROWS), incidents=INCIDENTS)
+    second = courier(moved, server, "goes on")
+    second.conclude()
+    prove(moved, server, "goes on")
+    assert second.run == first.run
+
+
+def test_what_a_server_refuses_for_good_is_said_and_holds_up_nothing(tmp_path: Path, server: str) -> None:
+    """A parameter that changes its value, and a file that is gone."""
+    run_dir = trained(tmp_path / "run", server, "refused")
+    box = Outbox(run_dir / OUTBOX)
+    box.put(PARAMS, values={"layer.7": "another"})
+    box.put(ARTIFACT, path="gone.txt")
+    assert box.close(30)
+    first = courier(run_dir, server, "refused")
+    first.conclude()
+    assert len(first.report.refused) == 2
+    prove(run_dir, server, "refused")
+
+
+# ----------------------------------------------------------------------------------------------- processes and commands
+
+LIVE = """
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, sys.argv[4])
+from resilient_train.record.tracking import TrackingConfig, build
+from test_delivery import met, IncidentBook
+
+run_dir, address, experiment = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+run_dir.mkdir(exist_ok=True)
+tracker = build(TrackingConfig("mlflow", address, experiment, False, float(sys.argv[5])), run_dir, run_dir.parent)
+tracker.params({f"layer.{index}": index for index in range(120)})
+tracker.begin()
+(run_dir / "config.yaml").write_text("run: {}")
+tracker.artifact(run_dir / "config.yaml")
+book = IncidentBook(run_dir)
+for number in range(book.next_id, 4):
+    met(book, number)
+tick = 0
+while not (run_dir / "end").exists():
+    tracker.metrics(tick, {"loss": 1 / (tick + 1), "norm": 2.0 * tick}, 10**12 + 7 * tick)
+    tick += 1
+    if tick == 300:
+        print("under way", flush=True)
+    time.sleep(0.002)
+began = time.monotonic()
+(run_dir / "summary.json").write_text('{"status": "completed", "exit_code": 0}')
+run = tracker.finish("completed")
+print(time.monotonic() - began, run is not None, tracker._courier._process.pid, flush=True)
+"""
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a program that has something to track until it finds a file named `end`."""
+    started = []
+    script = tmp_path / "live.py"
+    script.write_text(LIVE)
+
+    def start(run_dir: Path, address: str, experiment: str, drain_s: float = 60.0) -> subprocess.Popen[str]:
+        command = [sys.executable, str(script), str(run_dir), address, experiment, str(ROOT / "tests"), str(drain_s)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "under way\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str], run_dir: Path) -> tuple[float, bool, int]:
+    """Let it end; return how long that took, whether it knew its run, and the process that delivered."""
+    (run_dir / "end").touch()
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    seconds, knew, pid = out.split()
+    return float(seconds), knew == "True", int(pid)
+
+
+def test_a_run_is_there_while_it_goes_on_and_whole_at_its_end(
+    tmp_path: Path, live: Callable[..., subprocess.Popen[str]], server: str
+) -> None:
+    run_dir = tmp_path / "run"
+    process = live(run_dir, server, "live")
+    client = client_of(server)
+    while (home := client.get_experiment_by_name("live")) is None or not (
+        runs := client.search_runs([home.experiment_id], "metrics.norm > 100")
+    ):
+        time.sleep(0.1)
+    assert runs[0].info.status == "RUNNING"
+    assert ended(process, run_dir)[1]
+    prove(run_dir, server, "live")
+
+
+def test_a_trainer_that_is_killed_is_made_up_for(
+    tmp_path: Path,
+    live: Callable[..., subprocess.Popen[str]],
+    door: Door,
+    server: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The server hangs, the trainer is killed, and nobody outlives it for long; then `sync`, twice."""
+    run_dir = tmp_path / "run"
+    process = live(run_dir, door.address, "killed")
+    while not (run_dir / KNOWN).exists():
+        time.sleep(0.05)
+    door.mood = "hang"
+    [courier_pid] = _children(process.pid)
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 60
+    while Path(f"/proc/{courier_pid}").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{courier_pid}").exists()
+    door.mood = "pass"
+    (run_dir / "summary.json").write_text('{"status": "completed", "exit_code": 0}')
+    box = Outbox(run_dir / OUTBOX)
+    box.put(ENDED, status="completed")
+    assert box.close(30)
+    assert sync.main([str(run_dir)]) == 0
+    assert "MLflow at" in capsys.readouterr().out
+    assert sync.main([str(run_dir)]) == 0
+    assert "nothing was left" in capsys.readouterr().out
+    prove(run_dir, server, "killed")
+
+
+@pytest.mark.parametrize("mood", ["dead", "hang"])
+def test_the_end_of_a_run_waits_no_longer_than_allowed_and_says_what_is_left(
+    tmp_path: Path, live: Callable[..., subprocess.Popen[str]], door: Door, server: str, mood: Mood
+) -> None:
+    """Nothing of what it started is left, and `sync` has the rest, also from a copy of the folder."""
+    run_dir, experiment = tmp_path / "run", f"drain {mood}"
+    door.mood = mood
+    process = live(run_dir, door.address, experiment, 4.0)
+    seconds, knew, pid = ended(process, run_dir)
+    assert not knew
+    assert seconds < 60  # of a machine that is busy; far below what a client of MLflow waits by itself
+    assert not Path(f"/proc/{pid}").exists()
+    assert sync.main([str(run_dir)]) == 1
+    door.mood = "pass"
+    assert sync.main([str(run_dir)]) == 0
+    prove(run_dir, server, experiment)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] or [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("nothing there", OUTBOX), ("no address", "--uri"), ("a secret", "MLFLOW_TRACKING_URI"), ("elsewhere", "--uri")],
+)
+def test_sync_says_in_one_line_what_it_lacks(
+    tmp_path: Path, what: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    address = {"a secret": "http://***@127.0.0.1:1", "elsewhere": "sqlite:////not/here/mlflow.db"}
+    if what != "nothing there":
+        box = Outbox(run_dir / OUTBOX)
+        if what != "no address":
+            box.put(BEGAN, name="run", tracking_uri=address[what], experiment="e")
+        box.put(METRICS, tick=1, values={"loss": 1.0})
+        assert box.close(30)
+    assert sync.main([str(run_dir)]) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1

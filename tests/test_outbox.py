@@ -1,0 +1,120 @@
+"""What is noted is in the file in its order, whatever the disk and the end of the process do."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from resilient_train import files
+from resilient_train.record import outbox
+from resilient_train.record.journal import plain, seal, unseal
+from resilient_train.record.outbox import OUTBOX, Outbox, entries
+
+
+def read(path: Path, start: int = 0) -> list[tuple[str, object]]:
+    return [("damaged", None) if one is None else (one["kind"], one.get("tick")) for one, _ in entries(path, start)]
+
+
+def test_entries_are_there_in_their_order_with_numbers_and_times(tmp_path: Path) -> None:
+    box = Outbox(tmp_path / OUTBOX)
+    for tick in range(100):
+        box.put("metrics", tick=tick, values={"loss": 0.5 * tick})
+    assert box.close(30)
+    found = [one for one, _ in entries(tmp_path / OUTBOX)]
+    assert [one["n"] for one in found if one] == list(range(1, 101))
+    assert [one["values"] for one in found if one] == [{"loss": 0.5 * tick} for tick in range(100)]
+    times = [one["at"] for one in found if one]
+    assert times == sorted(times)
+
+
+def test_the_next_process_goes_on_behind_the_last_whole_entry(tmp_path: Path) -> None:
+    path = tmp_path / OUTBOX
+    for process in range(3):
+        box = Outbox(path)
+        box.put("metrics", tick=process)
+        assert box.close(30)
+        with path.open("a") as file:
+            file.write('{"n": 99, "at": 1, "kind": "met')  # a kill in the middle of a line
+    assert read(path) == [("metrics", 0), ("metrics", 1), ("metrics", 2)]
+    assert [one["n"] for one, _ in entries(path) if one] == [1, 2, 3]
+
+
+def test_a_reader_goes_on_where_it_was_and_takes_no_half_line(tmp_path: Path) -> None:
+    path, box = tmp_path / OUTBOX, Outbox(tmp_path / OUTBOX)
+    box.put("metrics", tick=1)
+    assert box.close(30)
+    [(_, end)] = entries(path)
+    whole = path.read_bytes()
+    for cut in range(1, len(whole)):
+        path.write_bytes(whole + whole[:cut])
+        assert list(entries(path, end)) == []
+    path.write_bytes(whole + whole)
+    assert read(path, end) == [("metrics", 1)]
+    assert read(path, 10**9) == [("metrics", 1), ("metrics", 1)]  # another file than the one that was read before
+
+
+def test_a_damaged_line_costs_only_itself(tmp_path: Path) -> None:
+    path, box = tmp_path / OUTBOX, Outbox(tmp_path / OUTBOX)
+    for tick in range(3):
+        box.put("metrics", tick=tick)
+    assert box.close(30)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1].replace(b'"tick": 1', b'"tick": 7') + lines[2])
+    assert read(path) == [("metrics", 0), ("damaged", None), ("metrics", 2)]
+
+
+class Full(files.Disk):
+    """A disk that takes nothing until there is room."""
+
+    def __init__(self) -> None:
+        self.has_room, self.refused = False, threading.Event()
+
+    def write(self, descriptor: int, data: memoryview, at: int) -> int:
+        if not self.has_room:
+            self.refused.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(descriptor, data, at)
+
+
+def test_a_full_disk_is_waited_for_in_memory_and_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Full()
+    monkeypatch.setattr(files, "disk", disk)
+    monkeypatch.setattr(outbox, "TRY_AGAIN_S", 0.01)
+    box = Outbox(tmp_path / OUTBOX)
+    for tick in range(5):
+        box.put("metrics", tick=tick)
+        assert disk.refused.wait(30)
+        disk.refused.clear()
+    disk.has_room = True
+    assert box.close(30)
+    assert read(tmp_path / OUTBOX) == [("metrics", tick) for tick in range(5)]
+    assert len(caplog.messages) == 1
+
+
+def test_a_disk_that_stays_full_bounds_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "disk", Full())
+    monkeypatch.setattr(outbox, "MOST_WAITING", 10)
+    box = Outbox(tmp_path / OUTBOX)
+    for tick in range(25):
+        box.put("metrics", tick=tick)
+    assert not box.close(30)
+    assert box.dropped == 15
+
+
+@given(st.dictionaries(st.text(), st.floats() | st.integers() | st.text() | st.none() | st.booleans()))
+def test_any_values_come_back_as_json_has_them(values: dict[str, object]) -> None:
+    line = seal(json.dumps(plain({"n": 1, "at": 2, "kind": "params", "values": values})))
+    entry = unseal(line[:-1])
+    assert entry is not None
+    for key, value in values.items():
+        is_odd = isinstance(value, float) and not math.isfinite(value)
+        assert entry["values"][key] == (str(value) if is_odd else value)

@@ -1,0 +1,161 @@
+"""The pictures of incidents: all of it is seen, on any page, in a small file; and nobody's matplotlib is touched."""
+
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+from stories import ROOT, chapter, incident, story, updates
+
+from resilient_train.events import Culprit, Outcome
+from resilient_train.record.delivery.drawing import _way_back
+from resilient_train.record.delivery.pictures import draw, draw_overview
+from resilient_train.record.delivery.sheet import BAD, CURVE, EDGE, GONE, GOOD, PAPER, TINT
+from resilient_train.record.surroundings import Point
+
+MOST_BYTES = 60_000
+REFUSED = chapter(incident(1))  # at tick 161
+REWOUND = chapter(incident(3))  # at tick 163, from step 153 to 125
+NAN, INF = math.nan, math.inf
+
+
+def colour(name: str) -> tuple[int, int, int]:
+    return int(name[1:3], 16), int(name[3:5], 16), int(name[5:], 16)
+
+
+def pixels(png: bytes) -> Image.Image:
+    assert png.startswith(b"\x89PNG")
+    assert len(png) < MOST_BYTES
+    return Image.open(io.BytesIO(png)).convert("RGB")
+
+
+def amount(png: bytes, name: str, *, of_height: tuple[float, float] = (0, 1)) -> int:
+    """How many pixels of a colour there are, in a part of the picture."""
+    picture = pixels(png)
+    top, bottom = (round(part * picture.height) for part in of_height)
+    part = picture.crop((0, top, picture.width, bottom))
+    counted = part.getcolors(part.width * part.height) or []
+    return next((count for count, rgb in counted if rgb == colour(name)), 0)
+
+
+def test_a_picture_is_a_sheet_of_its_own() -> None:
+    """With an edge for white pages, and paper for black ones."""
+    picture = pixels(draw(REFUSED, updates(161)))
+    assert picture.getpixel((1, 1)) == colour(EDGE)
+    assert picture.getpixel((12, 12)) == colour(PAPER)
+
+
+def test_what_was_refused_is_marked() -> None:
+    """A cross where the curve has a gap."""
+    accepted, refused = draw(REFUSED, updates(161)), draw(REFUSED, updates(161, accepted=False))
+    assert amount(refused, BAD) > amount(accepted, BAD)
+
+
+@pytest.mark.parametrize("value", [NAN, INF, 1e38])
+def test_what_has_no_place_on_the_axis_is_shown_at_its_edge(value: float) -> None:
+    """Instead of vanishing, or of flattening all else; on both curves."""
+    healthy, broken = draw(REFUSED, updates(161)), draw(REFUSED, updates(161, loss=value, grad_norm=value))
+    for half in ((0.1, 0.57), (0.57, 0.88)):
+        assert amount(broken, BAD, of_height=half) > amount(healthy, BAD, of_height=half) + 20
+        assert amount(broken, CURVE, of_height=half) > 0.9 * amount(healthy, CURVE, of_height=half)
+
+
+def test_a_rewind_is_an_arrow_over_what_was_undone() -> None:
+    """From the incident back to the update that the run went on from."""
+    there = draw(REWOUND, updates(163))
+    without = draw(chapter(replace(REWOUND.incident, rewound_to=None)), updates(163))
+    for name in (TINT, GONE):
+        assert amount(there, name) > 10 * amount(without, name)
+    assert amount(there, GOOD) > amount(without, GOOD)
+
+
+def test_an_outcome_has_its_colour() -> None:
+    """Green only what has recovered."""
+    pictures = {one: draw(chapter(incident(5, one)), updates(165)) for one in (*Outcome, None)}
+    words = {one: amount(picture, GOOD, of_height=(0, 0.15)) for one, picture in pictures.items()}
+    assert words[Outcome.RECOVERED] > 100
+    assert words[None] == words[Outcome.RECURRED] == words[Outcome.GAVE_UP] == 0
+
+
+STEPS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 2), (6, 3), (7, 4), (8, 4)]  # ticks and steps; a rewind behind tick 4
+
+
+@pytest.mark.parametrize(
+    ("at", "to", "back"),
+    [
+        (4, 2, 2),
+        (4, 0, 1),  # too long ago: the first there is
+        (7, 2, 5),
+        (7, 1, 4),  # the rewind before had led there
+        (8, 3, 6),
+    ],
+)
+def test_the_way_back_ends_at_the_last_update_that_made_the_step(at: int, to: int, back: int) -> None:
+    """A step may have been made more than once: what counts is the way that the run was on."""
+    points = [Point(tick, step, 1.0, 1.0, 1e-3, tick != 8) for tick, step in STEPS]
+    one = incident(3, rewound_to=to)
+    way = _way_back(replace(one, anomaly=replace(one.anomaly, tick=at)), points)
+    assert way is not None
+    assert (way.at, way.back) == (at, back)
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [],
+        updates(163, 1),
+        [Point(163, 153, NAN, NAN, NAN, False)],
+        [Point(tick, 0, 0.0, 0.0, 0.0, True) for tick in range(5)],
+        [Point(tick, tick, -tick, INF, 1e-3, tick % 2 == 0) for tick in range(150, 170)],
+        [Point(tick, tick, 10.0 ** (tick - 160), 10.0 ** (3 * tick - 480), 1e-3, True) for tick in range(150, 170)],
+        updates(163, 3_000),
+    ],
+    ids=["none", "two", "only a NaN", "all zero", "negative", "explosion", "many"],
+)
+def test_any_numbers_make_a_picture(points: list[Point]) -> None:
+    """Nothing in them is a reason to have none."""
+    assert amount(draw(REWOUND, points), PAPER) > 100_000
+
+
+def test_a_picture_is_always_the_same() -> None:
+    """What is shown again differs in nothing."""
+    assert draw(REWOUND, updates(163)) == draw(REWOUND, updates(163))
+
+
+def test_words_of_strangers_are_drawn_as_they_are() -> None:
+    """No mathematics, no missing letters, no lines that run out of the sheet."""
+    words = "$x^$ \\frac \n \u4e2d\u6587 \U0001f525 " + "w" * 500
+    strange = replace(ROOT, culprit=Culprit("forward", words, words, f"/{words}", 3))
+    picture = pixels(draw(chapter(incident(1, diagnosis=strange)), updates(161)))
+    at_the_right = picture.crop((picture.width - 12, 4, picture.width - 4, picture.height - 4))
+    assert at_the_right.getcolors() == [(at_the_right.width * at_the_right.height, colour(PAPER))]
+
+
+@pytest.mark.parametrize("count", [1, 9, 200])
+def test_the_overview_has_all_incidents_in_one_picture(count: int) -> None:
+    """A lane for each cause, a mark for each outcome."""
+    outcomes = (Outcome.RECOVERED, Outcome.RECURRED, Outcome.GAVE_UP, None)
+    one_of_each = story(*[incident(at, outcomes[at % 4]) for at in range(1, count + 1)])
+    assert amount(draw_overview(one_of_each), PAPER) > 100_000
+    recovered = story(*[incident(at) for at in range(1, count + 1)])
+    assert amount(draw_overview(recovered), GOOD) > 50
+
+
+def test_drawing_leaves_matplotlib_as_it_was() -> None:
+    """No state of pyplot, no setting, no font of somebody else's: it may be drawn in anybody's process."""
+    program = (
+        "import sys, matplotlib\n"
+        "from stories import chapter, incident, updates\n"
+        "from resilient_train.record.delivery.pictures import draw\n"
+        "before = matplotlib.rcParams.copy()\n"
+        "draw(chapter(incident(3)), updates(163))\n"
+        "print('matplotlib.pyplot' in sys.modules)\n"  # to look at a setting would import it
+        "print(dict.__eq__(matplotlib.rcParams, before))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=sys.path[0])
+    assert ran.stdout.split() == ["False", "True"]

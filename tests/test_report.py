@@ -1,0 +1,332 @@
+"""What a person reads of a run in MLflow: the verdict first, and all of it, whatever a stranger has named his files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as some
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from stories import CLIMBED, PASSED, ROOT, ROTTEN, RUN, incident, story
+
+from resilient_train.events import Culprit, Decision, Incident, Outcome
+from resilient_train.record.delivery.markdown import code, link, text, worded
+from resilient_train.record.delivery.report import note, report
+from resilient_train.record.left import Checkpoint
+from resilient_train.record.mending import still_open
+from resilient_train.record.story import Story, told
+
+LIMIT = 8_000  # characters of a tag in MLflow
+HOSTILE = "a|b`c`\n# <script>alert(1)</script> [x](http://evil) ![y](z) **b** __init__ ~~s~~ :smile: @me &amp; \\| $x$"
+
+READER = MarkdownIt("commonmark").enable("table")
+SYNTAX = list("|`*_[]<>()\\\n#-=~:@&!.$")
+strange = some.text(some.characters(exclude_categories=["Cs"]) | some.sampled_from(SYNTAX), max_size=80)
+
+
+def url(number: int) -> str:
+    return f"http://127.0.0.1:5000/#/experiments/1/runs/0123456789abcdef/traces?selectedEvaluationId=tr-{number:032x}"
+
+
+def nowhere(number: int) -> None:
+    return None
+
+
+def inline(markdown: str) -> Iterator[Token]:
+    """All that stands in the lines, the cells included."""
+    for block in READER.parse(markdown):
+        yield block
+        yield from block.children or ()
+
+
+def plain(markdown: str) -> str:
+    """What a person sees of it."""
+    return "".join(one.content for one in inline(markdown) if one.type in ("text", "code_inline"))
+
+
+def shown(raw: str) -> str:
+    """What a person is to see of words: all of them, in one line."""
+    return "".join(one if one.isprintable() else "?" for one in " ".join(raw.split()))
+
+
+def cells(markdown: str) -> list[list[str]]:
+    """The rows of all tables."""
+    rows: list[list[str]] = []
+    blocks = READER.parse(markdown)
+    for at, block in enumerate(blocks):
+        if block.type == "tr_open":
+            rows.append([])
+        elif block.type in ("td_open", "th_open"):
+            content = blocks[at + 1].children or []
+            rows[-1].append("".join(one.content for one in content).strip())
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------------------- words
+
+
+@given(raw=strange)
+def test_words_are_shown_as_they_are(raw: str) -> None:
+    """Nothing in them is taken for markdown, HTML or a link, and they stay in their cell."""
+    for form in (text, code):
+        markdown = f"| a | b |\n| --- | --- |\n| {form(raw)} | c |\n"
+        assert cells(markdown)[1:] == [[shown(raw), "c"]]
+        assert not {one.type for one in inline(markdown)} & {
+            "html_inline",
+            "html_block",
+            "link_open",
+            "image",
+            "em_open",
+        }
+
+
+@given(raw=strange, most=some.integers(10, 60))
+def test_words_keep_to_their_room(raw: str, most: int) -> None:
+    """The limit is of the markdown, however many of its characters it takes to show one."""
+    for form in (text, code, worded):
+        assert len(form(raw, most)) <= most
+
+
+def test_names_between_backticks_are_code_again() -> None:
+    """An advice names operations so; one that has an odd number of them is only text."""
+    assert worded("`log` at a_b.py:3 [x]") == r"`log` at a\_b.py:3 \[x\]"
+    assert worded("`log at") == "log at"
+
+
+@pytest.mark.parametrize("address", ["javascript:alert(1)) [x](", "http://a b", "x" * 500, "http://a|b", None])
+def test_an_address_that_is_none_is_no_link(address: str | None) -> None:
+    assert link("7", address) == "7"
+
+
+# ---------------------------------------------------------------------------------------------------------------- note
+
+
+def test_a_clean_run_gets_a_short_and_pleasant_note() -> None:
+    """No table, no list of what to change."""
+    summary = {"status": "completed", "exit_code": 0, "seconds": 7800.0, "final_loss": 2.369, "eval": {"loss": 2.327}}
+    said = note(story(step=300, tick=300, summary=summary), nowhere)
+    assert said.splitlines()[0] == (
+        "**All is well**: 300 steps in 2:10:00; no incidents. Recent loss 2.369, evaluation loss 2.327."
+    )
+    assert len(said) < 600
+    assert "What" not in said
+
+
+def test_the_verdict_comes_first_then_what_to_change_then_the_incidents() -> None:
+    """Read in this order, somebody in a hurry may stop at any line."""
+    said = note(story(*map(incident, range(1, 8))), url)
+    assert said.startswith("**All is well so far**: at step 260 of 300; 7 incidents (2 operation, 2 data, 1 explosion")
+    places = [
+        said.index(part) for part in ("What to change", "What went wrong", "Last good checkpoint", "The same command")
+    ]
+    assert places == sorted(places)
+    first, *rows = cells(said)
+    assert first[0] == "#"
+    assert first[2:] == ["step", "what", "cause", "cure", "outcome", "cost"]
+    assert [row[0] for row in rows] == ["7", "6", "5", "4", "3", "2", "1"]
+    assert rows[-1][2:] == [
+        *("151", "a gradient is not finite, refused", "operation: sqrt, examples/culprits.py:33"),
+        *("put armor around that line", "recovered", "1 step, 0.25 s"),
+    ]
+    assert url(7) in said
+
+
+@pytest.mark.parametrize(
+    ("changed", "words", "next_time"),
+    [
+        ({}, "Recovering", "is refused while this run is at work"),
+        ({"status": "gave_up", "summary": {"status": "gave_up"}}, "Gave up, somebody has to look", "ends with 3"),
+        ({"status": "preempted", "summary": {"status": "preempted"}}, "Stopped on request", "goes on from step 250"),
+        ({"status": "failed", "summary": {}, "newest": None, "why": "RuntimeError: x"}, "Failed", "at step 0 again"),
+        ({"status": "recovered", "summary": {"status": "completed"}}, "All is well", "the run is complete"),
+    ],
+)
+def test_every_status_has_its_verdict_and_says_what_the_same_command_would_do(
+    changed: dict[str, object], words: str, next_time: str
+) -> None:
+    """A person reads whether to do something, and what."""
+    said = note(story(incident(1), incident(2, None), **changed), nowhere)
+    assert said.startswith(f"**{words}**: ")
+    assert next_time in said
+    assert str(changed.get("why", "")) in said
+
+
+def test_two_hundred_incidents_fit_as_far_as_they_do_and_the_rest_is_summed_up() -> None:
+    """As many as there is room for, the others by cause."""
+    said = note(story(*map(incident, range(1, 201))), url)
+    assert len(said) < LIMIT
+    rows = [row for row in cells(said) if len(row) == 8][1:]
+    assert 10 <= len(rows) < 200
+    assert [int(row[0]) for row in rows] == list(range(200, 200 - len(rows), -1))
+    assert f"And {200 - len(rows)} before them" in said
+    assert ["explosion", "40", "40", "1,520", "348"] in cells(said)
+
+
+def hostile(one: Incident, words: str) -> Incident:
+    """An incident all of whose words somebody else has chosen."""
+    culprit = Culprit("forward", words, words, f"/{words * 20}/{words}.py", 3, ({words: words},))
+    diagnosis = replace(ROOT, advice=words, culprit=culprit, rows=tuple(range(30)))
+    decision = Decision(one.decision.actions, 0, words if one.outcome is Outcome.GAVE_UP else None)
+    return replace(one, anomaly=replace(one.anomaly, evidence=words), diagnosis=diagnosis, decision=decision)
+
+
+@settings(max_examples=25, deadline=None)
+@given(words=some.lists(strange, min_size=1, max_size=3), count=some.sampled_from((1, 3, 8)))
+@example(words=[HOSTILE], count=40)
+def test_whatever_was_named_the_note_is_under_the_limit_and_its_table_whole(words: list[str], count: int) -> None:
+    """Names of files, modules and rows, advice, errors, paths: of strangers, and as long as they like."""
+    outcomes = (Outcome.RECOVERED, None, Outcome.GAVE_UP)
+    met = [hostile(incident(at, outcomes[at % 3]), words[at % len(words)]) for at in range(1, count + 1)]
+    place = Path("/", *[words[0].replace("\0", "") or "x"] * 40)
+    kept = Checkpoint(7, place, "verified", metrics={words[-1]: 1.0})
+    remedies = {
+        "armor": [{"op": words[0], "file": words[0], "line": 3}] * 9,
+        "knobs": {"lr": 0.5},
+        "skipped": [[1, 9], 3],
+    }
+    of = story(
+        *met, status="failed", why=words[0], last_good=kept, newest=kept, best=kept, remedies=remedies, directory=place
+    )
+    said = note(of, url)
+    assert len(said) < LIMIT
+    tables = cells(said)
+    assert {len(row) for row in tables} <= {8, 5}
+    rows = [row for row in tables if len(row) == 8]
+    assert [int(row[0]) for row in rows[1:]] == list(range(count, count - len(rows) + 1, -1))
+    assert len(rows) > min(count, 2)
+    for markdown in (said, report(of, url)):
+        kinds = {one.type for one in inline(markdown)}
+        assert not kinds & {"html_inline", "html_block", "image", "fence", "code_block", "blockquote_open", "hr"}
+        assert {str(one.attrs.get("href")) for one in inline(markdown) if one.type == "link_open"} <= set(
+            map(url, range(1, 201))
+        )
+
+
+def test_paths_of_four_thousand_characters_keep_their_end() -> None:
+    """What counts of a path is its end; the report has all of it."""
+    path = Path("/" + "d" * 4_000) / "checkpoints" / "step-00000007"
+    kept = Checkpoint(7, path, "verified")
+    of = story(incident(1), last_good=kept, newest=kept)
+    said = note(of, nowhere)
+    assert "/checkpoints/step-00000007" in said
+    assert len(said) < 3_000
+    assert str(path) in report(of, nowhere)
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def test_the_report_has_every_incident_with_all_that_is_known_of_it() -> None:
+    """Evidence, culprit, inputs, what was done, times and advice."""
+    said = plain(report(story(*map(incident, range(1, 31)), quarantined={77: "nan at [2]"}), nowhere))
+    for number in range(1, 31):
+        assert f"{number}. Step {150 + number}: " in said
+    for part in (
+        "loss 8.12 where 2.9 to 3.4 was usual",
+        "sqrt in model.norm, /home/u/examples/culprits.py:33, backward",
+        "dtype float32, min 0.0",
+        "lower_lr(factor=0.5)",
+        "detect 0.002 s, diagnose 0.278 s",
+        "step 158 is the last to be trusted",
+        "nan at [2]",
+    ):
+        assert part in said, part
+
+
+# -------------------------------------------------------------------------------------------------------------- advice
+
+
+def test_advice_is_told_once_for_each_line_cause_and_all_rows_the_most_important_first() -> None:
+    """First what was not cured, then what is not cured yet, lines, rows, settings; not what passed and stayed away."""
+    met = [
+        incident(1, diagnosis=CLIMBED),
+        incident(2, diagnosis=ROTTEN),
+        incident(3, diagnosis=ROOT),
+        incident(4, diagnosis=PASSED),
+        incident(5, diagnosis=ROOT),
+        incident(6, diagnosis=replace(ROTTEN, rows=(9,))),
+        incident(7, None, diagnosis=replace(PASSED, advice="open")),
+        incident(8, Outcome.GAVE_UP, diagnosis=replace(PASSED, advice="gave up")),
+    ]
+    advice = [(one.text, one.incidents) for one in still_open(met)]
+    assert advice == [
+        ("gave up", (8,)),
+        ("open", (7,)),
+        (ROOT.advice, (3, 5)),
+        ("Mend or remove rows 9, 77 of the data: quarantine.json says of each why.", (2, 6)),
+        (CLIMBED.advice, (1,)),
+    ]
+    returned = [incident(1, diagnosis=PASSED), incident(2, diagnosis=PASSED)]
+    passed = [replace(one, anomaly=replace(one.anomaly, signal=returned[0].anomaly.signal)) for one in returned]
+    assert [one.text for one in still_open(passed)] == [PASSED.advice]
+    assert still_open([incident(4)]) == ()
+
+
+# --------------------------------------------------------------------------------------------------------------- story
+
+
+def saved(run_dir: Path, name: str, **said: object) -> Path:
+    """A checkpoint, as far as a story reads it."""
+    place = run_dir / "checkpoints" / name
+    place.mkdir(parents=True)
+    (place / "tree.json").write_text("{}")
+    manifest = {"files": {"tree.json": {"bytes": 2, "sha256": ""}}, "remedies": {"tick": said.get("tick")}, **said}
+    (place / "manifest.json").write_text(json.dumps(manifest))
+    return place
+
+
+def test_a_story_knows_what_is_left_of_a_run(tmp_path: Path) -> None:
+    """The newest proven checkpoint is the last good one; what is demoted, cut off or no checkpoint counts nowhere."""
+    good = saved(tmp_path, "step-00000050", kind="verified", step=50, tick=70)
+    saved(tmp_path, "step-00000025", kind="verified", step=25, tick=25)
+    left = saved(tmp_path, "step-00000060", kind="candidate", step=60, tick=80)
+    saved(tmp_path, "step-00000070", kind="demoted", step=70, tick=90)
+    cut = saved(tmp_path, "step-00000080", kind="verified", step=80, tick=95)
+    (cut / "tree.json").write_text("{")
+    (tmp_path / "checkpoints" / "step-00000090").mkdir()
+    saved(tmp_path, "step-00000095", kind="verified", step="95", tick=99)
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best" / "weights.safetensors").write_text("")
+    (tmp_path / "best" / "best.json").write_text(json.dumps({"step": 40, "loss": 0.5, "odd": "x", "nan": float("nan")}))
+    rows = [{"row": 3, "reason": "rotten"}, {"row": "x"}, 7]
+    (tmp_path / "quarantine.json").write_text(json.dumps({"rows": rows}))
+    (tmp_path / "config.yaml").write_text("run: {steps: 300}")
+    (tmp_path / "summary.json").write_text(
+        json.dumps({"status": "preempted", "exit_code": 75, "steps": 60, "ticks": 80})
+    )
+    of = told(tmp_path)
+    assert (of.status, of.step, of.tick, of.steps) == ("preempted", 60, 80, 300)
+    assert of.last_good is not None
+    assert (of.last_good.path, of.last_good.step) == (good, 50)
+    assert of.newest is not None
+    assert (of.newest.path, of.newest.is_verified) == (left, False)
+    assert of.best == Checkpoint(40, tmp_path / "best", "best", metrics={"loss": 0.5})
+    assert of.quarantined == {3: "rotten"}
+    assert of.remedies == {"tick": 80}
+    assert re.search(r"Newer, its proof not finished\*\*: step 60", note(of, nowhere))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "{", '{"step": -1}', '{"kind": "verified", "step": true}', "\0"])
+def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_path: Path) -> None:
+    """Nothing that lies there is taken for granted."""
+    for name in ("summary.json", "quarantine.json", "config.yaml", "journal.jsonl", "progress", "train.log"):
+        (tmp_path / name).write_text(content)
+    for folder, name in (("checkpoints/step-00000001", "manifest.json"), ("best", "best.json")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / name).write_text(content)
+    of: Story = told(tmp_path)
+    assert (of.status, of.last_good, of.newest, of.best, dict(of.quarantined)) == ("clean", None, None, None, {})
+    assert note(of, nowhere).startswith("**All is well so far**: at step 0; no incidents.")
+
+
+def test_the_directory_of_the_story_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path in MLflow is read somewhere else."""
+    monkeypatch.chdir(tmp_path)
+    assert told(Path("run")).directory == tmp_path / "run"
+    assert story().directory == RUN

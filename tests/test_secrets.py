@@ -1,0 +1,265 @@
+"""Passwords and tokens: written down, printed and sent nowhere, while ordinary text stays as it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command import command
+from hypothesis import given
+from hypothesis import strategies as st
+from warm import ENVIRONMENT
+
+from resilient_train import incidents, secrets, status, sync
+from resilient_train.config.compose import load
+from resilient_train.record.journal import Journal
+from resilient_train.secrets import MASK, is_secret, learn, masked, masked_override, masked_tree
+
+MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Leaky"]
+MINE += ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "data.batch_size=8"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test has told is no secret in the next."""
+    monkeypatch.setattr(secrets, "_learned", set())
+    for name in list(os.environ):
+        if name.upper().endswith(secrets._VARIABLES):
+            monkeypatch.delenv(name)
+
+
+HIDDEN = [
+    ("http://user:s3cr3t@host:5000/x", "http://user:***@host:5000/x"),
+    ("https://t0ken@host", "https://***@host"),
+    ("https://t0ken:@github.com", "https://***@github.com"),
+    ("https://t0ken:x-oauth-basic@github.com", "https://***@github.com"),
+    ("redis://:s3cr3t@host", "redis://:***@host"),
+    ("postgresql+psycopg://me:p/w@db/mlflow", "postgresql+psycopg://me:***@db/mlflow"),
+    ("http://me:p@ss@host/a@b", "http://me:***@host/a@b"),
+    ("http://me:12345@host", "http://me:***@host"),
+    ("{'uri': 'http://me:s3cr3t@host', 'mail': 'me@there'}", "{'uri': 'http://me:***@host', 'mail': 'me@there'}"),
+    ("http://a:b@c and http://d:e@f", "http://a:***@c and http://d:***@f"),
+    ("http://host/?token=abc&row=3", "http://host/?token=***&row=3"),
+    ("https://s3/x?X-Amz-Signature=abc&X-Amz-Expires=3", "https://s3/x?X-Amz-Signature=***&X-Amz-Expires=3"),
+    ("https://maps?key=abc#there", "https://maps?key=***"),
+    ("host=db user=me password=a,b(c dbname=x", "host=db user=me password=*** dbname=x"),
+    ("Server=db;Password=abc;Database=x", "Server=db;Password=***;Database=x"),
+    ("login(password='a b', user='me')", "login(password=***, user='me')"),
+    ("{'password': 'it\\'s', 'user': 'me'}", "{'password': '***', 'user': 'me'}"),
+    ('{"api_key": "abc", "n": 3}', '{"api_key": "***", "n": 3}'),
+    ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+    ("{'Authorization': 'Basic YTpi'}", "{'Authorization': 'Basic ***'}"),
+    ("data.train.token=hf_abcdefgh", "data.train.token=***"),
+    ("HF_TOKEN=hf_abcdefgh", "HF_TOKEN=***"),
+]
+
+
+@pytest.mark.parametrize(("text", "shown"), HIDDEN, ids=lambda text: text[:40])
+def test_secrets_are_hidden(text: str, shown: str) -> None:
+    """And what is around them stays."""
+    assert masked(text) == shown
+    assert masked(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step 10/300  loss 2.8281  grad 0.795  lr 1.41e-03  6.4 steps/s  26 s left",
+        "n_tokens=512 max_tokens=7 key_dim=64 num_key_value_heads=8 tokenizer=gpt2 pad_token=<pad> eos_token=[EOS]",
+        "loss_per_token=0.31 token=5 key=value sort_key=name primary_key=id",
+        "attention(query, key=embedding, token=embedding.log())",
+        "self.key = key; secret of the house; password: ask somebody; the token is new",
+        "http://host:5000/me@there http://127.0.0.1:5000, mail me@there",
+        "http://host/path?page=3&n_tokens=7&next=abc",
+        "git+ssh://git@github.com/me/it.git",
+        "abfss://container@account.dfs.core.windows.net/path wasbs://container@account.blob.core.windows.net",
+        "sqlite:////home/me/mlflow.db file:///x hf://datasets/me/it@main pkg://mine",
+        "basic functionality of the bearer, authorization of the token",
+        "{'pad_token': '<pad>', 'token_type_ids': 'x', 'tokens': 'abcdefghij'}",
+        "token=${oc.env:HF_TOKEN} @://: ://@ a=b== :// = ' \" 'a': '",
+        "",
+    ],
+)
+def test_ordinary_text_stays(text: str) -> None:
+    """Metrics, code, addresses without secrets, and words that only sound like one."""
+    assert masked(text) == text
+
+
+@given(st.text(alphabet="ab:/@=?&'\"{} .-key"))
+def test_what_was_hidden_once_is_not_changed_again(text: str) -> None:
+    """A text that goes through two gates is the same as behind the first."""
+    assert masked(masked(text)) == masked(text)
+
+
+@pytest.mark.parametrize("hostile", ["://a:", "'a':'", "@://:", "a=", "'a'", "token=", "://a@", "a.", "?a=&"])
+@pytest.mark.timeout(20)
+def test_no_text_takes_long(hostile: str) -> None:
+    """Nor does one of a hundred thousand characters that somebody made for it."""
+    masked(hostile * 20_000 + "@")
+
+
+def test_values_of_secret_variables_are_hidden_wherever_they_turn_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As they are and as they may be quoted; not short ones, names of files, or variables that only sound like it."""
+    value = 'hf_it\'s/"quoted"+\\x'
+    monkeypatch.setenv("HF_TOKEN", value)
+    monkeypatch.setenv("my_password", "correct horse")
+    monkeypatch.setenv("API_TOKEN", "short")
+    monkeypatch.setenv("SSH_PRIVATE_KEY", str(tmp_path))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallelism")
+    for text in (value, repr(value), json.dumps({"a": value}), f"https://host/{value}", f"a{value}b"):
+        assert value not in masked(text)
+        assert "quoted" not in masked(text)
+    assert masked("correct horse!") == f"{MASK}!"
+    assert masked(f"short {tmp_path} parallelism") == f"short {tmp_path} parallelism"
+    monkeypatch.delenv("HF_TOKEN")
+    assert masked(value) == MASK, "whoever took it out of the environment has it all the same"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        *((name, "abc", True) for name in ("password", "db.password", "dbPassword", "client_secret", "passphrase")),
+        *(
+            (name, "abc", True)
+            for name in ("api_key", "apiKey", "x.APIKEY", "aws_secret_access_key", "auth.private_key")
+        ),
+        *((name, "hf_abcdefgh", True) for name in ("token", "data.train.token", "hub_token", "accessToken")),
+        *((name, "hf_abcdefgh", False) for name in ("pad_token", "tokenizer", "tokens", "token_type", "image_token")),
+        *((name, "abcdefgh", False) for name in ("key", "sort_key", "key_dim", "secret_sauce", "password_file")),
+        *(
+            ("token", value, False)
+            for value in (True, None, 5, 0.5, "<s>", "[CLS] is it", "${oc.env:HF_TOKEN}", "short")
+        ),
+        *(("password", value, False) for value in ("", None, True, "???")),
+        ("password", 12345, True),
+    ],
+)
+def test_settings_are_secret_by_their_names(name: str, value: Any, expected: bool) -> None:
+    """A token also by what it looks like: those of a vocabulary are none."""
+    assert is_secret(name, value) is expected
+    assert masked_tree({name: value}) == {name: MASK if expected else value}
+    if isinstance(value, str) and "." in name:
+        assert masked_override(f"+{name}={value}") == f"+{name}={MASK if expected else value}"
+
+
+def test_what_a_configuration_holds_is_known_from_then_on() -> None:
+    """A library that repeats it in a message gives nothing away."""
+    learn({"tracking": {"uri": "http://me:pass%2Fword@host"}, "data": [{"token": "hf_abcdefgh", "name": "longenough"}]})
+    assert masked("pass/word, pass%2Fword and hf_abcdefgh of longenough") == f"{MASK}, {MASK} and {MASK} of longenough"
+
+
+def test_the_log_hides_them_from_all_who_listen(caplog: pytest.LogCaptureFixture) -> None:
+    """In the message, its arguments and the traceback, for handlers of a user's own as well."""
+    log = logging.getLogger("resilient_train")
+    with caplog.at_level(logging.INFO, logger="resilient_train"):
+        try:
+            raise ValueError("http://me:s3cr3tpass@host")
+        except ValueError:
+            log.exception("it was %s", {"password": "s3cr3tpass"})
+        log.info("%d of %s", 3, "http://me:s3cr3tpass@host")
+    assert "s3cr3tpass" not in caplog.text
+    assert "ValueError: http://me:***@host" in caplog.text
+    assert "3 of http://me:***@host" in caplog.text
+
+
+def test_the_journal_hides_them(tmp_path: Path) -> None:
+    """In texts and under names, however deep; the entry in memory is the one on disk."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    entry = journal.write(
+        "incident_opened", incident={"evidence": "http://me:s3cr3tpass@h", "of": [{"token": "t" * 9}]}
+    )
+    assert "s3cr3tpass" not in journal.path.read_text()
+    assert entry["incident"] == {"evidence": "http://me:***@h", "of": [{"token": MASK}]}
+
+
+def test_a_token_makes_no_other_run(tmp_path: Path) -> None:
+    """Nor does a new one: the name stays, nothing has changed, and neither is in config.yaml."""
+    own = ["model=custom", "model._target_=strangers.Plain", "+data.train.token={}", "tracking.uri=http://me:{}@host"]
+    one, other = (load([word.format(secret) for word in own]) for secret in ("hf_abcdefgh", "hf_ijklmnop"))
+    assert one.config.data.train["token"] == "hf_abcdefgh"
+    assert one.config.run.name == other.config.run.name
+    (tmp_path / "config.yaml").write_text(one.yaml(tmp_path))
+    assert "hf_" not in (tmp_path / "config.yaml").read_text()
+    assert other.is_unchanged(tmp_path / "config.yaml")
+    assert not other.changes(tmp_path / "config.yaml")
+    assert not other.differences(tmp_path / "config.yaml")
+
+
+SECRETS = ("s3cr3tpass", "t0kentoken", "hf_secrettoken", "hf_inconfiguration", "awsverysecret", "sh0rt")
+
+
+def found_in(place: Path, *said: str) -> list[str]:
+    """Where any of them is to be read."""
+    texts = {str(file): file.read_bytes() for file in place.rglob("*") if file.is_file()}
+    texts |= {f"output {number}": text.encode() for number, text in enumerate(said)}
+    assert len(texts) > 5
+    return [f"{name}: {one}" for name, text in texts.items() for one in SECRETS if one.encode() in text]
+
+
+def test_a_run_gives_no_secret_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the address of MLflow, in the environment, in the configuration, in what a data set says: grep finds none."""
+    monkeypatch.chdir(tmp_path)
+    variables = {
+        "MLFLOW_TRACKING_TOKEN": "t0kentoken",
+        "HF_TOKEN": "hf_secrettoken",
+        "AWS_SECRET_ACCESS_KEY": "awsverysecret",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    what = [*MINE, "+data.train.token=hf_inconfiguration", "tracking.uri=http://user:s3cr3tpass@127.0.0.1:1/"]
+    what += ["tracking.drain_s=0.1", "run.name=leaky", "checkpoint.disk.every=10", "checkpoint.verify_after=2"]
+
+    start = [sys.executable, "-m", "resilient_train", *what, "run.steps=30", "drill=nan_grad"]
+    done = subprocess.run(start, env={**ENVIRONMENT, **variables}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "s3://reader:***@bucket/rows?token=***" in done.stdout, "of the rows that cannot be fetched"
+    assert "MLflow at http://user:***@127.0.0.1:1/" in done.stdout
+
+    failed = run_command([*what, "run.steps=60", "tracking=none", "objective._target_=strangers.leaks"])
+    assert failed.code == 1
+    assert "postgresql://writer:***@db/losses" in failed.stderr
+    assert "cannot log in: password=***" in Path("runs/leaky/train.log").read_text()
+    wrong = run_command([*what, "data.train.tokken=hf_inconfiguration", "+data.train.password=1 2"])
+    assert wrong.code == 2
+
+    for door in (incidents, status, sync):
+        door.main(["runs/leaky"])
+    asked = capsys.readouterr()
+    assert "row=3" in asked.out
+    said = [one for outcome in (done, failed, wrong) for one in (outcome.stdout, outcome.stderr)]
+    assert not found_in(tmp_path, *said, asked.out, asked.err)
+
+
+def test_a_sweep_gives_no_secret_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command) -> None:
+    """Neither on the terminal nor in the file that Hydra writes about it."""
+    monkeypatch.chdir(tmp_path)
+    own = [*MINE, "tracking=none", "tracking.uri=http://user:sh0rt@host", "+data.train.token=hf_inconfiguration"]
+    outcome = run_command(["--multirun", *own, "run.steps=1", "run.seed=0,1", "data.train._target_=strangers.Given"])
+    assert outcome.code == 0, outcome.stderr
+    (file,) = (tmp_path / "runs/sweeps").glob("*/multirun.yaml")
+    told = yaml.safe_load(file.read_text())
+    assert told["tracking"]["uri"] == "http://user:***@host"
+    assert "+data.train.token=***" in told["hydra"]["overrides"]["task"]
+    assert not found_in(tmp_path, outcome.stdout, outcome.stderr)
+
+
+@pytest.mark.parametrize("question", [["--cfg", "job"], ["--info", "config"]], ids=" ".join)
+def test_a_question_is_not_answered_with_secrets(question: list[str], run_command: command) -> None:
+    """Hydra would print them as they are."""
+    outcome = run_command(
+        [*question, "tracking.uri=http://user:s3cr3tpass@host", "+data.train.token=hf_inconfiguration"]
+    )
+    assert outcome.code == 0
+    assert "user:***@host" in outcome.stdout or question[0] == "--info"
+    assert not [one for one in SECRETS if one in outcome.stdout + outcome.stderr]

@@ -1,0 +1,206 @@
+"""What is shown of a run in MLflow is there once, however often: pictures, checkpoints, the view of the list."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from stories import RUN, chapter, incident, story, updates
+
+from resilient_train.events import Outcome
+from resilient_train.record.delivery import views
+from resilient_train.record.delivery.models import show_models
+from resilient_train.record.delivery.pictures import KEY, show_overview, show_picture
+from resilient_train.record.delivery.views import prepare_run_list
+from resilient_train.record.left import Checkpoint
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import LoggedModel
+
+# MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowClient]:
+    """A store of its own for this module: MLflow takes seconds to make one."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow import MlflowClient
+
+        yield MlflowClient(f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db")
+
+
+@pytest.fixture
+def experiment(client: MlflowClient, request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    made: str = client.create_experiment(request.node.name, tmp_path.as_uri())
+    return made
+
+
+@pytest.fixture
+def run(client: MlflowClient, experiment: str) -> str:
+    made: str = client.create_run(experiment).info.run_id
+    return made
+
+
+def images(client: MlflowClient, run: str) -> list[str]:
+    return sorted(one.path for one in client.list_artifacts(run, "images"))
+
+
+def models(client: MlflowClient, experiment: str) -> dict[str, LoggedModel]:
+    found = client.search_logged_models([experiment])
+    assert len({one.name for one in found}) == len(found)
+    return {one.name: one for one in found}
+
+
+def test_a_picture_is_named_as_mlflow_names_them(client: MlflowClient, run: str, tmp_path: Path) -> None:
+    """So that its pages find it: key, step, time, and which of the two it is."""
+    from PIL import Image
+
+    one = chapter(incident(3))
+    show_picture(client, run, one, updates(163))
+    ours = images(client, run)
+    client.log_image(run, Image.new("RGB", (9, 9)), key=KEY, step=3, timestamp=one.opened_ms, synchronous=True)
+    theirs = [path for path in images(client, run) if path not in ours]
+    assert [re.sub(UUID, "", path) for path in ours] == [re.sub(UUID, "", path) for path in theirs]
+    assert re.search(UUID, ours[0])
+    assert client.get_run(run).data.tags["mlflow.loggedImages"] == "True"
+    shown = client.download_artifacts(run, ours[0], str(tmp_path))
+    with Image.open(shown) as picture:
+        assert picture.width > 700  # what the chart shows is no stamp that nobody can read
+
+
+def test_a_picture_that_is_drawn_anew_takes_the_place_of_the_old_one(
+    client: MlflowClient, run: str, tmp_path: Path
+) -> None:
+    """More is known of it, or it is shown a second time; each incident keeps its own, at the same tick as well."""
+    first = chapter(incident(3, None))
+    beside = chapter(replace(incident(4), anomaly=first.incident.anomaly))
+    show_picture(client, run, first, [])
+    there = images(client, run)
+    before = Path(client.download_artifacts(run, there[1], str(tmp_path))).read_bytes()
+    for _ in range(2):
+        show_picture(client, run, replace(first, incident=incident(3), closed_ms=1), updates(163))
+        show_picture(client, run, beside, updates(163))
+    now = images(client, run)
+    assert len(now) == 4
+    assert set(there) < set(now)
+    assert Path(client.download_artifacts(run, there[1], str(tmp_path))).read_bytes() != before
+
+
+def test_the_overview_stands_where_the_slider_begins(client: MlflowClient, run: str) -> None:
+    """At 0, and there is none of nothing."""
+    show_overview(client, run, story())
+    assert images(client, run) == []
+    show_overview(client, run, story(incident(1)))
+    show_overview(client, run, story(incident(1), incident(2)))
+    assert [path.split("+")[2] for path in images(client, run)] == ["0", "0"]
+
+
+def test_checkpoints_are_models_of_the_run_and_each_is_there_once(
+    client: MlflowClient, experiment: str, run: str
+) -> None:
+    """They say where the newest lies; a better one makes no second model."""
+    show_models(client, experiment, run, story(best=None, last_good=None))
+    assert models(client, experiment) == {}
+    show_models(client, experiment, run, story(best=None))
+    assert models(client, experiment).keys() == {"last-good"}
+    newer = Checkpoint(275, RUN / "checkpoints" / "step-00000275", "verified")
+    for _ in range(2):
+        show_models(client, experiment, run, story(last_good=newer))
+    found = models(client, experiment)
+    assert found.keys() == {"last-good", "best"}
+    assert {str(one.status) for one in found.values()} == {"READY"}
+    assert {one.source_run_id for one in found.values()} == {run}
+    tags = {name: one.tags for name, one in found.items()}
+    assert (tags["last-good"]["resilience.step"], tags["last-good"]["resilience.path"]) == ("275", str(newer.path))
+    assert (tags["best"]["resilience.step"], tags["best"]["eval.loss"]) == ("200", "2.261")
+    assert "Step 200, loss 2.261" in tags["best"]["mlflow.note.content"]
+    outputs = client.get_run(run).outputs
+    assert outputs is not None
+    assert sorted(one.model_id for one in outputs.model_outputs) == sorted(one.model_id for one in found.values())
+
+
+def test_models_that_were_begun_are_finished_and_doubles_go(client: MlflowClient, experiment: str, run: str) -> None:
+    """A kill between two calls, or two processes at once, leave nothing that the next does not set right."""
+    first = client.create_logged_model(experiment, "best", run)
+    client.create_logged_model(experiment, "best", run)
+    show_models(client, experiment, run, story())
+    best = models(client, experiment)["best"]
+    assert (best.model_id, str(best.status), best.tags["resilience.step"]) == (first.model_id, "READY", "200")
+
+
+def test_a_checkpoint_that_is_gone_is_said_to_be(client: MlflowClient, experiment: str, run: str) -> None:
+    """What was the best may turn out not to be trusted."""
+    show_models(client, experiment, run, story())
+    show_models(client, experiment, run, story(best=None))
+    assert models(client, experiment)["best"].tags["resilience.state"] == "gone"
+
+
+def test_runs_of_an_experiment_keep_their_models_apart(client: MlflowClient, experiment: str, run: str) -> None:
+    """The same names, other runs."""
+    other = client.create_run(experiment).info.run_id
+    for one in (run, other, run):
+        show_models(client, experiment, one, story())
+    found = client.search_logged_models([experiment])
+    assert sorted((one.source_run_id, one.name) for one in found) == sorted(
+        (one, name) for one in (run, other) for name in ("best", "last-good")
+    )
+
+
+def test_the_list_of_runs_is_prepared_once(client: MlflowClient, experiment: str) -> None:
+    """The columns are named as the page names them; older pages find the same without a name."""
+    link = prepare_run_list(client, experiment)
+    assert link is not None
+    tag = f"mlflow.sharedViewState.{link.split('viewStateShareKey=')[1]}"
+    before = client.get_experiment(experiment).tags[tag]
+    assert prepare_run_list(client, experiment) == link
+    assert client.get_experiment(experiment).tags[tag] == before
+    view = json.loads(before)
+    state = json.loads(view["state"])
+    assert {"tags.`resilience.status`", "tags.`resilience.cause`", "metrics.`loss`"} <= set(state["selectedColumns"])
+    assert state.items() <= view.items()
+    assert isinstance(view["name"], str)
+    assert isinstance(view["createdAt"], int)
+
+
+def test_what_somebody_has_made_of_the_view_stays(
+    client: MlflowClient, experiment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what is as it was prepared is prepared anew."""
+    tag = f"mlflow.sharedViewState.{views.KEY}"
+    with monkeypatch.context() as patched:
+        patched.setattr(views, "NAME", "of an older version")
+        prepare_run_list(client, experiment)
+    prepare_run_list(client, experiment)
+    ours = json.loads(client.get_experiment(experiment).tags[tag])
+    assert ours["name"] == views.NAME
+    for theirs in (
+        json.dumps(ours | {"updatedAt": 1_800_000_000_000, "name": "mine"}),
+        "deflate;eJyrViouSSxJVbJSKi4pysxLV6oFADqUBjk=",
+    ):
+        client.set_experiment_tag(experiment, tag, theirs)
+        assert prepare_run_list(client, experiment) is not None
+        assert client.get_experiment(experiment).tags[tag] == theirs
+
+
+def test_a_store_that_does_not_take_the_view_is_no_trouble(client: MlflowClient, experiment: str) -> None:
+    """It is gone, or it may not be written to."""
+    assert prepare_run_list(client, "123456789") is None
+    client.delete_experiment(experiment)
+    assert prepare_run_list(client, experiment) is None
+
+
+def test_outcomes_are_as_the_pictures_name_them() -> None:
+    """Every outcome has words."""
+    from resilient_train.record.delivery.drawing import OUTCOMES
+
+    assert OUTCOMES.keys() == {None, *Outcome}

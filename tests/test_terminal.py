@@ -1,0 +1,580 @@
+"""What a person sees in a terminal: the story of a run, the end of a run, the manual, completion by TAB."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from command import command
+from warm import ENVIRONMENT
+
+from resilient_train import incidents
+from resilient_train.config.explain import CONF
+from resilient_train.config.meanings import Option, meanings, nodes
+from resilient_train.config.schema import Config
+from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.ranks.lock import DirectoryLock
+from resilient_train.record.incidents import IncidentBook, as_line
+from resilient_train.record.journal import seal
+from resilient_train.record.review import review
+from resilient_train.record.story import told
+
+Said = pytest.CaptureFixture[str]
+
+MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
+MINE += ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
+DOOR = [sys.executable, "-m", "resilient_train.incidents"]
+
+
+def on_terminal(arguments: Sequence[str], columns: int, **more: str) -> str:
+    """What a program writes to a terminal so wide."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {name: value for name, value in ENVIRONMENT.items() if name not in ("COLUMNS", "NO_COLOR")}
+    with subprocess.Popen(
+        arguments, stdin=slave, stdout=slave, stderr=slave, env={**environment, "TERM": "xterm-256color", **more}
+    ) as process:
+        os.close(slave)
+        parts = []
+        with contextlib.suppress(OSError):  # that is how Linux reports the end
+            while part := os.read(master, 65536):
+                parts.append(part)
+        os.close(master)
+    assert process.returncode == 0
+    return b"".join(parts).decode().replace("\r\n", "\n")
+
+
+def without_colour(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+# ------------------------------------------------------------------------------------------------- incidents, as a page
+
+
+def incident(number: int, step: int, **more: object) -> Incident:
+    """A jump of the loss that a rewind cured."""
+    anomaly = Anomaly(Signal.LOSS_SPIKE, step, step + 10, step - 5, "loss 8.12 where 2.9 to 3.4 was usual")
+    diagnosis = Diagnosis(
+        Cause.EXPLOSION, "The loss jumped and stayed there: lower the learning rate, or clip tighter."
+    )
+    decision = Decision((Action("rewind"), Action("lower_lr", {"factor": 0.5, "rewarm": 20})))
+    one = Incident(number, anomaly, diagnosis, decision, rewound_to=step - 7, steps_lost=8, seconds=0.25)
+    return dataclasses.replace(one, **more)  # type: ignore[arg-type]
+
+
+def blamed(file: str, line: int) -> Diagnosis:
+    return Diagnosis(Cause.OPERATION, "Add an epsilon.", Culprit("backward", "sqrt", "net.0", file, line), rows=(77,))
+
+
+def write(
+    run_dir: Path, *met: Incident, config: str = "run: {steps: 300}\n", summary: dict[str, object] | None = None
+) -> Path:
+    """A run directory that tells of these."""
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "config.yaml").write_text(config)
+    book = IncidentBook(run_dir)
+    book.began(1, 32)
+    for one in met:
+        book.opened(dataclasses.replace(one, outcome=None))
+        book.treated(dataclasses.replace(one, outcome=None))
+        if one.outcome is not None:
+            book.closed(one)
+    book.close()
+    if summary is not None:
+        whole = {"status": "completed", "exit_code": 0, "steps": 300, "ticks": 330, "seconds": 42.0, **summary}
+        (run_dir / "summary.json").write_text(json.dumps(whole))
+    return run_dir
+
+
+@pytest.fixture
+def met(tmp_path: Path) -> Path:
+    """A run that met two incidents, one at a line of a file that is as it was."""
+    source = tmp_path / "mine.py"
+    source.write_text("def loss(x):\n    return x.sqrt().sum()  # here\n")
+    os.utime(source, (1, 1))
+    first = incident(1, 40, outcome=Outcome.RECOVERED)
+    second = incident(2, 90, diagnosis=blamed(str(source), 2), outcome=Outcome.RECOVERED)
+    return write(tmp_path / "run", first, second, summary={})
+
+
+@pytest.mark.parametrize("columns", [40, 72, 200])
+def test_the_story_fits_the_terminal(met: Path, columns: int) -> None:
+    """However wide: the verdict first, in colour; then what, why, who, what was done, what it cost, what to do."""
+    shown = on_terminal([*DOOR, str(met)], columns)
+    lines = without_colour(shown).splitlines()
+    assert max(map(len, lines)) <= columns
+    assert shown.startswith("\x1b[1;32mAll is well")
+    one_line = " ".join(without_colour(shown).split())
+    for words in (
+        "All is well: 300 steps in 42 s; 2 incidents (1 explosion, 1 operation), all are cured.",
+        "30 of 330 updates were lost.",
+        "incident 1 20",
+        "(0 s after the start) step 40, tick 50",
+        "the loss jumped (loss_spike), in the weights since step 36 loss 8.12 where 2.9 to 3.4 was usual",
+        "operation: row 77 of the data",
+        "return x.sqrt().sum() # here",
+        "rewound to step 33 (proven good), learning rate x0.5 with 20 steps of warm-up",
+        "8 steps lost, 0.25 s",
+        "Add an epsilon.",
+    ):
+        assert words in one_line
+    assert f"sqrt in net.0, {met.parent / 'mine.py'}:2, backward".replace(" ", "") in one_line.replace(" ", "")
+    hanging = [line for line in lines if line.strip() and not re.match(r"(\w|  \w)", line)]
+    assert hanging or columns == 200, "what is wrapped is indented"
+
+
+def test_without_colour_it_is_plain_and_whole(met: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pipe each line stays one, whatever the width; with NO_COLOR only the colours go."""
+    monkeypatch.setenv("COLUMNS", "40")
+    assert incidents.main([str(met)]) == 0
+    piped = capsys.readouterr().out
+    assert "  cure     rewound to step 33 (proven good), learning rate x0.5 with 20 steps of warm-up\n" in piped
+    assert "  advice   The loss jumped and stayed there: lower the learning rate, or clip tighter.\n" in piped
+    assert "\x1b" not in piped
+    shown = on_terminal([*DOOR, str(met)], 60, NO_COLOR="1")
+    assert "\x1b" not in shown
+    assert max(map(len, shown.splitlines())) <= 60
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "summary", "verdict"),
+    [
+        ([], {}, "All is well: 300 steps in 42 s; no incidents."),
+        ([Outcome.RECOVERED], {"ticks": 300}, "All is well: 300 steps in 42 s; 1 incident (1 explosion), it is cured."),
+        ([None], None, "Killed without a word: at step 0 of 300; incident 1 "),
+        (
+            [Outcome.RECOVERED, None],
+            {"status": "preempted", "exit_code": 75, "steps": 120},
+            "Stopped on request: at step 120 of",
+        ),
+        (
+            [Outcome.GAVE_UP],
+            {"status": "gave_up", "exit_code": 3, "steps": 90},
+            "Gave up, somebody has to look: at step 90 of",
+        ),
+        ([], {"status": "failed", "exit_code": 1, "steps": 7}, "Failed: at step 7 of 300"),
+    ],
+    ids=["clean", "recovered", "killed", "stopped", "gave up", "failed"],
+)
+def test_the_first_line_says_whether_the_run_is_all_right(
+    outcomes: list[Outcome | None], summary: dict[str, object] | None, verdict: str, tmp_path: Path, capsys: Said
+) -> None:
+    """Of a run that has ended, in whatever way."""
+    run_dir = write(
+        tmp_path / "run", *(incident(n, 40 + n, outcome=one) for n, one in enumerate(outcomes, 1)), summary=summary
+    )
+    assert incidents.main([str(run_dir)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(verdict)
+    if "Killed" in verdict:
+        assert "The same command begins at step 0 again." in said.splitlines()[0]
+
+
+def test_a_run_at_work_is_told_of_as_such(tmp_path: Path, capsys: Said) -> None:
+    """With its process, and with what is not over yet."""
+    run_dir = write(tmp_path / "run", incident(1, 40))
+    lock = DirectoryLock(run_dir)
+    assert incidents.main([str(run_dir)]) == 0
+    lock.release()
+    said = capsys.readouterr().out
+    assert said.startswith("Recovering: at step 0 of 300; incident 1 (the loss jumped, step 40) is open")
+    assert f"Running, process {os.getpid()} on" in said
+    assert "outcome  open: it counts as recovered once the run has stayed healthy" in said
+
+
+def test_programs_get_the_lines_of_incidents_jsonl(met: Path, capsys: Said) -> None:
+    """One for each, and nothing else; of the last only if that is enough."""
+    assert incidents.main([str(met), "--json"]) == 0
+    assert capsys.readouterr().out == (met / "incidents.jsonl").read_text()
+    assert incidents.main([str(met), "--json", "--last", "1"]) == 0
+    assert capsys.readouterr().out == (met / "incidents.jsonl").read_text().splitlines(keepends=True)[1]
+    assert incidents.main([str(met), "--last", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "1 incident before these" in said
+    assert "incident 1 " not in said
+    assert "incident 2 " in said
+
+
+def test_a_line_that_may_have_changed_is_not_shown(met: Path, capsys: Said) -> None:
+    """Its file is newer than the incident; what wears armor is known by its text all the same."""
+    source = met.parent / "mine.py"
+    os.utime(source, None)
+    later = source.stat().st_mtime + 100
+    os.utime(source, (later, later))
+    incidents.main([str(met)])
+    assert "x.sqrt()" not in capsys.readouterr().out
+    book = IncidentBook(met)
+    book.in_force({"armor": [{"file": str(source), "line": 2, "op": "sqrt", "text": "return x.sqrt()"}, "nonsense"]})
+    book.close()
+    incidents.main([str(met)])
+    assert "           return x.sqrt()\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["link to a device", "pipe", "no Python", "line that is not there", "directory"])
+def test_no_file_is_read_that_is_no_source(kind: str, tmp_path: Path, capsys: Said) -> None:
+    """A stranger may have written the journal: nothing is waited for, and nothing secret is shown."""
+    file, line = tmp_path / "mine.py", 1
+    match kind:
+        case "link to a device":
+            file.symlink_to("/dev/zero")
+        case "pipe":
+            os.mkfifo(file)
+        case "no Python":
+            file = tmp_path / "id_rsa"
+            file.write_text("-----BEGIN\n")
+        case "line that is not there":
+            file.write_text("one\n")
+            line = 10**9
+        case "directory":
+            file.mkdir()
+    if kind != "link to a device":
+        os.utime(file, (1, 1))
+    run_dir = write(tmp_path / "run", incident(1, 40, diagnosis=blamed(str(file), line)), summary={})
+    assert incidents.main([str(run_dir)]) == 0
+    said = capsys.readouterr().out
+    assert "BEGIN" not in said
+    assert "one\n" not in said
+    assert f"{file}:{line}, backward" in said
+
+
+@pytest.mark.parametrize("what", ["nowhere", "an empty directory", "a file"])
+def test_where_there_is_no_run_one_line_says_so(what: str, tmp_path: Path, capsys: Said) -> None:
+    """And the exit code is 2, for programs as well."""
+    place = tmp_path / "place\x1b[2J"
+    if what == "an empty directory":
+        place.mkdir()
+    elif what == "a file":
+        place.write_text("")
+    for more in ([], ["--json"], ["--follow"]):
+        assert incidents.main([str(place), *more]) == 2
+        said = capsys.readouterr()
+        assert not said.out
+        assert len(said.err.splitlines()) == 1
+        assert "no run there" in said.err
+        assert "\x1b" not in said.err
+
+
+def test_a_run_that_has_met_nothing_says_so(tmp_path: Path, capsys: Said) -> None:
+    """Also where its journal was never written."""
+    (tmp_path / "config.yaml").write_text("run: {steps: 5}\n")
+    assert incidents.main([str(tmp_path)]) == 0
+    assert "no incidents" in capsys.readouterr().out
+    assert incidents.main([str(tmp_path), "--json"]) == 0
+    assert not capsys.readouterr().out
+
+
+def test_a_damaged_journal_is_told_as_far_as_it_is_whole(met: Path, capsys: Said) -> None:
+    """How many lines are left out, and the others as ever; a journal that is none ends with one line and 1."""
+    journal = met / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join([lines[0], b"\x00\xff\n", *lines[1:], b'{"n": 99}\n', b'{"half']))
+    assert incidents.main([str(met)]) == 0
+    said = capsys.readouterr().out
+    assert "journal.jsonl: 2 lines of it are damaged and left out\n" in said
+    assert said.count("outcome  recovered") == 2
+    journal.unlink()
+    journal.mkdir()
+    assert incidents.main([str(met)]) == 1
+    assert re.fullmatch(r"\S+journal.jsonl cannot be read: .+\n", capsys.readouterr().err)
+
+
+def test_nothing_in_a_journal_is_obeyed(tmp_path: Path, capsys: Said) -> None:
+    """Not by the terminal, not by the library that colours: control characters, markup, times beyond all calendars."""
+    bad = "\x1b]0;owned\x07\x1b[2J\r\n[bold red]x[/] \u202e \ud800"
+    culprit = Culprit("forward", bad, bad, bad, 3)
+    one = incident(
+        1, 40, diagnosis=Diagnosis(Cause.OPERATION, bad, culprit), decision=Decision((Action(bad, {bad: bad}),))
+    )
+    run_dir = write(tmp_path / "run", summary={"status": "failed", "exit_code": 1})
+    line = {**as_line(one), "evidence": bad}
+    entries = [
+        {"n": 1, "at": -(10**18), "kind": "began"},
+        {"n": 2, "at": 10**30, "kind": "incident_opened", "incident": line},
+        {"n": 3, "at": -(10**30), "kind": "incident_closed", "incident": {**line, "outcome": "recovered"}},
+        {
+            "n": 4,
+            "at": 0,
+            "kind": "remedies_in_force",
+            "remedies": {"armor": {"file": bad}, "knobs": [bad], "tick": bad},
+        },
+        {"n": 5, "at": 0, "kind": "incident_opened", "incident": [bad]},
+    ]
+    (run_dir / "journal.jsonl").write_bytes(b"".join(seal(json.dumps(entry)) for entry in entries))
+    (run_dir / "train.log").write_text(f"2026-01-01 10:00:00 ERROR {bad}\n", errors="replace")
+    assert incidents.main([str(run_dir)]) == 0
+    said = capsys.readouterr().out
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u202e]", said)
+    assert "[bold red]x[/]" in said
+    assert "at an unknown time" in said
+
+
+def test_following_shows_what_comes_and_ends_with_the_run(tmp_path: Path, capsys: Said) -> None:
+    """What is being treated, what was done, what became of it; then the verdict, and the exit code of the run."""
+    run_dir = write(tmp_path / "run")
+    lock, book = DirectoryLock(run_dir), IncidentBook(run_dir)
+    one = incident(1, 40)
+
+    def is_said(*words: str) -> Callable[[], bool]:
+        return lambda: all(word in "".join(shown) for word in words)
+
+    shown: list[str] = []
+    ended: list[int] = []
+    following = threading.Thread(target=lambda: ended.append(incidents.main([str(run_dir), "--follow"])))
+    following.start()
+
+    def until(holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not holds():
+            assert time.monotonic() < deadline, "".join(shown)
+            shown.append(capsys.readouterr().out)
+            time.sleep(0.05)
+
+    until(is_said("All is well so far", "no incidents"))
+    book.opened(one)
+    until(is_said("incident 1 ", "cure     being treated"))
+    book.treated(one)
+    until(is_said("cure     rewound to step 33"))
+    book.closed(dataclasses.replace(one, outcome=Outcome.RECOVERED))
+    until(is_said("incident 1: recovered"))
+    (run_dir / "summary.json").write_text('{"status": "preempted", "exit_code": 75, "steps": 120, "ticks": 130}')
+    lock.release()
+    following.join(60)
+    shown.append(capsys.readouterr().out)
+    assert ended == [75]
+    assert "".join(shown).splitlines()[-1].startswith("Stopped on request: at step 120 of 300; 1 incident")
+    assert "".join(shown).count("the loss jumped (loss_spike)") == 2, "when it came, and when it was treated"
+    assert incidents.main([str(run_dir), "--follow"]) == 75, "at once, where it has ended already"
+
+
+# ----------------------------------------------------------------------------------------------------- the end of a run
+
+
+def after(text: str, start: str) -> list[str]:
+    """The lines from the one on that begins like this."""
+    lines = text.splitlines()
+    (place,) = [number for number, line in enumerate(lines) if line.startswith(start)]
+    return lines[place:]
+
+
+def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: command) -> None:
+    """Clean, with incidents, given up, and gone on with: verdict, cures, advice, where it all lies, what to do next."""
+    often = [*MINE, "checkpoint.disk.every=10", "checkpoint.memory.every=5", "checkpoint.verify_after=2"]
+    clean = run_command([*often, "run.steps=20", "run.name=run"])
+    assert clean.code == 0, clean.stderr
+    assert after(clean.stdout, "completed 20 steps in ")[1:] == [
+        "met no incidents.",
+        "weights: runs/run/weights.safetensors",
+        "newest checkpoint: runs/run/checkpoints/step-00000020 (step 20)",
+        "the same command says that the run is complete and ends with 0; more `run.steps` make it longer",
+    ]
+    drilled = run_command([*often, "run.steps=40", "run.name=run", "drill=bit_flip", "drill.at=[30]"])
+    assert drilled.code == 0, drilled.stderr
+    told = after(drilled.stdout, "completed 40 steps in ")
+    assert re.fullmatch(r"this process went on from step 20; the run began \d{4}-\d\d-\d\d \d\d:\d\d", told[1])
+    assert re.fullmatch(r"met 1 incident \(1 corruption\), it is cured\. \d+ of \d+ updates were lost\.", told[2])
+    assert told[3] == "  corruption: rewound"
+    assert told[-1].endswith(" -m resilient_train.incidents runs/run tells all of it")
+    assert set(told) <= {
+        line.split(" ", 3)[3] for line in Path("runs/run/train.log").read_text().splitlines() if " INFO " in line
+    }
+    gave_up = run_command([*often, "run.steps=20", "run.name=other", "drill=nan_grad", "recovery=off"])
+    assert gave_up.code == 3
+    told = after(gave_up.stdout, "gave up after ")
+    assert told[1].startswith("met 1 incident (1 transient), 1 not cured.")
+    assert "  transient: gave up" in told
+    assert re.fullmatch(r"the same command says so again at once and ends with 3; .* goes on from step \d+", told[-2])
+
+
+def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: command) -> None:
+    """The error on one line, and from where the same command would go on; of a mistake before the start only that."""
+    what = [*MINE, "checkpoint.disk.every=10", "checkpoint.verify_after=2", "run.name=run", "run.steps=60"]
+    failed = run_command([*what, "objective._target_=strangers.RaisesLater"])
+    assert failed.code == 1
+    assert len(failed.stderr.splitlines()) == 1
+    told = after(failed.stdout, "met no incidents")
+    newest = re.fullmatch(r"newest checkpoint: runs/run/checkpoints/step-000000(\d+) \(step \1\)", told[1])
+    assert newest, told
+    assert told[2] == f"the same command goes on from step {newest[1]}"
+    wrong = run_command([*MINE, "run.name=wrong", "+model.widht=3"])
+    assert wrong.code == 2
+    assert "met" not in wrong.stdout
+
+
+def test_however_much_a_run_has_met_its_end_is_told_on_one_page(tmp_path: Path) -> None:
+    """Two hundred incidents of every cause, each at a line of its own, cured in many ways."""
+    several = [
+        incident(
+            number,
+            100 + number,
+            diagnosis=dataclasses.replace(
+                blamed(f"/x/file{number}.py", number), cause=list(Cause)[number % len(Cause)], advice=f"Mend {number}."
+            ),
+            decision=Decision((Action("lower_lr", {"factor": 0.5}), Action(f"mine.remedy_{number % 7}"))),
+            outcome=Outcome.RECOVERED,
+        )
+        for number in range(1, 201)
+    ]
+    lines = review(told(write(tmp_path / "run", *several, summary={})), went_on_from=100)
+    assert len(lines) <= 20
+    assert lines[1].startswith("met 200 incidents (23 ")
+    assert sum(line.startswith("  ") for line in lines) == 7
+    assert "  and 3 other causes" in lines
+    assert all(";" in line and line.endswith("other ways") for line in lines if re.match(r"  \w+: ", line))
+    assert [line for line in lines if line.startswith("to change: ")][-1] == "to change: 195 more"
+
+
+# --------------------------------------------------------------------------------------------------- manual, completion
+
+
+OPTIONS = [option for node in nodes() for option in node.options]
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda one: f"{one.group}={one.name}")
+def test_every_option_and_all_its_keys_are_explained(option: Option) -> None:
+    """In the file itself, beside the key: none is left out, and none is made up."""
+    assert option.meaning
+    assert all(entry.meaning for entry in option.entries), [entry.key for entry in option.entries if not entry.meaning]
+    file = CONF / option.group / f"{option.name}.yaml"
+
+    def keys(tree: object, path: str) -> set[str]:
+        """A mapping in braces is a value."""
+        if not isinstance(tree, dict) or f"{path.rpartition('.')[2]}: {{" in file.read_text():
+            return {path}
+        return {path}.union(*(keys(one, f"{path}.{key}") for key, one in tree.items()))
+
+    if option.group != "experiment":
+        held = keys(yaml.safe_load(file.read_text()), option.group)
+        assert held - {option.group} == {entry.key for entry in option.entries}
+
+
+def test_everything_at_the_root_is_explained_in_the_order_of_the_design() -> None:
+    """Which is that of the dataclass."""
+    known = nodes()
+    assert [node.name for node in known] == [field.name for field in dataclasses.fields(Config)]
+    for node in known:
+        assert node.options or all(entry.meaning for entry in node.entries)
+
+
+@pytest.mark.parametrize("columns", [40, 120])
+def test_the_manual_fits_the_terminal(columns: int) -> None:
+    """A line for each key, wrapped under itself; examples on top."""
+    shown = on_terminal([sys.executable, "-m", "resilient_train", "--help"], columns)
+    lines = without_colour(shown).splitlines()
+    assert max(map(len, lines)) <= columns
+    one_line = " ".join(" ".join(lines).split())
+    assert one_line.startswith("Trains a model and looks after the run. python -m resilient_train # a small GPT")
+    for words in (
+        "run.steps=1000 updates to make",
+        "checks.jump.every=8",
+        "model: custom, gpt, hf_causal_lm, mlp, resnet",
+    ):
+        assert words in one_line
+    assert "\x1b[36mrun.steps=\x1b[0m\x1b[32m1000\x1b[0m" in shown
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "not_there"),
+    [
+        (["checks.jump"], ["checks.jump.every=8", "checks.jump.sigmas=4"], ["checks.slow", "run.steps"]),
+        (["model=mlp"], ["model=gpt (default)", "model.hidden=[128, 128]"], ["model.vocab_size", "run.steps"]),
+        (["schedule"], ["with schedule=linear:", "schedule.final_factor=0.0"], ["model"]),
+        (["run", "clip"], ["run.steps=1000", "clip.max_norm=1.0"], ["model="]),
+        (["recovery=palm"], ["recovery.ladders.data=...", "Rotten rows", "go back about 100 steps"], ["budget.mild"]),
+        (["--config-dir", "own", "model"], ["model=tiny", "A net of mine", "model.width=4", "how wide"], []),
+    ],
+    ids=" ".join,
+)
+def test_the_manual_tells_of_one_thing_where_asked(
+    asked: list[str], there: list[str], not_there: list[str], here: Path, run_command: command
+) -> None:
+    """Of a group all options, of an option its own keys, of a key what is below it; a user's own files as well."""
+    (here / "own/model").mkdir(parents=True)
+    (here / "own/model/tiny.yaml").write_text("# A net of mine\n_target_: mine.Net\nwidth: 4 # how wide\n")
+    outcome = run_command(["--help", *asked])
+    assert outcome.code == 0, outcome.stderr
+    assert all(words in outcome.stdout for words in there)
+    assert not any(words in outcome.stdout for words in not_there)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ("modle", "nothing is called modle; did you mean model?"),
+        ("model=gtp", "no such option; did you mean gpt? There is custom, gpt,"),
+        ("checks.jmup", "no such key; did you mean checks.jump?"),
+    ],
+)
+def test_the_manual_has_no_such_page(asked: str, words: str, run_command: command) -> None:
+    """One line says what there is."""
+    outcome = run_command(["--help", asked])
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert outcome.stderr.startswith(f"error: --help {asked}: {words}")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["-sc", "query=bash"], ["--cfg", "job"], ["run.stesp=1"]], ids=" ".join
+)
+def test_questions_and_mistakes_are_answered_without_torch(arguments: list[str]) -> None:
+    """Its import takes seconds."""
+    program = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules, file=sys.stderr)); "
+    program += "from resilient_train.__main__ import main; main()"
+    environment = {**ENVIRONMENT, "COMP_LINE": "resilient-train mod"}
+    done = subprocess.run([sys.executable, "-c", program, *arguments], env=environment, capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == "False", done.stderr
+
+
+COMPLETED = {
+    "resilient-train mod": {"model=", "model."},
+    "resilient-train recovery=": {
+        f"recovery={name}" for name in ("aggressive", "balanced", "conservative", "off", "palm", "skip")
+    },
+    "resilient-train model=mlp model.h": {"model.hidden."},
+    "resilient-train run.steps=5 --config-dir own model=t": {"model=tiny"},
+    "resilient-train 'a[b run.": set(),
+}
+
+
+def test_bash_completes_keys_and_options(installed_wheel: Path, here: Path) -> None:
+    """With the one line of the README, in a real shell: what cannot be completed leaves the line as it is."""
+    (here / "own/model").mkdir(parents=True)
+    (here / "own/model/tiny.yaml").write_text("_target_: mine.Net\n")
+    script = 'eval "$(resilient-train -sc install=bash)"\ncomplete -p resilient-train\n'
+    script += (
+        'typed() { COMP_LINE="$1"; read -ra COMP_WORDS <<<"$1"; COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=(); '
+    )
+    script += 'COMP_POINT=${#1}; hydra_bash_completion; echo "$1|${COMPREPLY[*]}"; }\n'
+    for line in COMPLETED:
+        script += f'typed "{line}"\n'
+    environment = {
+        **ENVIRONMENT,
+        "PYTHONPATH": str(installed_wheel),
+        "PATH": f"{installed_wheel}/bin:{os.environ['PATH']}",
+    }
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, cwd=here)
+    assert not done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert first.endswith("-F hydra_bash_completion resilient-train")
+    assert {line.partition("|")[0]: set(line.partition("|")[2].split()) for line in rest} == COMPLETED
+
+
+def test_fish_is_told_what_words_mean(monkeypatch: pytest.MonkeyPatch, run_command: command) -> None:
+    """Behind a tab, as it wants them; bash has no place for it."""
+    monkeypatch.setenv("COMP_LINE", "resilient-train run.s")
+    shown = dict(line.split("\t") for line in run_command(["-sc", "query=fish"]).stdout.splitlines())
+    assert shown["run.steps="] == meanings()["run.steps="] == "updates to make"
+    assert "\t" not in run_command(["-sc", "query=bash"]).stdout

@@ -1,0 +1,488 @@
+"""Each incident is one trace in MLflow, whoever shows it and however often, beside whatever people add to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import http.server
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.record.delivery.connection import ENVIRONMENT
+from resilient_train.record.delivery.traces import Traces, trace_id_of
+from resilient_train.record.story import Chapter, Phase
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Trace
+
+pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+
+EXPERIMENT = "resilient_train"
+AT = 1_760_000_000_000  # ms since 1970
+CULPRIT = Culprit("forward", "log", "net.head", "mine.py", 31, ({"name": "x", "min": -float("inf"), "shape": [2, 3]},))
+POISON = Incident(
+    id=3,
+    anomaly=Anomaly(Signal.NONFINITE_LOSS, 1204, 1310, 1203, "loss nan", landed=False, ranks=(1,)),
+    diagnosis=Diagnosis(Cause.DATA, "Take the logarithm of something positive.", CULPRIT, rows=(17, 90_000)),
+    decision=Decision((Action("rewind"), Action("lower_lr", {"factor": 0.5, "rewarm": 20})), rung=1),
+    rewound_to=1177,
+    steps_lost=27,
+    seconds=0.5,
+)
+NAMES = ["detect", "diagnose", "decide", "rewind", "remedy", "resume"]
+PHASES = tuple(Phase(name, AT + 100 * place, AT + 100 * (place + 1)) for place, name in enumerate(NAMES))
+TREATED = Chapter(POISON, AT + 300, treated_ms=AT + 500, phases=PHASES[:5])
+CLOSED = dataclasses.replace(
+    TREATED,
+    incident=dataclasses.replace(POISON, outcome=Outcome.RECOVERED),
+    closed_ms=AT + 9_000,
+    phases=PHASES,
+)
+
+
+def ended(outcome: Outcome, chapter: Chapter = CLOSED) -> Chapter:
+    return dataclasses.replace(chapter, incident=dataclasses.replace(chapter.incident, outcome=outcome))
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is where traces are delivered: short waits, no retries."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for all tests, since MLflow takes seconds to create each. Its files are the server's to keep."""
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+    MlflowClient(uri).create_experiment(EXPERIMENT, "mlflow-artifacts:/")
+    return uri
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[str]:
+    """A real server in front of that database."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    home = tmp_path_factory.mktemp("server")
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", database, "--artifacts-destination", str(home / "artifacts")]
+    environment = os.environ | ENVIRONMENT | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with (home / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=home, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 120
+        while not is_up(address):
+            assert process.poll() is None, (home / "log").read_text()
+            assert time.monotonic() < deadline, (home / "log").read_text()
+            time.sleep(0.1)
+        yield address
+    finally:
+        os.killpg(process.pid, 15)
+        process.wait(60)
+
+
+def is_up(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+@pytest.fixture(params=["database", "server"])
+def uri(request: pytest.FixtureRequest) -> str:
+    """The same, straight into the database and through the server."""
+    return str(request.getfixturevalue(request.param))
+
+
+@dataclasses.dataclass
+class Place:
+    """A run in a store."""
+
+    uri: str
+    client: MlflowClient
+    experiment_id: str
+    run_id: str
+
+    def show(self, chapter: Chapter) -> str:
+        """From fresh objects, as another process would."""
+        return Traces(self.uri, self.experiment_id, self.run_id).show(chapter)
+
+    def found(self, filter_string: str | None = None) -> list[Trace]:
+        return list(
+            self.client.search_traces(
+                locations=[self.experiment_id], run_id=self.run_id, filter_string=filter_string, include_spans=False
+            )
+        )
+
+    def read(self, number: int = 3) -> Trace:
+        trace: Trace = self.client.get_trace(trace_id_of(self.run_id, number))
+        return trace
+
+
+def judged(trace: Trace) -> dict[str, Any]:
+    """What is said about a trace: the value by its name, each of which is there once."""
+    said: list[Any] = list(trace.info.assessments)
+    assert len({one.name for one in said}) == len(said)
+    return {one.name: one.value for one in said}
+
+
+def placed(uri: str, name: str) -> Place:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    known = client.get_experiment_by_name(EXPERIMENT)
+    assert known is not None
+    experiment_id = known.experiment_id
+    return Place(uri, client, experiment_id, client.create_run(experiment_id, run_name=name).info.run_id)
+
+
+@pytest.fixture
+def place(uri: str, request: pytest.FixtureRequest) -> Place:
+    """A new run."""
+    return placed(uri, request.node.name)
+
+
+def test_a_name_follows_from_run_and_incident() -> None:
+    """Whoever asks; and it has the form that OpenTelemetry wants."""
+    assert trace_id_of("abc", 3) == trace_id_of("abc", 3) == "tr-f2e3a7abc16d0234912676a7b50ff82c"
+    assert len({trace_id_of(run, number) for run in ("abc", "abd") for number in range(1, 500)}) == 998
+
+
+def test_a_trace_tells_the_incident(place: Place) -> None:
+    """Its list entry in plain sentences, its parts with their real times, and what each of them came to."""
+    place.show(CLOSED)
+    trace = place.read()
+    info = trace.info
+    assert info.state == "OK"
+    assert (info.request_time, info.execution_duration) == (AT, 600)
+    assert info.tags["mlflow.traceName"] == "incident 3: nonfinite_loss"
+    assert info.trace_metadata["mlflow.sourceRun"] == place.run_id
+    assert info.request_preview == (
+        "step 1,204: the loss is not finite on rank 1 (nonfinite_loss), refused before it reached the weights; loss nan"
+    )
+    assert info.response_preview == (
+        "cause data (log in net.head, mine.py:31, forward; rows 17 and 90000 of the data); rewound to step 1,177 "
+        "(proven good), learning rate x0.5 with 20 steps of warm-up, in 0.50 s; 27 steps lost; recovered"
+    )
+    ours = {key: value for key, value in info.tags.items() if key.startswith("resilience.")}
+    assert ours == {
+        "resilience.incident": "3",
+        "resilience.step": "1204",
+        "resilience.signal": "nonfinite_loss",
+        "resilience.cause": "data",
+        "resilience.outcome": "recovered",
+    }
+    spans = {span.name: span for span in trace.data.spans}
+    assert list(spans) == ["incident 3: nonfinite_loss", *NAMES]
+    root = spans.pop("incident 3: nonfinite_loss")
+    assert (root.parent_id, root.start_time_ns, root.end_time_ns) == (None, AT * 10**6, (AT + 600) * 10**6)
+    assert (root.inputs, root.outputs) == (info.request_preview, info.response_preview)
+    for phase in PHASES:
+        span = spans[phase.name]
+        assert span.parent_id == root.span_id
+        assert (span.start_time_ns, span.end_time_ns) == (phase.began_ms * 10**6, phase.ended_ms * 10**6)
+    assert spans["detect"].outputs["evidence"] == "loss nan"
+    assert spans["detect"].attributes["ranks"] == [1]
+    diagnosed = spans["diagnose"]
+    assert diagnosed.outputs["culprit"] == "log in net.head, mine.py:31, forward"
+    assert diagnosed.outputs["operands"] == [{"name": "x", "min": "-inf", "shape": [2, 3]}]
+    assert {
+        "culprit": "mine.py:31",
+        "op": "log",
+        "module": "net.head",
+        "rows": [17, 90_000],
+        "cause": "data",
+    }.items() <= (diagnosed.attributes.items())
+    assert spans["decide"].attributes["rung"] == 1
+    assert spans["rewind"].outputs == {"rewound_to": 1177, "steps_lost": 27}
+    assert spans["remedy"].outputs == ["learning rate x0.5 with 20 steps of warm-up"]
+
+
+def test_shown_again_and_again_it_is_one_trace_with_one_verdict(place: Place) -> None:
+    """As it unfolds, from fresh objects each time, in turn with an older view of it."""
+    place.show(Chapter(POISON, AT + 300))
+    assert place.found() == [], "nothing was done about it yet"
+    for _ in range(2):
+        assert place.show(TREATED) == trace_id_of(place.run_id, 3)
+    (trace,) = place.found()
+    assert trace.info.state == "IN_PROGRESS"
+    assert trace.info.tags["resilience.outcome"] == "open"
+    assert trace.info.assessments == []
+    assert [span.name for span in place.read().data.spans][1:] == NAMES[:5]
+    for _ in range(3):
+        place.show(CLOSED)
+    (trace,) = place.found()
+    assert trace.info.state == "OK"
+    assert trace.info.tags["resilience.outcome"] == "recovered"
+    (verdict,) = trace.info.assessments
+    assert judged(trace) == {"recovered": True}
+    assert verdict.source.source_type == "CODE"
+    assert verdict.rationale == "incident 3 recovered"
+    assert len(place.read().data.spans) == 7
+
+
+@pytest.mark.parametrize("outcome", [Outcome.RECURRED, Outcome.GAVE_UP])
+def test_what_did_not_help_is_an_error(place: Place, outcome: Outcome) -> None:
+    """One that gave up was never treated; its closing is enough."""
+    chapter = ended(outcome)
+    if outcome is Outcome.GAVE_UP:
+        given = dataclasses.replace(chapter.incident, decision=Decision(gave_up="no rung left"), rewound_to=None)
+        chapter = dataclasses.replace(chapter, incident=given, treated_ms=None, phases=PHASES[:4])
+    place.show(chapter)
+    (trace,) = place.found()
+    assert (trace.info.state, judged(trace)) == ("ERROR", {"recovered": False})
+    assert trace.info.tags["resilience.outcome"] == outcome
+    assert trace.info.assessments[0].rationale
+
+
+def test_what_people_add_stays(place: Place) -> None:
+    """Assessments, tags, and a cause that somebody has put right, before and after it closes."""
+    from mlflow.entities import AssessmentSource, Feedback
+    from mlflow.tracing.client import TracingClient
+
+    trace_id, client = place.show(TREATED), TracingClient(place.uri)
+    client.set_trace_tag(trace_id, "seen by", "Ada")
+    client.set_trace_tag(trace_id, "todo", "ask the data team")
+    client.set_trace_tag(trace_id, "resilience.cause", "operation")
+    mine = Feedback(name="useful", value=4, source=AssessmentSource("HUMAN", "ada"), rationale="it was the row")
+    client.log_assessment(trace_id, mine)
+    for _ in range(2):
+        place.show(CLOSED)
+        (trace,) = place.found()
+        assert trace.info.tags["seen by"] == "Ada"
+        assert trace.info.tags["todo"] == "ask the data team"
+        assert trace.info.tags["resilience.cause"] == "operation"
+        assert trace.info.tags["resilience.outcome"] == "recovered"
+        assert judged(trace) == {"useful": 4, "recovered": True}
+        assert {one.rationale for one in trace.info.assessments} == {"it was the row", "incident 3 recovered"}
+    client.set_trace_tag(trace_id, "resilience.outcome", "not really")
+    place.show(dataclasses.replace(CLOSED, closed_ms=AT + 9_001, phases=PHASES[:5]))
+    assert place.found()[0].info.tags["resilience.outcome"] == "not really"
+
+
+def test_incidents_are_found_by_cause_and_outcome(place: Place) -> None:
+    """By what the page of an experiment takes as a filter, too."""
+    other = dataclasses.replace(POISON, id=4, diagnosis=Diagnosis(Cause.EXPLOSION, ""), outcome=Outcome.RECURRED)
+    place.show(CLOSED)
+    place.show(dataclasses.replace(CLOSED, incident=other))
+    for query, number in {
+        "tags.`resilience.cause` = 'data'": "3",
+        "tags.`resilience.outcome` = 'recurred'": "4",
+        "tags.`resilience.signal` = 'nonfinite_loss' AND tags.`resilience.incident` = '4'": "4",
+    }.items():
+        (trace,) = place.found(query)
+        assert trace.info.tags["resilience.incident"] == number
+
+
+def test_an_incident_that_nobody_timed_is_told_all_the_same(place: Place) -> None:
+    """A journal that is damaged, or of a crash: the root alone, as long as the treatment took."""
+    crash = Incident(
+        1,
+        Anomaly(Signal.CRASH, 5, 5, 4, "the process before this one ended in update 5\nwithout a word" + "x" * 5000),
+        Diagnosis(Cause.PROCESS, ""),
+        Decision((Action("go_on"),)),
+    )
+    place.show(Chapter(crash, AT, treated_ms=AT + 7))
+    trace = place.read(1)
+    (root,) = trace.data.spans
+    assert (root.start_time_ns, root.end_time_ns) == (AT * 10**6, (AT + 7) * 10**6)
+    preview = trace.info.request_preview or ""
+    assert preview.startswith("step 5: the process died (crash); the process before this one")
+    assert len(preview) == 1000, "what a database has room for"
+
+
+def test_a_trace_of_which_only_spans_arrived_is_made_whole(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that delivered it was killed in the midst of it."""
+    traces = Traces(place.uri, place.experiment_id, place.run_id)
+
+    def killed(info: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(traces._store, "start_trace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            traces.show(CLOSED)
+    assert place.found() == []
+    place.show(CLOSED)
+    (trace,) = place.found()
+    assert trace.info.tags["resilience.cause"] == "data"
+    assert len(trace.info.assessments) == 1
+
+
+def test_two_that_deliver_at_once_leave_one_of_each(server: str, request: pytest.FixtureRequest) -> None:
+    """Errors are for whoever delivers, who tries again; doubles would be for ever."""
+    place, ready = placed(server, request.node.name), threading.Barrier(3)
+
+    def deliver() -> None:
+        ready.wait()
+        for chapter in (TREATED, CLOSED, CLOSED):
+            for _ in range(5):
+                try:
+                    place.show(chapter)
+                except Exception:
+                    continue
+                break
+
+    threads = [threading.Thread(target=deliver) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    place.show(CLOSED)
+    (trace,) = place.found()
+    assert trace.info.tags["resilience.outcome"] == "recovered"
+    assert len(trace.info.assessments) == 1
+    assert len(place.read().data.spans) == 7
+
+
+def test_errors_come_out_and_nothing_is_left_running(free_port: int) -> None:
+    """A server that is not there is said at once; no thread, no provider of OpenTelemetry."""
+    from opentelemetry import trace
+
+    before, provider = threading.active_count(), trace._TRACER_PROVIDER
+    started = time.monotonic()
+    with pytest.raises(Exception, match=str(free_port)):
+        Traces(f"http://127.0.0.1:{free_port}", "1", "abc").show(CLOSED)
+    assert time.monotonic() - started < 30
+    assert threading.active_count() == before
+    assert trace._TRACER_PROVIDER is provider
+
+
+@pytest.fixture
+def free_port() -> int:
+    """Nobody listens there."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+# Older servers: the real one, behind somebody who says that it is older, and lacks what came later.
+
+
+class Older(http.server.BaseHTTPRequestHandler):
+    """Passes on what an older server would have known."""
+
+    behind, version = ("", 0), ""
+
+    def _pass(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path == "/version":
+            return self._answer(200, self.version.encode(), "text/plain")
+        if self.path.startswith("/v1/traces") and self.version == "3.3.0":
+            return self._answer(404, b"", "text/plain")
+        connection = http.client.HTTPConnection(*self.behind, timeout=20)
+        headers = {key: value for key, value in self.headers.items() if key.lower() != "host"}
+        connection.request(self.command, self.path, body, headers)
+        answer = connection.getresponse()
+        self._answer(answer.status, answer.read(), answer.headers.get("Content-Type") or "application/json")
+        return connection.close()
+
+    def _answer(self, status: int, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _pass
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def older(server: str) -> Iterator[Callable[[str], str]]:
+    """Give the address of a server of that version."""
+    running: list[http.server.ThreadingHTTPServer] = []
+
+    def made(version: str) -> str:
+        host, port = server.removeprefix("http://").split(":")
+        kind = type("OfVersion", (Older,), {"behind": (host, int(port)), "version": version})
+        one = http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind)
+        running.append(one)
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{one.server_address[1]}"
+
+    yield made
+    for one in running:
+        one.shutdown()
+        one.server_close()
+
+
+def test_a_server_that_replaces_what_it_has_is_told_only_what_it_can_add(
+    older: Callable[[str], str], request: pytest.FixtureRequest
+) -> None:
+    """Before 3.14: the state, the outcome, the spans and the verdict are right, and people's own things are left."""
+    from mlflow.tracing.client import TracingClient
+
+    place = placed(older("3.10.1"), request.node.name)
+    trace_id = place.show(TREATED)
+    TracingClient(place.uri).set_trace_tag(trace_id, "seen by", "Ada")
+    place.show(TREATED)
+    assert place.found()[0].info.state == "IN_PROGRESS"
+    for _ in range(2):
+        place.show(CLOSED)
+    (trace,) = place.found()
+    assert trace.info.state == "OK"
+    assert trace.info.tags["resilience.outcome"] == "recovered"
+    assert trace.info.tags["seen by"] == "Ada"
+    assert judged(trace) == {"recovered": True}
+    spans = place.read().data.spans
+    assert [span.name for span in spans][1:] == NAMES
+    assert spans[0].attributes["outcome"] == "recovered"
+
+
+def test_a_server_that_takes_no_spans_keeps_them_among_its_files(
+    older: Callable[[str], str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 3.4; they are read back from there, with all that was added later."""
+    place = placed(older("3.3.0"), request.node.name)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", place.uri)  # only for those who read, who know no better
+    place.show(TREATED)
+    for _ in range(2):
+        place.show(CLOSED)
+    (trace,) = place.found()
+    assert trace.info.tags["resilience.outcome"] == "recovered"
+    assert len(trace.info.assessments) == 1
+    spans = place.read().data.spans
+    assert [span.name for span in spans][1:] == NAMES
+    assert spans[0].attributes["outcome"] == "recovered"
+
+
+def test_a_server_that_was_renewed_meanwhile_goes_on_with_the_files(
+    older: Callable[[str], str], server: str, request: pytest.FixtureRequest
+) -> None:
+    """It has a place for spans now, but not for more of those that it has among its files."""
+    before = placed(older("3.3.0"), request.node.name)
+    before.show(TREATED)
+    now = dataclasses.replace(before, uri=server)
+    for _ in range(2):
+        now.show(CLOSED)
+    (trace,) = now.found()
+    assert trace.info.tags["resilience.outcome"] == "recovered"
+    assert judged(trace) == {"recovered": True}
+    assert [span.name for span in now.read().data.spans][1:] == NAMES
+
+
+def test_a_server_that_names_traces_itself_gets_none(older: Callable[[str], str]) -> None:
+    """Before 3.3 each try would leave another one; and the refusal gives no password away."""
+    address = older("3.1.4").replace("http://", "http://me:secret@")
+    with pytest.raises(NotImplementedError, match=r"3\.3 or newer") as refused:
+        Traces(address, "0", "abc").show(CLOSED)
+    assert "secret" not in str(refused.value)
