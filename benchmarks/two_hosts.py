@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import json
 import os
 import re
 import shutil
@@ -35,6 +34,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from resilient_train.status import status_of
+
 RUN = ["model=mlp", "data=digits", "objective=custom", "objective._target_=two_hosts.unhurried", "tracking=none"]
 RUN += ["accelerate.cpu=true", "run.name=run", "run.log_every=1000", "run.steps=1000000", "run.grace=5"]
 RUN += ["checkpoint.disk.every=20", "checkpoint.memory.every=10", "checkpoint.verify_after=12"]
@@ -178,16 +181,9 @@ class Hosts:
         for host in self.hosts:
             host.die()
 
-    def stand(self) -> dict[str, Any]:
-        """What `python -m resilient_train.status` says."""
-        command = [sys.executable, "-m", "resilient_train.status", "--json", str(self.place / "runs/run")]
-        said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False).stdout
-        found: dict[str, Any] = json.loads(said) if said else {}
-        return found
-
     def step(self) -> int:
-        """Accepted updates so far."""
-        return self.stand().get("step") or 0
+        """Accepted updates so far, as `python -m resilient_train.status` tells them."""
+        return status_of(self.place / "runs/run").step or 0
 
     def until(self, holds: Callable[[], bool], what: str, seconds: float) -> float:
         """Wait until something holds; return how long that took."""

@@ -67,7 +67,10 @@ def train(run_command: command, disk: Path, steps: int) -> Outcome:
 
 
 class At:
-    """Does things when training comes to an update, in another thread, while the loop waits: `{step: do}`."""
+    """Does things when training comes to an update, in another thread, while the loop waits: `{step: do}`.
+
+    What the writer is at is waited for before.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, what: dict[int, Callable[[], Any]]) -> None:
         from resilient_train.guard import Guard
@@ -118,7 +121,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_save(
         seen["during"], seen["left"] = saved(disk / "run"), left_overs(disk / "run")
         (disk / "ballast").unlink()
 
-    At(monkeypatch, {40: full, 100: free})
+    At(monkeypatch, {40: full, 100: free, 150: lambda: None})
     outcome = train(run_command, disk, 200)
     assert outcome.code == 0, outcome.stderr
     assert_quiet(outcome)
