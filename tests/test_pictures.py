@@ -14,7 +14,7 @@ from stories import ROOT, chapter, incident, story, updates
 
 from resilient_train.events import Culprit, Outcome
 from resilient_train.record.delivery.drawing import _way_back
-from resilient_train.record.delivery.pictures import draw, draw_overview
+from resilient_train.record.delivery.pictures import draw, draw_overview, draw_strip
 from resilient_train.record.delivery.sheet import BAD, CURVE, EDGE, GONE, GOOD, PAPER, TINT
 from resilient_train.record.surroundings import Point
 
@@ -89,7 +89,7 @@ STEPS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 2), (6, 3), (7, 4), (8, 4)]  # tick
     ("at", "to", "back"),
     [
         (4, 2, 2),
-        (4, 0, 1),  # too long ago: the first there is
+        (4, 0, 0),  # too long ago: before the first there is
         (7, 2, 5),
         (7, 1, 4),  # the rewind before had led there
         (8, 3, 6),
@@ -144,6 +144,7 @@ def test_the_overview_has_all_incidents_in_one_picture(count: int) -> None:
     assert amount(draw_overview(one_of_each), PAPER) > 100_000
     recovered = story(*[incident(at) for at in range(1, count + 1)])
     assert amount(draw_overview(recovered), GOOD) > 50
+    assert pixels(draw_strip(recovered)).width < 600  # in a note: what is wider pushes the page aside
 
 
 def test_drawing_leaves_matplotlib_as_it_was() -> None:

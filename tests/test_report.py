@@ -137,6 +137,16 @@ def test_the_verdict_comes_first_then_what_to_change_then_the_incidents() -> Non
     assert url(7) in said
 
 
+def test_a_note_leads_to_the_pictures_where_there_are_any() -> None:
+    """All of them in one, in the note itself; each on a page of its own."""
+    pages = {1: "#/experiments/1/runs/0a/artifacts/images/Incidents~pictures+step+1.png?workflowType=machine_learning"}
+    said = note(story(incident(1)), nowhere, pages.get, "get-artifact?path=incidents.png&run_uuid=0a")
+    there = list(inline(said))
+    assert [one.attrs["src"] for one in there if one.type == "image"] == ["get-artifact?path=incidents.png&run_uuid=0a"]
+    assert [one.attrs["href"] for one in there if one.type == "link_open"] == [pages[1]]
+    assert "get-artifact" not in note(story(), nowhere, pages.get, "get-artifact?path=incidents.png&run_uuid=0a")
+
+
 @pytest.mark.parametrize(
     ("changed", "words", "next_time"),
     [
@@ -159,7 +169,7 @@ def test_every_status_has_its_verdict_and_says_what_the_same_command_would_do(
 
 def test_two_hundred_incidents_fit_as_far_as_they_do_and_the_rest_is_summed_up() -> None:
     """As many as there is room for, the others by cause."""
-    said = note(story(*map(incident, range(1, 201))), url)
+    said = note(story(*map(incident, range(1, 201))), url, url, "get-artifact?path=incidents.png")
     assert len(said) < LIMIT
     rows = [row for row in cells(said) if len(row) == 8][1:]
     assert 10 <= len(rows) < 200
@@ -193,7 +203,7 @@ def test_whatever_was_named_the_note_is_under_the_limit_and_its_table_whole(word
     of = story(
         *met, status="failed", why=words[0], last_good=kept, newest=kept, best=kept, remedies=remedies, directory=place
     )
-    said = note(of, url)
+    said = note(of, url, url)
     assert len(said) < LIMIT
     tables = cells(said)
     assert {len(row) for row in tables} <= {8, 5}

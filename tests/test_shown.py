@@ -15,7 +15,7 @@ from stories import RUN, chapter, incident, story, updates
 from resilient_train.events import Outcome
 from resilient_train.record.delivery import views
 from resilient_train.record.delivery.models import show_models
-from resilient_train.record.delivery.pictures import KEY, show_overview, show_picture
+from resilient_train.record.delivery.pictures import KEY, STRIP, picture_url, show_overview, show_picture, strip_url
 from resilient_train.record.delivery.views import prepare_run_list
 from resilient_train.record.left import Checkpoint
 
@@ -103,6 +103,16 @@ def test_the_overview_stands_where_the_slider_begins(client: MlflowClient, run: 
     show_overview(client, run, story(incident(1)))
     show_overview(client, run, story(incident(1), incident(2)))
     assert [path.split("+")[2] for path in images(client, run)] == ["0", "0"]
+    assert [one.path for one in client.list_artifacts(run)] == ["images", STRIP]
+
+
+def test_links_lead_to_what_was_uploaded(client: MlflowClient, experiment: str, run: str) -> None:
+    """From another page of the same server."""
+    one = chapter(incident(3))
+    show_picture(client, run, one, [])
+    page = picture_url(experiment, run, one)
+    assert page.split("/artifacts/")[1].split("?")[0] in images(client, run)
+    assert f"path={STRIP}&" in strip_url(run)
 
 
 def test_checkpoints_are_models_of_the_run_and_each_is_there_once(

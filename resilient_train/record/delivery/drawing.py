@@ -51,7 +51,7 @@ class _Way:
     """A rewind on the axis of ticks."""
 
     at: int  # the tick of the incident
-    back: int  # of the update that the run went back to; the first there is, where that is too long ago
+    back: int  # of the update that the run went back to; where that is too long ago, before the first there is
 
 
 def drawn(chapter: Chapter, points: Sequence[Point]) -> Image:
@@ -101,7 +101,7 @@ def _way_back(incident: Incident, points: Sequence[Point]) -> _Way | None:
         if one.step <= incident.rewound_to or one.step > later.step:
             return _Way(incident.anomaly.tick, one.tick)
         later = one
-    return _Way(incident.anomaly.tick, before[0].tick)
+    return _Way(incident.anomaly.tick, before[0].tick - 1)
 
 
 def _plot(

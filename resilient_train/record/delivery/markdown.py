@@ -46,11 +46,16 @@ def worded(raw: str, most: int | None = None) -> str:
     return _within(_marked("".join(parts)), most)
 
 
-def link(label: str, url: str | None) -> str:
+def link(label: str, url: str | None, most: int | None = None) -> str:
     """Show a word as a link; without one where the address could be anything but an address."""
     if url is None or len(url) > _LONGEST_URL or not _HARMLESS_URL.fullmatch(url):
-        return text(label)
-    return f"[{text(label)}]({url})"
+        return text(label, most)
+    return f"[{text(label, most)}]({url})"
+
+
+def image(label: str, url: str) -> str:
+    """Show a picture; its words where it cannot be fetched."""
+    return f"!{link(label, url)}"
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

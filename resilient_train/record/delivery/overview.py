@@ -38,6 +38,7 @@ _LOOKS = {
     None: ("o", BAD, PAPER),
 }
 _NAMES = {Outcome.RECOVERED: "recovered", Outcome.RECURRED: "came back", Outcome.GAVE_UP: "gave up", None: "open"}
+_STRIP, _LANE, _BELOW = 5.2, 0.34, 0.62  # inches: how wide a strip is, how high a lane, and what stands below
 _APART = 0.06  # of the width, that a number needs beside another
 
 
@@ -51,22 +52,37 @@ def overview(story: Story) -> Image:
     )
     above = figure.add_axes((0.16, MIDDLE, 0.8, height - 0.03 - MIDDLE))
     below = figure.add_axes((0.16, FOOT, 0.8, MIDDLE - FOOT - 0.035), sharex=above)
-    end = max([story.tick, *(one.anomaly.tick for one in incidents), 1]) * 1.02
-    _lanes(above, incidents, end)
+    _lanes(above, incidents, _end(story))
     furnish(below, "steps lost")
     below.vlines(
         [one.anomaly.tick for one in incidents], 0, [one.steps_lost for one in incidents], colors=INK, linewidth=1.6
     )
     below.set_ylim(bottom=0)
-    above.set_xlim(0, end)
     above.tick_params(labelbottom=False)
     name_ticks(below)
     explain(figure, _marks(incidents))
     return finished(figure)
 
 
+def strip(story: Story) -> Image:
+    """Draw the lanes alone, as low as they are: the words stand beside it."""
+    height = _BELOW + _LANE * (len(by_cause(story.incidents)) + 0.5)
+    figure, _ = new_sheet(inches=(_STRIP, height))
+    axes = figure.add_axes((0.23, _BELOW / height, 0.74, 1 - (_BELOW + 0.15) / height))
+    _lanes(axes, story.incidents, _end(story))
+    name_ticks(axes)
+    explain(figure, _marks(story.incidents))
+    return finished(figure)
+
+
+def _end(story: Story) -> float:
+    """How far the axis of ticks goes."""
+    return max([story.tick, *(one.anomaly.tick for one in story.incidents), 1]) * 1.02
+
+
 def _lanes(axes: Axes, incidents: Sequence[Incident], end: float) -> None:
     furnish(axes, "")
+    axes.set_xlim(0, end)
     causes = by_cause(incidents)
     axes.set_yticks(range(len(causes)), [f"{cause}, {len(some):,}" for cause, some in causes.items()])
     axes.set_ylim(len(causes) - 0.4, -0.6)  # the most frequent on top

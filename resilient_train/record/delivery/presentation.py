@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from resilient_train.record.delivery.connection import Connection, is_refusal, root_cause
 from resilient_train.record.delivery.models import show_models
-from resilient_train.record.delivery.pictures import show_overview, show_picture
+from resilient_train.record.delivery.pictures import picture_url, show_overview, show_picture, strip_url
 from resilient_train.record.delivery.report import note, report
 from resilient_train.record.delivery.rows import tag_batches
 from resilient_train.record.delivery.store import KnownRun, trace_url
@@ -59,8 +59,8 @@ class Presentation:
         self._unless_refused(lambda: show_picture(connection.client, connection.run_id, chapter, points))
 
     def _show_whole(self, story: Story) -> None:
-        client, run_id = self._connection.client, self._connection.run_id
-        self._unless_refused(lambda: show_models(client, self._connection.experiment_id, run_id, story))
+        client, experiment_id, run_id = self._connection.client, self._connection.experiment_id, self._connection.run_id
+        self._unless_refused(lambda: show_models(client, experiment_id, run_id, story))
         drawn = story.status, [(one.incident.id, one.incident.outcome) for one in story.chapters]
         if drawn != self._drawn:
             self._unless_refused(lambda: show_overview(client, run_id, story))
@@ -73,7 +73,8 @@ class Presentation:
                 self._unless_refused(lambda: client.log_artifact(run_id, str(path)))
             self._text = whole
         said = tags([one.incident for one in story.chapters], story.status)
-        said["mlflow.note.content"] = note(story, self._trace_url)
+        pictures = {one.incident.id: picture_url(experiment_id, run_id, one) for one in story.chapters}
+        said["mlflow.note.content"] = note(story, self._trace_url, pictures.get, strip_url(run_id))
         for batch in tag_batches(said):
             self._unless_refused(partial(client.log_batch, run_id, *batch))
 

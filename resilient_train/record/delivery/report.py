@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 
 from resilient_train.events import Action, Culprit, Incident, Outcome
-from resilient_train.record.delivery.markdown import code, link, table, text, worded
+from resilient_train.record.delivery.markdown import code, image, link, table, text, worded
 from resilient_train.record.left import Checkpoint
 from resilient_train.record.story import Chapter, Story
 from resilient_train.record.telling import counted, in_seconds, noticed, reached, remedies_of, rows_named, why_of
@@ -18,18 +18,27 @@ LIMIT = 7_950  # characters of a note: MLflow cuts a tag at 8,000
 _MOST_ADVICE, _MOST_ROWS = 5, 1_000
 _TITLES = ("#", "when", "step", "what", "cause", "cure", "outcome", "cost")
 
-TraceUrl = Callable[[int], str | None]  # where the trace of an incident is, by its number
+TraceUrl = Callable[[int], str | None]  # where the trace of an incident is, or its picture, by its number
 
 
-def note(story: Story, trace_url: TraceUrl) -> str:
-    """Return the short report: below MLflow's limit, whatever the run has met."""
+def _nowhere(number: int) -> None:
+    """There is no such page."""
+
+
+def note(story: Story, trace_url: TraceUrl, picture_url: TraceUrl = _nowhere, strip_url: str | None = None) -> str:
+    """Return the short report: below MLflow's limit, whatever the run has met.
+
+    `strip_url` is where a picture of all incidents is, and `picture_url` says for each where a page shows its own.
+    """
     parts = [_verdict(story, most=900)]
     if story.advice:
         parts.append(_advice(story, most=1_600))
     last = [f"**What is left**\n\n{_left(story, most=1_300)}" if story.chapters else _left(story, most=1_300)]
+    if story.chapters and strip_url is not None:
+        parts.append(image("The incidents of the run, by cause, over its ticks", strip_url))
     room = LIMIT - sum(len(part) + 2 for part in parts + last)
     if story.chapters:
-        parts.append(_newest(story, trace_url, room - 2))
+        parts.append(_newest(story, trace_url, picture_url, room - 2))
     return "\n\n".join(parts + last) + "\n"
 
 
@@ -86,7 +95,9 @@ def _left(story: Story, most: int | None = None) -> str:
         lines.append(f"**In force**: {worded('; '.join(turned), each)}")
     lines.append(f"**The same command** {worded(next_start(story), each)}.")
     if most is not None and story.chapters:
-        lines.append(f"**All of it**: {code(REPORT)} among the artifacts; pictures among the charts.")
+        lines.append(
+            f"**All of it**: {code(REPORT)} among the artifacts. A number leads to a trace, what happened to a picture."
+        )
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -103,16 +114,19 @@ def _titles(story: Story) -> Sequence[str]:
     return [f"when ({text(zone, 20)})" if one == "when" and zone else one for one in _TITLES]
 
 
-def _row(chapter: Chapter, trace_url: TraceUrl, *, is_short: bool = False) -> Sequence[str]:
-    """One incident as cells; short: in 1,200 characters at most, the address of its trace included."""
+def _row(
+    chapter: Chapter, trace_url: TraceUrl, picture_url: TraceUrl = _nowhere, *, is_short: bool = False
+) -> Sequence[str]:
+    """One incident as cells; short: in 1,600 characters at most, its addresses included."""
     incident, most = chapter.incident, 200 if is_short else None
     anomaly = incident.anomaly
+    what = noticed(anomaly, by_name=False) + (reached(anomaly) if anomaly.landed else ", refused")
     cost = f"{counted(incident.steps_lost, 'step')}, {in_seconds(incident.seconds)}"
     return (
         link(f"{incident.id:,}", trace_url(incident.id)),
         _time(chapter.opened_ms, "%d %b %H:%M"),
         f"{anomaly.step:,}",
-        text(f"{noticed(anomaly, by_name=False)}{reached(anomaly) if anomaly.landed else ', refused'}", most),
+        link(what, picture_url(incident.id), most),
         _cause(incident, most),
         text(_cure(incident), most),
         _outcome(chapter),
@@ -162,12 +176,13 @@ def _time(ms: int, form: str) -> str:
 # ----------------------------------------------------------------------------------------------------------- in a note
 
 
-def _newest(story: Story, trace_url: TraceUrl, room: int) -> str:
+def _newest(story: Story, trace_url: TraceUrl, picture_url: TraceUrl, room: int) -> str:
     """The last incidents, as many as there is room for, and what the others were."""
-    head = f"**What went wrong, and what was done**{', the newest first' if len(story.chapters) > 1 else ''}\n\n"
+    order = ", the newest first" if len(story.chapters) > 1 else ""
+    head = f"**What went wrong, and what was done**{order}\n\n"
     rows: list[Sequence[str]] = []
     for chapter in reversed(story.chapters):
-        rows.append(_row(chapter, trace_url, is_short=True))
+        rows.append(_row(chapter, trace_url, picture_url, is_short=True))
         if len(head + table(_titles(story), rows) + _others(story, len(rows))) > room:
             del rows[-1]
             break

@@ -33,12 +33,12 @@ class Words(NamedTuple):
     ink: str = INK
 
 
-def new_sheet(*above: Words) -> tuple[Figure, float]:
+def new_sheet(*above: Words, inches: tuple[float, float] = (_WIDTH, _HEIGHT)) -> tuple[Figure, float]:
     """Begin a picture with its words; return it, and the height where they end. No state of pyplot is involved."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=_DPI, facecolor=PAPER, edgecolor=EDGE, linewidth=3)
+    figure = Figure(figsize=inches, dpi=_DPI, facecolor=PAPER, edgecolor=EDGE, linewidth=3)
     FigureCanvasAgg(figure)
     height = 0.972
     for words in above:
