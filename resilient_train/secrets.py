@@ -68,14 +68,16 @@ _OF_A_VOCABULARY = {  # these tokens are pieces of text
 }
 _LIKE_A_TOKEN = re.compile(r"[^\s<\[{|$][^\s]{7,}")
 
+_PLAIN_WORD = re.compile(r"[a-z]{1,15}|[A-Z]{1,15}|\d{1,9}")
+
 _learned: set[str] = set()
+_looked_at: set[str] = set()  # values of the environment
 
 
 def masked(text: str) -> str:
     """Return the text with its secrets hidden; anything else stays as it is."""
-    for value in _forms(_known()):
-        if value in text:
-            text = text.replace(value, MASK)
+    if (known := _forms(_known())) is not None:
+        text = known.sub(MASK, text)
     if "://" in text:
         text = _USERINFO.sub(_without_userinfo, text)
     if "=" in text:
@@ -112,7 +114,9 @@ def is_secret(name: str, value: Any) -> bool:
     """Say whether a setting is one, by its name and by what it looks like: `pad_token` is a piece of text."""
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value in ("", "null", "None", "???"):
         return False
-    return _is_secret_name(name) or (_is_token_name(name) and _looks_like_token(value))
+    if _is_secret_name(name):
+        return True
+    return (_is_token_name(name) and _looks_like_token(value)) or (_is_key_name(name) and _looks_random(value))
 
 
 def learn(tree: Any) -> None:
@@ -143,20 +147,24 @@ def _known() -> frozenset[str]:
     for name in os.environ:
         if name.upper().endswith(_VARIABLES):
             value = os.environ.get(name, "")
-            if len(value) >= _LEAST and not os.path.exists(value):  # some name a file that holds it
-                _learned.add(value)
+            if value not in _looked_at:
+                _looked_at.add(value)
+                # Some name a file that holds it, and a plain word (POSTGRES_PASSWORD=postgres) stands everywhere.
+                if len(value) >= _LEAST and not _PLAIN_WORD.fullmatch(value) and not os.path.exists(value):
+                    _learned.add(value)
     return frozenset(_learned)
 
 
 @lru_cache(maxsize=4)
-def _forms(values: frozenset[str]) -> tuple[str, ...]:
-    """Each as it is and as it may be quoted; long ones first, as one may hold another."""
+def _forms(values: frozenset[str]) -> re.Pattern[str] | None:
+    """Each as it is and as it may be quoted, not within a word; long ones first, as one may hold another."""
     forms = {
         form
         for value in values
         for form in (value, quote(value, safe=""), quote(value), repr(value)[1:-1], json.dumps(value)[1:-1])
     }
-    return tuple(sorted(forms, key=len, reverse=True))
+    ordered = sorted(forms, key=len, reverse=True)
+    return re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(map(re.escape, ordered))})(?![A-Za-z0-9])") if forms else None
 
 
 def _without_userinfo(found: re.Match[str]) -> str:
@@ -184,8 +192,19 @@ def _without_value(found: re.Match[str]) -> str:
 
 
 def _is_secret_name(name: str) -> bool:
+    return _words(name)[-1] in _SECRET
+
+
+def _is_key_name(name: str) -> bool:
+    """`account_key`, which may be the name of a column as well."""
     words = _words(name)
-    return words[-1] in _SECRET or (len(words) > 1 and words[-1] == "key" and words[-2] in _KEYS)
+    return len(words) > 1 and words[-1] == "key" and words[-2] in _KEYS
+
+
+def _looks_random(value: Any) -> bool:
+    """Say whether it is no word that a person chose to be read."""
+    text = str(value)
+    return len(text) >= _LEAST and any(map(str.isdigit, text)) and any(map(str.isalpha, text))
 
 
 def _is_token_name(name: str) -> bool:

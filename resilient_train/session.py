@@ -192,6 +192,8 @@ class _Session:
                 tracked = _finish(self.tracker, status)
                 summary.mlflow = tracked.as_dict() if tracked else None
                 self._note(summary, error)
+            else:
+                self.tracker.drop()
         if isinstance(error, KeyboardInterrupt):
             raise error
         evaluated = run.evaluated if run else None

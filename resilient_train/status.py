@@ -7,17 +7,14 @@ make another one. 0 is also said of a run that is at work, 1 of one that was kil
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from resilient_train.ranks.lock import LOCK
 from resilient_train.record.directory import CHECKPOINTS
-from resilient_train.record.endings import CONFIG, REFUSED, SUMMARY, last_error, told
+from resilient_train.record.endings import CONFIG, REFUSED, SUMMARY, at_work, last_error, told
 from resilient_train.record.progress import stand_of, steps_wanted
 from resilient_train.record.telling import printable
 
@@ -79,7 +76,7 @@ def status_of(run_dir: Path) -> Status:
     """Look where a run stands."""
     stand, steps = stand_of(run_dir), steps_wanted(run_dir)
     step = stand.step if stand else None
-    if process := _at_work(run_dir):
+    if process := at_work(run_dir):
         return Status("running", 0, step, steps, process)
     if refused := told(run_dir, REFUSED):
         return Status("refused", refused["exit_code"], step, steps, why=str(refused.get("why")))
@@ -99,22 +96,6 @@ def _ended(run_dir: Path, summary: dict[str, Any], steps: int | None) -> Status:
     if why is not None and state == "gave_up" and (kept := sorted((run_dir / CHECKPOINTS).glob("step-*"))):
         why = f"{why}; the last good state is in {kept[-1]}"
     return Status(state, summary["exit_code"], step if isinstance(step, int) else None, steps, why=why)
-
-
-def _at_work(run_dir: Path) -> str | None:
-    """Who holds the lock on a run directory; the kernel lets go of it with its process."""
-    try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "by a process that starts"
-    else:
-        return None
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

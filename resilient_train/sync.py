@@ -17,7 +17,6 @@ from resilient_train.record.console import counting
 from resilient_train.record.delivery.store import KnownRun, Store, left_in, locate, shown, ui_command
 from resilient_train.record.outbox import BEGAN, OUTBOX, entries
 from resilient_train.record.telling import printable
-from resilient_train.status import status_of
 
 if TYPE_CHECKING:
     from resilient_train.record.delivery.courier import Courier
@@ -73,9 +72,17 @@ def _place(run_dir: Path, uri: str | None, experiment: str | None) -> tuple[Stor
     if "***" in asked:
         raise _Nowhere(f"the secret in {asked} is not written down: give the address by --uri or MLFLOW_TRACKING_URI")
     store = locate(asked, run_dir.parent)
+    if uri is None and asked != around and store.database is None and (names := _credentials()):
+        why = f"only the directory says to send it to {shown(asked)}, with {' and '.join(names)}: confirm that by --uri"
+        raise _Nowhere(why)
     if uri is None and store.database is not None and not store.database.parent.is_dir():
         raise _Nowhere(f"{store.database} cannot be here, where {store.database.parent} is missing: give --uri")
     return store, experiment
+
+
+def _credentials() -> list[str]:
+    """What MLflow would send along, to whatever address a stranger's directory names."""
+    return [name for name in ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD") if os.environ.get(name)]
 
 
 def _sync(run_dir: Path, store: Store, experiment: str) -> int:
@@ -90,8 +97,6 @@ def _sync(run_dir: Path, store: Store, experiment: str) -> int:
     if trouble is not None:
         print(f"{run_dir}: {left_in(run_dir):,} entries are left: {printable(trouble)}", file=sys.stderr)
         return 1
-    if status_of(run_dir).state == "killed":
-        courier.was_killed()
     return _report(run_dir, store, courier)
 
 

@@ -20,6 +20,7 @@ from moody import Door, Mood, mlflow_server
 
 from resilient_train import sync
 from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.delivery.courier import Courier
 from resilient_train.record.delivery.store import KNOWN, locate
 from resilient_train.record.incidents import IncidentBook
@@ -206,6 +207,87 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, server: str) -> None
     assert second.run == first.run
 
 
+def test_a_file_that_cannot_be_stored_keeps_nothing_else_back(
+    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows, tags, note, traces and the status arrive; the files are tried again, also by another process."""
+    from mlflow import MlflowClient
+
+    run_dir = trained(tmp_path / "run", server, "storage")
+    with monkeypatch.context() as broken:
+
+        def without_room(*args: object) -> None:
+            raise OSError("no room")
+
+        broken.setattr(MlflowClient, "log_artifact", without_room)
+        one = courier(run_dir, server, "storage")
+        with pytest.raises(OSError, match="no room"):
+            one.conclude()
+        one.leave()
+        client = client_of(server)
+        assert one.run is not None
+        run = client.get_run(one.run.run_id)
+        assert (run.info.status, run.data.tags["resilience.status"]) == ("FINISHED", "recovered")
+        assert len(client.get_metric_history(one.run.run_id, "loss")) == ROWS
+    again = courier(run_dir, server, "storage")
+    again.conclude()
+    prove(run_dir, server, "storage")
+
+
+def test_a_description_that_a_person_wrote_stays(tmp_path: Path, server: str) -> None:
+    run_dir = trained(tmp_path / "run", server, "note", incidents=1)
+    one = courier(run_dir, server, "note")
+    one.conclude()
+    one.leave()
+    assert one.run is not None
+    client = client_of(server)
+    client.set_tag(one.run.run_id, "mlflow.note.content", "mine")
+    trained(run_dir, server, "note", range(ROWS, ROWS + 5))
+    courier(run_dir, server, "note").conclude()
+    tags = client.get_run(one.run.run_id).data.tags
+    assert (tags["mlflow.note.content"], tags["resilience.incidents"]) == ("mine", str(INCIDENTS))
+
+
+def test_what_a_power_cut_took_from_the_outbox_is_no_reason_to_pass_over_what_comes_next(
+    tmp_path: Path, server: str
+) -> None:
+    """Delivered lines are gone, and newer ones stand in their place."""
+    run_dir = trained(tmp_path / "run", server, "cut", range(100))
+    first = courier(run_dir, server, "cut")
+    first.conclude()
+    first.leave()
+    whole = (run_dir / OUTBOX).read_bytes()
+    (run_dir / OUTBOX).write_bytes(b"".join(whole.splitlines(keepends=True)[:40]))
+    trained(run_dir, server, "cut", range(200, 400))
+    second = courier(run_dir, server, "cut")
+    second.conclude()
+    assert second.run is not None
+    ticks = [one.step for one in client_of(server).get_metric_history(second.run.run_id, "loss")]
+    assert sorted(ticks) == [*range(100), *range(200, 400)]
+
+
+@pytest.mark.parametrize(("lock", "status"), [("free", "KILLED"), ("held", "RUNNING")])
+def test_a_run_that_ended_without_a_word_is_shown_as_killed(
+    tmp_path: Path, server: str, lock: str, status: str
+) -> None:
+    experiment = f"a word, {lock}"
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text("run: {}\n")
+    box = Outbox(run_dir / OUTBOX)
+    box.put(BEGAN, name="run", tracking_uri=server, experiment=experiment)
+    assert box.close(30)
+    held = DirectoryLock(run_dir) if lock == "held" else None
+    one = courier(run_dir, server, experiment)
+    one.conclude()
+    if held is not None:
+        held.release()
+    assert one.run is not None
+    run = client_of(server).get_run(one.run.run_id)
+    assert run.info.status == status
+    assert run.data.tags["resilience.status"] == ("failed" if status == "KILLED" else "clean")
+
+
 def test_what_a_server_refuses_for_good_is_said_and_holds_up_nothing(tmp_path: Path, server: str) -> None:
     """A parameter that changes its value, and a file that is gone."""
     run_dir = trained(tmp_path / "run", server, "refused")
@@ -215,7 +297,7 @@ def test_what_a_server_refuses_for_good_is_said_and_holds_up_nothing(tmp_path: P
     assert box.close(30)
     first = courier(run_dir, server, "refused")
     first.conclude()
-    assert len(first.report.refused) == 2
+    assert first.report.refused == ["gone.txt is gone"]  # of a parameter, the value that it had first stays
     prove(run_dir, server, "refused")
 
 

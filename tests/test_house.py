@@ -65,7 +65,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "incidents": {"record", "status"},
     "checkpoints": {"checkpoint", "record"},
     "status": {"ranks", "record"},
-    "sync": {"record", "status"},
+    "sync": {"record"},
     "__init__": {"guard", "errors", "ranks"},
 }
 

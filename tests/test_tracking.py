@@ -143,18 +143,17 @@ def test_values_that_are_not_finite_arrive_and_harm_nobody(home: Path, tmp_path:
 
 
 def test_what_is_longer_or_more_than_mlflow_takes_is_cut_and_dealt(home: Path, tmp_path: Path) -> None:
-    """More parameters than one batch holds, longer than a value may be, and a directory."""
+    """More parameters than one batch holds, longer than a value may be, and a file."""
     run_dir = tmp_path / "all"
     with outbox(run_dir) as box:
-        (run_dir / "more").mkdir()
-        (run_dir / "more/two.txt").write_text("two")
+        (run_dir / "two.txt").write_text("two")
         box.put(PARAMS, values={f"layer.{index}": index for index in range(250)} | {"long": "x" * 7000})
-        box.put(ARTIFACT, path="more")
+        box.put(ARTIFACT, path="two.txt")
     run = delivered(run_dir, home)
     params = fetched(run).data.params
     assert params == {f"layer.{index}": str(index) for index in range(250)} | {"long": "x" * 5997 + "..."}
     assert run is not None
-    assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["more", "report.md"]
+    assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.md", "two.txt"]
     assert [file.name for file in (home / "mlartifacts").rglob("two.txt")] == ["two.txt"]
 
 
@@ -164,18 +163,23 @@ def test_what_is_longer_or_more_than_mlflow_takes_is_cut_and_dealt(home: Path, t
 )
 def test_an_entry_that_somebody_else_wrote_harms_nobody(home: Path, tmp_path: Path, values: Any) -> None:
     """It is read from a directory, so it may be anything."""
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
     with outbox(tmp_path / "odd") as box:
+        (tmp_path / "odd/train.log").symlink_to(secret)
+        os.mkfifo(tmp_path / "odd/pipe")
         box.put(METRICS, tick=1, values=values)
         box.put(METRICS, tick="one", values={"loss": 1.0})
         box.put(METRICS, tick=2, values={"loss": 1.0}, time_ms="late")
         box.put(PARAMS, values=values)
-        box.put(ARTIFACT, path="../../../etc/passwd")
+        for path in (str(secret), "../secret.txt", "train.log", "pipe", ".", 7):
+            box.put(ARTIFACT, path=path)
         box.put("unknown", values=values)
         box.put(ENDED, status=["completed"])
     run = delivered(tmp_path / "odd", home)
     assert [row[2] for row in history(run, "loss")][-1:] == [1.0]
     assert run is not None
-    assert "passwd" not in [one.path for one in client_of(run).list_artifacts(run.run_id)]
+    assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.md"]
 
 
 def test_a_name_that_mlflow_refuses_is_bent_until_it_fits(home: Path, tmp_path: Path) -> None:
@@ -296,7 +300,7 @@ def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_deliver_it(
     *first, last, how = caplog.messages
     assert all("Training is not affected" in one for one in first)
     assert len(first) <= 1
-    assert "1,002 entries of outbox.jsonl are left" in last
+    assert "1,003 entries of outbox.jsonl are left" in last
     assert "ConnectionRefusedError" in last
     assert f"python -m resilient_train.sync {tmp_path}" in how
     assert "secret" not in "".join(caplog.messages) + (tmp_path / OUTBOX).read_text()

@@ -6,13 +6,16 @@ the silence.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from resilient_train import files
 from resilient_train.files import commit_text, read_json, read_plain
+from resilient_train.ranks.lock import LOCK
 from resilient_train.secrets import masked
 
 CONFIG = "config.yaml"  # makes a directory that of a run
@@ -52,6 +55,31 @@ def told(run_dir: Path, name: str) -> dict[str, Any] | None:
     """What one of the two says; None if it is not there or makes no sense."""
     node = read_json(run_dir / name)
     return node if isinstance(node, dict) and type(node.get("exit_code")) is int else None
+
+
+def at_work(run_dir: Path) -> str | None:
+    """Who holds the lock on a run directory; the kernel lets go of it with its process."""
+    try:
+        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "by a process that starts"
+    else:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def stands(run_dir: Path) -> str | None:
+    """How the newest process of a run ended: as its summary has it, or `killed`. None while one is at work."""
+    if at_work(run_dir) is not None:
+        return None
+    if (summary := told(run_dir, SUMMARY)) is not None:
+        return str(summary.get("status"))
+    return "killed" if (run_dir / CONFIG).is_file() else None
 
 
 def last_error(log: Path) -> str | None:

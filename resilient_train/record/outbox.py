@@ -4,8 +4,8 @@ Each line is an entry, sealed as in the journal:
 
     {"n": 17, "at": 1767225600000, "kind": "metrics", "tick": 400, "values": {"loss": 2.31}, "crc": "5f3a9c01"}
 
-`began` and `ended` mark the processes of a run, `metrics`, `params` and `artifact` are what there is to show. A process
-of its own delivers it (`delivery`), now or another day.
+The first one, `opened`, holds a key that nobody else has; `began` and `ended` mark the processes of a run; `metrics`,
+`params` and `artifact` are what there is to show. A process of its own delivers it (`delivery`), now or another day.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +27,12 @@ from resilient_train.files import open_plain, write_all
 from resilient_train.record.journal import Entry, plain, seal, unseal
 
 OUTBOX = "outbox.jsonl"  # its name in a run directory
-BEGAN, ENDED, METRICS, PARAMS, ARTIFACT = "began", "ended", "metrics", "params", "artifact"
+OPENED, BEGAN, ENDED, METRICS, PARAMS, ARTIFACT = "opened", "began", "ended", "metrics", "params", "artifact"
 
 MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
-WRITE_EVERY_S, SYNC_EVERY_S = 0.25, 5.0
+WRITE_EVERY_S, TRY_AGAIN_S, SYNC_EVERY_S = 0.25, 2.0, 5.0
 _TAIL_BYTES = 2**20
+_CHECKSUM = re.compile(rb'"([0-9a-f]{8})"\}\n\Z')
 
 _log = logging.getLogger("resilient_train")
 
@@ -45,9 +48,10 @@ class Outbox:
         self.path = path
         self.dropped = 0
         self._waiting: deque[Entry] = deque()
-        self._taken: list[Entry] = []  # out of the queue, and not on disk yet
-        self._no_more = threading.Event()
-        self._end = self._number = -1  # not known before the file was looked at
+        self._sealed: list[bytes] = []  # lines that are not on disk yet
+        self._wake, self._is_closing = threading.Event(), False
+        self._end = -1  # where the next line goes; not known before the file was looked at
+        self._number = 0  # of the last entry
         self._synced_at = 0.0
         self._is_failing = False
         self._thread = threading.Thread(target=self._main, name="outbox", daemon=True)
@@ -55,28 +59,32 @@ class Outbox:
 
     def put(self, kind: str, /, **fields: Any) -> None:
         """Note something; it never waits and never raises."""
-        if len(self._waiting) + len(self._taken) < MOST_WAITING:
+        waiting = len(self._waiting) + len(self._sealed)
+        if waiting < MOST_WAITING or kind == ENDED:
             self._waiting.append({"at": time.time_ns() // 1_000_000, "kind": kind, **fields})
+            if waiting == MOST_WAITING // 2:
+                self._wake.set()
         else:
             self.dropped += 1
 
     def close(self, within_s: float) -> bool:
         """Say whether everything is on disk, after no more than `within_s`."""
-        self._no_more.set()
+        self._is_closing = True
+        self._wake.set()
         self._thread.join(within_s)
-        return not (self._thread.is_alive() or self._waiting or self._taken or self.dropped)
+        return not (self._thread.is_alive() or self._waiting or self._sealed or self.dropped)
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        while not self._no_more.wait(WRITE_EVERY_S):
-            self._flush(is_last=False)
+        while not self._is_closing:
+            self._wake.wait(TRY_AGAIN_S if self._is_failing else WRITE_EVERY_S)
+            self._wake.clear()
+            self._flush(is_last=self._is_closing)
         self._flush(is_last=True)
 
     def _flush(self, *, is_last: bool) -> None:
-        # One by one: the thread that trains may add to them meanwhile.
-        self._taken += [self._waiting.popleft() for _ in range(len(self._waiting))]
-        if not self._taken:
+        if not (self._waiting or self._sealed):
             return
         try:
             self._write(is_last)
@@ -95,15 +103,16 @@ class Outbox:
             size = os.fstat(file).st_size
             if self._end < 0 or size < self._end:  # not looked at yet, or somebody took it away
                 self._number, self._end = _last(file, size)
+            if self._end == 0 and not self._sealed:
+                self._waiting.appendleft({"at": time.time_ns() // 1_000_000, "kind": OPENED, "key": uuid.uuid4().hex})
             if size > self._end:  # what a kill, or a full disk, left half written
                 files.disk.truncate(file, self._end)
-            lines = [
-                seal(json.dumps(plain({"n": self._number + number, **entry})))
-                for number, entry in enumerate(self._taken, 1)
-            ]
-            self._end += write_all(file, b"".join(lines), self._end)
-            self._number += len(lines)
-            self._taken.clear()
+            # One by one: the thread that trains may add to them meanwhile. Each is sealed once, however full a disk is.
+            for _ in range(len(self._waiting)):
+                self._number += 1
+                self._sealed.append(seal(json.dumps(plain({"n": self._number, **self._waiting.popleft()}))))
+            self._end += write_all(file, b"".join(self._sealed), self._end)
+            self._sealed.clear()
             if is_last or time.monotonic() - self._synced_at > SYNC_EVERY_S:
                 self._synced_at = time.monotonic()
                 files.disk.sync(file)
@@ -121,6 +130,19 @@ def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
                 return
             end += len(line)
             yield unseal(line[:-1]), end
+
+
+def seal_before(path: Path, end: int) -> str | None:
+    """Return the checksum of the line that ends at byte `end`; None where none does."""
+    try:
+        with open_plain(path) as file:
+            start = max(0, end - _TAIL_BYTES)
+            file.seek(start)
+            lines = file.read(end - start)
+    except OSError:
+        return None
+    found = _CHECKSUM.search(lines)
+    return found[1].decode() if found else None
 
 
 def _last(file: int, size: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from resilient_train.events import Incident
-from resilient_train.record.endings import SUMMARY, last_error
+from resilient_train.record.endings import SUMMARY, last_error, stands
 from resilient_train.record.endings import told as ending_told
 from resilient_train.record.incidents import CLOSED, IN_FORCE, OPENED, PHASE, TREATED, from_line
 from resilient_train.record.journal import JOURNAL, Entry, read
@@ -22,6 +22,7 @@ from resilient_train.record.progress import stand_of, steps_wanted
 from resilient_train.record.quarantine import reasons
 from resilient_train.record.telling import status_of
 
+_KILLED = "its process was killed without a word"
 _LATEST_MS = 2**42  # a time after the year 2100 is none
 
 
@@ -114,7 +115,8 @@ def told(run_dir: Path) -> Story:
     step, tick = (stand.step, stand.tick) if stand is not None else (0, 0)
     if summary is not None:
         step, tick = (_whole(summary.get(key), known) for key, known in (("steps", step), ("ticks", tick)))
-    status = status_of(incidents, summary)
+    was_killed = stands(run_dir) == "killed"
+    status = "failed" if was_killed else status_of(incidents, summary)
     return Story(
         directory=run_dir,
         chapters=found,
@@ -123,7 +125,7 @@ def told(run_dir: Path) -> Story:
         tick=max(tick, step),
         steps=steps_wanted(run_dir),
         summary=summary,
-        why=last_error(run_dir / "train.log") or "" if status == "failed" else "",
+        why=_KILLED if was_killed else last_error(run_dir / "train.log") or "" if status == "failed" else "",
         last_good=next((one for one in checkpoints if one.is_verified), None),
         newest=next(iter(checkpoints), None),
         best=best_of(run_dir),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from resilient_train import files
 from resilient_train.events import Incident, Vitals
-from resilient_train.files import commit_text, read_plain, sweep, sync_directory
+from resilient_train.files import read_plain, sweep, temporary
 
 FOLDER = "incidents"  # its name in a run directory
 BEFORE = AFTER = 100  # attempted updates
@@ -98,11 +98,11 @@ class Surroundings:
         try:
             if not folder.is_dir():
                 files.disk.make_directory(folder)
-                sync_directory(folder.parent)
-            commit_text(
-                surroundings_of(folder.parent, window.number),
-                "".join(_row(one) for one in (_HEAD, *map(_point, points))),
-            )
+            # Not synced: no step should wait for a table that is for eyes only.
+            path = surroundings_of(folder.parent, window.number)
+            beside = temporary(path)
+            beside.write_text("".join(_row(one) for one in (_HEAD, *map(_point, points))), "utf-8")
+            files.disk.rename(beside, path)
         except OSError as error:
             if not self._is_failing:
                 why = error.strerror or error

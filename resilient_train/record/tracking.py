@@ -13,8 +13,7 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -25,7 +24,8 @@ from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBO
 __all__ = ["NullTracker", "OutboxTracker", "TrackedRun", "Tracker", "TrackingConfig", "build", "ui_command", "url"]
 
 _WRITE_WITHIN_S = 10.0  # at the end, what is still on its way to a disk
-_END_WITHIN_S = 2.0  # once it was told to, and then killed
+_END_WITHIN_S = 2.0  # once it was killed
+_AGAIN_S, _AGAIN_AT_MOST_S = 5.0, 300.0  # between the processes that deliver, where one has died
 
 _log = logging.getLogger("resilient_train")
 
@@ -58,10 +58,13 @@ class Tracker(Protocol):
         """Note what the run was given; a name keeps its first value."""
 
     def artifact(self, path: Path) -> None:
-        """Attach a file or a directory, as it is when it is sent: within seconds, or at the end."""
+        """Attach a file of the run directory, as it is when it is sent: within seconds, or at the end."""
 
     def finish(self, status: str) -> TrackedRun | None:
         """Deliver the rest within the time configured, and say in the log what is left."""
+
+    def drop(self) -> None:
+        """Leave it: there was no update to show."""
 
 
 class NullTracker:
@@ -80,6 +83,8 @@ class NullTracker:
     def finish(self, status: str) -> TrackedRun | None:
         return None
 
+    def drop(self) -> None: ...
+
 
 class OutboxTracker:
     """Shows the run in MLflow, by way of a file and of a process that delivers it."""
@@ -90,11 +95,13 @@ class OutboxTracker:
         self._outbox = Outbox(directory / OUTBOX)
         self._courier: _CourierProcess | None = None
         self._is_finished = False
-        self._outbox.put(BEGAN, name=directory.name, tracking_uri=shown(store.uri), experiment=config.experiment)
 
     def begin(self) -> None:
         if self._courier is None:
+            where = {"tracking_uri": shown(self._store.uri), "experiment": self._config.experiment}
+            self._outbox.put(BEGAN, name=self._directory.name, **where)
             given = {
+                "path": [one for one in sys.path if isinstance(one, str)],
                 "run_dir": str(self._directory.absolute()),
                 "uri": self._store.uri,
                 "home": str(self._home),
@@ -111,17 +118,15 @@ class OutboxTracker:
         self._outbox.put(PARAMS, values={key: str(value) for key, value in values.items()})
 
     def artifact(self, path: Path) -> None:
-        path = path.absolute()
-        is_inside = path.is_relative_to(self._directory.absolute())  # then it is found wherever the directory lies
-        self._outbox.put(ARTIFACT, path=str(path.relative_to(self._directory.absolute()) if is_inside else path))
+        self._outbox.put(ARTIFACT, path=str(path.absolute().relative_to(self._directory.absolute())))
 
     def finish(self, status: str) -> TrackedRun | None:
         if self._is_finished:
             return self.run
         self._is_finished = True
+        self.begin()
         self._outbox.put(ENDED, status=status)
         is_written = self._outbox.close(_WRITE_WITHIN_S)
-        self.begin()
         assert self._courier is not None
         trouble = self._courier.end(self._config.drain_s)
         if trouble is not None:
@@ -133,6 +138,9 @@ class OutboxTracker:
             _log.warning("%s is not complete: the disk did not take all of it", self._outbox.path)
         return self.run
 
+    def drop(self) -> None:
+        self._outbox.close(_WRITE_WITHIN_S)
+
     def _met(self, run: TrackedRun) -> None:
         self.run = run
 
@@ -140,69 +148,89 @@ class OutboxTracker:
 class _CourierProcess:
     """The process that delivers, from the side of the run. Nothing here waits but `end`."""
 
-    def __init__(self, given: Mapping[str, Any], where: str, met: Any) -> None:
+    def __init__(self, given: Mapping[str, Any], where: str, met: Callable[[TrackedRun], None]) -> None:
         self._given, self._where, self._met = given, where, met
-        self._trouble: str | None = "it was not asked to yet"
+        self._trouble: str | None = None
         self._complained = False
         self._process: subprocess.Popen[str] | None = None
-        self._started = threading.Event()
+        self._ending = threading.Event()
+        self._has_delivered = False
         self._thread = threading.Thread(target=self._main, name="courier", daemon=True)
         self._thread.start()
 
     def end(self, within_s: float) -> str | None:
         """Let it deliver the rest, for no longer than `within_s`; return what kept it from that, if anything did."""
-        until = time.monotonic() + within_s
+        self._ending.set()
         try:
-            self._started.wait(within_s)
-            if self._process is not None and self._process.stdin is not None:
-                with contextlib.suppress(OSError):
-                    self._process.stdin.close()  # that is how it knows that no more comes
-                self._process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._trouble = self._trouble or "it took too long"
+            self._tell_end()
+            self._thread.join(within_s)
         finally:
             self._kill()
         self._thread.join(_END_WITHIN_S)
-        code = self._process.returncode if self._process is not None else None
-        return None if code == 0 else self._trouble or f"its process ended with {code}"
+        return None if self._has_delivered else self._trouble or "it took too long"
+
+    def _tell_end(self) -> None:
+        """A line, and not only the end of the pipe: whatever the run has forked meanwhile holds that open, too."""
+        process = self._process
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # it is gone already; or another one is about to begin
+                process.stdin.write("end\n")
+                process.stdin.close()
 
     def _kill(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_WITHIN_S)
+                process.wait(_END_WITHIN_S)
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        try:
-            self._process = process = self._start()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with contextlib.suppress(OSError):
-                process.stdin.write(json.dumps(self._given) + "\n")
-                process.stdin.flush()
-            self._trouble = None
-            self._started.set()
-            with process.stdout:
-                self._hear(process.stdout)
-        except OSError as error:
-            self._complain(f"no process can be started: {error.strerror or error}")
-        finally:
-            self._started.set()
+        """Keep one at work until the run ends; one that dies on the way is replaced, at the end once more as well."""
+        pause = _AGAIN_S
+        while True:
+            is_last = self._ending.is_set()
+            try:
+                code = self._run()
+            except OSError as error:
+                self._complain(f"no process can be started: {error.strerror or error}")
+                code = None
+            self._has_delivered = code == 0
+            if self._has_delivered or is_last:
+                return
+            if code is not None and not self._ending.is_set():
+                self._complain(f"its process ended with {code}")
+            self._ending.wait(pause)
+            pause = min(2 * pause, _AGAIN_AT_MOST_S)
+
+    def _run(self) -> int:
+        """Start one, listen until it ends, and return its exit code."""
+        self._process = process = self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(OSError, ValueError):
+            process.stdin.write(json.dumps(self._given) + "\n")
+            process.stdin.flush()
+        if self._ending.is_set():
+            self._tell_end()
+        with process.stdout:
+            self._hear(process.stdout)
+        code = process.wait()
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        return code
 
     def _start(self) -> subprocess.Popen[str]:
-        # Its modules are found where ours are, and its group is its own: a Ctrl-C is not meant for it.
-        program = f"import sys; sys.path[:] = {sys.path!r}; from {_MODULE} import main; sys.exit(main())"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         return subprocess.Popen(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", _PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             env=environment,
-            start_new_session=True,
+            start_new_session=True,  # a Ctrl-C is not meant for it
         )
 
     def _hear(self, lines: IO[str]) -> None:
@@ -226,7 +254,14 @@ class _CourierProcess:
             _log.warning("MLflow at %s: %s. Training is not affected.", self._where, trouble)
 
 
-_MODULE = "resilient_train.record.delivery.__main__"
+# Its modules are found where ours are.
+_PROGRAM = """
+import json, sys
+given = json.loads(sys.stdin.readline())
+sys.path[:] = given["path"]
+from resilient_train.record.delivery.process import main
+sys.exit(main(given))
+"""
 
 
 def _sync(directory: Path) -> str:

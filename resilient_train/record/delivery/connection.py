@@ -33,7 +33,7 @@ ENVIRONMENT = {
     "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",
 }
 
-_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def connect(store: Store, experiment: str, known: KnownRun, outbox: Path, began_
             tags = {"mlflow.source.name": "resilient_train", "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
             twins = [client.create_run(experiment_id, began_ms, tags | {KEY: key}, known.name)]
         run_id = twins[0].info.run_id
-        known.note(run_id=run_id, delivered=0, shown={})
+        known.note(run_id=run_id, delivered=0, seal=None, files=[], shown={})
     return Connection(client, store.uri, experiment_id, TrackedRun(run_id, where, url(where, experiment_id, run_id)))
 
 
@@ -87,6 +87,18 @@ def is_refusal(error: Exception) -> bool:
     if isinstance(error, NotImplementedError):  # a server that is too old for it
         return True
     return isinstance(error, MlflowException) and error.error_code in _REFUSALS
+
+
+def is_unreachable(error: BaseException | None) -> bool:
+    """Say whether nobody answered: then there is no use in asking for something else."""
+    from requests.exceptions import ConnectionError as NoConnection
+    from requests.exceptions import Timeout
+
+    while error is not None:
+        if isinstance(error, NoConnection | Timeout | ConnectionError | TimeoutError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def is_there(client: MlflowClient, run_id: str) -> bool:

@@ -12,12 +12,20 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.delivery.connection import Connection, connect, forget_twins, is_refusal, root_cause
+from resilient_train.record.delivery.connection import (
+    Connection,
+    connect,
+    forget_twins,
+    is_refusal,
+    is_unreachable,
+    root_cause,
+)
 from resilient_train.record.delivery.presentation import Presentation
 from resilient_train.record.delivery.rows import batches
 from resilient_train.record.delivery.store import KnownRun, Store, TrackedRun
+from resilient_train.record.endings import stands
 from resilient_train.record.journal import Entry
-from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, OUTBOX, entries
+from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, OUTBOX, entries, seal_before
 
 ENTRIES_AT_ONCE = 200
 ENDINGS = {"completed": "FINISHED", "failed": "FAILED", "gave_up": "FAILED", "preempted": "KILLED"}
@@ -51,36 +59,42 @@ class Courier:
     ) -> None:
         self.run_dir, self.outbox = run_dir, run_dir / OUTBOX
         self.report = Report()
-        self.has_ended = False  # the newest process of the run said so
         self._store, self._experiment, self._wants_system_metrics = store, experiment, system_metrics
         self._met, self._went_on = met, went_on
         self._known = KnownRun(run_dir)
-        self._connection: Connection | None = None
-        self._presentation: Presentation | None = None
+        self._reached: tuple[Connection, Presentation] | None = None
         self._monitor: Any = None
         self._lock: int | None = None
 
     def deliver(self) -> None:
-        """Deliver all that is there by now."""
+        """Deliver all that is there by now: rows first, then the story, then files.
+
+        What cannot be had of the later ones keeps none of the others back, and is tried again with the next call.
+        """
         self._alone()
-        connection = self._connected()
-        while portion := list(islice(entries(self.outbox, self._known.delivered), ENTRIES_AT_ONCE)):
-            self._send(connection, [entry for entry, _ in portion if entry is not None])
-            self.report.damaged += sum(entry is None for entry, _ in portion)
-            self.report.entries += len(portion)
-            self._known.note(delivered=portion[-1][1])
-            self._went_on(self.report.entries)
-        assert self._presentation is not None
-        self._presentation.refresh()
+        connection, presentation = self._connected()
+        self._deliver_rows(connection)
+        trouble = presentation.refresh()
+        for path in self._known.files:
+            error = self._unless_refused(partial(self._attach, connection, path))
+            trouble = trouble or error
+            if error is None:
+                self._known.note(files=[one for one in self._known.files if one != path])
+        if trouble is not None:
+            raise trouble
 
     def conclude(self) -> None:
-        """Deliver the rest, the last look of the run included."""
+        """Deliver the rest, and how the run ended."""
         if self._monitor is not None:
             self._monitor.finish()
             self._monitor = None
-        self.deliver()
-        assert self._connection is not None
-        forget_twins(self._connection, self.outbox)
+        try:
+            self.deliver()
+        finally:  # in spite of a file that cannot be stored
+            if self._reached is not None:
+                self._end(self._reached[0])
+        assert self._reached is not None
+        forget_twins(self._reached[0], self.outbox)
 
     def leave(self) -> None:
         """Let another process deliver."""
@@ -88,20 +102,15 @@ class Courier:
             os.close(self._lock)
             self._lock = None
 
-    def was_killed(self) -> None:
-        """Say of a run that ended without a word that it has ended."""
-        assert self._connection is not None
-        self._connection.client.set_terminated(self._connection.run_id, "KILLED")
-
     @property
     def run(self) -> TrackedRun | None:
         """The run in MLflow, once it is reached."""
-        return self._connection.run if self._connection is not None else None
+        return self._reached[0].run if self._reached is not None else None
 
     def _alone(self) -> None:
         """Take the outbox for this process alone; the kernel gives it back."""
         if self._lock is None:
-            lock = os.open(self.outbox, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            lock = os.open(self.outbox, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -111,45 +120,77 @@ class Courier:
                 raise
             self._lock = lock
 
-    def _connected(self) -> Connection:
-        if self._connection is None:
+    def _connected(self) -> tuple[Connection, Presentation]:
+        if self._reached is None:
             first = next((entry for entry, _ in entries(self.outbox) if entry is not None), None)
             if first is None:
                 raise FileNotFoundError(f"{self.outbox} holds nothing yet")
-            self._connection = connect(self._store, self._experiment, self._known, self.outbox, first["at"])
-            self._presentation = Presentation(self._connection, self.run_dir, self._known, self._refuse)
-            self._met(self._connection)
+            connection = connect(self._store, self._experiment, self._known, self.outbox, first["at"])
+            if self._known.seal != seal_before(self.outbox, self._known.delivered):
+                self._known.note(delivered=0)  # it is not what it was then: a power cut took the end of it
+            self._reached = connection, Presentation(connection, self.run_dir, self._known, self._refuse)
+            self._met(connection)
             if self._wants_system_metrics:
-                self._watch_machine(self._connection.run_id)
-        return self._connection
+                self._watch_machine(connection.run_id)
+        return self._reached
+
+    def _deliver_rows(self, connection: Connection) -> None:
+        while portion := list(islice(entries(self.outbox, self._known.delivered), ENTRIES_AT_ONCE)):
+            found = [entry for entry, _ in portion if entry is not None]
+            self._send(connection, found)
+            self.report.damaged += len(portion) - len(found)
+            self.report.entries += len(portion)
+            end = portion[-1][1]
+            files = [str(entry.get("path")) for entry in found if entry["kind"] == ARTIFACT]
+            files = list(dict.fromkeys([*self._known.files, *files]))  # it goes as it is then, so once is enough
+            self._known.note(delivered=end, seal=seal_before(self.outbox, end), files=files)
+            self._went_on(self.report.entries)
 
     def _send(self, connection: Connection, portion: list[Entry]) -> None:
         client, run_id = connection.client, connection.run_id
-        for batch in batches(portion):
-            self._unless_refused(partial(client.log_batch, run_id, *batch))
-        # A file goes as it is now: of one that is named twice, once is enough.
-        for path in dict.fromkeys(str(entry.get("path")) for entry in portion if entry["kind"] == ARTIFACT):
-            self._unless_refused(partial(self._attach, client, run_id, self.run_dir / path))
+        for metrics, params, tags in batches(portion):
+            error = _refusal(partial(client.log_batch, run_id, metrics, params, tags))
+            if error is not None and params:  # one has another value there: those that a run had first are kept
+                there = client.get_run(run_id).data.params
+                new = [one for one in params if one.key not in there]
+                error = _refusal(partial(client.log_batch, run_id, (), new, ())) if new else None
+            if error is not None:
+                self._refuse(root_cause(error))
         for entry in [one for one in portion if one["kind"] in (BEGAN, ENDED)][-1:]:
-            self.has_ended = entry["kind"] == ENDED
-            if self.has_ended:
-                client.set_terminated(run_id, ENDINGS.get(str(entry.get("status")), "FAILED"), entry["at"])
-            else:
+            if entry["kind"] == BEGAN:
                 client.update_run(run_id, status="RUNNING")
+            else:
+                client.set_terminated(run_id, ENDINGS.get(str(entry.get("status")), "FAILED"), entry["at"])
 
-    def _attach(self, client: Any, run_id: str, path: Path) -> None:
-        if path.exists():
-            client.log_artifact(run_id, str(path))
-        else:
+    def _end(self, connection: Connection) -> None:
+        """Say of a run that ended without a word to us that it has ended, and how."""
+        ended = stands(self.run_dir)
+        if ended is None or connection.client.get_run(connection.run_id).info.status != "RUNNING":
+            return
+        connection.client.set_terminated(connection.run_id, ENDINGS.get(ended, "KILLED"))
+
+    def _attach(self, connection: Connection, path: str) -> None:
+        """Attach a file of the run: of what an outbox names elsewhere, whoever wrote it, nothing is sent."""
+        whole = (self.run_dir / path).resolve()
+        is_ours = whole.is_relative_to(self.run_dir.resolve()) and not (self.run_dir / path).is_symlink()
+        if not is_ours:
+            self._refuse(f"{path} is no file of the run")
+        elif not whole.is_file():
             self._refuse(f"{path} is gone")
+        else:
+            connection.client.log_artifact(connection.run_id, str(whole))
 
-    def _unless_refused(self, send: Callable[[], object]) -> None:
+    def _unless_refused(self, send: Callable[[], object]) -> Exception | None:
+        """Do it; return what kept it from being done for now. Raises where nobody answers."""
         try:
             send()
         except Exception as error:
-            if not is_refusal(error):
+            if is_unreachable(error):
                 raise
+            if not is_refusal(error):
+                return error
             self._refuse(root_cause(error))
+        return None
 
     def _refuse(self, why: str) -> None:
         if why not in self.report.refused:
@@ -163,3 +204,14 @@ class Courier:
             self._monitor = monitor
         except Exception as error:  # psutil or a driver is missing: the curves of the run are worth having without
             self._refuse(f"no system metrics: {root_cause(error)}")
+
+
+def _refusal(send: Callable[[], object]) -> Exception | None:
+    """Do it; return why it will never be taken, if so."""
+    try:
+        send()
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        return error
+    return None

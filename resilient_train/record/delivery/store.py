@@ -74,6 +74,18 @@ class KnownRun:
         return delivered if type(delivered) is int and delivered >= 0 else 0
 
     @property
+    def seal(self) -> str | None:
+        """The checksum of the last line that has arrived."""
+        seal = self._known.get("seal")
+        return seal if isinstance(seal, str) else None
+
+    @property
+    def files(self) -> list[str]:
+        """Files of the run that are to be attached yet."""
+        found = self._known.get("files")
+        return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
+
+    @property
     def shown(self) -> dict[str, str]:
         """What of an incident is shown, by its number: so that only what has changed since is shown again."""
         shown = self._known.get("shown")
@@ -139,7 +151,7 @@ def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
 
 def trace_url(experiment_id: str, run_id: str, trace_id: str) -> str:
     """Return the link to one trace of the run, from another page of the same server, whatever its address is there."""
-    return f"#/experiments/{experiment_id}/runs/{run_id}/traces?selectedEvaluationId={trace_id}"
+    return f"#/experiments/{experiment_id}/runs/{run_id}/traces?workflowType=machine_learning&selectedEvaluationId={trace_id}"
 
 
 def ui_command(tracking_uri: str) -> str:

@@ -1,7 +1,7 @@
 """The process that a run starts to have its outbox delivered while it trains.
 
-It reads one line of JSON from its standard input, which then stays open for as long as there may be more, and says on
-its standard output, in lines of JSON too, what the run is called in MLflow and what keeps it from delivering.
+What it is to do comes as a line of JSON, and another line once the run has ended. It says on its standard output, in
+lines of JSON too, what the run is called in MLflow and what keeps it from delivering.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,14 @@ LAST_PAUSES_S = (1.0, 1.0, 0.0)  # after each attempt to conclude: a server that
 ALONE_S = 6.0  # to deliver what a run that was killed has left
 
 
-def main() -> int:
+def main(given: Mapping[str, Any]) -> int:
     """Deliver until the run has ended; return 0 if MLflow has everything."""
-    given = json.loads(sys.stdin.readline())
     # Whoever asks the run to stop asks all its processes; what it has to say then is still to be delivered.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     no_more = threading.Event()
     threading.Thread(target=_listen, args=[no_more], daemon=True).start()
-    threading.Thread(target=_outlive_briefly, args=[os.getppid()], daemon=True).start()
+    threading.Thread(target=_outlive_briefly, args=[os.getppid(), no_more], daemon=True).start()
     courier = Courier(
         Path(given["run_dir"]),
         locate(given["uri"], Path(given["home"])),
@@ -85,17 +85,14 @@ def _say(**facts: Any) -> None:
 
 
 def _listen(no_more: threading.Event) -> None:
-    sys.stdin.read()
+    sys.stdin.readline()
     no_more.set()
 
 
-def _outlive_briefly(parent: int) -> None:
+def _outlive_briefly(parent: int, no_more: threading.Event) -> None:
     """Do not stay for long behind a run that was killed, whatever a server does."""
     while os.getppid() == parent:
         time.sleep(0.5)
+    no_more.set()
     time.sleep(ALONE_S)
     os._exit(1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
