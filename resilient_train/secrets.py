@@ -70,6 +70,8 @@ _LIKE_A_TOKEN = re.compile(r"[^\s<\[{|$][^\s]{7,}")
 
 _PLAIN_WORD = re.compile(r"[a-z]{1,15}|[A-Z]{1,15}|\d{1,9}")
 
+_MAY_BE_WORDS = re.compile(r"[A-Za-z _.\-]+|\d+")
+
 _learned: set[str] = set()
 _looked_at: set[str] = set()  # values of the environment
 
@@ -157,14 +159,17 @@ def _known() -> frozenset[str]:
 
 @lru_cache(maxsize=4)
 def _forms(values: frozenset[str]) -> re.Pattern[str] | None:
-    """Each as it is and as it may be quoted, not within a word; long ones first, as one may hold another."""
+    """Each as it is and as it may be quoted, a word not within another; long ones first, as one may hold another."""
     forms = {
         form
         for value in values
         for form in (value, quote(value, safe=""), quote(value), repr(value)[1:-1], json.dumps(value)[1:-1])
     }
-    ordered = sorted(forms, key=len, reverse=True)
-    return re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(map(re.escape, ordered))})(?![A-Za-z0-9])") if forms else None
+    ordered = [
+        rf"(?<![A-Za-z0-9]){re.escape(form)}(?![A-Za-z0-9])" if _MAY_BE_WORDS.fullmatch(form) else re.escape(form)
+        for form in sorted(forms, key=len, reverse=True)
+    ]
+    return re.compile("|".join(ordered)) if forms else None
 
 
 def _without_userinfo(found: re.Match[str]) -> str:

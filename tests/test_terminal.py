@@ -156,7 +156,7 @@ def test_without_colour_it_is_plain_and_whole(met: Path, capsys: Said, monkeypat
     [
         ([], {}, "All is well: 300 steps; no incidents."),
         ([Outcome.RECOVERED], {"ticks": 300}, "All is well: 300 steps; 1 incident (1 explosion), it is cured."),
-        ([None], None, "Killed without a word: at step 0 of 300; incident 1 "),
+        ([None], None, "Killed without a word: at step 0 of 300. In all, 1 incident (1 explosion), 1 open. The same"),
         (
             [Outcome.RECOVERED, None],
             {"status": "preempted", "exit_code": 75, "steps": 120},
