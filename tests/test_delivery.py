@@ -114,9 +114,11 @@ def prove(run_dir: Path, address: str, experiment: str) -> None:
     assert run.data.tags["resilience.incidents"] == str(len(story.chapters))
     assert run.data.tags["resilience.cause"] == "transient"
     assert 0 < len(run.data.tags["mlflow.note.content"]) < 8000
-    assert [one.path for one in client.list_artifacts(run.info.run_id)] == ["config.yaml", "images", "report.md"]
+    assert [one.path for one in client.list_artifacts(run.info.run_id)] == [
+        *("config.yaml", "images", "incidents.png", "report.md")
+    ]
     pictures = [one.path for one in client.list_artifacts(run.info.run_id, "images") if one.path.endswith(".png")]
-    assert len(pictures) == len(story.chapters)
+    assert len(pictures) == 1 + len(story.chapters)  # with all of them in one, where the slider begins
     traces = client.search_traces(locations=[home.experiment_id], max_results=500)
     numbers = sorted(int(trace.info.tags["resilience.incident"]) for trace in traces)
     assert numbers == [one.incident.id for one in story.chapters]

@@ -151,7 +151,8 @@ def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
 
 def trace_url(experiment_id: str, run_id: str, trace_id: str) -> str:
     """Return the link to one trace of the run, from another page of the same server, whatever its address is there."""
-    return f"#/experiments/{experiment_id}/runs/{run_id}/traces?workflowType=machine_learning&selectedEvaluationId={trace_id}"
+    page = f"#/experiments/{experiment_id}/runs/{run_id}/traces?workflowType=machine_learning"
+    return f"{page}&selectedEvaluationId={trace_id}"
 
 
 def ui_command(tracking_uri: str) -> str:
