@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -212,6 +212,7 @@ def _verdict(found: _Read) -> tuple[str, str, str]:
     story, state = found.story, found.status.state
     words, sentences = verdict(story)
     if state == "killed":
+        _, sentences = verdict(replace(story, why=""))
         return "Killed without a word", "bold yellow", f"{sentences} The same command {_goes_on(story)}."
     if state == "refused":
         return "The last start was refused", "bold yellow", f"{found.status.why}. Before that, {sentences}"

@@ -335,14 +335,14 @@ def _already_complete(directory: RunDirectory, summary: dict[str, Any], world: W
 
 def _say(error: BaseException | None, directory: RunDirectory, world: World, run: Run | None, seconds: float) -> None:
     """Say how it ended: one line for the terminal; a traceback goes to the log file."""
+    if isinstance(error, GaveUp):  # the guard has told it
+        return
     if error is None:
         assert run is not None
         loss = _rounded(run.guard.recent_loss)
         evaluated = "".join(f", evaluation {name} {value:.4g}" for name, value in (run.evaluated or {}).items())
         told = f"completed {run.guard.clock.step} steps in {duration(seconds)}: recent loss {loss}{evaluated}"
         log.info("%s", told, extra=GOOD)
-    elif isinstance(error, GaveUp):
-        log.info("gave up after %s", duration(seconds))  # the rest was said by the guard
     elif isinstance(error, Stopped):
         log.info("%s; the same command goes on", error, extra=ODD)
     elif isinstance(error, TrainError):

@@ -370,7 +370,11 @@ def test_an_interrupted_run_says_so_and_is_not_in_the_way(tmp_path: Path) -> Non
     assert done.codes == [75]
     assert not done.stderr
     assert "asked by SIGINT: the state is in" in done.stdout
-    step = re.search(r"^stopped at step ([\d,]+), .*\nmet no incidents\.\nnewest checkpoint: ", done.stdout, re.M)
+    step = re.search(
+        r"^stopped at step ([\d,]+), .*\nmade \1 of 10,000,000 steps in \d+ s; met no incidents\.\nnewest checkpoint: ",
+        done.stdout,
+        re.M,
+    )
     assert step
     assert done.stdout.splitlines()[-1] == f"the same command goes on from step {step[1]}"
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())

@@ -154,6 +154,28 @@ def test_status_is_quick_and_speaks_to_programs(nursery: Nursery) -> None:
     assert (found["state"], found["exit_code"], found["step"], found["steps"]) == ("completed", 0, 3, 3)
 
 
+# ----------------------------------------------------------------------------------------------------------- incidents
+
+
+def test_following_a_run_that_is_killed_ends_with_1(nursery: Nursery) -> None:
+    """A real one, in which something happens; seen from a process of its own."""
+    run_dir = nursery.place / "runs" / "watched"
+    command = [*MINE, "run.name=watched", "checkpoint.disk.every=10", "checkpoint.verify_after=2", "drill=nan_grad"]
+    run = nursery.start(*command, "drill.at=[60]", FOR_EVER)
+    run.until(lambda: stand(run_dir).step >= 1)
+    door = [sys.executable, "-m", "resilient_train.incidents", str(run_dir), "--follow"]
+    with subprocess.Popen(door, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as follower:
+        assert follower.stdout is not None
+        for line in follower.stdout:
+            if line.startswith("incident 1: recovered") or "outcome  recovered" in line:
+                break
+        run.strike(signal.SIGKILL)
+        rest = follower.stdout.read()
+    assert follower.returncode == 1
+    assert rest.splitlines()[-1].startswith("Killed without a word: at step ")
+    assert "The same command goes on from step " in rest
+
+
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 

@@ -121,7 +121,7 @@ def test_the_story_fits_the_terminal(met: Path, columns: int) -> None:
     assert shown.startswith("\x1b[1;32mAll is well")
     one_line = " ".join(without_colour(shown).split())
     for words in (
-        "All is well: 300 steps in 42 s; 2 incidents (1 explosion, 1 operation), all are cured.",
+        "All is well: 300 steps; 2 incidents (1 explosion, 1 operation), all are cured.",
         "30 of 330 updates were lost.",
         "incident 1 20",
         "(0 s after the start) step 40, tick 50",
@@ -154,9 +154,9 @@ def test_without_colour_it_is_plain_and_whole(met: Path, capsys: Said, monkeypat
 @pytest.mark.parametrize(
     ("outcomes", "summary", "verdict"),
     [
-        ([], {}, "All is well: 300 steps in 42 s; no incidents."),
-        ([Outcome.RECOVERED], {"ticks": 300}, "All is well: 300 steps in 42 s; 1 incident (1 explosion), it is cured."),
-        ([None], None, "Killed without a word: at step 0 of 300; incident 1 "),
+        ([], {}, "All is well: 300 steps; no incidents."),
+        ([Outcome.RECOVERED], {"ticks": 300}, "All is well: 300 steps; 1 incident (1 explosion), it is cured."),
+        ([None], None, "Killed without a word: at step 0 of 300. In all, 1 incident (1 explosion), 1 open. The same"),
         (
             [Outcome.RECOVERED, None],
             {"status": "preempted", "exit_code": 75, "steps": 120},
@@ -395,8 +395,8 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     }
     gave_up = run_command([*often, "run.steps=20", "run.name=other", "drill=nan_grad", "recovery=off"])
     assert gave_up.code == 3
-    told = after(gave_up.stdout, "gave up after ")
-    assert told[1].startswith("met 1 incident (1 transient), 1 not cured.")
+    told = after(gave_up.stdout, "made ")
+    assert re.match(r"made \d of 20 steps in \d+ s; met 1 incident \(1 transient\), 1 not cured\.", told[0])
     assert "  transient: gave up" in told
     assert re.fullmatch(r"the same command says so again at once and ends with 3; .* goes on from step \d+", told[-2])
 
@@ -407,7 +407,8 @@ def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: comman
     failed = run_command([*what, "objective._target_=strangers.RaisesLater"])
     assert failed.code == 1
     assert len(failed.stderr.splitlines()) == 1
-    told = after(failed.stdout, "met no incidents")
+    told = after(failed.stdout, "made ")
+    assert re.fullmatch(r"made [34]\d of 60 steps in \d+ s; met no incidents\.", told[0])
     newest = re.fullmatch(r"newest checkpoint: runs/run/checkpoints/step-000000(\d+) \(step \1\)", told[1])
     assert newest, told
     assert told[2] == f"the same command goes on from step {newest[1]}"

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from resilient_train.events import Incident
+from resilient_train.record.console import duration
 from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.record.left import Checkpoint
 from resilient_train.record.story import Story
@@ -25,7 +26,7 @@ def review(story: Story, went_on_from: int | None = None) -> list[str]:
     """Tell it in some twenty lines at most, whatever the run has met; and where this process of it went on."""
     return [
         *([] if went_on_from is None else [_went_on(story, went_on_from)]),
-        f"met {incidents_met(story.incidents)}.{updates_lost(story)}",
+        f"{_made(story)}met {incidents_met(story.incidents)}.{updates_lost(story)}",
         *_cures(story.incidents),
         *_advice(story),
         *_left(story),
@@ -38,6 +39,16 @@ def near(path: Path) -> str:
     """Name a place as short as it can be typed from here."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
+
+
+def _made(story: Story) -> str:
+    """How far it got, of a run that is not complete."""
+    if story.is_complete or story.summary is None:
+        return ""
+    of = f" of {story.steps:,}" if story.steps is not None else ""
+    seconds = story.summary.get("seconds")
+    took = f" in {duration(seconds)}" if isinstance(seconds, int | float) else ""
+    return f"made {story.step:,}{of} steps{took}; "
 
 
 def _went_on(story: Story, step: int) -> str:
