@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,14 +62,14 @@ class Console:
     def traces(self) -> Locator:
         """Look at the list of traces; return the links of their requests."""
         self._open(f"{self._run}/traces?{KIND}")
-        requests = self.page.get_by_text("step ")
+        requests = self.page.get_by_text(re.compile(r"^step \d"))
         requests.first.wait_for()
         return requests
 
     def charts(self, last: str) -> Locator:
         """Look at the charts, down to the one that is titled `last`."""
         self._open(f"{self._run}/model-metrics?{KIND}")
-        self.page.get_by_text("incidents_total", exact=True).wait_for()
+        self.page.get_by_text("Add chart").first.wait_for()
         title = self.page.get_by_text(last, exact=True)
         width, height = SIZE.values()
         self.page.mouse.move(width / 2, height / 2)

@@ -55,11 +55,10 @@ def in_mlflow(run_dir: Path, place: Path) -> None:
         person.run_list(views.KEY)
         person.alone()
         person.picture(IMAGES / "runs.png")
-        table = person.overview()
+        person.overview()
         person.alone()
-        table.scroll_into_view_if_needed()
         person.picture(IMAGES / "overview.png")
-        table.locator("a").first.click()
+        person.traces().first.click()
         person.page.get_by_text("detect", exact=True).first.wait_for()
         person.picture(IMAGES / "trace.png")
 

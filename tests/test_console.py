@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from browser import Console, chromium, console
+from browser import PATIENCE_MS, Console, chromium, console
 from moody import mlflow_server
 
 from resilient_train.record.delivery import views
 from resilient_train.record.delivery.courier import Courier
+from resilient_train.record.delivery.pictures import KEY
 from resilient_train.record.delivery.store import locate
 from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
 
@@ -108,8 +109,10 @@ def test_the_overview_tells_the_story_and_leads_to_its_traces(person: Console, s
     person.picture(SHOTS / "overview.png")
     assert len(rows) == 1 + len(shown.incidents)
     assert person.page.get_by_text("Last good checkpoint").count() == 1
-    table.locator("a").first.click()
-    person.page.get_by_text("detect", exact=True).first.wait_for()
+    with person.page.expect_popup() as trace:
+        table.locator("a").first.click()
+    trace.value.get_by_text("detect", exact=True).first.wait_for(timeout=PATIENCE_MS)
+    trace.value.close()
 
 
 def test_every_incident_is_a_row_in_the_list_of_traces(person: Console, shown: Shown) -> None:
@@ -126,7 +129,7 @@ def test_every_incident_is_a_row_in_the_list_of_traces(person: Console, shown: S
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_the_picture_of_an_incident_is_among_the_charts(person: Console, shown: Shown, dark: bool) -> None:
     person.page.emulate_media(color_scheme="dark" if dark else "light")
-    person.charts("incidents")
+    person.charts(KEY)
     person.alone()
     image = person.page.locator("img[src^='blob:'], img[src*='get-artifact']").first
     image.wait_for()

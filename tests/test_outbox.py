@@ -88,7 +88,7 @@ def test_a_full_disk_is_waited_for_in_memory_and_said_once(
 ) -> None:
     disk = Full()
     monkeypatch.setattr(files, "disk", disk)
-    monkeypatch.setattr(outbox, "TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr(outbox, "WRITE_EVERY_S", 0.01)
     box = Outbox(tmp_path / OUTBOX)
     for tick in range(5):
         box.put("metrics", tick=tick)

@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from resilient_train import files
@@ -29,24 +28,25 @@ OUTBOX = "outbox.jsonl"  # its name in a run directory
 BEGAN, ENDED, METRICS, PARAMS, ARTIFACT = "began", "ended", "metrics", "params", "artifact"
 
 MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
-SYNC_EVERY_S = 5.0
-TRY_AGAIN_S = 2.0
+WRITE_EVERY_S, SYNC_EVERY_S = 0.25, 5.0
 _TAIL_BYTES = 2**20
 
 _log = logging.getLogger("resilient_train")
 
 
 class Outbox:
-    """Takes entries in microseconds and writes them in a thread.
+    """Takes entries in a microsecond, and writes them in a thread a few times a second.
 
-    Not in the calling one: a write waits for the disk whenever a checkpoint is being synced on it.
+    Not in the calling thread: a write waits for the disk whenever a checkpoint is being synced on it. And not for each
+    entry: on a busy machine a thread that is woken keeps the interpreter from the one that trains.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.dropped = 0
-        self._queue: SimpleQueue[Entry | None] = SimpleQueue()  # None: nothing comes any more
         self._waiting: deque[Entry] = deque()
+        self._taken: list[Entry] = []  # out of the queue, and not on disk yet
+        self._no_more = threading.Event()
         self._end = self._number = -1  # not known before the file was looked at
         self._synced_at = 0.0
         self._is_failing = False
@@ -54,39 +54,29 @@ class Outbox:
         self._thread.start()
 
     def put(self, kind: str, /, **fields: Any) -> None:
-        """Note something; it costs microseconds, never waits and never raises."""
-        self._queue.put({"at": time.time_ns() // 1_000_000, "kind": kind, **fields})
+        """Note something; it never waits and never raises."""
+        if len(self._waiting) + len(self._taken) < MOST_WAITING:
+            self._waiting.append({"at": time.time_ns() // 1_000_000, "kind": kind, **fields})
+        else:
+            self.dropped += 1
 
     def close(self, within_s: float) -> bool:
         """Say whether everything is on disk, after no more than `within_s`."""
-        self._queue.put(None)
+        self._no_more.set()
         self._thread.join(within_s)
-        return not (self._thread.is_alive() or self._waiting or self.dropped)
+        return not (self._thread.is_alive() or self._waiting or self._taken or self.dropped)
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
-        is_open = True
-        while is_open:
-            is_open = self._take()
-            self._flush(is_last=not is_open)
-
-    def _take(self) -> bool:
-        """Wait for entries, or for the time to try again; say whether more may come."""
-        try:
-            entry = self._queue.get(timeout=TRY_AGAIN_S if self._waiting else None)
-            while entry is not None:
-                if len(self._waiting) < MOST_WAITING:
-                    self._waiting.append(entry)
-                else:
-                    self.dropped += 1
-                entry = self._queue.get_nowait()
-        except Empty:
-            return True
-        return False
+        while not self._no_more.wait(WRITE_EVERY_S):
+            self._flush(is_last=False)
+        self._flush(is_last=True)
 
     def _flush(self, *, is_last: bool) -> None:
-        if not self._waiting:
+        # One by one: the thread that trains may add to them meanwhile.
+        self._taken += [self._waiting.popleft() for _ in range(len(self._waiting))]
+        if not self._taken:
             return
         try:
             self._write(is_last)
@@ -109,11 +99,11 @@ class Outbox:
                 files.disk.truncate(file, self._end)
             lines = [
                 seal(json.dumps(plain({"n": self._number + number, **entry})))
-                for number, entry in enumerate(self._waiting, 1)
+                for number, entry in enumerate(self._taken, 1)
             ]
             self._end += write_all(file, b"".join(lines), self._end)
             self._number += len(lines)
-            self._waiting.clear()
+            self._taken.clear()
             if is_last or time.monotonic() - self._synced_at > SYNC_EVERY_S:
                 self._synced_at = time.monotonic()
                 files.disk.sync(file)
