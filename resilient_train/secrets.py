@@ -18,7 +18,6 @@ from urllib.parse import quote, unquote
 
 MASK = "***"
 
-_LONG = 16  # characters: no word of another meaning has so many
 _LEAST = 8  # characters: what is shorter stands in ordinary text as well
 
 _VARIABLES = (
@@ -45,8 +44,7 @@ _ASSIGNED = re.compile(r"""(?P<head>(?:[?&]|(?<![\w.\-]))(?P<name>[\w.\-]++)=)(?
 _LINE = re.compile(r"(?m)^(\s*(?:- )*([\w.\-]++): )(\S.*)$")
 
 _SECRET = {"password", "passwd", "passphrase", "secret", "apikey", "accesskey", "secretkey", "privatekey"}
-_KEYS = {"api", "access", "private", "secret"}
-_MAYBE_KEYS = {"auth", "account", "signing", "encryption"}
+_KEYS = {"api", "access", "private", "secret", "auth", "account", "signing", "encryption"}
 _IN_QUERIES = {"key", "pwd", "sig", "signature", "credential", "token"}
 _OF_A_VOCABULARY = {  # these tokens are pieces of text
     *(
@@ -71,6 +69,8 @@ _OF_A_VOCABULARY = {  # these tokens are pieces of text
 _LIKE_A_TOKEN = re.compile(r"[^\s<\[{|$][^\s]{7,}")
 
 _PLAIN_WORD = re.compile(r"[a-z]{1,15}|[A-Z]{1,15}|\d{1,9}")
+
+_MAY_BE_WORDS = re.compile(r"[A-Za-z _.\-]+|\d+")
 
 _learned: set[str] = set()
 _looked_at: set[str] = set()  # values of the environment
@@ -159,17 +159,17 @@ def _known() -> frozenset[str]:
 
 @lru_cache(maxsize=4)
 def _forms(values: frozenset[str]) -> re.Pattern[str] | None:
-    """Each as it is and as it may be quoted; short words only where they stand alone; long ones first."""
+    """Each as it is and as it may be quoted, a word not within another; long ones first, as one may hold another."""
     forms = {
         form
         for value in values
         for form in (value, quote(value, safe=""), quote(value), repr(value)[1:-1], json.dumps(value)[1:-1])
     }
     ordered = [
-        rf"(?<![A-Za-z0-9]){form}(?![A-Za-z0-9])" if len(form) < _LONG and form.isalnum() else re.escape(form)
+        rf"(?<![A-Za-z0-9]){re.escape(form)}(?![A-Za-z0-9])" if _MAY_BE_WORDS.fullmatch(form) else re.escape(form)
         for form in sorted(forms, key=len, reverse=True)
     ]
-    return re.compile("|".join(ordered)) if ordered else None
+    return re.compile("|".join(ordered)) if forms else None
 
 
 def _without_userinfo(found: re.Match[str]) -> str:
@@ -197,14 +197,13 @@ def _without_value(found: re.Match[str]) -> str:
 
 
 def _is_secret_name(name: str) -> bool:
-    words = _words(name)
-    return words[-1] in _SECRET or (len(words) > 1 and words[-1] == "key" and words[-2] in _KEYS)
+    return _words(name)[-1] in _SECRET
 
 
 def _is_key_name(name: str) -> bool:
     """`account_key`, which may be the name of a column as well."""
     words = _words(name)
-    return len(words) > 1 and words[-1] == "key" and words[-2] in _MAYBE_KEYS
+    return len(words) > 1 and words[-1] == "key" and words[-2] in _KEYS
 
 
 def _looks_random(value: Any) -> bool:

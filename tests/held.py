@@ -6,6 +6,7 @@ However slow a machine is, and whoever has its turn: the run is not through befo
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -15,19 +16,19 @@ from typing import Any
 from resilient_train.ranks import stop as requests
 from resilient_train.record.progress import Progress
 
-HOLD, HELD = "hold", "held"  # in the working directory of the run: the step from which on it waits, and that it does
+HOLD, HELD = "hold", "held"  # in the working directory of the run: where it is to wait, and that it does
 
 
 @contextlib.contextmanager
-def held_at(place: Path, step: int) -> Iterator[Callable[[], None]]:
-    """Let runs in `place` begin the update behind this step, and wait in it to the end of the block, or to a call."""
+def held_at(place: Path, step: int, where: str = "in") -> Iterator[Callable[[], None]]:
+    """Let runs in `place` wait in the update behind this step, or `before` it, to the end of the block or to a call."""
 
     def let_go() -> None:
         (place / HOLD).unlink(missing_ok=True)
 
     place.mkdir(parents=True, exist_ok=True)
     (place / HELD).unlink(missing_ok=True)
-    (made := place / f".{HOLD}").write_text(str(step))
+    (made := place / f".{HOLD}").write_text(f"{where} {step}")
     made.rename(place / HOLD)
     try:
         yield let_go
@@ -49,10 +50,9 @@ def install() -> None:
         return
 
     def waits(progress: Progress, tick: int, step: int, start: int, stop: int) -> None:
+        _wait("before", step)
         _updating(progress, tick, step, start, stop)
-        while (limit := _limit()) is not None and step >= limit and not any(one.since for one in requests._listening):
-            Path(HELD).touch()
-            time.sleep(0.01)
+        _wait("in", step)
 
     Progress.updating = waits  # type: ignore[assignment,method-assign]
 
@@ -68,12 +68,20 @@ def cross_entropy(model: Any, batch: Any) -> Any:
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
-def _limit() -> int | None:
+def _wait(where: str, step: int) -> None:
+    while _asked(where) <= step and not any(one.since for one in requests._listening):
+        Path(HELD).touch()
+        time.sleep(0.01)
+
+
+def _asked(where: str) -> float:
+    """The step at which the run is to wait."""
     try:
         file = os.open(HOLD, os.O_RDONLY)
     except FileNotFoundError:
-        return None
+        return math.inf
     try:
-        return int(os.read(file, 20))
+        asked, step = os.read(file, 40).split()
+        return int(step) if asked.decode() == where else math.inf
     finally:
         os.close(file)

@@ -111,6 +111,12 @@ class Launched:
         return time.monotonic() - began
 
 
+def never_imported(place: Path) -> None:
+    """Let what a run imports first take for ever in `place`; a file imports.RANK tells that it is at that."""
+    text = "import os, time\nopen('imports.' + os.environ.get('RANK', '0'), 'w').close()\ntime.sleep(3600)\n"
+    (place / "hydra.py").write_text(text)
+
+
 def _marked(mark: str) -> Iterator[Process]:
     for name in os.listdir("/proc"):
         if name.isdigit():

@@ -238,12 +238,12 @@ def test_the_writer_writes_and_prunes_behind_it(store: Store) -> None:
     for step in (1, 2, 3):
         assert one.is_free
         one.offer(job(step, partial(write, store, step)))
-        assert one.wait(30)
+        assert one.wait(200)
     outcomes = [one.heard() for _ in range(4)]
     assert [outcome and outcome.job.step for outcome in outcomes] == [1, 2, 3, None]
     assert steps(store) == [3]
     for thread in [thread for thread in threading.enumerate() if thread.name == "checkpoint-writer"]:
-        thread.join(10)
+        thread.join(200)
     assert threading.active_count() == before
 
 

@@ -326,7 +326,8 @@ def test_mlflow_shows_the_run_by_tick(run_command: command, place: Path, monkeyp
     """Parameters, curves over the tick, and files arrive in the database beside the runs."""
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     tracked = [one for one in MINE if one != "tracking=none"]
-    outcome = run_command([*tracked, "run.steps=30", "run.name=tracked", "data.eval._target_=strangers.Fixed"])
+    tracked += ["run.name=tracked", "data.eval._target_=strangers.Fixed", "tracking.drain_s=600"]
+    outcome = run_command([*tracked, "run.steps=30"])
     assert outcome.code == 0, outcome.stderr
     told = outcome.summary("runs/tracked")["mlflow"]
     assert told["tracking_uri"] == f"sqlite:///{place}/runs/mlflow.db"

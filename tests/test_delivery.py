@@ -361,7 +361,7 @@ def live(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 def ended(process: subprocess.Popen[str], run_dir: Path) -> tuple[float, bool, int]:
     """Let it end; return how long that took, whether it knew its run, and the process that delivered."""
     (run_dir / "end").touch()
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     seconds, knew, pid = out.split()
     return float(seconds), knew == "True", int(pid)

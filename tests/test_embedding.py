@@ -725,7 +725,7 @@ print({"hydra", "omegaconf", "mlflow"} & sys.modules.keys())
 def test_incidents_are_seen_and_little_is_loaded(tmp_path: Path) -> None:
     """A program that does not set up logging sees them on stderr, once, and loads neither Hydra nor MLflow for it."""
     called = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(called, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(called, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["False", "set()"]
     incidents = len((tmp_path / "here/incidents.jsonl").read_text().splitlines())

@@ -221,7 +221,7 @@ def test_a_directory_in_use_by_a_live_process_is_left_alone(place: Path, run_com
     Path("runs/same").mkdir(parents=True)
     hold = "import os, sys, time; from pathlib import Path; from resilient_train.ranks.lock import DirectoryLock\n"
     hold += "lock = DirectoryLock(Path('runs/same')); child = os.fork()\n"  # as a data worker, who outlives a kill
-    hold += "child and print(f'held {child}', flush=True); time.sleep(60)"
+    hold += "child and print(f'held {child}', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         held, child = holder.stdout.readline().split()

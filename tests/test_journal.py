@@ -265,7 +265,8 @@ def test_nothing_acknowledged_is_lost_in_a_kill(tmp_path: Path) -> None:
         command = [sys.executable, "-c", KILLED, str(path)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
-            child.stdout.readline()
+            for _ in range(3):
+                child.stdout.readline()
             time.sleep(random.uniform(0.01, 0.15))
             child.send_signal(signal.SIGKILL)
             said = child.stdout.read().split()
@@ -273,7 +274,7 @@ def test_nothing_acknowledged_is_lost_in_a_kill(tmp_path: Path) -> None:
         numbers = [entry["n"] for entry in read(path)]
         assert numbers == [*range(1, len(numbers) + 1)]
         assert acknowledged <= len(numbers) <= acknowledged + 1
-    assert acknowledged > 10
+    assert acknowledged >= 15
 
 
 # A disk that does not take it. Real ones: a tmpfs of 64 KiB, a limit on the size of files, a directory that goes away.

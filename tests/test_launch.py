@@ -97,7 +97,7 @@ def accelerate_launch(folder: Path, *options: str) -> subprocess.CompletedProces
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
     )
 
 

@@ -69,7 +69,7 @@ def test_rank_0_alone_talks(tmp_path: Path) -> None:
     folder.mkdir()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
-        [*launcher, "-m", "resilient_train", *OWN, "run.dir=here"],
+        [*launcher, "-m", "resilient_train", *OWN, "run.dir=here", "tracking.drain_s=600"],
         cwd=folder,
         env=ENVIRONMENT,
         capture_output=True,

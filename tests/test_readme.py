@@ -171,7 +171,7 @@ def test_the_culprits_that_are_shown_are_named_so(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=240,
     )
     (shown,) = [one for one in re.findall(r"^```text\n(.+?)^```", README, re.S | re.M) if "culprits.py" in one]
     said = done.stderr.replace(f"{ROOT}/", "").replace("resilient_train: ", "")

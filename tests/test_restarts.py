@@ -21,7 +21,7 @@ import torch
 from group import launch
 from held import held_at
 from kills import in_journal, incidents, left_overs, stand, summary
-from launched import Launched
+from launched import Launched, never_imported
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from warm import ENVIRONMENT, Forked
 
@@ -165,15 +165,14 @@ def test_an_agent_that_is_killed_leaves_nobody_behind(workers: int, tmp_path: Pa
 
 def test_an_agent_that_is_killed_takes_along_who_is_still_importing(tmp_path: Path) -> None:
     """The process is bound to its agent before anything heavy is loaded: here one that is loaded for ever."""
-    (tmp_path / "hydra.py").write_text(f"import os, time\nopen('loads.' + os.environ['RANK'], 'w')\n{FOR_EVER}\n")
+    never_imported(tmp_path)
     with Launched(tmp_path, 2, *OWN, "run.dir=run", "run.steps=100000", anew=True) as launched:
-        launched.until(lambda: len(list(tmp_path.glob("loads.*"))) == 2)
+        launched.until(lambda: len(list(tmp_path.glob("imports.*"))) == 2)
         assert len(launched.all()) == 3
         launched.kill_agent()
         assert gone(launched.all)
 
 
-FOR_EVER = "time.sleep(3600)"
 WRAPPED = """
 import os, subprocess, sys, time
 if "TORCHELASTIC_RUN_ID" in os.environ:  # a script between the agent and the process

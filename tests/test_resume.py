@@ -8,6 +8,8 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from command import command
+from held import held_at
 from kills import (
     COMMAND,
     Nursery,
@@ -111,10 +114,15 @@ def test_whenever_it_is_killed_the_same_command_goes_on(
 
 def test_a_person_kills_the_command_and_starts_it_again(tmp_path: Path) -> None:
     """As the others do, without our nursery: two starts of Python."""
-    arguments = [*COMMAND, *STRUCK, "run.steps=120", "run.dir=run"]
-    with subprocess.Popen(arguments, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL) as started:
+    arguments = [*COMMAND, *STRUCK, "objective=custom", "objective._target_=held.cross_entropy", "run.steps=120"]
+    arguments += ["run.dir=run"]
+    with (
+        held_at(tmp_path, 80),
+        subprocess.Popen(arguments, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL) as started,
+    ):
         while stand(tmp_path / "run").step < 60 or not checkpoints(tmp_path / "run"):
             assert started.poll() is None
+            time.sleep(0.05)
         started.send_signal(signal.SIGKILL)
     again = subprocess.run(arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
@@ -144,24 +152,19 @@ def test_samples_that_ended_the_process_twice_are_passed_over(nursery: Nursery) 
 def test_samples_are_not_blamed_for_a_kill_on_the_way_to_them(nursery: Nursery) -> None:
     """Who is killed in an update, and then before the first update of the next start, met those samples once."""
     run_dir, own = nursery.place / "on_the_way", [*DIGITS, *DISK, "run.steps=120", "run.dir=on_the_way"]
-    own += ["objective=custom", "objective._target_=test_resume.hesitant"]
-    started = nursery.start(*own)
-    assert at_tick(run_dir, 70)(started)
-    started.strike(signal.SIGKILL)
-    started.wait()
-    (run_dir.parent / "hesitate").touch()
-    again = nursery.start(*own)
-    assert again.until(lambda: len(taken_up_at(run_dir)) == 1)
-    again.strike(signal.SIGKILL)
-    again.wait()
-    (run_dir.parent / "hesitate").unlink()
+    with held_at(nursery.place, 80):
+        started = nursery.start(*own)
+        assert at_tick(run_dir, 70)(started)
+        started.strike(signal.SIGKILL)
+        assert started.wait() == -signal.SIGKILL
+    with held_at(nursery.place, 0, "before"):
+        again = nursery.start(*own)
+        assert again.until(lambda: len(taken_up_at(run_dir)) == 1)
+        again.strike(signal.SIGKILL)
+        assert again.wait() == -signal.SIGKILL
     last = nursery.run(*own)
     assert last.code == 0, last.output
     assert [one["actions"] for one in incidents(run_dir) if one["rows"]] == []
-
-
-def hesitant(model: nn.Module, batch: Any) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 DEADLY_ROW = 700
@@ -397,7 +400,7 @@ class WithZeros(Dataset[tuple[Tensor, Tensor]]):
 NO_RELAXING = "recovery.relax_after=1000"
 LOWER = "[{do:[skip,{lower_lr:{factor:0.5,rewarm:5}},{tighten_clip:{factor:0.5}}],strikes:null}]"
 TREATED = ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
-TREATED += ["schedule=constant", "run.steps=300", "data=custom", *DISK]
+TREATED += ["schedule=constant", "run.steps=160", "data=custom", *DISK]
 PLAIN_ROWS = ["model=custom", "model._target_=strangers.Plain", "data.train._target_=strangers.Fixed"]
 REMEDIES = {
     "knobs": [
@@ -432,19 +435,21 @@ def test_what_was_in_force_is_in_force_again(kind: str, saved_since: bool, nurse
         assert done.code == 0, done.output
     name = f"{kind}-{'after' if saved_since else 'before'}"
     run_dir = nursery.place / name
-    started = nursery.start(*arguments, f"run.dir={name}")
-    assert started.until(lambda: bool(in_journal(run_dir, "remedies_in_force")))
-    if saved_since:
-        treated_at = in_journal(run_dir, "remedies_in_force")[-1]["remedies"]["tick"]
-        assert started.until(lambda: any(one["tick"] > treated_at for one in in_journal(run_dir, "checkpoint_saved")))
-    started.strike(signal.SIGKILL)
-    assert started.wait() == -signal.SIGKILL, started.output
-    before = in_journal(run_dir, "remedies_in_force")[-1]["remedies"]
-    assert kind == "knobs" or before[kind]
-    again = nursery.start(*arguments, f"run.dir={name}")  # a second kill soon after: nothing is there once only
-    assert at_tick(run_dir, stand(run_dir).tick + 4)(again)
-    again.strike(signal.SIGKILL)
-    again.wait()
+    with held_at(nursery.place, 150):
+        started = nursery.start(*arguments, f"run.dir={name}")
+        assert started.until(lambda: bool(in_journal(run_dir, "remedies_in_force")))
+        if saved_since:
+            treated_at = in_journal(run_dir, "remedies_in_force")[-1]["remedies"]["tick"]
+            saved = partial(in_journal, run_dir, "checkpoint_saved")
+            assert started.until(lambda: any(one["tick"] > treated_at for one in saved()))
+        started.strike(signal.SIGKILL)
+        assert started.wait() == -signal.SIGKILL, started.output
+        before = in_journal(run_dir, "remedies_in_force")[-1]["remedies"]
+        assert kind == "knobs" or before[kind]
+        again = nursery.start(*arguments, f"run.dir={name}")  # a second kill soon after: nothing is there once only
+        assert at_tick(run_dir, stand(run_dir).tick + 4)(again)
+        again.strike(signal.SIGKILL)
+        assert again.wait() == -signal.SIGKILL, again.output
     last = nursery.run(*arguments, f"run.dir={name}")
     assert last.code == 0, last.output
     after_all, unharmed = latest_remedies(run_dir), latest_remedies(plain)
@@ -468,10 +473,11 @@ def test_an_open_incident_is_closed_by_whoever_goes_on(nursery: Nursery) -> None
     """Once, with the updates that the killed process made counted: it was open, and nobody forgot it."""
     run_dir = nursery.place / "open"
     arguments = [*TREATED, *PLAIN_ROWS, "drill=nan_grad", "drill.at=[80]", "run.dir=open"]
-    started = nursery.start(*arguments)
-    assert at_tick(run_dir, 100)(started)
-    started.strike(signal.SIGKILL)
-    started.wait()
+    with held_at(nursery.place, 110):
+        started = nursery.start(*arguments)
+        assert at_tick(run_dir, 100)(started)
+        started.strike(signal.SIGKILL)
+        assert started.wait() == -signal.SIGKILL
     (open_one,) = recalled(entries_of(run_dir / "journal.jsonl"))
     assert open_one.outcome is None
     assert incidents(run_dir) == []
@@ -487,10 +493,11 @@ def test_strikes_are_counted_across_processes(nursery: Nursery) -> None:
     ladder = "[{do:[skip],strikes:1},{do:[skip,{lower_lr:{factor:0.5}}],strikes:1}]"
     arguments = [*TREATED, *PLAIN_ROWS, "drill=nan_grad", "drill.at=[60,130]", "run.dir=strikes"]
     arguments += [f"recovery.ladders.default={ladder}", f"recovery.ladders.transient={ladder}"]
-    started = nursery.start(*arguments)
-    assert at_tick(run_dir, 100)(started)
-    started.strike(signal.SIGKILL)
-    started.wait()
+    with held_at(nursery.place, 110):
+        started = nursery.start(*arguments)
+        assert at_tick(run_dir, 100)(started)
+        started.strike(signal.SIGKILL)
+        assert started.wait() == -signal.SIGKILL
     last = nursery.run(*arguments)
     assert last.code == 0, last.output
     first, second = [one for one in incidents(run_dir) if one["signal"] == "nonfinite_grad"]
@@ -509,11 +516,12 @@ def test_the_run_in_mlflow_is_the_same_one(nursery: Nursery) -> None:
         "tracking=mlflow",
         f"tracking.uri=sqlite:///{store}",
     ]
-    arguments += ["run.log_every=10"]
-    started = nursery.start(*arguments)
-    assert at_tick(run_dir, 120)(started)
-    started.strike(signal.SIGTERM)
-    assert started.wait() == 75, started.output
+    arguments += ["run.log_every=10", "tracking.drain_s=600"]
+    with held_at(nursery.place, 150):
+        started = nursery.start(*arguments)
+        assert at_tick(run_dir, 120)(started)
+        started.strike(signal.SIGTERM)
+        assert started.wait() == 75, started.output
     stopped = summary(run_dir)
     last = nursery.run(*arguments)
     assert last.code == 0, last.output

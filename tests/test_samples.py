@@ -499,6 +499,10 @@ def workers_of(samples: MapSamples) -> list[Any]:
     return list(samples._batches._workers)  # type: ignore[union-attr]
 
 
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 @pytest.mark.usefixtures("impatient")
 def test_a_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     """Wherever the training is at the time: the samples are what they would have been."""
@@ -506,8 +510,9 @@ def test_a_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING, "resilient_train"):
         for number in range(12):
             if number == 3:
-                os.kill(workers_of(samples)[0].pid, signal.SIGKILL)
-                time.sleep(0.1)  # the training, in which nothing may be raised
+                os.kill(struck := workers_of(samples)[0].pid, signal.SIGKILL)
+                while _state(struck) != "Z":  # the training, in which nothing may be raised
+                    time.sleep(0.01)
             assert sha256(samples.next_update().batches) == sha256(plain.next_update().batches)
         assert len(workers_of(samples)) == 2
         assert all(worker.is_alive() for worker in workers_of(samples))

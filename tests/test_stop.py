@@ -124,7 +124,7 @@ class TestRequests:
             read, write = os.pipe()
             if (child := os.fork()) == 0:
                 os.write(write, b"!")
-                time.sleep(60)
+                time.sleep(600)
                 os._exit(0)
             assert os.read(read, 1) == b"!"
             os.close(read)

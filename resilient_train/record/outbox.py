@@ -141,7 +141,7 @@ def seal_before(path: Path, end: int) -> str | None:
             lines = file.read(end - start)
     except OSError:
         return None
-    found = _CHECKSUM.search(lines)
+    found = _CHECKSUM.search(lines) if len(lines) == end - start else None
     return found[1].decode() if found else None
 
 
