@@ -411,4 +411,4 @@ def test_the_story_can_be_read_afterwards(
         "operation",
     ]
     assert incidents.main([str(tmp_path / "nowhere")]) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "no run there" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -73,7 +73,8 @@ class Terminal:
         """Leave the log as it was found: in a sweep the next run has its own file."""
         for handler in self._handlers:
             log.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # a full disk does not take the last lines either
+                handler.close()
         log.setLevel(self._before[0])
         log.propagate = self._before[1]
 

@@ -104,6 +104,7 @@ class Surroundings:
             beside.write_text("".join(_row(one) for one in (_HEAD, *map(_point, points))), "utf-8")
             files.disk.rename(beside, path)
         except OSError as error:
+            sweep(folder)
             if not self._is_failing:
                 why = error.strerror or error
                 _log.warning("what was measured around incident %d cannot be written (%s)", window.number, why)

@@ -154,7 +154,7 @@ class _CourierProcess:
         self._complained = False
         self._process: subprocess.Popen[str] | None = None
         self._ending = threading.Event()
-        self._has_delivered = False
+        self._has_delivered = self._is_over = False
         self._thread = threading.Thread(target=self._main, name="courier", daemon=True)
         self._thread.start()
 
@@ -165,6 +165,7 @@ class _CourierProcess:
             self._tell_end()
             self._thread.join(within_s)
         finally:
+            self._is_over = True
             self._kill()
         self._thread.join(_END_WITHIN_S)
         return None if self._has_delivered else self._trouble or "it took too long"
@@ -197,7 +198,7 @@ class _CourierProcess:
                 self._complain(f"no process can be started: {error.strerror or error}")
                 code = None
             self._has_delivered = code == 0
-            if self._has_delivered or is_last:
+            if self._has_delivered or is_last or self._is_over:
                 return
             if code is not None and not self._ending.is_set():
                 self._complain(f"its process ended with {code}")
@@ -214,6 +215,8 @@ class _CourierProcess:
             process.stdin.flush()
         if self._ending.is_set():
             self._tell_end()
+        if self._is_over:
+            self._kill()
         with process.stdout:
             self._hear(process.stdout)
         code = process.wait()
