@@ -55,7 +55,7 @@ def run(composed: Composed) -> Ending:
     try:
         directory = world.on_main(lambda: _open(composed, held))
         if directory.finished is not None:
-            ending = _already_complete(directory, directory.finished, world)
+            ending = _already_complete(composed, directory, directory.finished, world)
         else:
             terminal.log_to(directory.log(world.rank))
             set_deterministic(config.run.deterministic)
@@ -318,7 +318,7 @@ def _greet(directory: RunDirectory, world: World) -> None:
     log.info("%s", world)
 
 
-def _already_complete(directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
+def _already_complete(composed: Composed, directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
     if summary["status"] == "gave_up" and not world.is_main:
         return Ending(int(summary["exit_code"]), None)
     if summary["status"] == "gave_up":
@@ -328,7 +328,9 @@ def _already_complete(directory: RunDirectory, summary: dict[str, Any], world: W
         log.error("with another configuration it goes on from there; with run.resume=never it starts anew")
         return Ending(int(summary["exit_code"]), None)
     log.info("%s is complete: %s steps, loss %s", directory.path, summary["steps"], _rounded(summary.get("final_loss")))
-    log.info("run.resume=never trains another one beside it")
+    for line in told_changes(composed.changes(directory.config)):
+        log.info("other than asked for now: %s", line)
+    log.info("nothing is left to train; run.resume=never trains another one beside it")
     evaluated = summary.get("eval")
     return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else summary.get("final_loss"))
 

@@ -25,7 +25,7 @@ from resilient_train.files import read_plain
 from resilient_train.secrets import learn, masked_tree
 
 _IDENTITY = ("model", "data", "objective", "optimizer", "schedule", "run.seed")  # what makes it another run
-
+_DRILL = "drill"  # and faults on purpose do; to have none is what every run has
 
 _FEW, _LONG = 3, 200  # lines, characters
 _FIXED = (
@@ -158,12 +158,17 @@ def _identity_unresolved(raw: DictConfig) -> dict[str, Any]:
     """`steps: ${run.steps}` of a schedule stays what it is written as: more steps continue the same run."""
     plain = OmegaConf.to_container(raw, resolve=False)
     assert isinstance(plain, dict)
-    parts = {name: _at(plain, name) for name in _IDENTITY}  # type: ignore[arg-type]  # keys are strings
-    return flattened(masked_tree(parts))  # another token makes no other run
+    return flattened(masked_tree(_parts(plain)))  # type: ignore[arg-type]  # another token makes no other run
+
+
+def _parts(tree: Mapping[str, Any]) -> dict[str, Any]:
+    drill = _at(tree, _DRILL)
+    has_faults = isinstance(drill, Mapping) and (drill.get("fault") or drill.get("faults"))
+    return {name: _at(tree, name) for name in _IDENTITY} | ({_DRILL: drill} if has_faults else {})
 
 
 def _identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    flat = dict(_flat({name: _at(resolved, name) for name in _IDENTITY}))
+    flat = flattened(_parts(resolved))
     steps = _at(resolved, "run.steps")
     return {key: "run.steps" if key == "schedule.steps" and value == steps else value for key, value in flat.items()}
 
