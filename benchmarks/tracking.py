@@ -131,14 +131,15 @@ def in_child(target: Callable[..., None], *args: Any) -> Any:
     return answer
 
 
-def long_run(rows: int, incidents: int) -> dict[str, Any]:
+def long_run(rows: int, incidents: int, keep: Path | None) -> dict[str, Any]:
     """Leave what a long run leaves, and deliver it as its own process would; watch that process's memory."""
     from test_delivery import client_of, prove, trained
 
     from resilient_train.record.delivery.store import KnownRun
 
     with ExitStack() as stack:
-        place = Path(stack.enter_context(TemporaryDirectory(prefix="tracking-")))
+        place = keep or Path(stack.enter_context(TemporaryDirectory(prefix="tracking-")))
+        place.mkdir(parents=True, exist_ok=True)
         address = stack.enter_context(mlflow_server(place))
         run_dir = trained(place / "long", address, "long", range(rows), incidents)
         tracker: Any = build(TrackingConfig("mlflow", address, "long", False, 3600.0), run_dir, place)
@@ -182,12 +183,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--rows", type=int, help="deliver a run of so many rows instead")
     parser.add_argument("--incidents", type=int, default=200, help="of that run (default: %(default)s)")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="of that run, and of the server's store, to look at")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     given = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     begin()
     if given.rows:
-        figures: Any = long_run(given.rows, given.incidents)
+        figures: Any = long_run(given.rows, given.incidents, given.keep)
         print(json.dumps(figures))
         broken = figures["note_characters"] >= 8000
     else:
