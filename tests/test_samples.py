@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Collection, Sequence
@@ -517,7 +518,7 @@ def test_a_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -
         assert len(workers_of(samples)) == 2
         assert all(worker.is_alive() for worker in workers_of(samples))
     (line,) = caplog.messages
-    assert "exited unexpectedly" in line
+    assert re.search("exited unexpectedly|Connection|EOF", line)  # as it is met: by a signal, or by a pipe that is dead
     samples.close()
 
 
