@@ -20,11 +20,14 @@ from typing import Any
 from resilient_train.events import Culprit, Outcome
 from resilient_train.files import read_plain
 from resilient_train.record.console import duration
+from resilient_train.record.directory import launcher_of
+from resilient_train.record.drills import struck_at
 from resilient_train.record.incidents import IN_FORCE, as_line
 from resilient_train.record.journal import JOURNAL, Entry, damaged_lines, read
 from resilient_train.record.page import Page, Words
 from resilient_train.record.review import began_ms
 from resilient_train.record.story import Chapter, Story, told
+from resilient_train.record.streams import while_heard
 from resilient_train.record.telling import (
     cost_told,
     counted,
@@ -40,6 +43,8 @@ from resilient_train.record.verdict import next_start, verdict
 from resilient_train.status import Status, status_of
 
 _LOOK_EVERY_S = 1.0
+_STARTED_AGAIN = ("killed", "failed")  # by a launcher
+_RESTARTS_WITHIN_S = 120.0  # where nobody can see whether there still is one
 _LARGEST_SOURCE = 2**22  # bytes
 _LABELS = 9  # columns
 
@@ -78,31 +83,50 @@ def main(arguments: list[str] | None = None) -> int:
         found = _Read.of(run_dir, status)
         show.verdict(found)
         show.news(found, given.last)
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(printable(f"{run_dir / JOURNAL} cannot be read: {error.strerror or error}"), file=sys.stderr)
+    except _Unreadable as why:
+        print(printable(str(why)), file=sys.stderr)
         return 1
     return 0
 
 
 def _follow(run_dir: Path, show: _Lines | _Blocks, last: int | None) -> int:
-    """Show what comes, until the run has ended; return its exit code."""
-    before: Status | None = None
+    """Show what comes, until the run has ended and nobody is left who would start it again; return its exit code."""
+    before, since, waits_for = None, time.monotonic(), ""
     while True:
         status = status_of(run_dir)  # first: what the run has written before its end is in the journal then
         found = _Read.of(run_dir, status)
         if before is None:
             show.verdict(found)
-        show.news(found, last if before is None else None)
-        # Between two processes of a run nobody is at work for a moment: a kill is looked at twice.
-        if status.state not in ("running", "killed") or (status.state == "killed" and status == before):
+        show.news(found, last if before is None else None, is_live=True)
+        if status.state == "running":
+            if waits_for:
+                show.line(f"it goes on: {status.process}")
+            since, waits_for = time.monotonic(), ""
+        elif (who := _waited_for(run_dir, status, time.monotonic() - since)) is None:
             break
+        elif who != waits_for:
+            waits_for = who
+            show.line(f"its process has gone; waits for {who} to start it again")
         before = status
         time.sleep(_LOOK_EVERY_S)
+    show.news(found, None)
     if before is not None:
         show.verdict(found)
     return status.exit_code if status.state != "none" else 0  # of a loop of one's own nobody knows it
+
+
+def _waited_for(run_dir: Path, status: Status, gone_s: float) -> str | None:
+    """Who is about to start a run again that has not worked for so long; empty while it is too early to say."""
+    if status.state not in _STARTED_AGAIN:
+        return None
+    if (launcher := launcher_of(run_dir)) is not None and (launcher.is_seen or gone_s < _RESTARTS_WITHIN_S):
+        return launcher.name
+    # Between two processes of a run nobody is at work for a moment: a kill is looked at twice.
+    return "" if status.state == "killed" and gone_s < 2 * _LOOK_EVERY_S else None
+
+
+class _Unreadable(Exception):
+    """There is a journal, and it cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +141,10 @@ class _Read:
     @classmethod
     def of(cls, run_dir: Path, status: Status) -> _Read:
         journal = run_dir / JOURNAL
-        return cls(told(run_dir), status, read(journal), damaged_lines(journal))
+        try:
+            return cls(told(run_dir), status, read(journal), damaged_lines(journal))
+        except OSError as error:
+            raise _Unreadable(f"{journal} cannot be read: {error.strerror or error}") from error
 
 
 @dataclass
@@ -128,7 +155,9 @@ class _Lines:
 
     def verdict(self, found: _Read) -> None: ...
 
-    def news(self, found: _Read, last: int | None) -> None:
+    def line(self, words: str) -> None: ...
+
+    def news(self, found: _Read, last: int | None, *, is_live: bool = False) -> None:
         left = len(found.story.chapters) - len(_newest(found.story.chapters, last))
         for number, chapter in enumerate(found.story.chapters):
             text = json.dumps(as_line(chapter.incident))
@@ -142,7 +171,8 @@ class _Blocks:
     """A block of lines for each incident, for a person."""
 
     page: Page = field(default_factory=Page)
-    shown: dict[int, Chapter] = field(default_factory=dict)
+    shown: dict[int, Outcome | None] = field(default_factory=dict)  # in full, and with which outcome
+    named: set[int] = field(default_factory=set)  # that are being treated
 
     def verdict(self, found: _Read) -> None:
         """Say first whether the run is all right."""
@@ -152,23 +182,33 @@ class _Blocks:
             lines = "1 line of it is" if found.damaged == 1 else f"{found.damaged:,} lines of it are"
             self.page.line((f"{JOURNAL}: {lines} damaged and left out", "yellow"), hang=2)
 
-    def news(self, found: _Read, last: int | None) -> None:
+    def line(self, words: str) -> None:
+        """Say something that no incident has to do with."""
+        self.page.line((words, "dim"), hang=2)
+
+    def news(self, found: _Read, last: int | None, *, is_live: bool = False) -> None:
+        """Show each incident once; of a live run when it was treated, and what became of it when that is known."""
         chapters = _newest(found.story.chapters, last)
         if left := len(found.story.chapters) - len(chapters):
-            if not self.shown:
-                self.page.line(f"{counted(left, 'incident')} before these", hang=2)
-            self.shown |= {one.incident.id: one for one in found.story.chapters[:left]}
+            self.page.line(f"{counted(left, 'incident')} before these", hang=2)
+            self.shown |= {one.incident.id: one.incident.outcome for one in found.story.chapters[:left]}
         for chapter in found.story.chapters:
-            before = self.shown.get(chapter.incident.id)
-            if before is None or (before.treated_ms is None and chapter.treated_ms is not None):
+            incident = chapter.incident
+            name = f"incident {incident.id:,}: "
+            if incident.id in self.shown:
+                if self.shown[incident.id] is not incident.outcome:
+                    words, style = _OUTCOMES[incident.outcome]
+                    self.page.line(name, (words.partition(":")[0], style), hang=2)
+            elif is_live and chapter.treated_ms is None and incident.outcome is None:
+                if incident.id not in self.named:
+                    self.page.line(
+                        name, f"{noticed(incident.anomaly)} at step {incident.anomaly.step:,}; being treated"
+                    )
+                self.named.add(incident.id)
+                continue
+            else:
                 self._block(chapter, found)
-            elif before.incident.outcome != chapter.incident.outcome:
-                self._outcome(chapter)
-            self.shown[chapter.incident.id] = chapter
-
-    def _outcome(self, chapter: Chapter) -> None:
-        words, style = _outcome(chapter)
-        self.page.line(f"incident {chapter.incident.id:,}: ", (words, style), hang=2)
+            self.shown[incident.id] = incident.outcome
 
     def _block(self, chapter: Chapter, found: _Read) -> None:
         incident, page = chapter.incident, self.page
@@ -178,6 +218,8 @@ class _Blocks:
         page.line((when, "bold"), f"  step {anomaly.step:,}, tick {anomaly.tick:,}", hang=2)
         self._row("noticed", noticed(anomaly) + reached(anomaly))
         self._row("", anomaly.evidence)
+        if struck := struck_at(found.story.strikes, anomaly.tick):
+            self._row("drill", f"{struck} struck at this tick, on purpose")
         self._row("cause", str(diagnosis.cause) + (f": {rows_named(diagnosis.rows)}" if diagnosis.rows else ""))
         for culprit in (diagnosis.culprit, diagnosis.follower):
             if culprit is not None:
@@ -282,6 +324,6 @@ def _plates(entries: Sequence[Entry]) -> list[Mapping[str, Any]]:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
-    except (KeyboardInterrupt, BrokenPipeError):
+        sys.exit(while_heard(main))
+    except KeyboardInterrupt:
         sys.exit(0)
