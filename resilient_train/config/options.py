@@ -85,7 +85,7 @@ def _no_such(word: str, behind: str) -> ConfigError:
     if not equals and not behind.startswith("-") and "=" not in behind:
         value = behind
     key = next(_keys(typed.lstrip("-").replace("-", "_")), None)
-    shown = MASK if key and is_secret(key.rstrip("="), value) else value
+    shown = MASK if key and is_secret(key.rstrip("="), value) else value or "..."
     hint = f"; did you mean {key}{shown}?" if key else similar(typed, _KNOWN) or "."
     return unusable(typed, f"no such option{hint} What is set has no dashes: key=value; --help explains every key")
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any, cast
@@ -22,12 +24,19 @@ def lasting(stream: IO[str] | None) -> IO[str] | None:
 
 @contextmanager
 def outlived() -> Iterator[None]:
-    """Let nothing that is printed meanwhile end the process, be it by us, by a user's code or by a library."""
+    """Let the process go on without its terminal, whoever prints meanwhile: we, a user's code or a library."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = lasting(before[0]), lasting(before[1])
+    is_ours = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    )
+    if is_ours:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what a shell sends to all that it started when it goes
     try:
         yield
     finally:
+        if is_ours:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, _Lasting):
                 stream.flush()  # what Python flushes on its way out would end the process with a complaint and 120
