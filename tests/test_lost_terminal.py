@@ -11,14 +11,17 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
+from moody import Door
 from stories import incident
 from warm import ENVIRONMENT, Forked, python
 
 from resilient_train.record.console import LiveLine, Terminal, counting, log
 from resilient_train.record.incidents import IncidentBook
+from resilient_train.record.review import to_see_it
 from resilient_train.record.streams import lasting, outlived, while_heard
 
 MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
@@ -172,3 +175,43 @@ def test_what_tells_something_does_not_hide_other_errors() -> None:
     with pytest.raises(PermissionError):
         while_heard(fails)
     assert while_heard(lambda: 3) == 3
+
+
+# ------------------------------------------------------------------------------------------------ MLflow at the end
+
+
+def test_who_waits_for_mlflow_is_told_why_and_may_leave(tmp_path: Path) -> None:
+    """A server that never answers, and time for it: Ctrl-C leaves the rest, says how to deliver it, harms nothing."""
+    door = Door("http://127.0.0.1:1")
+    door.mood = "hang"
+    out = tmp_path / "out.txt"
+    more = ["tracking=mlflow", f"tracking.uri={door.address}", "tracking.drain_s=600", "run.steps=3"]
+    run = Forked(python, "-m", "resilient_train", *[*MINE, *more], place=tmp_path, out=out)
+    try:
+        why = "delivering to MLflow, for up to 600 s (tracking.drain_s); Ctrl-C leaves the rest to resilient_train.sync"
+        deadline = time.monotonic() + 200
+        while not out.exists() or why not in out.read_text():
+            assert time.monotonic() < deadline
+            assert run.ended(0.1) is None, out.read_text()
+        run.strike(signal.SIGINT)
+        assert run.ended(60) == 0
+    finally:
+        run.kill()
+        door.close()
+    told = out.read_text().splitlines()
+    assert told[-2] == "MLflow does not have everything; to deliver the rest:"
+    assert told[-1].endswith(" -m resilient_train.sync runs/run")
+
+
+@pytest.mark.parametrize(
+    ("command", "url", "told"),
+    [
+        ("mlflow ui", "http://x", ["to see it, start\n  mlflow ui", "and open\n  http://x"]),
+        ("", "http://x", ["to see it, open\n  http://x"]),
+        ("mlflow ui", None, ["to see it, start\n  mlflow ui"]),
+        ("", None, []),
+    ],
+)
+def test_where_to_look_is_said_in_whole_sentences(command: str, url: str | None, told: list[str]) -> None:
+    """Of a database, of a server, of a store without pages."""
+    assert to_see_it(command, url) == told

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from resilient_train.events import Cause, Incident, Outcome
 
@@ -34,13 +35,14 @@ def still_open(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
     is_open = [one for one in incidents if one.outcome is None]
     with_rows = [one for one in incidents if one.diagnosis.rows and one.diagnosis.culprit is None]
     kinds = Counter(map(_kind, incidents))
+    each = partial(_each, abouts=_abouts(incidents))
     found = [
-        *_each(reversed(gave_up)),
-        *_each(reversed(is_open)),
-        *_each((one for one in incidents if one.diagnosis.culprit is not None), by_count=True),
-        *_rows(with_rows),
-        *_each(reversed([one for one in incidents if one.diagnosis.cause in _RECURS_BY_ITSELF]), by_count=True),
-        *_each(reversed([one for one in incidents if kinds[_kind(one)] > 1]), by_count=True),
+        *each(reversed(gave_up)),
+        *each(reversed(is_open)),
+        *each((one for one in incidents if one.diagnosis.culprit is not None), by_count=True),
+        *(_of_rows(with_rows) if len(with_rows) > 1 else each(with_rows)),
+        *each(reversed([one for one in incidents if one.diagnosis.cause in _RECURS_BY_ITSELF]), by_count=True),
+        *each(reversed([one for one in incidents if kinds[_kind(one)] > 1]), by_count=True),
     ]
     left: dict[object, Advice] = {}
     told: set[int] = set()
@@ -62,26 +64,35 @@ def _kind(incident: Incident) -> object:
     return diagnosis.rows or (diagnosis.cause, incident.anomaly.signal)
 
 
-def _each(incidents: Iterable[Incident], *, by_count: bool = False) -> list[tuple[object, Advice]]:
+def _each(
+    incidents: Iterable[Incident], abouts: Mapping[int, object], *, by_count: bool = False
+) -> list[tuple[object, Advice]]:
     """One advice for all incidents that ask for the same, in the words of the newest of them."""
     groups: dict[object, list[Incident]] = {}
-    places: dict[object, object] = {}  # the first that was said of each line
-    for one in sorted(incidents, key=lambda one: one.diagnosis.follower is not None):
+    for one in incidents:
         if one.diagnosis.advice.strip():
-            about = _about(one)
-            first = places.setdefault(_kind(one), about)
-            groups.setdefault(about if one.diagnosis.follower is None else first, []).append(one)
+            groups.setdefault(abouts[one.id], []).append(one)
     if by_count:
         groups = dict(sorted(groups.items(), key=lambda item: -len(item[1])))
     return [(about, Advice(_words(group), tuple(sorted(one.id for one in group)))) for about, group in groups.items()]
 
 
-def _about(incident: Incident) -> object:
-    """What an advice is about: what is wrong with a line, some rows, or, where neither is known, what it asks for."""
-    diagnosis = incident.diagnosis
-    if diagnosis.culprit is not None:
-        return _kind(incident), diagnosis.cause
-    return diagnosis.rows or _asked(diagnosis.advice)
+def _abouts(incidents: Sequence[Incident]) -> dict[int, object]:
+    """What the advice of each incident is about: what is wrong with a line, some rows, or, of others, what it asks for.
+
+    What broke only because of a line asks for no more than what is said of that line.
+    """
+    found: dict[int, object] = {}
+    lines: dict[object, object] = {}
+    for one in sorted(incidents, key=lambda one: one.diagnosis.follower is not None):
+        diagnosis = one.diagnosis
+        if diagnosis.culprit is None:
+            found[one.id] = diagnosis.rows or _asked(diagnosis.advice)
+        else:
+            about = _kind(one), diagnosis.cause
+            first = lines.setdefault(_kind(one), about)
+            found[one.id] = about if diagnosis.follower is None else first
+    return found
 
 
 def _asked(advice: str) -> str:
@@ -100,11 +111,9 @@ def _words(group: Sequence[Incident]) -> str:
     return " ".join(newest.diagnosis.advice.split())
 
 
-def _rows(incidents: Sequence[Incident]) -> list[tuple[object, Advice]]:
-    """One advice for all the rows; a single incident has words of its own."""
+def _of_rows(incidents: Sequence[Incident]) -> list[tuple[object, Advice]]:
+    """One advice for all the rows of several incidents."""
     rows = sorted({row for one in incidents for row in one.diagnosis.rows})
-    if len(incidents) < 2:
-        return _each(incidents)
     shown = ", ".join(map(str, rows[:_MOST_ROWS])) + (
         f" and {len(rows) - _MOST_ROWS:,} more" if rows[_MOST_ROWS:] else ""
     )
