@@ -10,34 +10,22 @@ import io
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from resilient_train.events import Culprit, Outcome
-from resilient_train.files import read_plain
-from resilient_train.record.console import duration
+from resilient_train.events import Outcome
+from resilient_train.record.block import outcome_in_short, show_block
 from resilient_train.record.directory import launcher_of
-from resilient_train.record.drills import struck_at
-from resilient_train.record.incidents import IN_FORCE, as_line
+from resilient_train.record.incidents import as_line
 from resilient_train.record.journal import JOURNAL, Entry, damaged_lines, read
-from resilient_train.record.page import Page, Words
-from resilient_train.record.review import began_ms
+from resilient_train.record.page import Page
 from resilient_train.record.story import Chapter, Story, told
 from resilient_train.record.streams import while_heard
 from resilient_train.record.telling import (
-    cost_told,
     counted,
     noticed,
-    place_told,
     printable,
-    reached,
-    remedies_of,
-    rows_named,
-    why_of,
 )
 from resilient_train.record.verdict import next_start, verdict
 from resilient_train.status import Status, status_of
@@ -45,16 +33,8 @@ from resilient_train.status import Status, status_of
 _LOOK_EVERY_S = 1.0
 _STARTED_AGAIN = ("killed", "failed")  # by a launcher
 _RESTARTS_WITHIN_S = 120.0  # where nobody can see whether there still is one
-_LARGEST_SOURCE = 2**22  # bytes
-_LABELS = 9  # columns
 
 _STYLES = {"clean": "bold green", "recovered": "bold green", "gave_up": "bold red", "failed": "bold red"}
-_OUTCOMES = {
-    Outcome.RECOVERED: ("recovered", "green"),
-    Outcome.RECURRED: ("the same trouble came back: what was done was not enough", "yellow"),
-    Outcome.GAVE_UP: ("gave up", "red"),
-    None: ("open: it counts as recovered once the run has stayed healthy", "yellow"),
-}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -197,8 +177,7 @@ class _Blocks:
             name = f"incident {incident.id:,}: "
             if incident.id in self.shown:
                 if self.shown[incident.id] is not incident.outcome:
-                    words, style = _OUTCOMES[incident.outcome]
-                    self.page.line(name, (words.partition(":")[0], style), hang=2)
+                    self.page.line(name, outcome_in_short(incident.outcome), hang=2)
             elif is_live and chapter.treated_ms is None and incident.outcome is None:
                 if incident.id not in self.named:
                     self.page.line(
@@ -207,42 +186,8 @@ class _Blocks:
                 self.named.add(incident.id)
                 continue
             else:
-                self._block(chapter, found)
+                show_block(chapter, found.story.strikes, found.entries, self.page)
             self.shown[incident.id] = incident.outcome
-
-    def _block(self, chapter: Chapter, found: _Read) -> None:
-        incident, page = chapter.incident, self.page
-        anomaly, diagnosis = incident.anomaly, incident.diagnosis
-        page.blank()
-        when = f"incident {incident.id:,}  {_clock(chapter.opened_ms)}{_since(chapter, found.entries)}"
-        page.line((when, "bold"), f"  step {anomaly.step:,}, tick {anomaly.tick:,}", hang=2)
-        self._row("noticed", noticed(anomaly) + reached(anomaly))
-        self._row("", anomaly.evidence)
-        if struck := struck_at(found.story.strikes, anomaly.tick):
-            self._row("drill", f"{struck} struck at this tick, on purpose")
-        self._row("cause", str(diagnosis.cause) + (f": {rows_named(diagnosis.rows)}" if diagnosis.rows else ""))
-        for culprit in (diagnosis.culprit, diagnosis.follower):
-            if culprit is not None:
-                self._row("culprit" if culprit is diagnosis.culprit else "then", place_told(culprit))
-                self._row("", _source(culprit, chapter, found.entries), style="italic")
-        self._row("cure", _cure(chapter))
-        self._row("cost", cost_told(incident))
-        self._row("outcome", *_outcome(chapter))
-        self._row("advice", diagnosis.advice)
-
-    def _row(self, label: str, said: str, style: str = "") -> None:
-        """One line under a label, or under the one before it."""
-        said = " ".join(said.split()) if style != "italic" else said.strip()
-        if not said:
-            return
-        is_narrow = self.page.width is not None and self.page.width < 60
-        words: list[Words] = [(said, style)]
-        if is_narrow and label:
-            self.page.line((f"{label}: ", "dim"), *words, indent=2, hang=4)
-        elif is_narrow:
-            self.page.line(*words, indent=4, hang=4)
-        else:
-            self.page.line((f"{label:{_LABELS}}", "dim"), *words, indent=2, hang=2 + _LABELS)
 
 
 def _newest(chapters: Sequence[Chapter], last: int | None) -> Sequence[Chapter]:
@@ -265,61 +210,6 @@ def _verdict(found: _Read) -> tuple[str, str, str]:
 
 def _goes_on(story: Story) -> str:
     return next_start(story).rpartition(" it ")[2]  # without what is said of a run that may be at work
-
-
-def _clock(ms: int) -> str:
-    with suppress(ValueError, OverflowError, OSError):  # a damaged journal may say anything
-        return f"{datetime.fromtimestamp(ms / 1000):%Y-%m-%d %H:%M:%S}"
-    return "at an unknown time"
-
-
-def _since(chapter: Chapter, entries: Sequence[Entry]) -> str:
-    began = began_ms(entries)
-    seconds = (chapter.opened_ms - began) / 1000 if began is not None else -1.0
-    return f" ({duration(seconds)} after the start)" if 0 <= seconds < 1e9 else ""
-
-
-def _cure(chapter: Chapter) -> str:
-    incident = chapter.incident
-    if incident.decision.gave_up is not None:
-        return f"gave up: {why_of(incident)}"
-    if chapter.treated_ms is None and incident.outcome is None:
-        return "being treated"
-    return remedies_of(incident) or "nothing was done"
-
-
-def _outcome(chapter: Chapter) -> tuple[str, str]:
-    words, style = _OUTCOMES[chapter.incident.outcome]
-    if chapter.closed_ms is None:
-        return words, style
-    seconds = (chapter.closed_ms - chapter.opened_ms) / 1000
-    later = f", {duration(seconds)} later" if 0.5 <= seconds < 1e9 else ""
-    return f"{words} ({_clock(chapter.closed_ms)}{later})", style
-
-
-def _source(culprit: Culprit, chapter: Chapter, entries: Sequence[Entry]) -> str:
-    """The text of a line, as its armor has it, or as its file does, if that is older than the incident."""
-    for plate in _plates(entries):
-        if (plate.get("file"), plate.get("line"), plate.get("op")) == (culprit.file, culprit.line, culprit.op):
-            return str(plate.get("text"))
-    path = Path(culprit.file)
-    try:
-        known = path.stat()
-        is_as_it_was = known.st_mtime * 1000 < chapter.opened_ms and known.st_size < _LARGEST_SOURCE
-        if path.suffix != ".py" or not is_as_it_was:
-            return ""
-        return read_plain(path).decode("utf-8", "replace").splitlines()[culprit.line - 1].strip()
-    except (OSError, ValueError, IndexError):
-        return ""
-
-
-def _plates(entries: Sequence[Entry]) -> list[Mapping[str, Any]]:
-    """What wears armor, as it was last written down."""
-    for entry in reversed(entries):
-        remedies = entry.get("remedies") if entry["kind"] == IN_FORCE else None
-        if isinstance(remedies, Mapping) and isinstance(plates := remedies.get("armor"), list):
-            return [plate for plate in plates if isinstance(plate, Mapping)]
-    return []
 
 
 if __name__ == "__main__":
