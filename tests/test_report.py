@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from stories import CLIMBED, FLIPPED, PASSED, ROOT, ROTTEN, RUN, incident, story
 
-from resilient_train.events import Cause, Culprit, Decision, Incident, Outcome
+from resilient_train.events import Action, Cause, Culprit, Decision, Incident, Outcome
 from resilient_train.record.delivery.markdown import code, link, text, worded
 from resilient_train.record.delivery.report import note, report
 from resilient_train.record.left import Checkpoint
@@ -248,6 +248,30 @@ def test_the_report_has_every_incident_with_all_that_is_known_of_it() -> None:
         "nan at [2]",
     ):
         assert part in said, part
+
+
+def test_the_table_of_the_report_has_every_cure_in_full() -> None:
+    """However many remedies there were; the note has room for the beginning."""
+    many = Decision(tuple(Action(f"mine.remedy_{number}", {"factor": 0.5, "steps": 200}) for number in range(20)))
+    of = story(incident(1, decision=many))
+    whole, short = (
+        next(row for row in cells(said) if row[0] == "1")[5] for said in (report(of, nowhere), note(of, url))
+    )
+    assert "mine.remedy_19" in whole
+    assert short.endswith("...")
+
+
+@pytest.mark.parametrize(("count", "shown"), [(5, 5), (6, 6), (7, 5)])
+def test_the_note_leaves_out_advice_only_where_it_saves_room(count: int, shown: int) -> None:
+    met = [
+        incident(
+            at, diagnosis=replace(ROOT, culprit=Culprit("forward", f"op{at}", "", "/x.py", at), advice=f"Mend {at}.")
+        )
+        for at in range(1, count + 1)
+    ]
+    said = note(story(*met), nowhere)
+    assert len(re.findall(r"^\d\. Mend", said, re.M)) == shown
+    assert ("6. and 2 more" in said) == (count == 7)
 
 
 # -------------------------------------------------------------------------------------------------------------- advice

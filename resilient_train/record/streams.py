@@ -27,9 +27,7 @@ def outlived() -> Iterator[None]:
     """Let the process go on without its terminal, whoever prints meanwhile: we, a user's code or a library."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = lasting(before[0]), lasting(before[1])
-    is_ours = (
-        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-    )
+    is_ours = _is_ours_to_ignore(signal.SIGHUP)
     if is_ours:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what a shell sends to all that it started when it goes
     try:
@@ -41,6 +39,13 @@ def outlived() -> Iterator[None]:
             if isinstance(stream, _Lasting):
                 stream.flush()  # what Python flushes on its way out would end the process with a complaint and 120
         sys.stdout, sys.stderr = before
+
+
+def _is_ours_to_ignore(number: signal.Signals) -> bool:
+    """Say whether nobody else minds: an elastic agent passes it on and kills who has not ended half a minute later."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or threading.current_thread() is not threading.main_thread():
+        return False
+    return signal.getsignal(number) is signal.SIG_DFL
 
 
 def while_heard(tell: Callable[[], int]) -> int:
