@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from resilient_train.events import Incident
+from resilient_train.record.drills import Strike, strikes
 from resilient_train.record.endings import SUMMARY, last_error, stands
 from resilient_train.record.endings import told as ending_told
 from resilient_train.record.incidents import CLOSED, IN_FORCE, OPENED, PHASE, TREATED, from_line
@@ -64,6 +65,7 @@ class Story:
     quarantined: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))  # rows, and why
     remedies: Mapping[str, Any] | None = None  # in force, as they were last written down
     advice: tuple[Advice, ...] = ()  # still open, the most important first
+    strikes: tuple[Strike, ...] = ()  # of a drill
 
     @property
     def name(self) -> str:
@@ -132,6 +134,7 @@ def told(run_dir: Path) -> Story:
         quarantined=reasons(run_dir),
         remedies=_in_force(entries, checkpoints),
         advice=still_open(incidents),
+        strikes=strikes(entries),
     )
 
 
