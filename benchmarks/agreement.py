@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from counts import counting
-from interleaved import Job, OnStep, answer, begin, compared, group, placed_in_group, quiet, spawn, table, time_blocks
+from interleaved import Job, Loop, OnStep, answer, begin, compared, group, placed_in_group, quiet, spawn, table, time_blocks
 from loops import is_bad_anywhere, plain
 from step_cost import ALL, STEPS_PER_BLOCK, WARM_UP
 from torch import nn
 
-LOOPS = {**ALL, "skipping": functools.partial(plain, is_bad=is_bad_anywhere)}
+LOOPS: dict[str, Loop] = {**ALL, "skipping": functools.partial(plain, is_bad=is_bad_anywhere)}
 TARGET = 1.05  # upper bound of ours beside the same loop without guard
 COUNTED = 100  # updates: whole cycles of scans (10), replicas (20) and snapshots (25)
 BEFORE = 100  # until buckets, moments and the size of a snapshot are known
