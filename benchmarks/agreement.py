@@ -25,7 +25,20 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from counts import counting
-from interleaved import Job, Loop, OnStep, answer, begin, compared, group, placed_in_group, quiet, spawn, table, time_blocks
+from interleaved import (
+    Job,
+    Loop,
+    OnStep,
+    answer,
+    begin,
+    compared,
+    group,
+    placed_in_group,
+    quiet,
+    spawn,
+    table,
+    time_blocks,
+)
 from loops import is_bad_anywhere, plain
 from step_cost import ALL, STEPS_PER_BLOCK, WARM_UP
 from torch import nn
