@@ -14,7 +14,7 @@ from resilient_train.assemble import Run, assemble
 from resilient_train.checkpoint import export, weights
 from resilient_train.config.compose import Composed, flattened, is_fixed, told_changes
 from resilient_train.diagnose.frames import called_by_us, is_users
-from resilient_train.errors import ConfigError, GaveUp, RanksDiffer, Stopped, TrainError, in_one_line
+from resilient_train.errors import ConfigError, GaveUp, RanksDiffer, Stopped, TrainError, in_one_line, told_in_short
 from resilient_train.files import commit_text
 from resilient_train.ranks.leaving import has_lost_sibling
 from resilient_train.ranks.lock import DirectoryLock
@@ -178,6 +178,7 @@ class _Session:
             run.guard.ended(was_killed=was_lost)
         self.book.close()
         summary = _summary(status, _exit_code(error), seconds, run)
+        summary.why = None if error is None else told_in_short(error)
         if summary.weights_sha256 is not None:  # each rank's own, in its own log
             log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
         _say(error, directory, self.world, run, seconds)
@@ -374,19 +375,10 @@ def _exit_code(error: BaseException | None) -> int:
 
 
 def _summary(status: str, exit_code: int, seconds: float, run: Run | None) -> Summary:
-    clock = run.guard.clock if run else None
-    return Summary(
-        status=status,
-        exit_code=exit_code,
-        steps=clock.step if clock else 0,
-        ticks=clock.tick if clock else 0,
-        steps_lost=clock.tick - clock.step if clock else 0,
-        final_loss=run.guard.recent_loss if run else None,
-        eval=run.evaluated if run else None,
-        incidents=run.guard.tally() if run else {"total": 0, "recovered": 0, "by_cause": {}},
-        seconds=round(seconds, 3),
-        step_ms=run.tally.step_ms if run else None,
-        weights_sha256=run.guard.state.weights_sha256() if run and status == "completed" else None,
-        state_sha256=run.guard.state.sha256() if run and status == "completed" else None,
-        mlflow=None,
-    )
+    if run is None:
+        return Summary.of_nothing(status, exit_code, seconds)
+    state = run.guard.state
+    digests = (state.weights_sha256(), state.sha256()) if status == "completed" else None
+    summary = run.guard.chronicle.summary(status, exit_code, seconds, digests)
+    summary.eval = run.evaluated  # by an earlier process, perhaps
+    return summary

@@ -23,6 +23,8 @@ from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBO
 
 __all__ = ["NullTracker", "OutboxTracker", "TrackedRun", "Tracker", "TrackingConfig", "build", "ui_command", "url"]
 
+EXPERIMENT = "resilient_train"  # that a loop of somebody's own is filed under, as conf/tracking has it for runs of ours
+
 _WRITE_WITHIN_S = 10.0  # at the end, what is still on its way to a disk
 _END_WITHIN_S = 2.0  # once it was killed
 _AGAIN_S, _AGAIN_AT_MOST_S = 5.0, 300.0  # between the processes that deliver, where one has died
