@@ -6,13 +6,19 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 from group import Group, launch
 from warm import ENVIRONMENT
 
-from resilient_train import incidents, status
+from resilient_train import incidents, status, sync
+from resilient_train.errors import ConfigError
+from resilient_train.guard import Guard
 
 PROGRAM = """
 import os, sys, time
@@ -168,3 +174,99 @@ def test_an_interpreter_of_its_own_knows_of_the_error_that_ended_it(
     assert done.returncode == 1
     assert "ValueError: of mine" in done.stderr
     assert said(capsys, place)[1].startswith("failed at step 70 of 120: ValueError: of mine")
+
+
+# -------------------------------------------------------------------------------------------------------------- MLflow
+
+MLFLOW = [
+    # MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
+    pytest.mark.timeout(400),
+]
+
+
+def shown(place: Path, database: str) -> dict[str, Any]:
+    """What MLflow has of all runs in a database: one run, or this fails."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{place / database}")
+    experiments = [one.experiment_id for one in client.search_experiments(filter_string="name != 'Default'")]
+    (run,) = client.search_runs(experiments)
+    traces = client.search_traces(locations=experiments)
+    return {
+        "name": run.info.run_name,
+        "status": run.info.status,
+        "tags": run.data.tags,
+        "params": run.data.params,
+        "files": {one.path for one in client.list_artifacts(run.info.run_id)},
+        "traces": [trace.info.tags["resilience.incident"] for trace in traces],
+        "models": [one.name for one in client.search_logged_models(experiments)],
+        "losses": [one.step for one in client.get_metric_history(run.info.run_id, "loss")],
+        "seconds": (run.info.end_time - run.info.start_time) / 1000,
+    }
+
+
+class TestSync:
+    """`sync` delivers a loop that MLflow has never heard of."""
+
+    pytestmark = MLFLOW
+
+    def test_again_and_again_without_doubles(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Killed, delivered twice, completed, delivered again: one run, which is as its directory is."""
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        more = repr({"resume": True, "disk": 20})
+        began = time.time()
+        launch(place, 1, "own.py", "kill", more)
+        lived = time.time() - began
+        for _ in range(2):
+            assert sync.main([str(place / "mine")]) == 0
+            found = shown(place, "mlflow.db")
+            assert (found["name"], found["status"], found["traces"]) == ("mine", "KILLED", ["1"])
+            assert found["seconds"] < lived
+            assert {"report.md", "incidents.png", "loop.json", "incidents.jsonl"} <= found["files"]
+            assert found["params"]["lr"] == "0.01"
+            assert found["losses"] == []
+        assert launch(place, 1, "own.py", "end", more).is_well
+        assert sync.main([str(place / "mine")]) == 0
+        found = shown(place, "mlflow.db")
+        summary = json.loads((place / "mine/summary.json").read_text())
+        assert found["status"] == "FINISHED"
+        assert found["tags"]["resilience.status"] == "recovered"
+        assert sorted(found["traces"]) == ["1", "2"]  # the crash is one
+        assert found["models"] == ["last-good"]
+        assert found["losses"] == [summary["ticks"]]
+
+
+class TestLive:
+    """A loop that asks for it is shown while it lasts."""
+
+    pytestmark = MLFLOW
+
+    def test_a_loop_is_shown_as_a_run_of_ours_is(self, place: Path) -> None:
+        """Every tenth update, what it evaluates, its incidents and its end; summary.json knows where."""
+        done = launch(place, 1, "own.py", "end", repr({"tracking": f"sqlite:///{place}/live.db"}))
+        assert done.is_well, done.stderr
+        found = shown(place, "live.db")
+        assert (found["name"], found["status"], found["traces"]) == ("mine", "FINISHED", ["1"])
+        assert found["losses"] == [tick for tick in found["losses"] if tick % 10 in (0, 1)]
+        assert len(found["losses"]) == 12
+        assert {"report.md", "loop.json", "incidents.jsonl"} <= found["files"]
+        summary = json.loads((place / "mine/summary.json").read_text())
+        assert summary["mlflow"]["tracking_uri"] == f"sqlite:///{place}/live.db"
+        assert done.stderr.count("to see it in MLflow, start") == 1
+        (place / "mine/mlflow.json").unlink()
+        assert sync.main([str(place / "mine")]) == 0
+        assert shown(place, "live.db") == found
+
+    @pytest.mark.parametrize(
+        ("given", "why"),
+        [({"tracking": True}, "needs a run_dir"), ({"tracking": "mlruns", "run_dir": "x"}, "tracking=mlruns: ")],
+    )
+    def test_what_cannot_be_shown_is_refused_at_once(
+        self, given: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters())
+        with pytest.raises(ConfigError, match=why):
+            Guard(Accelerator(cpu=True), model, optimizer, data=[1.0], batch_size=1, **given)

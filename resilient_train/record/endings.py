@@ -94,10 +94,18 @@ def stands(run_dir: Path) -> str | None:
     return "killed" if is_run(run_dir) else None
 
 
+def last_sign_ms(run_dir: Path) -> int | None:
+    """When a run that is over gave its last sign, in ms since 1970."""
+    for name in (SUMMARY, "progress"):
+        with suppress(OSError):
+            return (run_dir / name).stat().st_mtime_ns // 1_000_000
+    return None
+
+
 def why_of(run_dir: Path, summary: Mapping[str, Any] | None) -> str | None:
-    """Why a run did not complete, in one line: as its summary has it, else the last error of its log."""
+    """Why a run did not complete, in one line: the last error of its log, else as its summary has it."""
     why = summary.get("why") if summary is not None else None
-    return why if isinstance(why, str) else last_error(run_dir / "train.log")
+    return last_error(run_dir / "train.log") or (why if isinstance(why, str) else None)
 
 
 def last_error(log: Path) -> str | None:
