@@ -12,7 +12,7 @@ from typing import Any
 from resilient_train import __version__
 from resilient_train.assemble import Run, assemble
 from resilient_train.checkpoint import export, weights
-from resilient_train.config.compose import Composed, flattened, is_fixed, told_changes
+from resilient_train.config.compose import Composed, is_fixed, told_changes
 from resilient_train.diagnose.frames import called_by_us, is_users
 from resilient_train.errors import ConfigError, GaveUp, RanksDiffer, Stopped, TrainError, in_one_line, told_in_short
 from resilient_train.files import commit_text
@@ -135,7 +135,7 @@ class _Session:
             if self.world.is_main:
                 export.describe(run.bare_model, directory.path)
             self._take_up(run)
-            self.tracker.params(flattened(composed.resolved))
+            self.tracker.params(composed.params)
             self.tracker.artifact(directory.config)
             display = self.terminal.display(steps=settings.steps, done=run.guard.clock.step)
             requests.is_in_loop = True
