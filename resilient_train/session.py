@@ -23,7 +23,9 @@ from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings, hangs, story, tracking
 from resilient_train.record.console import GOOD, IN_FILE_ONLY, ODD, Terminal, duration, log
+from resilient_train.record.delivery.store import left_in
 from resilient_train.record.directory import CHECKPOINTS, RunDirectory, claim
+from resilient_train.record.doors import command
 from resilient_train.record.incidents import INCIDENTS, IncidentBook
 from resilient_train.record.review import review
 from resilient_train.record.summary import Summary
@@ -42,6 +44,7 @@ class Ending:
 
     exit_code: int
     loss: float | None  # of the evaluation if there was one, else of the training
+    comes_to_nothing: bool = False  # it was refused before there was anything to keep
 
 
 def run(composed: Composed) -> Ending:
@@ -60,6 +63,9 @@ def run(composed: Composed) -> Ending:
             terminal.log_to(directory.log(world.rank))
             set_deterministic(config.run.deterministic)
             ending = _run(composed, world, terminal, directory)
+            if ending.comes_to_nothing:
+                terminal.close()
+                directory.take_away()
         if ending.exit_code == 0:
             world.leave()
         return ending
@@ -199,7 +205,10 @@ class _Session:
             raise error
         evaluated = run.evaluated if run else None
         loss = evaluated["loss"] if evaluated else summary.final_loss
-        return Ending(summary.exit_code, None if error else loss)
+        # Of several processes, or under a launcher, the directory is where the refusal is told.
+        is_nothing = isinstance(error, ConfigError) and directory.is_new and not summary.ticks
+        is_nothing = is_nothing and self.world.size == 1 and "WORLD_SIZE" not in os.environ
+        return Ending(summary.exit_code, None if error else loss, is_nothing)
 
     def _review(self) -> None:
         """Say what a person wants to know in the end, as the directory tells it."""
@@ -332,6 +341,9 @@ def _already_complete(composed: Composed, directory: RunDirectory, summary: dict
     for line in told_changes(composed.changes(directory.config)):
         log.info("other than asked for now: %s", line)
     log.info("nothing is left to train; run.resume=never trains another one beside it")
+    if world.is_main and (left := left_in(directory.path)):
+        entries = "1 entry" if left == 1 else f"{left:,} entries"
+        log.warning("MLflow lacks %s of it; to deliver them:\n  %s", entries, command("sync", directory.path))
     evaluated = summary.get("eval")
     return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else summary.get("final_loss"))
 
