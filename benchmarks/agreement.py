@@ -6,12 +6,14 @@ bytes over 100 updates, by the number of processes and of tensors. It ends with 
 
     python benchmarks/agreement.py
     python benchmarks/agreement.py --loops plain plain-again      (what the method sees where nothing differs)
+    python benchmarks/agreement.py --loops plain skipping ours    (a loop that only skips steps with a NaN, together)
     python benchmarks/agreement.py --counts --processes 2 4       (no times)
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,9 +26,11 @@ import torch
 from accelerate import Accelerator
 from counts import counting
 from interleaved import Job, OnStep, answer, begin, compared, group, placed_in_group, quiet, spawn, table, time_blocks
+from loops import is_bad_anywhere, plain
 from step_cost import ALL, STEPS_PER_BLOCK, WARM_UP
 from torch import nn
 
+LOOPS = {**ALL, "skipping": functools.partial(plain, is_bad=is_bad_anywhere)}
 TARGET = 1.05  # upper bound of ours beside the same loop without guard
 COUNTED = 100  # updates: whole cycles of scans (10), replicas (20) and snapshots (25)
 BEFORE = 100  # until buckets, moments and the size of a snapshot are known
@@ -166,7 +170,7 @@ def times(given: argparse.Namespace, processes: int) -> dict[str, Any]:
     """Time the loops beside each other."""
     workload = given.workload
     warm_up = WARM_UP[workload] if given.warm_up is None else given.warm_up
-    loops = {name: ALL[name] for name in given.loops}
+    loops = {name: LOOPS[name] for name in given.loops}
     timing = time_blocks(
         *(loops, Job(workload, warm_up, warm_up, log_every=10)),
         blocks=given.blocks,
@@ -191,7 +195,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, nargs="+", metavar="N", default=[4, 40], help="(default: 4 40)")
     parser.add_argument("--counts", action="store_true", help="count only")
     parser.add_argument("--workload", choices=sorted(WARM_UP), default="gpt", help="that is timed, by the first N")
-    parser.add_argument("--loops", nargs="+", choices=list(ALL), default=["plain", "ours"], help="that are timed")
+    parser.add_argument("--loops", nargs="+", choices=list(LOOPS), default=["plain", "ours"], help="that are timed")
     parser.add_argument("--blocks", type=int, metavar="N", default=30, help="of each loop (default: %(default)s)")
     parser.add_argument("--steps-per-block", type=int, metavar="N", help="default: 25 or 200")
     parser.add_argument("--warm-up", type=int, metavar="N", help="steps before the first block (default: 125 or 600)")

@@ -20,12 +20,26 @@ OVERRIDES = {
 }
 
 
-def plain(job: Job, on_step: OnStep, tell: Callable[[Any], None], *, fused: bool | None = True) -> None:
+def plain(
+    job: Job,
+    on_step: OnStep,
+    tell: Callable[[Any], None],
+    *,
+    fused: bool | None = True,
+    is_bad: Callable[[torch.Tensor], bool] | None = None,
+) -> None:
     """Train with the hand-written loop."""
     workload = plain_loop.WORKLOADS[job.workload]
     prepared = plain_loop.prepare(workload, job.steps, fused=fused)
     tell(work(prepared.model, [prepared.optimizer], workload.batch_size))
-    plain_loop.train(workload, prepared, steps=job.steps, log_every=job.log_every, on_step=on_step)
+    plain_loop.train(workload, prepared, steps=job.steps, log_every=job.log_every, on_step=on_step, is_bad=is_bad)
+
+
+def is_bad_anywhere(loss: torch.Tensor) -> bool:
+    """The least that a loop of one's own has to do to skip bad steps on all ranks: else some step, and some do not."""
+    heard = loss.detach().clone()
+    torch.distributed.all_reduce(heard)
+    return not bool(heard.isfinite())
 
 
 def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:

@@ -80,6 +80,7 @@ def test_the_same_command_twice_says_that_the_run_is_complete(run_command: comma
     second = run_command([*MINE, "run.steps=5", "run.log_every=2"])
     assert (first.code, second.code) == (0, 0)
     assert "is complete: 5 steps" in second.stdout
+    assert "other than asked for now: run.log_every: 10 there, 2 here" in second.stdout
     assert (Path("runs") / name / "summary.json").read_bytes() == before
 
 
@@ -108,10 +109,11 @@ def test_a_configuration_that_is_refused_leaves_no_directory(run_command: comman
 
 
 def test_another_experiment_never_meets_the_directory(run_command: command) -> None:
-    """The name tells runs apart by what makes them different, and by nothing else."""
-    for overrides in ([], ["run.seed=1"], ["model.width=8"], ["optimizer=sgd"], ["run.log_every=1", "tracking=none"]):
+    """The name tells runs apart by what makes them different, faults on purpose included, and by nothing else."""
+    same = ["run.log_every=1", "tracking=none", "drill=none"]
+    for overrides in ([], ["run.seed=1"], ["model.width=8"], ["optimizer=sgd"], ["drill=nan_grad"], same):
         assert run_command([*MINE, "run.steps=2", *["+" * o.startswith("model.") + o for o in overrides]]).code == 0
-    assert len(runs()) == 4
+    assert len(runs()) == 5
 
 
 def test_never_starts_anew_beside_what_is_there(run_command: command) -> None:

@@ -77,6 +77,9 @@ def trained(
     box.put(BEGAN, name=run_dir.name, tracking_uri=address, experiment=experiment)
     box.put(PARAMS, values={f"layer.{index}": str(index) for index in range(120)})
     for tick in rows:
+        if tick % 20_000 == 19_999:  # no run makes as many in a quarter of a second, and an outbox takes no more
+            assert box.close(30)
+            box = Outbox(run_dir / OUTBOX)
         box.put(METRICS, tick=tick, values={"loss": 1 / (tick + 1), "norm": 2.0 * tick}, time_ms=10**12 + 7 * tick)
     (run_dir / "config.yaml").write_text("run: {}\n")
     box.put(ARTIFACT, path="config.yaml")

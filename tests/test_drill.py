@@ -528,9 +528,25 @@ def test_every_shipped_drill_can_be_read(option: str) -> None:
     """Each option is the fault of its name with its own defaults; none is no fault."""
     faults = parse(drill_node(f"drill={option}", "run.steps=1000", "run.seed=3"), steps=1000)
     assert all(fault.seed == 3 for fault in faults)
-    if option not in ("none", "gauntlet"):
+    if option not in ("none", "gauntlet", "demo"):
         (fault,) = faults
         assert fault == parse({"fault": option, "seed": 3}, steps=1000)[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "faults"),
+    [
+        ([], ["nan_grad", "loss_spike", "bit_flip", "hot_lr"]),
+        (["run.steps=40"], ["nan_grad", "loss_spike", "bit_flip", "hot_lr"]),
+        (["drill=none"], []),
+        (["drill=nan_grad"], ["nan_grad"]),
+        (["drill.faults=[inf_loss]"], ["inf_loss"]),
+    ],
+)
+def test_the_drill_of_an_experiment_gives_way_to_another(overrides: list[str], faults: list[str]) -> None:
+    """Its faults come as an option of the group, and not as values that stay whatever option is chosen."""
+    found = parse(drill_node("experiment=demo", *overrides), steps=40)
+    assert [fault.name for fault in found] == faults
 
 
 def test_the_gauntlet_holds_one_of_each() -> None:
@@ -538,7 +554,7 @@ def test_the_gauntlet_holds_one_of_each() -> None:
     faults = parse(drill_node("drill=gauntlet"), steps=1000)
     names = [fault.name for fault in faults]
     shipped = sorted(file.stem for file in (CONF / "drill").glob("*.yaml"))
-    assert sorted([*names, "none", "gauntlet", "crash", "hang"]) == shipped
+    assert sorted([*names, "none", "gauntlet", "demo", "crash", "hang"]) == shipped
     ticks = [tick for fault in faults for tick in getattr(fault, "at", ())]
     assert len(set(ticks)) == len(faults) - 1  # bad_row has no tick
 

@@ -134,7 +134,7 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     ("group", "page", "head", "elsewhere"),
     [
         ("recovery", README, "policy", set()),
-        ("drill", DRILLS, "drill", {"none", "gauntlet"}),
+        ("drill", DRILLS, "drill", {"none", "gauntlet", "demo"}),
     ],
     ids=["policies", "drills"],
 )

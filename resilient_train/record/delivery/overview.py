@@ -39,7 +39,7 @@ _LOOKS = {
 }
 _NAMES = {Outcome.RECOVERED: "recovered", Outcome.RECURRED: "came back", Outcome.GAVE_UP: "gave up", None: "open"}
 _STRIP, _LANE, _BELOW = 5.2, 0.34, 0.62  # inches: how wide a strip is, how high a lane, and what stands below
-_APART = 0.06  # of the width, that a number needs beside another
+_DIGIT = 0.025  # of the width, that a digit of a number takes, and the space to another number
 
 
 def overview(story: Story) -> Image:
@@ -92,7 +92,7 @@ def _lanes(axes: Axes, incidents: Sequence[Incident], end: float) -> None:
             axes.plot(ticks, [lane] * len(ticks), mark, color=edge, markerfacecolor=fill, markersize=9, zorder=3)
         last = -end
         for one in some:
-            if (tick := one.anomaly.tick) - last > _APART * end:
+            if (tick := one.anomaly.tick) - last > _DIGIT * (1 + len(str(one.id))) * end:
                 axes.annotate(f"{one.id}", (tick, lane), (0, 9), textcoords="offset points", **_NUMBER)
                 last = tick
 
