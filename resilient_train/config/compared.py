@@ -7,8 +7,10 @@ from typing import Any
 
 _GROUPS = ("model", "data", "objective", "optimizer", "schedule", "recovery", "checks", "drill", "experiment")
 _WHOLE = ("model.", "optimizer.", "schedule.")  # nodes that are told of whatever their values
-_ALWAYS = ("run.steps", "run.seed", "data.batch_size", "clip.max_norm")
-_ALWAYS += ("accelerate.gradient_accumulation_steps", "accelerate.mixed_precision")
+_ALWAYS = (
+    *("run.steps", "run.seed", "data.batch_size", "clip.max_norm"),
+    *("accelerate.gradient_accumulation_steps", "accelerate.mixed_precision"),
+)
 _NEVER = ("hydra.", "tracking.", "run.name", "run.dir", "run.resume")  # where it lies, or is shown
 _PLUMBING = ("optimizer.fused", "optimizer.no_decay")
 _MOST = 12  # settings of a node: of a larger one only those that were given
