@@ -24,6 +24,7 @@ from resilient_train.fitting.place import Place
 from resilient_train.passed import PassedUpdates
 from resilient_train.record import endings, story, tracking
 from resilient_train.record.console import duration, log
+from resilient_train.record.doors import to_see_it
 from resilient_train.record.incidents import INCIDENTS
 from resilient_train.record.loop import LOOP, Loop
 from resilient_train.record.review import review
@@ -254,10 +255,8 @@ class Chronicle:
         if (run := self._tracker.finish(ending.status)) is not None:
             ending.mlflow = run.as_dict()
             self._write(ending)
-            if command := tracking.ui_command(run.tracking_uri):
-                log.info("to see it in MLflow, start\n  %s", command)
-            if run.url:
-                log.info("and open\n  %s" if command else "to see it in MLflow, open\n  %s", run.url)
+            for line in to_see_it(tracking.ui_command(run.tracking_uri), run.url):
+                log.info("%s", line)
 
 
 @atexit.register

@@ -23,26 +23,15 @@ from omegaconf import DictConfig
 from resilient_train.config import manual
 from resilient_train.config.explain import CONF, VERSION_BASE, explained
 from resilient_train.config.meanings import meanings
+from resilient_train.config.options import is_option, options_first, refuse_unknown
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_plain
 from resilient_train.ranks.launch import launched_rank
 from resilient_train.ranks.leaving import as_seen_by_agent
 from resilient_train.record.endings import refused
 from resilient_train.record.page import Page
+from resilient_train.record.streams import outlived
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
-
-_WITH_A_VALUE = (
-    "--config-path",
-    "-cp",
-    "--config-name",
-    "-cn",
-    "--config-dir",
-    "-cd",
-    "--cfg",
-    "-c",
-    "--package",
-    "-p",
-)
 
 _LAST_WORD_S = 2.0
 _wants_traceback = False
@@ -63,7 +52,8 @@ class _JobEnded(TrainError):
 
 def main() -> None:
     """Train as the command line says; never a traceback for what a person can put right."""
-    words = sys.argv[1:] = _options_first(sys.argv[1:])
+    given = sys.argv[1:]
+    words = sys.argv[1:] = options_first(given)
     sys.path.insert(0, "")  # `resilient-train` finds a user's modules where `python -m resilient_train` does
     global _wants_traceback, _main_process
     _main_process = os.getpid()
@@ -72,30 +62,30 @@ def main() -> None:
     learn(dict(word.partition("=")[::2] for word in words))
     if _wants_traceback:
         sys.excepthook = _traceback_without_secrets
-    try:
-        if any(_is_option(word, "--help", "-h") for word in words):
-            with suppress(BrokenPipeError):  # whoever reads it has read enough
-                manual.show(words, Page())
-        elif any(_is_option(word, "--shell-completion", "-sc") for word in words):
-            _complete(words)
-        elif any(_is_option(word, "--cfg", "-c") or _is_option(word, "--info", "-i") for word in words):
-            print(masked_yaml(_printed(_job)), end="")
-        else:
-            _refuse_sweep_of_a_group(words)
-            _job()
-    except Exception as error:
-        _exit_codes.append(_complain(error, words))
-    except Stopped as error:  # before there was a run
-        _exit_codes.append(error.exit_code)
-    except KeyboardInterrupt:  # the run has said what there is to say; the jobs left in a sweep are not wanted either
-        _exit_codes.append(1)
+    with outlived():
+        try:
+            _answer(words, given)
+        except Exception as error:
+            _exit_codes.append(_complain(error, words))
+        except Stopped as error:  # before there was a run
+            _exit_codes.append(error.exit_code)
+        except KeyboardInterrupt:  # the run has said what there is to say; nor are the jobs left in a sweep wanted
+            _exit_codes.append(1)
     _leave(max(_exit_codes, default=0))
 
 
-def _is_option(word: str, name: str, short: str) -> bool:
-    """Say whether a word is this option, perhaps cut short as far as Hydra's parser understands it."""
-    word = word.partition("=")[0]
-    return word == short or (len(word) > len("--h") and name.startswith(word))
+def _answer(words: Sequence[str], given: Sequence[str]) -> None:
+    """Train, or answer the question that the command line asks; `given` are its words in the order of a person."""
+    refuse_unknown(given)
+    if any(is_option(word, "--help") for word in words):
+        manual.show(words, Page())
+    elif any(is_option(word, "--shell-completion") for word in words):
+        _complete(words)
+    elif any(is_option(word, "--cfg") or is_option(word, "--info") for word in words):
+        print(masked_yaml(_printed(_job)), end="")
+    else:
+        _refuse_sweep_of_a_group(words)
+        _job()
 
 
 def _complete(words: Sequence[str]) -> None:
@@ -104,7 +94,7 @@ def _complete(words: Sequence[str]) -> None:
         print(_printed(_job), end="")
         return
     line = os.environ.get("COMP_LINE", "")
-    typed = _options_first(line.split()[1:])
+    typed = options_first(line.split()[1:])
     # Hydra takes a path with "python" in it for Python, and knows of a folder only what it is told itself.
     os.environ["COMP_LINE"] = " ".join(["resilient-train", *typed]) + (" " if line.endswith(" ") else "")
     folders = [
@@ -130,22 +120,9 @@ def _traceback_without_secrets(kind: type[BaseException], error: BaseException, 
     print(masked("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
 
 
-def _options_first(words: Sequence[str]) -> list[str]:
-    """Put Hydra's options before the overrides: its parser takes no override behind one that has a value."""
-    options: list[str] = []
-    overrides: list[str] = []
-    left = list(words)
-    while left:
-        word = left.pop(0)
-        (options if word.startswith("-") else overrides).append(word)
-        if word in _WITH_A_VALUE and left:
-            options.append(left.pop(0))
-    return options + overrides
-
-
 def _refuse_sweep_of_a_group(words: Sequence[str]) -> None:
     """The processes of a launcher make one run together: they joined once, and end once."""
-    flags = [word for word in words if word == "-m" or (word.startswith("--m") and "--multirun".startswith(word))]
+    flags = [word for word in words if is_option(word, "--multirun")]
     modes = [word for word in words if word.replace(" ", "").upper() == "HYDRA.MODE=MULTIRUN"]
     if "WORLD_SIZE" in os.environ and (asked := flags + modes):
         why = "a launcher's processes make one run; start the sweep without it, or every run by a command of its own"

@@ -10,46 +10,31 @@ import io
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
-from resilient_train.events import Culprit, Outcome
-from resilient_train.files import read_plain
-from resilient_train.record.console import duration
-from resilient_train.record.incidents import IN_FORCE, as_line
+from resilient_train.events import Outcome
+from resilient_train.record.block import outcome_in_short, show_block
+from resilient_train.record.directory import launcher_of
+from resilient_train.record.incidents import as_line
 from resilient_train.record.journal import JOURNAL, Entry, damaged_lines, read
-from resilient_train.record.page import Page, Words
-from resilient_train.record.review import began_ms
+from resilient_train.record.page import Page
 from resilient_train.record.story import Chapter, Story, told
+from resilient_train.record.streams import while_heard
 from resilient_train.record.telling import (
-    cost_told,
     counted,
     noticed,
-    place_told,
     printable,
-    reached,
-    remedies_of,
-    rows_named,
-    why_of,
 )
 from resilient_train.record.verdict import next_start, verdict
 from resilient_train.status import Status, status_of
 
 _LOOK_EVERY_S = 1.0
-_LARGEST_SOURCE = 2**22  # bytes
-_LABELS = 9  # columns
+_STARTED_AGAIN = ("killed", "failed")  # by a launcher
+_RESTARTS_WITHIN_S = 120.0  # where nobody can see whether there still is one
 
 _STYLES = {"clean": "bold green", "recovered": "bold green", "gave_up": "bold red", "failed": "bold red"}
-_OUTCOMES = {
-    Outcome.RECOVERED: ("recovered", "green"),
-    Outcome.RECURRED: ("the same trouble came back: what was done was not enough", "yellow"),
-    Outcome.GAVE_UP: ("gave up", "red"),
-    None: ("open: it counts as recovered once the run has stayed healthy", "yellow"),
-}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,31 +63,50 @@ def main(arguments: list[str] | None = None) -> int:
         found = _Read.of(run_dir, status)
         show.verdict(found)
         show.news(found, given.last)
-    except OSError as error:
-        if isinstance(error, BrokenPipeError):
-            raise
-        print(printable(f"{run_dir / JOURNAL} cannot be read: {error.strerror or error}"), file=sys.stderr)
+    except _Unreadable as why:
+        print(printable(str(why)), file=sys.stderr)
         return 1
     return 0
 
 
 def _follow(run_dir: Path, show: _Lines | _Blocks, last: int | None) -> int:
-    """Show what comes, until the run has ended; return its exit code."""
-    before: Status | None = None
+    """Show what comes, until the run has ended and nobody is left who would start it again; return its exit code."""
+    before, since, waits_for = None, time.monotonic(), ""
     while True:
         status = status_of(run_dir)  # first: what the run has written before its end is in the journal then
         found = _Read.of(run_dir, status)
         if before is None:
             show.verdict(found)
-        show.news(found, last if before is None else None)
-        # Between two processes of a run nobody is at work for a moment: a kill is looked at twice.
-        if status.state not in ("running", "killed") or (status.state == "killed" and status == before):
+        show.news(found, last if before is None else None, is_live=True)
+        if status.state == "running":
+            if waits_for:
+                show.line(f"it goes on: {status.process}")
+            since, waits_for = time.monotonic(), ""
+        elif (who := _waited_for(run_dir, status, time.monotonic() - since)) is None:
             break
+        elif who != waits_for:
+            waits_for = who
+            show.line(f"its process has gone; waits for {who} to start it again")
         before = status
         time.sleep(_LOOK_EVERY_S)
+    show.news(found, None)
     if before is not None:
         show.verdict(found)
     return status.exit_code if status.state != "none" else 0  # of a loop of one's own nobody knows it
+
+
+def _waited_for(run_dir: Path, status: Status, gone_s: float) -> str | None:
+    """Who is about to start a run again that has not worked for so long; empty while it is too early to say."""
+    if status.state not in _STARTED_AGAIN:
+        return None
+    if (launcher := launcher_of(run_dir)) is not None and (launcher.is_seen or gone_s < _RESTARTS_WITHIN_S):
+        return launcher.name
+    # Between two processes of a run nobody is at work for a moment: a kill is looked at twice.
+    return "" if status.state == "killed" and gone_s < 2 * _LOOK_EVERY_S else None
+
+
+class _Unreadable(Exception):
+    """There is a journal, and it cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,10 @@ class _Read:
     @classmethod
     def of(cls, run_dir: Path, status: Status) -> _Read:
         journal = run_dir / JOURNAL
-        return cls(told(run_dir), status, read(journal), damaged_lines(journal))
+        try:
+            return cls(told(run_dir), status, read(journal), damaged_lines(journal))
+        except OSError as error:
+            raise _Unreadable(f"{journal} cannot be read: {error.strerror or error}") from error
 
 
 @dataclass
@@ -128,7 +135,9 @@ class _Lines:
 
     def verdict(self, found: _Read) -> None: ...
 
-    def news(self, found: _Read, last: int | None) -> None:
+    def line(self, words: str) -> None: ...
+
+    def news(self, found: _Read, last: int | None, *, is_live: bool = False) -> None:
         left = len(found.story.chapters) - len(_newest(found.story.chapters, last))
         for number, chapter in enumerate(found.story.chapters):
             text = json.dumps(as_line(chapter.incident))
@@ -142,7 +151,8 @@ class _Blocks:
     """A block of lines for each incident, for a person."""
 
     page: Page = field(default_factory=Page)
-    shown: dict[int, Chapter] = field(default_factory=dict)
+    shown: dict[int, Outcome | None] = field(default_factory=dict)  # in full, and with which outcome
+    named: set[int] = field(default_factory=set)  # that are being treated
 
     def verdict(self, found: _Read) -> None:
         """Say first whether the run is all right."""
@@ -152,55 +162,32 @@ class _Blocks:
             lines = "1 line of it is" if found.damaged == 1 else f"{found.damaged:,} lines of it are"
             self.page.line((f"{JOURNAL}: {lines} damaged and left out", "yellow"), hang=2)
 
-    def news(self, found: _Read, last: int | None) -> None:
+    def line(self, words: str) -> None:
+        """Say something that no incident has to do with."""
+        self.page.line((words, "dim"), hang=2)
+
+    def news(self, found: _Read, last: int | None, *, is_live: bool = False) -> None:
+        """Show each incident once; of a live run when it was treated, and what became of it when that is known."""
         chapters = _newest(found.story.chapters, last)
         if left := len(found.story.chapters) - len(chapters):
-            if not self.shown:
-                self.page.line(f"{counted(left, 'incident')} before these", hang=2)
-            self.shown |= {one.incident.id: one for one in found.story.chapters[:left]}
+            self.page.line(f"{counted(left, 'incident')} before these", hang=2)
+            self.shown |= {one.incident.id: one.incident.outcome for one in found.story.chapters[:left]}
         for chapter in found.story.chapters:
-            before = self.shown.get(chapter.incident.id)
-            if before is None or (before.treated_ms is None and chapter.treated_ms is not None):
-                self._block(chapter, found)
-            elif before.incident.outcome != chapter.incident.outcome:
-                self._outcome(chapter)
-            self.shown[chapter.incident.id] = chapter
-
-    def _outcome(self, chapter: Chapter) -> None:
-        words, style = _outcome(chapter)
-        self.page.line(f"incident {chapter.incident.id:,}: ", (words, style), hang=2)
-
-    def _block(self, chapter: Chapter, found: _Read) -> None:
-        incident, page = chapter.incident, self.page
-        anomaly, diagnosis = incident.anomaly, incident.diagnosis
-        page.blank()
-        when = f"incident {incident.id:,}  {_clock(chapter.opened_ms)}{_since(chapter, found.entries)}"
-        page.line((when, "bold"), f"  step {anomaly.step:,}, tick {anomaly.tick:,}", hang=2)
-        self._row("noticed", noticed(anomaly) + reached(anomaly))
-        self._row("", anomaly.evidence)
-        self._row("cause", str(diagnosis.cause) + (f": {rows_named(diagnosis.rows)}" if diagnosis.rows else ""))
-        for culprit in (diagnosis.culprit, diagnosis.follower):
-            if culprit is not None:
-                self._row("culprit" if culprit is diagnosis.culprit else "then", place_told(culprit))
-                self._row("", _source(culprit, chapter, found.entries), style="italic")
-        self._row("cure", _cure(chapter))
-        self._row("cost", cost_told(incident))
-        self._row("outcome", *_outcome(chapter))
-        self._row("advice", diagnosis.advice)
-
-    def _row(self, label: str, said: str, style: str = "") -> None:
-        """One line under a label, or under the one before it."""
-        said = " ".join(said.split()) if style != "italic" else said.strip()
-        if not said:
-            return
-        is_narrow = self.page.width is not None and self.page.width < 60
-        words: list[Words] = [(said, style)]
-        if is_narrow and label:
-            self.page.line((f"{label}: ", "dim"), *words, indent=2, hang=4)
-        elif is_narrow:
-            self.page.line(*words, indent=4, hang=4)
-        else:
-            self.page.line((f"{label:{_LABELS}}", "dim"), *words, indent=2, hang=2 + _LABELS)
+            incident = chapter.incident
+            name = f"incident {incident.id:,}: "
+            if incident.id in self.shown:
+                if self.shown[incident.id] is not incident.outcome:
+                    self.page.line(name, outcome_in_short(incident.outcome), hang=2)
+            elif is_live and chapter.treated_ms is None and incident.outcome is None:
+                if incident.id not in self.named:
+                    self.page.line(
+                        name, f"{noticed(incident.anomaly)} at step {incident.anomaly.step:,}; being treated"
+                    )
+                self.named.add(incident.id)
+                continue
+            else:
+                show_block(chapter, found.story.strikes, found.entries, self.page)
+            self.shown[incident.id] = incident.outcome
 
 
 def _newest(chapters: Sequence[Chapter], last: int | None) -> Sequence[Chapter]:
@@ -225,63 +212,8 @@ def _goes_on(story: Story) -> str:
     return next_start(story).rpartition(" it ")[2]  # without what is said of a run that may be at work
 
 
-def _clock(ms: int) -> str:
-    with suppress(ValueError, OverflowError, OSError):  # a damaged journal may say anything
-        return f"{datetime.fromtimestamp(ms / 1000):%Y-%m-%d %H:%M:%S}"
-    return "at an unknown time"
-
-
-def _since(chapter: Chapter, entries: Sequence[Entry]) -> str:
-    began = began_ms(entries)
-    seconds = (chapter.opened_ms - began) / 1000 if began is not None else -1.0
-    return f" ({duration(seconds)} after the start)" if 0 <= seconds < 1e9 else ""
-
-
-def _cure(chapter: Chapter) -> str:
-    incident = chapter.incident
-    if incident.decision.gave_up is not None:
-        return f"gave up: {why_of(incident)}"
-    if chapter.treated_ms is None and incident.outcome is None:
-        return "being treated"
-    return remedies_of(incident) or "nothing was done"
-
-
-def _outcome(chapter: Chapter) -> tuple[str, str]:
-    words, style = _OUTCOMES[chapter.incident.outcome]
-    if chapter.closed_ms is None:
-        return words, style
-    seconds = (chapter.closed_ms - chapter.opened_ms) / 1000
-    later = f", {duration(seconds)} later" if 0.5 <= seconds < 1e9 else ""
-    return f"{words} ({_clock(chapter.closed_ms)}{later})", style
-
-
-def _source(culprit: Culprit, chapter: Chapter, entries: Sequence[Entry]) -> str:
-    """The text of a line, as its armor has it, or as its file does, if that is older than the incident."""
-    for plate in _plates(entries):
-        if (plate.get("file"), plate.get("line"), plate.get("op")) == (culprit.file, culprit.line, culprit.op):
-            return str(plate.get("text"))
-    path = Path(culprit.file)
-    try:
-        known = path.stat()
-        is_as_it_was = known.st_mtime * 1000 < chapter.opened_ms and known.st_size < _LARGEST_SOURCE
-        if path.suffix != ".py" or not is_as_it_was:
-            return ""
-        return read_plain(path).decode("utf-8", "replace").splitlines()[culprit.line - 1].strip()
-    except (OSError, ValueError, IndexError):
-        return ""
-
-
-def _plates(entries: Sequence[Entry]) -> list[Mapping[str, Any]]:
-    """What wears armor, as it was last written down."""
-    for entry in reversed(entries):
-        remedies = entry.get("remedies") if entry["kind"] == IN_FORCE else None
-        if isinstance(remedies, Mapping) and isinstance(plates := remedies.get("armor"), list):
-            return [plate for plate in plates if isinstance(plate, Mapping)]
-    return []
-
-
 if __name__ == "__main__":
     try:
-        sys.exit(main())
-    except (KeyboardInterrupt, BrokenPipeError):
+        sys.exit(while_heard(main))
+    except KeyboardInterrupt:
         sys.exit(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from resilient_train.record import endings, hangs, story, tracking
 from resilient_train.record.console import GOOD, IN_FILE_ONLY, ODD, Terminal, duration, log
 from resilient_train.record.delivery.store import left_in
 from resilient_train.record.directory import CHECKPOINTS, RunDirectory, claim
-from resilient_train.record.doors import command
+from resilient_train.record.doors import command, to_see_it
 from resilient_train.record.incidents import INCIDENTS, IncidentBook
 from resilient_train.record.review import review
 from resilient_train.record.summary import Summary
@@ -35,6 +36,7 @@ from resilient_train.state.determinism import set_deterministic
 from resilient_train.train import train
 
 _BEHIND_WATCHDOG_S = 60.0  # a collective that fails tells less than a watchdog
+_SILENCE_S = 1.0  # at most, where a person waits
 _FOR_OTHERS_S = 1.2  # until the watchdogs of other ranks have looked at their clocks, too
 
 
@@ -111,7 +113,7 @@ def _run(composed: Composed, world: World, terminal: Terminal, directory: RunDir
             error = caught
             status = {GaveUp: "gave_up", Stopped: "preempted"}.get(type(caught), "failed")
         requests.is_in_loop = True  # what comes now is short, and is to be finished
-        return one.end(status, error)
+        return one.end(status, error, requests)
 
 
 class _Session:
@@ -171,7 +173,7 @@ class _Session:
 
         return Watchdog(limits, requests, settings.grace, saving_since, self._last_words, self.terminal.file)
 
-    def end(self, status: str, error: BaseException | None) -> Ending:
+    def end(self, status: str, error: BaseException | None, requests: StopRequests) -> Ending:
         """Say how it ended, to all who want to know."""
         directory, run, seconds = self.directory, self.run, time.monotonic() - self.started
         was_lost = self.world.size > 1 and error is not None and is_lost_peer(error)
@@ -196,7 +198,7 @@ class _Session:
                 for file in (directory.log(0), directory.path / INCIDENTS):
                     if file.exists():
                         self.tracker.artifact(file)
-                tracked = _finish(self.tracker, status)
+                tracked = _finish(self.tracker, status, requests, self.config.tracking.drain_s, directory.path)
                 summary.mlflow = tracked.as_dict() if tracked else None
                 self._note(summary, error)
             else:
@@ -308,18 +310,24 @@ def _write(summary: Summary, directory: RunDirectory) -> None:
         log.error("%s cannot be written: %s", directory.summary, error.strerror or error)
 
 
-def _finish(tracker: Tracker, status: str) -> TrackedRun | None:
-    """Deliver the rest to MLflow and say where to look."""
+def _finish(tracker: Tracker, status: str, requests: StopRequests, drain_s: float, run_dir: Path) -> TrackedRun | None:
+    """Deliver the rest to MLflow and say where to look; a person who waits for it is told why, and may leave it."""
+    why = "delivering to MLflow, for up to %g s (tracking.drain_s); Ctrl-C leaves the rest to resilient_train.sync"
+    explaining = threading.Timer(_SILENCE_S, log.info, (why, drain_s))
+    explaining.daemon = True
+    explaining.start()
+    requests.may_be_left = True
     try:
         tracked = tracker.finish(status)
     except KeyboardInterrupt:
-        log.warning("interrupted while MLflow was being told the rest")
+        log.warning("MLflow does not have everything; to deliver the rest:\n  %s", command("sync", run_dir))
         return tracker.run
+    finally:
+        requests.may_be_left = False
+        explaining.cancel()
     if tracked is not None:
-        if tracked.tracking_uri.startswith("sqlite:"):
-            log.info("to see it, start\n  %s", tracking.ui_command(tracked.tracking_uri))
-        if tracked.url:
-            log.info("and open\n  %s", tracked.url)
+        for line in to_see_it(tracking.ui_command(tracked.tracking_uri), tracked.url):
+            log.info("%s", line)
     return tracked
 
 

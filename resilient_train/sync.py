@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 from resilient_train.errors import ConfigError
 from resilient_train.record.console import counting
 from resilient_train.record.delivery.store import KnownRun, Store, left_in, locate, shown, ui_command
+from resilient_train.record.doors import to_see_it
 from resilient_train.record.late import catch_up, is_late
 from resilient_train.record.outbox import BEGAN, OUTBOX, entries
+from resilient_train.record.streams import while_heard
 from resilient_train.record.telling import printable
 from resilient_train.record.tracking import EXPERIMENT
 
@@ -139,15 +141,13 @@ def _report(run_dir: Path, store: Store, courier: Courier) -> int:
         print(printable(f"  but it refused something: {shown(why)}"))
     if courier.report.damaged:
         print(f"  but {courier.report.damaged:,} lines of {OUTBOX} are damaged and left out")
-    if command := ui_command(where):
-        print(f"to see it, start\n  {command}")
-    if courier.run is not None and courier.run.url:
-        print(f"and open\n  {courier.run.url}" if command else f"to see it, open\n  {courier.run.url}")
+    for line in to_see_it(ui_command(where), courier.run.url if courier.run is not None else None):
+        print(line)
     return 0
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        sys.exit(while_heard(main))
     except KeyboardInterrupt:
         sys.exit(1)

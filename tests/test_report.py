@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as some
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from stories import CLIMBED, PASSED, ROOT, ROTTEN, RUN, incident, story
+from stories import CLIMBED, FLIPPED, PASSED, ROOT, ROTTEN, RUN, incident, story
 
-from resilient_train.events import Culprit, Decision, Incident, Outcome
+from resilient_train.events import Action, Cause, Culprit, Decision, Incident, Outcome
 from resilient_train.record.delivery.markdown import code, link, text, worded
 from resilient_train.record.delivery.report import note, report
 from resilient_train.record.left import Checkpoint
@@ -114,14 +114,15 @@ def test_a_clean_run_gets_a_short_and_pleasant_note() -> None:
     assert said.splitlines()[0] == (
         "**All is well**: 300 steps; no incidents. Recent loss 2.369, evaluation loss 2.327."
     )
-    assert len(said) < 600
+    assert len(said) < 700
+    assert "The Step axis** of charts and pictures is the tick" in said
     assert "What" not in said
 
 
 def test_the_verdict_comes_first_then_what_to_change_then_the_incidents() -> None:
     """Read in this order, somebody in a hurry may stop at any line."""
     said = note(story(*map(incident, range(1, 8))), url)
-    assert said.startswith("**All is well so far**: at step 260 of 300; 7 incidents (2 operation, 2 data, 1 explosion")
+    assert said.startswith("**Recovered so far**: at step 260 of 300; 7 incidents (2 operation, 2 data, 1 explosion")
     places = [
         said.index(part) for part in ("What to change", "What went wrong", "Last good checkpoint", "The same command")
     ]
@@ -154,7 +155,7 @@ def test_a_note_leads_to_the_pictures_where_there_are_any() -> None:
         ({"status": "gave_up", "summary": {"status": "gave_up"}}, "Gave up, somebody has to look", "ends with 3"),
         ({"status": "preempted", "summary": {"status": "preempted"}}, "Stopped on request", "goes on from step 250"),
         ({"status": "failed", "summary": {}, "newest": None, "why": "RuntimeError: x"}, "Failed", "at step 0 again"),
-        ({"status": "recovered", "summary": {"status": "completed"}}, "All is well", "the run is complete"),
+        ({"status": "recovered", "summary": {"status": "completed"}}, "Recovered", "the run is complete"),
     ],
 )
 def test_every_status_has_its_verdict_and_says_what_the_same_command_would_do(
@@ -249,6 +250,30 @@ def test_the_report_has_every_incident_with_all_that_is_known_of_it() -> None:
         assert part in said, part
 
 
+def test_the_table_of_the_report_has_every_cure_in_full() -> None:
+    """However many remedies there were; the note has room for the beginning."""
+    many = Decision(tuple(Action(f"mine.remedy_{number}", {"factor": 0.5, "steps": 200}) for number in range(20)))
+    of = story(incident(1, decision=many))
+    whole, short = (
+        next(row for row in cells(said) if row[0] == "1")[5] for said in (report(of, nowhere), note(of, url))
+    )
+    assert "mine.remedy_19" in whole
+    assert short.endswith("...")
+
+
+@pytest.mark.parametrize(("count", "shown"), [(5, 5), (6, 6), (7, 5)])
+def test_the_note_leaves_out_advice_only_where_it_saves_room(count: int, shown: int) -> None:
+    met = [
+        incident(
+            at, diagnosis=replace(ROOT, culprit=Culprit("forward", f"op{at}", "", "/x.py", at), advice=f"Mend {at}.")
+        )
+        for at in range(1, count + 1)
+    ]
+    said = note(story(*met), nowhere)
+    assert len(re.findall(r"^\d\. Mend", said, re.M)) == shown
+    assert ("6. and 2 more" in said) == (count == 7)
+
+
 # -------------------------------------------------------------------------------------------------------------- advice
 
 
@@ -276,6 +301,51 @@ def test_advice_is_told_once_for_each_line_cause_and_all_rows_the_most_important
     passed = [replace(one, anomaly=replace(one.anomaly, signal=returned[0].anomaly.signal)) for one in returned]
     assert [one.text for one in still_open(passed)] == [PASSED.advice]
     assert still_open([incident(4)]) == ()
+
+
+FLIP = "`{}` went from {:.3g} to {:.3g} at [{}], which no update can have done: if it returns, suspect the hardware."
+CLIMB = "Gradients or losses climbed to {:.3g} times their usual before it broke: lower the learning rate.{}"
+LAYER = " The gradient of `{}` is farthest above its usual, {:.3g} times."
+
+
+def test_only_what_asks_for_the_same_is_told_together_in_the_words_of_the_newest() -> None:
+    """Numbers differ from incident to incident, and so do hints behind; another tensor is another place to look at."""
+    said = [
+        FLIP.format("a.0.weight", 0.02, 1e37, "3, 7"),
+        FLIP.format("a.1.weight", 0.02, 1e37, "3, 7"),
+        FLIP.format("a.0.weight", 0.5, float("inf"), "9"),
+        CLIMB.format(12.3, LAYER.format("a.0.weight", 20)),
+        CLIMB.format(1e9, ""),
+        CLIMB.format(4, LAYER.format("a.1.weight", 3.5)),
+    ]
+    met = [
+        incident(number, diagnosis=replace(FLIPPED if number < 4 else CLIMBED, advice=one))
+        for number, one in enumerate(said, 1)
+    ]
+    met = [replace(one, anomaly=met[0].anomaly) for one in met]
+    assert [(one.text, one.incidents) for one in still_open(met)] == [
+        (said[5], (4, 5, 6)),
+        (said[2], (1, 3)),
+        (said[1], (2,)),
+    ]
+
+
+def test_what_is_wrong_with_a_line_is_told_apart_from_what_else_is() -> None:
+    """Of one line an operation and an overflow ask for other things; what broke because of it asks for nothing more."""
+    overflow = replace(ROOT, cause=Cause.OVERFLOW, advice="`sqrt` at culprits.py:33 makes more than float16 can hold.")
+    newer = replace(ROOT, advice=ROOT.advice.replace("at 0", "at 0, reached by 3 elements that are 0"))
+    followed = replace(overflow, advice="`log` breaks of it: mend that one first.", follower=ROOT.culprit)
+    met = [incident(number, diagnosis=one) for number, one in enumerate((ROOT, newer, overflow, followed), 1)]
+    assert [(one.text, one.incidents) for one in still_open(met)] == [
+        (newer.advice, (1, 2, 4)),
+        (overflow.advice, (3,)),
+    ]
+
+
+def test_the_same_words_are_told_once_with_all_their_incidents() -> None:
+    """Whatever became of each."""
+    met = [incident(at, outcome, diagnosis=CLIMBED) for at, outcome in enumerate((Outcome.GAVE_UP, None, None), 1)]
+    assert [(one.text, one.incidents) for one in still_open(met)] == [(CLIMBED.advice, (1, 2, 3))]
 
 
 # --------------------------------------------------------------------------------------------------------------- story

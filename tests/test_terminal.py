@@ -9,13 +9,14 @@ import json
 import os
 import pty
 import re
+import socket
 import struct
 import subprocess
 import sys
 import termios
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,11 @@ from resilient_train.config.meanings import Option, meanings, nodes
 from resilient_train.config.schema import Config
 from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.ranks.lock import DirectoryLock
+from resilient_train.record.delivery.report import note, report
+from resilient_train.record.directory import Launcher, launcher_of
 from resilient_train.record.incidents import IncidentBook, as_line
 from resilient_train.record.journal import seal
-from resilient_train.record.review import review
+from resilient_train.record.review import review, shortened
 from resilient_train.record.story import told
 
 Said = pytest.CaptureFixture[str]
@@ -118,10 +121,10 @@ def test_the_story_fits_the_terminal(met: Path, columns: int) -> None:
     shown = on_terminal([*DOOR, str(met)], columns)
     lines = without_colour(shown).splitlines()
     assert max(map(len, lines)) <= columns
-    assert shown.startswith("\x1b[1;32mAll is well")
+    assert shown.startswith("\x1b[1;32mRecovered")
     one_line = " ".join(without_colour(shown).split())
     for words in (
-        "All is well: 300 steps; 2 incidents (1 explosion, 1 operation), all are cured.",
+        "Recovered: 300 steps; 2 incidents (1 explosion, 1 operation), none of which came back.",
         "30 of 330 updates were lost.",
         "incident 1 20",
         "(0 s after the start) step 40, tick 50",
@@ -155,7 +158,12 @@ def test_without_colour_it_is_plain_and_whole(met: Path, capsys: Said, monkeypat
     ("outcomes", "summary", "verdict"),
     [
         ([], {}, "All is well: 300 steps; no incidents."),
-        ([Outcome.RECOVERED], {"ticks": 300}, "All is well: 300 steps; 1 incident (1 explosion), it is cured."),
+        ([Outcome.RECOVERED], {"ticks": 300}, "Recovered: 300 steps; 1 incident (1 explosion), it did not come back."),
+        (
+            [Outcome.RECURRED, Outcome.RECURRED, Outcome.RECOVERED],
+            {"ticks": 435},
+            "Recovered: 300 steps; 3 incidents (3 explosion), 2 of which came back before the cure held. 135 of 435",
+        ),
         ([None], None, "Killed without a word: at step 0 of 300. In all, 1 incident (1 explosion), 1 open. The same"),
         (
             [Outcome.RECOVERED, None],
@@ -169,7 +177,7 @@ def test_without_colour_it_is_plain_and_whole(met: Path, capsys: Said, monkeypat
         ),
         ([], {"status": "failed", "exit_code": 1, "steps": 7}, "Failed: at step 7 of 300"),
     ],
-    ids=["clean", "recovered", "killed", "stopped", "gave up", "failed"],
+    ids=["clean", "recovered", "recovered in the end", "killed", "stopped", "gave up", "failed"],
 )
 def test_the_first_line_says_whether_the_run_is_all_right(
     outcomes: list[Outcome | None], summary: dict[str, object] | None, verdict: str, tmp_path: Path, capsys: Said
@@ -323,43 +331,75 @@ def test_nothing_in_a_journal_is_obeyed(tmp_path: Path, capsys: Said) -> None:
     assert "at an unknown time" in said
 
 
-def test_following_shows_what_comes_and_ends_with_the_run(tmp_path: Path, capsys: Said) -> None:
-    """What is being treated, what was done, what became of it; then the verdict, and the exit code of the run."""
+class Following:
+    """`incidents --follow`, in a thread of this process."""
+
+    def __init__(self, run_dir: Path, capsys: Said) -> None:
+        self.said, self.ended, self._capsys = "", [], capsys  # type: tuple[str, list[int], Said]
+        self._thread = threading.Thread(target=lambda: self.ended.append(incidents.main([str(run_dir), "--follow"])))
+        self._thread.start()
+
+    def until(self, *words: str) -> None:
+        deadline = time.monotonic() + 60
+        while not all(word in self.said for word in words):
+            assert time.monotonic() < deadline, self.said
+            self.said += self._capsys.readouterr().out
+            time.sleep(0.05)
+
+    def end(self) -> int:
+        self._thread.join(60)
+        self.said += self._capsys.readouterr().out
+        (code,) = self.ended
+        return code
+
+
+def test_following_shows_each_incident_once_and_ends_with_the_run(tmp_path: Path, capsys: Said) -> None:
+    """That it is treated, what was done, in a line what became of it; then the verdict, and the run's exit code."""
     run_dir = write(tmp_path / "run")
     lock, book = DirectoryLock(run_dir), IncidentBook(run_dir)
     one = incident(1, 40)
-
-    def is_said(*words: str) -> Callable[[], bool]:
-        return lambda: all(word in "".join(shown) for word in words)
-
-    shown: list[str] = []
-    ended: list[int] = []
-    following = threading.Thread(target=lambda: ended.append(incidents.main([str(run_dir), "--follow"])))
-    following.start()
-
-    def until(holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 60
-        while not holds():
-            assert time.monotonic() < deadline, "".join(shown)
-            shown.append(capsys.readouterr().out)
-            time.sleep(0.05)
-
-    until(is_said("All is well so far", "no incidents"))
+    following = Following(run_dir, capsys)
+    following.until("All is well so far", "no incidents")
     book.opened(one)
-    until(is_said("incident 1 ", "cure     being treated"))
+    following.until("incident 1: the loss jumped (loss_spike) at step 40; being treated\n")
     book.treated(one)
-    until(is_said("cure     rewound to step 33"))
+    following.until("  cure     rewound to step 33")
     book.closed(dataclasses.replace(one, outcome=Outcome.RECOVERED))
-    until(is_said("incident 1: recovered"))
+    following.until("\nincident 1: recovered\n")
     (run_dir / "summary.json").write_text('{"status": "preempted", "exit_code": 75, "steps": 120, "ticks": 130}')
     lock.release()
-    following.join(60)
-    shown.append(capsys.readouterr().out)
-    assert ended == [75]
-    assert "".join(shown).splitlines()[-1].startswith("Stopped on request: at step 120 of 300; 1 incident")
-    assert "".join(shown).count("the loss jumped (loss_spike)") == 2, "when it came, and when it was treated"
+    assert following.end() == 75
+    assert following.said.splitlines()[-1].startswith("Stopped on request: at step 120 of 300; 1 incident")
+    assert following.said.count("loss 8.12 where 2.9 to 3.4 was usual") == 1
+    assert following.said.count("incident 1") == 3
     assert incidents.main([str(run_dir), "--follow", "--json"]) == 75, "at once, where it has ended already"
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_following_waits_for_a_launcher_to_start_the_run_again(tmp_path: Path, capsys: Said) -> None:
+    """As long as it is there, and says so; once that has gone, the run has ended as its last process did."""
+    run_dir = write(tmp_path / "run")
+    (run_dir / "summary.json").write_text('{"status": "failed", "exit_code": 1, "steps": 120, "ticks": 130}')
+    with subprocess.Popen(["sleep", "600"]) as launcher:
+        (run_dir / ".launch").write_text(f"agent a run {socket.gethostname()} {launcher.pid}\n")
+        following = Following(run_dir, capsys)
+        following.until(f"its process has gone; waits for its launcher, process {launcher.pid}, to start it again\n")
+        lock = DirectoryLock(run_dir)
+        following.until(f"it goes on: process {os.getpid()} on ")
+        lock.release()
+        following.until("it goes on: ", "to start it again\nit")
+        launcher.kill()
+    assert following.end() == 1
+    assert following.said.count("waits for") in (1, 2)
+
+
+@pytest.mark.parametrize("launch", ["", "nonsense", f"agent a {socket.gethostname()} 4194305"])
+def test_nobody_is_waited_for_where_nobody_is_left(launch: str, tmp_path: Path) -> None:
+    """A run without a launcher, or whose launcher has ended, has ended, too."""
+    (tmp_path / ".launch").write_text(launch)
+    assert launcher_of(tmp_path) is None
+    (tmp_path / ".launch").write_text("slurm 1234")
+    assert launcher_of(tmp_path) == Launcher("SLURM's job 1234", is_seen=False)
 
 
 # ----------------------------------------------------------------------------------------------------- the end of a run
@@ -378,7 +418,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     clean = run_command([*often, "run.steps=20", "run.name=run"])
     assert clean.code == 0, clean.stderr
     assert after(clean.stdout, "completed 20 steps in ")[1:] == [
-        "met no incidents.",
+        "all is well: met no incidents.",
         "weights: runs/run/weights.safetensors",
         "newest checkpoint: runs/run/checkpoints/step-00000020 (step 20)",
         "the same command says that the run is complete and ends with 0; more `run.steps` make it longer",
@@ -387,7 +427,11 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     assert drilled.code == 0, drilled.stderr
     told = after(drilled.stdout, "completed 40 steps in ")
     assert re.fullmatch(r"this process went on from step 20; the run began \d{4}-\d\d-\d\d \d\d:\d\d", told[1])
-    assert re.fullmatch(r"met 1 incident \(1 corruption\), it is cured\. \d+ of \d+ updates were lost\.", told[2])
+    assert re.fullmatch(
+        r"recovered: met 1 incident \(1 corruption\), it did not come back\. \d+ of \d+ updates were lost\. "
+        r"This run has a drill: faults on purpose \(bit_flip\)\.",
+        told[2],
+    )
     assert told[3] == "  corruption: rewound"
     assert told[-1].endswith(" -m resilient_train.incidents runs/run tells all of it")
     assert set(told) <= {
@@ -433,11 +477,37 @@ def test_however_much_a_run_has_met_its_end_is_told_on_one_page(tmp_path: Path) 
     ]
     lines = review(told(write(tmp_path / "run", *several, summary={})), went_on_from=100)
     assert len(lines) <= 20
-    assert lines[1].startswith("met 200 incidents (23 ")
+    assert lines[1].startswith("recovered: met 200 incidents (23 ")
     assert sum(line.startswith("  ") for line in lines) == 7
     assert "  and 3 other causes" in lines
     assert all(";" in line and line.endswith("other ways") for line in lines if re.match(r"  \w+: ", line))
     assert [line for line in lines if line.startswith("to change: ")][-1] == "to change: 195 more"
+
+
+@pytest.mark.parametrize(("count", "shown"), [(4, 4), (5, 5), (6, 5), (7, 5)])
+def test_a_single_thing_is_never_left_out(count: int, shown: int) -> None:
+    """The words that say so would take as much room."""
+    lines = shortened([str(number) for number in range(count)], 4, "{:,} more")
+    assert len(lines) == shown
+    assert (lines[-1] == f"{count - 4} more") == (count > 5)
+
+
+def test_whoever_reviews_a_run_with_a_drill_reads_that_it_was_on_purpose(met: Path, capsys: Said) -> None:
+    """What struck, and which incidents it struck at; of a fault that is in the data, no incident is told."""
+    book = IncidentBook(met)
+    for number, name, tick in ((0, "bad_row", 0), (50, "nan_grad", 50), (70, "nan_grad", 70)):
+        book.fired(number, name, tick)
+    book.close()
+    sentence = "This run has a drill: faults on purpose (bad_row, nan_grad 2 times)."
+    assert incidents.main([str(met)]) == 0
+    said = capsys.readouterr().out
+    assert sentence in said.splitlines()[0]
+    assert said.count("  drill    nan_grad struck at this tick, on purpose\n") == 1
+    assert said.index("tick 50") < said.index("  drill ") < said.index("tick 100")
+    assert sentence in review(told(met))[0]
+    assert sentence in note(told(met), lambda number: None).splitlines()[0].replace("\\_", "_")
+    whole = report(told(met), lambda number: None)
+    assert whole.count("(drill: nan\\_grad)") == whole.count("nan\\_grad of a drill struck at this tick") == 1
 
 
 # --------------------------------------------------------------------------------------------------- manual, completion
@@ -538,6 +608,31 @@ def test_a_reader_may_have_read_enough(what: list[str], met: Path) -> None:
         ["bash", "-c", f"set -o pipefail; {program} | head -1"], env=ENVIRONMENT, capture_output=True, text=True
     )
     assert (done.returncode, len(done.stdout.splitlines()), done.stderr) == (0, 1, "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        ("--steps 10", "--steps: no such option; did you mean run.steps=10?"),
+        ("run.seed=1 --steps=10", "--steps: no such option; did you mean run.steps=10?"),
+        ("--batch-size 8", "--batch-size: no such option; did you mean data.batch_size=8?"),
+        ("--run.seed --multirun", "--run.seed: no such option; did you mean run.seed=...?"),
+        ("--model mlp", "--model: no such option; did you mean model=mlp?"),
+        ("--mutlirun run.seed=1,2", "--mutlirun: no such option; did you mean --multirun?"),
+        ("-steps", "-steps: no such option; did you mean run.steps=...?"),
+        ("--nonsense", "--nonsense: no such option. What is set has no dashes: key=value"),
+        ("--cfg jbo", "--cfg=jbo: there are job, hydra, all"),
+        ("--config-dir", "--config-dir: needs a value: --config-dir VALUE"),
+    ],
+)
+def test_a_word_with_dashes_that_is_no_option_is_answered_in_one_line(
+    typed: str, hint: str, run_command: command
+) -> None:
+    """With what is likely to be meant; not with a page of what there is."""
+    outcome = run_command(typed.split())
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert outcome.stderr.startswith(f"error: {hint}")
+    assert outcome.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ os.register_at_fork(after_in_child=_deaf_in_child)
 class StopRequests:
     """Notes requests to stop. Inside the loop that is all: an update is finished first. Elsewhere Stopped is raised.
 
-    A second Ctrl-C, some seconds after the first request, is a KeyboardInterrupt at once.
+    A second Ctrl-C, some seconds after the first request, is a KeyboardInterrupt at once; where what is left to do
+    `may_be_left`, the first one is.
     """
 
     def __init__(self, max_hours: float | None = None, *, is_in_loop: bool = True) -> None:
@@ -42,6 +43,7 @@ class StopRequests:
         self.since: float | None = None  # when the first request came, on the monotonic clock
         self.by = ""
         self.is_in_loop = is_in_loop
+        self.may_be_left = False
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():  # no other may, nor gets any signal
@@ -87,5 +89,6 @@ class StopRequests:
             self.since, self.by = now, signal.Signals(number).name
         if not self.is_in_loop:
             raise Stopped(f"asked to stop by {self.by}")
-        if number == signal.SIGINT and self.since is not None and now - self.since > _ONE_REQUEST_S:
+        is_another = self.since is not None and now - self.since > _ONE_REQUEST_S
+        if number == signal.SIGINT and (is_another or (is_first and self.may_be_left)):
             raise KeyboardInterrupt

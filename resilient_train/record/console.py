@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from rich.text import Text
 
 from resilient_train.events import Vitals
 from resilient_train.files import open_to_append
+from resilient_train.record.streams import lasting
 
 log = logging.getLogger("resilient_train")
 
@@ -44,7 +46,7 @@ class Terminal:
     """Sends the log to the terminal and to a file, and keeps the live line below it."""
 
     def __init__(self, *, is_main: bool) -> None:
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Console(file=lasting(sys.stdout), highlight=False, soft_wrap=True)
         self.is_live = is_main and self.console.is_terminal
         self._before = log.level, log.propagate
         self._handlers: list[logging.Handler] = []
@@ -93,7 +95,7 @@ class _ToConsole(logging.Handler):
     def __init__(self, console: Console, *, hide_progress: bool) -> None:
         super().__init__()
         self.console, self.hide_progress = console, hide_progress
-        self.errors = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.errors = Console(file=lasting(sys.stderr), highlight=False, soft_wrap=True)
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "in_file_only", False) or (self.hide_progress and getattr(record, "progress", False)):
@@ -197,7 +199,7 @@ def _pace(steps_left: int, speed: float) -> str:
 @contextmanager
 def counting(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show how many of `total` are done, where there is somebody at a terminal to look at it."""
-    console = Console(stderr=True)
+    console = Console(file=lasting(sys.stderr))
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total or None)

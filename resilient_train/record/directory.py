@@ -42,7 +42,7 @@ class RunDirectory:
         return self.path / "summary.json"
 
     def was_launched_here(self) -> None:
-        """Note who started the run, so that a restart by the same launcher is known as one."""
+        """Note who started it, so that a restart by the same launcher is known as one, and can be waited for."""
         if (launch := _launch()) is not None:
             commit_text(self.path / _LAUNCH, launch + "\n")
 
@@ -100,6 +100,8 @@ def claim(
                 directory.finished = summary
         if resume != "never" or directory.is_of_this_launch():
             directory.goes_on = directory.finished is None
+            if directory.goes_on:
+                directory.was_launched_here()
             return directory, lock
         lock.release()
     raise AssertionError("names never end")
@@ -123,6 +125,30 @@ def _launch() -> str | None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return f"agent {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
     return f"slurm {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else None
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Somebody who may start a run again."""
+
+    name: str
+    is_seen: bool  # to be there still; of another host, or of a queue, nobody can tell from here
+
+
+def launcher_of(run_dir: Path) -> Launcher | None:
+    """Return who may start the newest process of a run again; None where nobody is left who would."""
+    try:
+        words = read_plain(run_dir / _LAUNCH).decode(errors="replace").split()
+    except OSError:
+        return None
+    match words:
+        case ["agent", *_, host, process] if process.isdigit() and host == socket.gethostname():
+            return Launcher(f"its launcher, process {process},", True) if Path("/proc", process).exists() else None
+        case ["agent", *_, host, _]:
+            return Launcher(f"its launcher on {host}", False)
+        case ["slurm", job]:
+            return Launcher(f"SLURM's job {job}", False)
+    return None
 
 
 def _is_restart() -> bool:

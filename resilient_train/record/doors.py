@@ -23,3 +23,11 @@ def python() -> str:
     """What runs Python here: the environment may not be activated."""
     beside = os.environ.get("PATH", "").split(os.pathsep)
     return "python" if str(Path(sys.executable).parent) in beside else shlex.quote(sys.executable)
+
+
+def to_see_it(command: str, url: str | None) -> list[str]:
+    """Say how to see a run in MLflow: the command that shows its database, where it is one, and the address."""
+    lines = [f"to see it, start\n  {command}"] if command else []
+    if url:
+        lines.append(f"{'and' if lines else 'to see it,'} open\n  {url}")
+    return lines

@@ -40,7 +40,8 @@ PHASE = "incident_phase"  # a part of an incident that came after its entry: the
 _GOES_ON = {Signal.DISK_FULL}  # in spite of these training never stood still
 _TAKEN_FROM = "taken_up_from"
 _BEGAN, _MADE_OF, _MOST = "began", ("processes", "samples"), 2**40
-_FIRED, _SAVED, _ENDED = "drill_fired", "checkpoint_saved", "process_ended"
+FIRED = "drill_fired"
+_SAVED, _ENDED = "checkpoint_saved", "process_ended"
 
 
 class IncidentBook:
@@ -120,7 +121,7 @@ class IncidentBook:
         """Note that a drill is about to fire: before it does, or a crash would fire again after every restart."""
         self._drills.add(drill_number)
         if self._journal is not None:
-            self._journal.write(_FIRED, drill=drill_number, name=name, tick=tick)
+            self._journal.write(FIRED, drill=drill_number, name=name, tick=tick)
 
     def in_force(self, remedies: Mapping[str, Any]) -> None:
         """Note what remedies are in force from now on."""
@@ -193,7 +194,7 @@ class IncidentBook:
             self.has_saved = True
         elif kind == _ENDED and type(entry.get("start")) is int and type(entry.get("stop")) is int:
             self._endings.append((entry["start"], entry["stop"]))
-        elif kind == _FIRED and type(entry.get("drill")) is int:
+        elif kind == FIRED and type(entry.get("drill")) is int:
             self._drills.add(entry["drill"])
         elif kind == PHASE and type(entry.get("number")) is int:
             self._stands_since.pop(entry["number"], None)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from resilient_train.events import Cause, Incident, Outcome
 
 _RECURS_BY_ITSELF = (Cause.EXPLOSION, Cause.OVERFLOW)  # the next run of this configuration meets it, too
 _MOST_ROWS = 8  # that are named
+
+_SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")
+_NUMBERS = re.compile(r"(?P<name>`[^`]*`)|\[[\d, ]+\]|\b(?:nan|inf)\b|(?<![\w.])[+-]?\d[\d.,]*(?:e[+-]?\d+)?\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +26,7 @@ class Advice:
 
 
 def still_open(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
-    """Return what is left to a person, the most important first: each line, each cause and all rows but once.
+    """Return what is left to a person, the most important first: each line, all rows, and what is asked for but once.
 
     First what the run could not cure, then what it has not cured yet, then what it only goes around: lines in armor,
     rows that are put away, settings that were turned. What passed and did not return needs nobody.
@@ -28,57 +34,88 @@ def still_open(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
     gave_up = [one for one in incidents if one.outcome is Outcome.GAVE_UP]
     is_open = [one for one in incidents if one.outcome is None]
     with_rows = [one for one in incidents if one.diagnosis.rows and one.diagnosis.culprit is None]
+    kinds = Counter(map(_kind, incidents))
+    each = partial(_each, abouts=_abouts(incidents))
     found = [
-        *_each(reversed(gave_up)),
-        *_each(reversed(is_open)),
-        *_each((one for one in incidents if one.diagnosis.culprit is not None), by_count=True),
-        *_rows(with_rows),
-        *_each(reversed([one for one in incidents if one.diagnosis.cause in _RECURS_BY_ITSELF]), by_count=True),
-        *(advice for advice in _each(reversed(incidents), by_count=True) if len(advice.incidents) > 1),
+        *each(reversed(gave_up)),
+        *each(reversed(is_open)),
+        *each((one for one in incidents if one.diagnosis.culprit is not None), by_count=True),
+        *(_of_rows(with_rows) if len(with_rows) > 1 else each(with_rows)),
+        *each(reversed([one for one in incidents if one.diagnosis.cause in _RECURS_BY_ITSELF]), by_count=True),
+        *each(reversed([one for one in incidents if kinds[_kind(one)] > 1]), by_count=True),
     ]
-    left: list[Advice] = []
+    left: dict[object, Advice] = {}
     told: set[int] = set()
-    for advice in found:
-        if not told.issuperset(advice.incidents) and advice.text not in {one.text for one in left}:
-            left.append(advice)
+    for about, advice in found:
+        if about in left:
+            of = {*left[about].incidents, *advice.incidents}
+            left[about] = replace(left[about], incidents=tuple(sorted(of)))
+        elif not told.issuperset(advice.incidents):
+            left[about] = advice
         told.update(advice.incidents)
-    return tuple(left)
+    return tuple(left.values())
 
 
-def _each(incidents: Iterable[Incident], *, by_count: bool = False) -> list[Advice]:
-    """One advice for all incidents of a line or, where none is known, of a cause: in the words of the first of them."""
-    groups: dict[object, list[Incident]] = {}
-    for one in incidents:
-        if one.diagnosis.advice.strip():
-            groups.setdefault(_about(one), []).append(one)
-    if by_count:
-        groups = dict(sorted(groups.items(), key=lambda item: -len(item[1])))
-    return [Advice(_words(group), tuple(sorted(one.id for one in group))) for group in groups.values()]
-
-
-def _about(incident: Incident) -> object:
-    """What an advice is about; rows are told together elsewhere."""
+def _kind(incident: Incident) -> object:
+    """What makes an incident the return of another one: the line, the rows, or the way it was noticed."""
     diagnosis = incident.diagnosis
     if (culprit := diagnosis.culprit) is not None:
         return culprit.file, culprit.line, culprit.op
-    if diagnosis.rows:
-        return diagnosis.rows
-    return diagnosis.cause, incident.anomaly.signal
+    return diagnosis.rows or (diagnosis.cause, incident.anomaly.signal)
+
+
+def _each(
+    incidents: Iterable[Incident], abouts: Mapping[int, object], *, by_count: bool = False
+) -> list[tuple[object, Advice]]:
+    """One advice for all incidents that ask for the same, in the words of the newest of them."""
+    groups: dict[object, list[Incident]] = {}
+    for one in incidents:
+        if one.diagnosis.advice.strip():
+            groups.setdefault(abouts[one.id], []).append(one)
+    if by_count:
+        groups = dict(sorted(groups.items(), key=lambda item: -len(item[1])))
+    return [(about, Advice(_words(group), tuple(sorted(one.id for one in group)))) for about, group in groups.items()]
+
+
+def _abouts(incidents: Sequence[Incident]) -> dict[int, object]:
+    """What the advice of each incident is about: what is wrong with a line, some rows, or, of others, what it asks for.
+
+    What broke only because of a line asks for no more than what is said of that line.
+    """
+    found: dict[int, object] = {}
+    lines: dict[object, object] = {}
+    for one in sorted(incidents, key=lambda one: one.diagnosis.follower is not None):
+        diagnosis = one.diagnosis
+        if diagnosis.culprit is None:
+            found[one.id] = diagnosis.rows or _asked(diagnosis.advice)
+        else:
+            about = _kind(one), diagnosis.cause
+            first = lines.setdefault(_kind(one), about)
+            found[one.id] = about if diagnosis.follower is None else first
+    return found
+
+
+def _asked(advice: str) -> str:
+    """The sentence that asks for something, without its numbers: they differ from incident to incident.
+
+    What it names does count: another tensor is another place to look at. A sentence behind it is only a hint.
+    """
+    words = " ".join(advice.split())
+    asks = next((one for one in _SENTENCES.split(words) if ": " in one), words)
+    return _NUMBERS.sub(lambda found: found["name"] or "#", asks)
 
 
 def _words(group: Sequence[Incident]) -> str:
-    """What broke only because of something else says so; better is what is said of that itself."""
-    first = next((one for one in group if one.diagnosis.follower is None), group[0])
-    return " ".join(first.diagnosis.advice.split())
+    """The newest; but what broke only because of something else says so, and better is what is said of that itself."""
+    newest = max(group, key=lambda one: (one.diagnosis.follower is None, one.id))
+    return " ".join(newest.diagnosis.advice.split())
 
 
-def _rows(incidents: Sequence[Incident]) -> list[Advice]:
-    """One advice for all the rows; a single incident has words of its own."""
+def _of_rows(incidents: Sequence[Incident]) -> list[tuple[object, Advice]]:
+    """One advice for all the rows of several incidents."""
     rows = sorted({row for one in incidents for row in one.diagnosis.rows})
-    if len(incidents) < 2:
-        return _each(incidents)
     shown = ", ".join(map(str, rows[:_MOST_ROWS])) + (
         f" and {len(rows) - _MOST_ROWS:,} more" if rows[_MOST_ROWS:] else ""
     )
     text = f"Mend or remove rows {shown} of the data: quarantine.json says of each why."
-    return [Advice(text if len(rows) > 1 else _words(incidents), tuple(one.id for one in incidents))]
+    return [(tuple(rows), Advice(text if len(rows) > 1 else _words(incidents), tuple(one.id for one in incidents)))]

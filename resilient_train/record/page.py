@@ -17,13 +17,18 @@ _LEAST = 20  # columns: on anything narrower lines are longer than the terminal
 Words = str | tuple[str, str]  # as they are, or in a style
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # rich would end the process with 1
+
+
 class Page:
     """What is printed to a terminal, or to a pipe."""
 
     def __init__(self, file: IO[str] | None = None) -> None:
         self._file = file or sys.stdout
         colours = None if os.environ.get("NO_COLOR") else "auto"
-        self._console = Console(file=self._file, color_system=colours, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
+        self._console = _Console(file=self._file, color_system=colours, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
         self.width = max(_LEAST, self._console.width) if self._console.is_terminal else None
 
     def line(self, *words: Words, indent: int = 0, hang: int | None = None) -> None:

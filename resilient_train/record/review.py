@@ -13,7 +13,7 @@ from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.record.left import Checkpoint
 from resilient_train.record.story import Story
 from resilient_train.record.telling import remedies_in_short
-from resilient_train.record.verdict import by_cause, in_force, incidents_met, next_start, updates_lost
+from resilient_train.record.verdict import by_cause, cost_and_drill, in_force, incidents_met, next_start, verdict
 
 WEIGHTS = "weights.safetensors"  # of a run that finished
 
@@ -24,7 +24,7 @@ def review(story: Story, went_on_from: int | None = None) -> list[str]:
     """Tell it in some twenty lines at most, whatever the run has met; and where this process of it went on."""
     return [
         *([] if went_on_from is None else [_went_on(story, went_on_from)]),
-        f"{_made(story)}met {incidents_met(story.incidents)}.{updates_lost(story)}",
+        f"{_made(story)}met {incidents_met(story.incidents)}.{cost_and_drill(story)}",
         *_cures(story.incidents),
         *_advice(story),
         *_left(story),
@@ -34,8 +34,10 @@ def review(story: Story, went_on_from: int | None = None) -> list[str]:
 
 
 def _made(story: Story) -> str:
-    """How far it got, of a run that is not complete."""
-    if story.is_complete or story.summary is None:
+    """Whether it is all right, of a run that is complete; of any other how far it got."""
+    if story.is_complete:
+        return f"{verdict(story)[0].lower()}: "
+    if story.summary is None:
         return ""
     of = f" of {story.steps:,}" if story.steps is not None else ""
     seconds = story.summary.get("seconds")
@@ -56,31 +58,33 @@ def began_ms(entries: Sequence[Entry]) -> int | None:
 
 def _cures(incidents: Sequence[Incident]) -> Iterator[str]:
     """What was done about each cause, and how often."""
-    causes = by_cause(incidents)
-    for cause, some in list(causes.items())[:_MOST_CAUSES]:
+    lines = []
+    for cause, some in by_cause(incidents).items():
         done = Counter(remedies_in_short(one) for one in some)
-        told = [words if count == 1 else f"{words} ({count:,} times)" for words, count in done.most_common(_MOST_CURES)]
-        if more := len(done) - len(told):
-            told.append(f"{more:,} other {'way' if more == 1 else 'ways'}")
-        yield f"  {cause}: {'; '.join(told)}"
-    if (more := len(causes) - _MOST_CAUSES) > 0:
-        yield f"  and {more:,} other {'cause' if more == 1 else 'causes'}"
+        told = [words if count == 1 else f"{words} ({count:,} times)" for words, count in done.most_common()]
+        lines.append(f"  {cause}: {'; '.join(shortened(told, _MOST_CURES, '{:,} other ways'))}")
+    yield from shortened(lines, _MOST_CAUSES, "  and {:,} other causes")
 
 
 def _advice(story: Story) -> Iterator[str]:
-    for one in story.advice[:_MOST_ADVICE]:
-        times = f" ({len(one.incidents):,} incidents)" if len(one.incidents) > 1 else ""
-        yield f"to change: {one.text}{times}"
-    if (more := len(story.advice) - _MOST_ADVICE) > 0:
-        yield f"to change: {more:,} more"
+    lines = [
+        f"to change: {one.text}" + (f" ({len(one.incidents):,} incidents)" if len(one.incidents) > 1 else "")
+        for one in story.advice
+    ]
+    yield from shortened(lines, _MOST_ADVICE, "to change: {:,} more")
+
+
+def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:
+    """Leave away what is too much, and say how many that are: never a single one, which would take as much room."""
+    if len(lines) <= most + 1:
+        return list(lines)
+    return [*lines[:most], rest.format(len(lines) - most)]
 
 
 def _left(story: Story) -> Iterator[str]:
     """Where the weights are, and what differs from the configuration in them."""
-    turned = in_force(story.remedies)
-    if turned:
-        more = [f"{len(turned) - _MOST_LEFT:,} more"] if len(turned) > _MOST_LEFT else []
-        yield f"in force to the end: {'; '.join(turned[:_MOST_LEFT] + more)}"
+    if turned := in_force(story.remedies):
+        yield f"in force to the end: {'; '.join(shortened(turned, _MOST_LEFT, '{:,} more'))}"
     if story.is_complete and (story.directory / WEIGHTS).is_file():
         yield f"weights: {near(story.directory / WEIGHTS)}"
     if story.best is not None:

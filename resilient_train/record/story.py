@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from resilient_train.events import Incident
+from resilient_train.record.drills import Strike, strikes
 from resilient_train.record.endings import SUMMARY, stands, why_of
 from resilient_train.record.endings import told as ending_told
 from resilient_train.record.incidents import CLOSED, IN_FORCE, OPENED, PHASE, TREATED, from_line
@@ -66,6 +67,7 @@ class Story:
     remedies: Mapping[str, Any] | None = None  # in force, as they were last written down
     advice: tuple[Advice, ...] = ()  # still open, the most important first
     loop: Loop | None = None  # somebody's own, and no run of ours
+    strikes: tuple[Strike, ...] = ()  # of a drill
 
     @property
     def name(self) -> str:
@@ -135,6 +137,7 @@ def told(run_dir: Path) -> Story:
         remedies=_in_force(entries, checkpoints),
         advice=still_open(incidents),
         loop=loop_of(run_dir),
+        strikes=strikes(entries),
     )
 
 

@@ -7,31 +7,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from resilient_train.events import Incident, Outcome
+from resilient_train.record.drills import on_purpose
 from resilient_train.record.story import Story
 from resilient_train.record.telling import counted, noticed, rows_named, why_of
 
 
 def verdict(story: Story) -> tuple[str, str]:
     """Say whether a run is all right: in two or three words, and in the sentences behind them."""
-    where, met = _where(story), incidents_met(story.incidents)
+    where, met, cost = _where(story), incidents_met(story.incidents), cost_and_drill(story)
     match story.status:
-        case "clean" | "recovered" if story.is_complete:
-            return "All is well", f"{where}; {met}.{updates_lost(story)}{_results(story.summary)}"
         case "clean" | "recovered":
-            return "All is well so far", f"{where}; {met}.{updates_lost(story)}"
+            well = "All is well" if story.status == "clean" else "Recovered"
+            if story.is_complete:
+                return well, f"{where}; {met}.{cost}{_results(story.summary)}"
+            return f"{well} so far", f"{where}; {met}.{cost}"
         case "recovering":
             last = next(one for one in reversed(story.incidents) if one.outcome is None)
             what = f"incident {last.id:,} ({noticed(last.anomaly, by_name=False)}, step {last.anomaly.step:,})"
-            return (
-                "Recovering",
-                f"{where}; {what} is open until the run has stayed healthy. In all, {met}.{updates_lost(story)}",
-            )
+            return "Recovering", f"{where}; {what} is open until the run has stayed healthy. In all, {met}.{cost}"
         case "gave_up":
             why = "".join(f": {noticed(one.anomaly, by_name=False)}, {why_of(one)}" for one in story.incidents[-1:])
-            return "Gave up, somebody has to look", f"{where}{why}. In all, {met}.{updates_lost(story)}"
+            return "Gave up, somebody has to look", f"{where}{why}. In all, {met}.{cost}"
         case "preempted":
-            return "Stopped on request", f"{where}; {met}.{updates_lost(story)}"
-    return "Failed", f"{where}{f': {story.why}' if story.why else ''}. In all, {met}.{updates_lost(story)}"
+            return "Stopped on request", f"{where}; {met}.{cost}"
+    return "Failed", f"{where}{f': {story.why}' if story.why else ''}. In all, {met}.{cost}"
 
 
 def next_start(story: Story) -> str:
@@ -87,24 +86,27 @@ def _where(story: Story) -> str:
 
 
 def incidents_met(incidents: Sequence[Incident]) -> str:
-    """Say how many incidents there were, of what cause, and whether they are cured."""
+    """Say how many incidents there were, of what cause, and whether what was done about them was enough."""
     if not incidents:
         return "no incidents"
     causes = ", ".join(f"{len(some):,} {cause}" for cause, some in by_cause(incidents).items())
     told = f"{counted(len(incidents), 'incident')} ({causes})"
     outcomes = Counter(one.outcome for one in incidents)
+    again = outcomes[Outcome.RECURRED]
     if outcomes[None] or outcomes[Outcome.GAVE_UP]:
-        left = [(outcomes[Outcome.GAVE_UP], "not cured"), (outcomes[None], "open")]
+        left = [(outcomes[Outcome.GAVE_UP], "not cured"), (outcomes[None], "open"), (again, "came back")]
         return f"{told}, {', '.join(f'{count:,} {what}' for count, what in left if count)}"
-    again = f", though {outcomes[Outcome.RECURRED]:,} came back once" if outcomes[Outcome.RECURRED] else ""
-    return f"{told}, {'it is' if len(incidents) == 1 else 'all are'} cured{again}"
+    if again:
+        return f"{told}, {again:,} of which came back before the cure held"
+    return f"{told}, {'it did not come' if len(incidents) == 1 else 'none of which came'} back"
 
 
-def updates_lost(story: Story) -> str:
-    """Say what they cost, in a sentence behind another; nothing where they cost nothing."""
-    if story.tick <= story.step or not story.chapters:
-        return ""
-    return f" {story.tick - story.step:,} of {counted(story.tick, 'update')} were lost."
+def cost_and_drill(story: Story) -> str:
+    """Say how many updates they cost, and whether there were faults on purpose: sentences behind another, or none."""
+    lost = ""
+    if story.tick > story.step and story.chapters:
+        lost = f" {story.tick - story.step:,} of {counted(story.tick, 'update')} were lost."
+    return lost + on_purpose(story.strikes)
 
 
 def _results(summary: Mapping[str, Any] | None) -> str:

@@ -7,6 +7,7 @@ from datetime import datetime
 
 from resilient_train.events import Action, Culprit, Incident, Outcome
 from resilient_train.record.delivery.markdown import code, image, link, table, text, worded
+from resilient_train.record.drills import struck_at
 from resilient_train.record.left import Checkpoint
 from resilient_train.record.story import Chapter, Story
 from resilient_train.record.telling import counted, in_seconds, noticed, reached, remedies_of, rows_named, why_of
@@ -46,13 +47,13 @@ def report(story: Story, trace_url: TraceUrl) -> str:
     """Return the whole story, every incident with its evidence."""
     parts = [f"# {text(story.name)}", _verdict(story), f"Run directory: {code(str(story.directory))}"]
     if story.chapters:
-        rows = [_row(one, trace_url) for one in reversed(story.chapters)]
+        rows = [_row(one, story, trace_url) for one in reversed(story.chapters)]
         parts += ["## What to change", _advice(story)]
         parts += ["## What went wrong, and what was done", table(_titles(story), rows)]
     parts += ["## What is left", _left(story)]
     if story.quarantined:
         parts += ["## Rows that were put away", _quarantined(story.quarantined)]
-    parts += [_incident(one, trace_url) for one in reversed(story.chapters)]
+    parts += [_incident(one, story, trace_url) for one in reversed(story.chapters)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -69,8 +70,8 @@ def _advice(story: Story, most: int | None = None) -> str:
     """What a person should change, numbered; the note has the first of it."""
     if not story.advice:
         return "Nothing."
-    shown = story.advice if most is None else story.advice[:_MOST_ADVICE]
-    each = None if most is None else most // _MOST_ADVICE - 60
+    shown = story.advice if most is None or len(story.advice) <= _MOST_ADVICE + 1 else story.advice[:_MOST_ADVICE]
+    each = None if most is None else most // max(_MOST_ADVICE, len(shown)) - 60
     lines = [
         f"{number}. {worded(one.text, each)}"
         + (f" ({len(one.incidents):,} incidents)" if len(one.incidents) > 1 else f" (incident {one.incidents[0]:,})")
@@ -98,6 +99,8 @@ def _left(story: Story, most: int | None = None) -> str:
         lines.append(
             f"**All of it**: {code(REPORT)} among the artifacts. A number leads to a trace, what happened to a picture."
         )
+    if most is not None:
+        lines.append("**The Step axis** of charts and pictures is the tick: attempted updates, lost ones included.")
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -115,7 +118,7 @@ def _titles(story: Story) -> Sequence[str]:
 
 
 def _row(
-    chapter: Chapter, trace_url: TraceUrl, picture_url: TraceUrl = _nowhere, *, is_short: bool = False
+    chapter: Chapter, story: Story, trace_url: TraceUrl, picture_url: TraceUrl = _nowhere, *, is_short: bool = False
 ) -> Sequence[str]:
     """One incident as cells; short: in 1,600 characters at most, its addresses included."""
     incident, most = chapter.incident, 200 if is_short else None
@@ -126,12 +129,18 @@ def _row(
         link(f"{incident.id:,}", trace_url(incident.id)),
         _time(chapter.opened_ms, "%d %b %H:%M"),
         f"{anomaly.step:,}",
-        link(what, picture_url(incident.id), most),
+        link(what, picture_url(incident.id), most) + _drilled(incident, story),
         _cause(incident, most),
         text(_cure(incident), most),
         _outcome(chapter),
         cost,
     )
+
+
+def _drilled(incident: Incident, story: Story) -> str:
+    """Say that it was on purpose, where that is known."""
+    struck = struck_at(story.strikes, incident.anomaly.tick)
+    return f" (drill: {text(struck, 60)})" if struck else ""
 
 
 def _cause(incident: Incident, most: int | None) -> str:
@@ -182,7 +191,7 @@ def _newest(story: Story, trace_url: TraceUrl, picture_url: TraceUrl, room: int)
     head = f"**What went wrong, and what was done**{order}\n\n"
     rows: list[Sequence[str]] = []
     for chapter in reversed(story.chapters):
-        rows.append(_row(chapter, trace_url, picture_url, is_short=True))
+        rows.append(_row(chapter, story, trace_url, picture_url, is_short=True))
         if len(head + table(_titles(story), rows) + _others(story, len(rows))) > room:
             del rows[-1]
             break
@@ -210,15 +219,15 @@ def _others(story: Story, shown: int) -> str:
 # --------------------------------------------------------------------------------------------------------- in a report
 
 
-def _incident(chapter: Chapter, trace_url: TraceUrl) -> str:
+def _incident(chapter: Chapter, story: Story, trace_url: TraceUrl) -> str:
     incident = chapter.incident
     anomaly = incident.anomaly
     title = f"## {incident.id:,}. Step {anomaly.step:,}: {text(noticed(anomaly, by_name=False) + reached(anomaly))}"
-    lines = [f"- **{name}**: {words}" for name, words in _facts(chapter, trace_url) if words]
+    lines = [f"- **{name}**: {words}" for name, words in _facts(chapter, story, trace_url) if words]
     return "\n".join([title, "", *lines])
 
 
-def _facts(chapter: Chapter, trace_url: TraceUrl) -> Iterator[tuple[str, str]]:
+def _facts(chapter: Chapter, story: Story, trace_url: TraceUrl) -> Iterator[tuple[str, str]]:
     """All that is known of an incident, by what it is; what is empty is not said."""
     incident = chapter.incident
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
@@ -226,6 +235,8 @@ def _facts(chapter: Chapter, trace_url: TraceUrl) -> Iterator[tuple[str, str]]:
     yield "When", _times(chapter)
     yield "Signal", f"{code(anomaly.signal)} at tick {anomaly.tick:,}; step {anomaly.since:,} is the last to be trusted"
     yield "Evidence", text(anomaly.evidence)
+    if struck := struck_at(story.strikes, anomaly.tick):
+        yield "On purpose", f"{text(struck)} of a drill struck at this tick"
     yield "Cause", code(diagnosis.cause)
     yield "Culprit", _culprit(diagnosis.culprit)
     yield "Its inputs", _inputs(diagnosis.culprit)

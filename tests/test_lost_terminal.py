@@ -1,0 +1,217 @@
+"""What becomes of a run, and of a command that tells of one, when nobody reads what it says any more."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from moody import Door
+from stories import incident
+from warm import ENVIRONMENT, Forked, python
+
+from resilient_train.record.console import LiveLine, Terminal, counting, log
+from resilient_train.record.doors import to_see_it
+from resilient_train.record.incidents import IncidentBook
+from resilient_train.record.streams import lasting, outlived, while_heard
+
+MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
+MINE += ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
+MINE += ["run.steps=300", "run.log_every=1", "run.name=run", "checkpoint.disk.every=0"]
+
+
+def its_log(place: Path) -> str:
+    return (place / "runs/run/train.log").read_text()
+
+
+@pytest.mark.parametrize("ending", [[], ["objective._target_=strangers.RaisesLater"]], ids=["0", "1"])
+def test_a_run_whose_pipe_is_closed_goes_on_to_its_end(ending: list[str], tmp_path: Path) -> None:
+    """As with `| head -3`: train.log has all of it, the exit code is the run's own."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    run = Forked(
+        python, "-m", "resilient_train", *MINE, *ending, place=tmp_path, out=pipe, errors=tmp_path / "errors.txt"
+    )
+    with pipe.open() as said:
+        head = [said.readline() for _ in range(3)]
+    assert head[0].startswith("resilient_train ")
+    assert run.ended(240) == len(ending)
+    told = its_log(tmp_path)
+    assert (" ERROR error: " if ending else "INFO completed 300 steps in") in told
+    errors = (tmp_path / "errors.txt").read_text()
+    assert [line[:6] for line in errors.splitlines()] == ["error:"] * len(ending)
+
+
+def test_a_run_whose_terminal_is_closed_goes_on_to_its_end(tmp_path: Path) -> None:
+    """As when an ssh session ends: both streams are gone, the live line with them, and its shell hangs up."""
+    master, slave = pty.openpty()
+    name = Path(os.ttyname(slave))
+    environment = {**ENVIRONMENT, "TERM": "xterm-256color"}
+    run = Forked(python, "-m", "resilient_train", *MINE, place=tmp_path, out=name, environment=environment)
+    heard = b""
+    while b"/300" not in heard and run.ended() is None:
+        if select.select([master], [], [], 1.0)[0]:
+            heard += os.read(master, 4096)
+    os.close(slave)
+    os.close(master)
+    if run.ended() is None:
+        run.strike(signal.SIGHUP)
+    assert run.ended(240) == 0
+    told = its_log(tmp_path)
+    assert "step 300/300" in told
+    assert "INFO completed 300 steps in" in told
+
+
+def test_a_command_line_ends_with_its_own_code_when_nobody_hears_it(tmp_path: Path) -> None:
+    """A true interpreter: neither its last flush nor what it says of a mistake is worth another code."""
+    read, write = os.pipe()
+    os.close(read)
+    for words, code in ((["--help"], 0), (["--cfg", "job"], 0), (["run.stesp=1"], 2)):
+        command = [sys.executable, "-m", "resilient_train", *words]
+        done = subprocess.run(command, env=ENVIRONMENT, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr.count("\n")) == (code, code // 2), done.stderr
+        assert subprocess.run(command, env=ENVIRONMENT, cwd=tmp_path, stdout=write, stderr=write).returncode == code
+    os.close(write)
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with more to tell than a pipe holds."""
+    place = tmp_path_factory.mktemp("long")
+    book = IncidentBook(place)
+    (place / "config.yaml").write_text("run: {steps: 300}\n")
+    for number in range(1, 301):
+        book.opened(incident(number, None))
+        book.treated(incident(number, None))
+        book.closed(incident(number))
+    book.close()
+    (place / "summary.json").write_text('{"status": "completed", "exit_code": 0, "steps": 300}')
+    return place
+
+
+@pytest.mark.parametrize("more", [[], ["--json"], ["--follow"]], ids=" ".join)
+@pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}], ids=["plain", "as a terminal"])
+def test_incidents_end_quietly_when_the_reader_has_read_enough(
+    more: list[str], environment: dict[str, str], long_run: Path
+) -> None:
+    """As with `| head -1`."""
+    command = [sys.executable, "-m", "resilient_train.incidents", str(long_run), *more]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 0
+
+
+# ------------------------------------------------------------------------------------------------------------- streams
+
+
+class Dead(io.StringIO):
+    """A stream that has lost whoever read it; as a terminal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        raise OSError(self.number, os.strerror(self.number))
+
+    def flush(self) -> None:
+        raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+def test_whatever_is_shown_on_a_terminal_that_is_gone(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log, the live line and its thread, what is counted, what a user prints: nothing of it raises."""
+    monkeypatch.setenv("TERM", "xterm")
+    dead = Dead(number)
+    failed: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    monkeypatch.setattr(sys, "stdout", dead)
+    monkeypatch.setattr(sys, "stderr", dead)
+    terminal = Terminal(is_main=True)
+    assert terminal.is_live
+    display = terminal.display(steps=9, done=0)
+    assert isinstance(display, LiveLine)
+    log.info("said")
+    log.error("said")
+    display.step(1)
+    display.progress.refresh()
+    display.close()
+    terminal.close()
+    with counting("delivering", 3) as went_on:
+        went_on(2)
+    with outlived():
+        print("said", flush=True)
+        sys.stderr.writelines(["said"])
+        assert sys.stdout.isatty()
+    assert sys.stdout is dead
+    assert not failed
+    assert lasting(None) is None
+
+
+def test_what_tells_something_does_not_hide_other_errors() -> None:
+    """Only that nobody reads is no error."""
+
+    def fails() -> int:
+        raise OSError(errno.EACCES, "no")
+
+    with pytest.raises(PermissionError):
+        while_heard(fails)
+    assert while_heard(lambda: 3) == 3
+
+
+# ------------------------------------------------------------------------------------------------ MLflow at the end
+
+
+def test_who_waits_for_mlflow_is_told_why_and_may_leave(tmp_path: Path) -> None:
+    """A server that never answers, and time for it: Ctrl-C leaves the rest, says how to deliver it, harms nothing."""
+    door = Door("http://127.0.0.1:1")
+    door.mood = "hang"
+    out = tmp_path / "out.txt"
+    more = ["tracking=mlflow", f"tracking.uri={door.address}", "tracking.drain_s=600", "run.steps=3"]
+    run = Forked(python, "-m", "resilient_train", *[*MINE, *more], place=tmp_path, out=out)
+    try:
+        why = "delivering to MLflow, for up to 600 s (tracking.drain_s); Ctrl-C leaves the rest to resilient_train.sync"
+        deadline = time.monotonic() + 200
+        while not out.exists() or why not in out.read_text():
+            assert time.monotonic() < deadline
+            assert run.ended(0.1) is None, out.read_text()
+        run.strike(signal.SIGINT)
+        assert run.ended(60) == 0
+    finally:
+        run.kill()
+        door.close()
+    told = out.read_text().splitlines()
+    assert told[-2] == "MLflow does not have everything; to deliver the rest:"
+    assert told[-1].endswith(" -m resilient_train.sync runs/run")
+
+
+@pytest.mark.parametrize(
+    ("command", "url", "told"),
+    [
+        ("mlflow ui", "http://x", ["to see it, start\n  mlflow ui", "and open\n  http://x"]),
+        ("", "http://x", ["to see it, open\n  http://x"]),
+        ("mlflow ui", None, ["to see it, start\n  mlflow ui"]),
+        ("", None, []),
+    ],
+)
+def test_where_to_look_is_said_in_whole_sentences(command: str, url: str | None, told: list[str]) -> None:
+    """Of a database, of a server, of a store without pages."""
+    assert to_see_it(command, url) == told
