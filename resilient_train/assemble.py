@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,15 @@ class Run:
     guard: Guard
     evaluation: MapEvaluation | IterableEvaluation | None
     strategy: str = ""  # how the model is spread over the processes, where it is
-    tally: Tally = field(default_factory=Tally)
     stop: Callable[[], bool] = lambda: False
     evaluated: dict[str, float] | None = None
     evaluated_at: int | None = None  # step
     has_begun: bool = False  # an update was made
-    told_tick: int = 0  # to display and tracker
+
+    @property
+    def tally(self) -> Tally:
+        """How long steps take."""
+        return self.guard.chronicle.tally
 
     def evaluates_at(self, step: int) -> bool:
         """Say whether an evaluation is due after so many steps, on the way."""

@@ -95,6 +95,11 @@ def in_one_line(error: BaseException) -> str:
     return f"{kind}: {_short(text, 300)}" + (f" ({theirs[-1]})" if theirs else "")
 
 
+def told_in_short(error: BaseException) -> str:
+    """Tell any error in one line: one of ours has told it already."""
+    return str(error) if isinstance(error, TrainError | Stopped) else in_one_line(error)
+
+
 def _is_plumbing(filename: str) -> bool:
     parts = filename.replace("\\", "/").split("/")
     ours = "resilient_train" in parts and "zoo" not in parts

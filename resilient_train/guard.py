@@ -8,6 +8,7 @@ k+1: take samples -> forward and backward of each micro-batch
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -22,13 +23,14 @@ from torch import nn
 
 from resilient_train import fitting, numerics
 from resilient_train.checkpoint.writer import DiskConfig
+from resilient_train.chronicle import REPORT_EVERY, Chronicle, Told
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing, Update
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Refused, Search
 from resilient_train.drill import Drill, Place
 from resilient_train.durable import Durable
-from resilient_train.errors import RanksDiffer, TrainError
+from resilient_train.errors import RanksDiffer, Stopped, TrainError
 from resilient_train.events import Anomaly, Incident, Signal, Vitals
 from resilient_train.examination import Examination
 from resilient_train.fitting.memory import is_out_of_memory
@@ -114,13 +116,15 @@ class Guard:
         book: IncidentBook | None = None,
         resume: Resume | bool = False,
         stop: Callable[[], bool] = lambda: False,
+        tracking: str | bool | None = None,
     ) -> None:
         """Take what a loop has: the model as Accelerate prepared it, the optimizer or several, a data set or a loader.
 
         `objective` is `(model, batch) -> loss`. Without one the loop makes the loss, and hands it to `update`.
         `quarantine` is the quarantine.json of another run on the same data: its rows are left out. `disk` says
         after how many updates a proven state is written to the run directory, and with `resume` a run goes on from
-        the newest one there. `stop` is asked before every update.
+        the newest one there. `stop` is asked before every update. `tracking` is the address of the MLflow that is to
+        show the run, or True for the one that MLFLOW_TRACKING_URI names, else for a database beside the run directory.
         """
         self.world = fitting.world(accelerator)
         self.model, self.clock, self.seed, self.drill = model, Clock(), seed, drill
@@ -143,6 +147,8 @@ class Guard:
             collate=collate,
             pin_memory=device.type == "cuda",
         )
+        more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
+        self._given = fitting.given(optimizers, **more)
         clipping, checks = fitting.clipping(clip), fitting.checks(checks)
         gather = self.world.gather if self.world.size > 1 else None
         self.state = RunState(bare, optimizers, schedules, self.samples, self.clock, device=device, scaler=scaler)
@@ -170,12 +176,16 @@ class Guard:
             search=None if self.objective is None else self._search(called, self.objective),
         )
         key = "data.quarantine" if book else "quarantine"
-        book = book or fitting.book(run_dir, self.world, goes_on=bool(resume))
+        place = fitting.Place(book) if book else fitting.place(run_dir, self.world, bool(resume), tracking)
+        book = place.book
         listed = fitting.quarantine(quarantine, self.samples, book.directory, self.world, key=key)
         self._treatment = Treatment(
             *(ward, fitting.policy(recovery), book, listed),
             recovered_after=max(verify_after, 50),
         )
+        self.chronicle = Chronicle(self.clock, self._treatment.history, self._treatment.passed, place)
+        self.chronicle.belongs_to(self)
+        self._treatment.ends_with = self.chronicle.fail
         self._portions = Portions(self._treatment)
         how = resume if isinstance(resume, Resume) else Resume()
         self._is_spread = self.state.is_spread
@@ -240,11 +250,13 @@ class Guard:
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Take note of an evaluation: once they are proven, the weights with the least loss are kept in `best`."""
         self._durable.evaluated(metrics)
+        self.chronicle.note_evaluation(metrics)
 
     def leave(self) -> Path | None:
         """Write the state as it is, when `batches` has ended: `resume` goes on from there."""
         left = self._durable.finish(healthy=not self.stopped)
         self.ended()
+        self.chronicle.left_state(left)
         return left
 
     def batches(self, steps: int) -> Iterator[Any]:
@@ -253,6 +265,7 @@ class Guard:
         Or until `stopped`.
         """
         self._start()
+        self.chronicle.begin(steps, {"steps": steps, **self._given})
         while self._goes_on(steps):
             if self.drill is not None and self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
                 continue  # the fault strikes once, so not in an update that is dropped for the sake of the last one
@@ -270,6 +283,8 @@ class Guard:
         if not self.stopped:
             self._treatment.finish()
         numerics.raise_eps(1.0)  # a knob of this run, and of the process
+        if self.chronicle.place.directory is not None:
+            self._tell_end()
 
     def step(self, batch: Any) -> bool:
         """Forward, backward, gate, update. Says whether an update was attempted: not while gradients accumulate."""
@@ -325,6 +340,7 @@ class Guard:
         if self.settle() and self._examination.now() is None:
             self._treatment.finish()
         self.ended()
+        self.chronicle.closed(sys.exc_info()[1])
         self.let_go()
 
     def let_go(self) -> None:
@@ -352,6 +368,14 @@ class Guard:
     def recent_loss(self) -> float | None:
         """The median of the last 50 accepted losses, those of earlier processes included."""
         return self._treatment.passed.recent_loss
+
+    def report(self) -> Told | None:
+        """Put together what is known of the newest update that was heard of; None if that was told already.
+
+        Waits for the device, and for the other ranks: all of them come here.
+        """
+        knobs = {name: getattr(self.knobs, name) for name in ("lr", "clip", "eps")}
+        return self.chronicle.report(self.newest, self.metrics.read, self.slicing.samples, knobs)
 
     @property
     def saving_since(self) -> float | None:
@@ -415,6 +439,14 @@ class Guard:
                 if found is not None and found.signal is Signal.RANK_MISMATCH:
                     raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
             self._durable.take(verified=self._durable.is_proven)
+
+    def _tell_end(self) -> None:
+        """Write down how a loop of somebody's own came to its end. Every rank comes here: weights may be spread."""
+        if self.stopped:
+            self.chronicle.end("preempted", Stopped.exit_code)  # the rest when the state is written, or there is none
+            return
+        self.chronicle.end("completed", digests=(self.state.weights_sha256(), self.state.sha256()))
+        self.chronicle.conclude()
 
     def _goes_on(self, steps: int) -> bool:
         """Say whether another update is wanted; at the end the last one is heard and scanned first."""
@@ -606,6 +638,9 @@ class Guard:
         self._backups.let_go(flight.begun.backup)
         if vitals.accepted:
             self._treatment.healthy()
+            place = self.chronicle.place
+            if place.directory is not None and self.clock.step % REPORT_EVERY == 0:
+                self.chronicle.went_on(self.report() if place.tracking is not None else None)
             if flight.held is not None:
                 flight.held.remedies = self._treatment.remedies()
             scanned, after = self._scans.clean_step, self._verify_after

@@ -13,9 +13,9 @@ from typing import Any
 from resilient_train import __version__
 from resilient_train.assemble import Run, assemble
 from resilient_train.checkpoint import export, weights
-from resilient_train.config.compose import Composed, flattened, is_fixed, told_changes
+from resilient_train.config.compose import Composed, is_fixed, told_changes
 from resilient_train.diagnose.frames import called_by_us, is_users
-from resilient_train.errors import ConfigError, GaveUp, RanksDiffer, Stopped, TrainError, in_one_line
+from resilient_train.errors import ConfigError, GaveUp, RanksDiffer, Stopped, TrainError, in_one_line, told_in_short
 from resilient_train.files import commit_text
 from resilient_train.ranks.leaving import has_lost_sibling
 from resilient_train.ranks.lock import DirectoryLock
@@ -24,9 +24,11 @@ from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings, hangs, story, tracking
 from resilient_train.record.console import GOOD, IN_FILE_ONLY, ODD, Terminal, duration, log
+from resilient_train.record.delivery.store import left_in
 from resilient_train.record.directory import CHECKPOINTS, RunDirectory, claim
+from resilient_train.record.doors import command, to_see_it
 from resilient_train.record.incidents import INCIDENTS, IncidentBook
-from resilient_train.record.review import review, to_see_it, to_type
+from resilient_train.record.review import review
 from resilient_train.record.summary import Summary
 from resilient_train.record.tracking import NullTracker, TrackedRun, Tracker
 from resilient_train.resumption import Resume
@@ -44,6 +46,7 @@ class Ending:
 
     exit_code: int
     loss: float | None  # of the evaluation if there was one, else of the training
+    comes_to_nothing: bool = False  # it was refused before there was anything to keep
 
 
 def run(composed: Composed) -> Ending:
@@ -62,6 +65,9 @@ def run(composed: Composed) -> Ending:
             terminal.log_to(directory.log(world.rank))
             set_deterministic(config.run.deterministic)
             ending = _run(composed, world, terminal, directory)
+            if ending.comes_to_nothing:
+                terminal.close()
+                directory.take_away()
         if ending.exit_code == 0:
             world.leave()
         return ending
@@ -137,7 +143,7 @@ class _Session:
             if self.world.is_main:
                 export.describe(run.bare_model, directory.path)
             self._take_up(run)
-            self.tracker.params(flattened(composed.resolved))
+            self.tracker.params(composed.params)
             self.tracker.artifact(directory.config)
             display = self.terminal.display(steps=settings.steps, done=run.guard.clock.step)
             requests.is_in_loop = True
@@ -180,6 +186,7 @@ class _Session:
             run.guard.ended(was_killed=was_lost)
         self.book.close()
         summary = _summary(status, _exit_code(error), seconds, run)
+        summary.why = None if error is None else told_in_short(error)
         if summary.weights_sha256 is not None:  # each rank's own, in its own log
             log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
         _say(error, directory, self.world, run, seconds)
@@ -200,7 +207,10 @@ class _Session:
             raise error
         evaluated = run.evaluated if run else None
         loss = evaluated["loss"] if evaluated else summary.final_loss
-        return Ending(summary.exit_code, None if error else loss)
+        # Of several processes, or under a launcher, the directory is where the refusal is told.
+        is_nothing = isinstance(error, ConfigError) and directory.is_new and not summary.ticks
+        is_nothing = is_nothing and self.world.size == 1 and "WORLD_SIZE" not in os.environ
+        return Ending(summary.exit_code, None if error else loss, is_nothing)
 
     def _review(self) -> None:
         """Say what a person wants to know in the end, as the directory tells it."""
@@ -310,7 +320,7 @@ def _finish(tracker: Tracker, status: str, requests: StopRequests, drain_s: floa
     try:
         tracked = tracker.finish(status)
     except KeyboardInterrupt:
-        log.warning("MLflow does not have everything; to deliver the rest:\n  %s", to_type("sync", run_dir))
+        log.warning("MLflow does not have everything; to deliver the rest:\n  %s", command("sync", run_dir))
         return tracker.run
     finally:
         requests.may_be_left = False
@@ -339,6 +349,9 @@ def _already_complete(composed: Composed, directory: RunDirectory, summary: dict
     for line in told_changes(composed.changes(directory.config)):
         log.info("other than asked for now: %s", line)
     log.info("nothing is left to train; run.resume=never trains another one beside it")
+    if world.is_main and (left := left_in(directory.path)):
+        entries = "1 entry" if left == 1 else f"{left:,} entries"
+        log.warning("MLflow lacks %s of it; to deliver them:\n  %s", entries, command("sync", directory.path))
     evaluated = summary.get("eval")
     return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else summary.get("final_loss"))
 
@@ -382,19 +395,10 @@ def _exit_code(error: BaseException | None) -> int:
 
 
 def _summary(status: str, exit_code: int, seconds: float, run: Run | None) -> Summary:
-    clock = run.guard.clock if run else None
-    return Summary(
-        status=status,
-        exit_code=exit_code,
-        steps=clock.step if clock else 0,
-        ticks=clock.tick if clock else 0,
-        steps_lost=clock.tick - clock.step if clock else 0,
-        final_loss=run.guard.recent_loss if run else None,
-        eval=run.evaluated if run else None,
-        incidents=run.guard.tally() if run else {"total": 0, "recovered": 0, "by_cause": {}},
-        seconds=round(seconds, 3),
-        step_ms=run.tally.step_ms if run else None,
-        weights_sha256=run.guard.state.weights_sha256() if run and status == "completed" else None,
-        state_sha256=run.guard.state.sha256() if run and status == "completed" else None,
-        mlflow=None,
-    )
+    if run is None:
+        return Summary.of_nothing(status, exit_code, seconds)
+    state = run.guard.state
+    digests = (state.weights_sha256(), state.sha256()) if status == "completed" else None
+    summary = run.guard.chronicle.summary(status, exit_code, seconds, digests)
+    summary.eval = run.evaluated  # by an earlier process, perhaps
+    return summary

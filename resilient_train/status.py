@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from resilient_train.record.directory import CHECKPOINTS
-from resilient_train.record.endings import CONFIG, REFUSED, SUMMARY, at_work, last_error, told
+from resilient_train.record.endings import REFUSED, SUMMARY, at_work, is_run, told, why_of
+from resilient_train.record.loop import loop_of
 from resilient_train.record.progress import stand_of, steps_wanted
 from resilient_train.record.telling import printable
+
+_ANEW = "the same command begins anew, in a directory beside it"  # of a loop of somebody's own, unless it says resume
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class Status:
     steps: int | None = None  # that are wanted
     process: str | None = None  # that is at work
     why: str | None = None
+    onward: str = "the same command goes on"
 
     def line(self, run_dir: Path) -> str:
         """Tell it in one line."""
@@ -41,11 +45,13 @@ class Status:
             case "completed":
                 return f"{run_dir}: completed, {self.step or 0:,} steps"
             case "preempted":
-                return f"{run_dir}: stopped on request at {at}; the same command goes on"
+                return f"{run_dir}: stopped on request at {at}; {self.onward}"
             case "gave_up":
                 return f"{run_dir}: {self.why or 'gave up: the end of its train.log says why'}"
             case "killed":
-                return f"{run_dir}: killed without a word at {at}; the same command goes on"
+                return f"{run_dir}: killed without a word at {at}; {self.onward}"
+            case "ended":
+                return f"{run_dir}: its process ended in order at {at}, before the last one; {self.onward}"
             case "refused":
                 return f"{run_dir}: the last start was refused{because}"
             case "none":
@@ -74,6 +80,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def status_of(run_dir: Path) -> Status:
     """Look where a run stands."""
+    found, loop = _found(run_dir), loop_of(run_dir)
+    return found if loop is None or loop.goes_on else replace(found, onward=_ANEW)
+
+
+def _found(run_dir: Path) -> Status:
     stand, steps = stand_of(run_dir), steps_wanted(run_dir)
     step = stand.step if stand else None
     if process := at_work(run_dir):
@@ -82,7 +93,7 @@ def status_of(run_dir: Path) -> Status:
         return Status("refused", refused["exit_code"], step, steps, why=str(refused.get("why")))
     if summary := told(run_dir, SUMMARY):
         return _ended(run_dir, summary, steps)
-    if not (run_dir / CONFIG).is_file():
+    if not is_run(run_dir):
         return Status("none", 2)
     return Status("killed", 1, step, steps)
 
@@ -92,7 +103,7 @@ def _ended(run_dir: Path, summary: dict[str, Any], steps: int | None) -> Status:
     state, step = str(summary.get("status")), summary.get("steps")
     why = None
     if state in ("failed", "gave_up"):
-        why = last_error(run_dir / "train.log")
+        why = why_of(run_dir, summary)
     if why is not None and state == "gave_up" and (kept := sorted((run_dir / CHECKPOINTS).glob("step-*"))):
         why = f"{why}; the last good state is in {kept[-1]}"
     return Status(state, summary["exit_code"], step if isinstance(step, int) else None, steps, why=why)

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 from resilient_train.errors import ConfigError
 from resilient_train.record.console import counting
 from resilient_train.record.delivery.store import KnownRun, Store, left_in, locate, shown, ui_command
+from resilient_train.record.doors import to_see_it
+from resilient_train.record.late import catch_up, is_late
 from resilient_train.record.outbox import BEGAN, OUTBOX, entries
-from resilient_train.record.review import to_see_it
 from resilient_train.record.streams import while_heard
 from resilient_train.record.telling import printable
+from resilient_train.record.tracking import EXPERIMENT
 
 if TYPE_CHECKING:
     from resilient_train.record.delivery.courier import Courier
@@ -35,7 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
         "not written down, give it again by --uri or MLFLOW_TRACKING_URI, or use MLflow's own variables for them.",
     )
     parser.add_argument("run_dir", type=Path, help="the directory of the run")
-    parser.add_argument("--uri", help="another tracking store: sqlite:///file.db, http://host:5000, ...")
+    parser.add_argument(
+        "--uri", "--tracking-uri", help="another tracking store: sqlite:///file.db, http://host:5000, ..."
+    )
     parser.add_argument("--experiment", help="another experiment to file it under")
     given = parser.parse_args(arguments)
     try:
@@ -52,16 +56,15 @@ class _Nowhere(Exception):
 
 def _place(run_dir: Path, uri: str | None, experiment: str | None) -> tuple[Store, str]:
     """Where the run goes to: where it was shown last, unless somebody says otherwise."""
-    began = None
+    began, late = None, is_late(run_dir)
     try:
         for entry, _ in entries(run_dir / OUTBOX):
             if entry is not None and entry["kind"] == BEGAN:
                 began = entry
     except OSError as error:
-        raise _Nowhere(
-            f"no {OUTBOX} can be read there ({error.strerror or error}): "
-            "the directory of a run with tracking=mlflow is wanted, such as runs/NAME"
-        ) from None
+        if not late:
+            why = f"no {OUTBOX} can be read there ({error.strerror or error}), and nothing else of a run"
+            raise _Nowhere(f"{why}: the directory of a run is wanted, such as runs/NAME") from None
     where, filed = KnownRun(run_dir).where() or (None, None)
     if began is not None:
         where, filed = str(began.get("tracking_uri")), str(began.get("experiment"))
@@ -69,6 +72,9 @@ def _place(run_dir: Path, uri: str | None, experiment: str | None) -> tuple[Stor
     asked, around = uri or where, os.environ.get("MLFLOW_TRACKING_URI")
     if uri is None and around and (where is None or shown(around) == where):
         asked = around  # the same place, with its secret
+    if late:
+        asked = asked or locate(None, run_dir.absolute().parent).uri
+        experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
     if asked is None or experiment is None:
         raise _Nowhere(f"its {OUTBOX} does not say where to: give --uri and --experiment")
     if "***" in asked:
@@ -88,6 +94,12 @@ def _credentials() -> list[str]:
 
 
 def _sync(run_dir: Path, store: Store, experiment: str) -> int:
+    if is_late(run_dir):
+        try:
+            catch_up(run_dir, shown(store.uri), experiment)
+        except OSError as error:
+            print(printable(f"{run_dir}: {OUTBOX} cannot be written: {error.strerror or error}"), file=sys.stderr)
+            return 1
     with counting("delivering", left_in(run_dir)) as went_on:
         from resilient_train.record.delivery.courier import Courier  # with MLflow, which takes seconds
 

@@ -49,18 +49,9 @@ def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None]
 
 def report(run: Run, display: Display, tracker: Tracker) -> None:
     """Tell the newest vitals that have been heard, and all that an objective reported beside its loss."""
-    newest, guard = run.guard.newest, run.guard
-    if newest is None or newest.tick == run.told_tick:
-        return
-    run.told_tick = newest.tick
-    metrics = guard.metrics.read()  # waits for the device
-    display.show(newest, metrics)
-    values = {"loss": newest.loss, "grad_norm": newest.grad_norm, "lr": newest.lr, "step": newest.step}
-    values |= {f"train/{name}": value for name, value in metrics.items()}
-    if seconds := run.tally.lap(guard.clock.tick):
-        values |= {"step_ms": 1e3 * seconds, "samples_per_second": guard.slicing.samples / seconds}
-    values |= {f"knobs/{name}": getattr(guard.knobs, name) for name in ("lr", "clip", "eps")}
-    tracker.metrics(newest.tick, values | {"incidents_total": len(guard.incidents)})
+    if (told := run.guard.report()) is not None:
+        display.show(told.vitals, told.metrics)
+        tracker.metrics(told.vitals.tick, told.values)
 
 
 def evaluate_and_report(run: Run, tracker: Tracker, beat: Callable[[], None]) -> None:

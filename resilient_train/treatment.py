@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
@@ -71,6 +71,7 @@ class Treatment:
         self._armored: set[tuple[str, int, str]] = set()  # by file, line and operation; also where it could not be
         self._blamed = (0, 0)
         self.on_disk: OnDisk | None = None
+        self.ends_with: Callable[[TrainError], None] = lambda error: None  # told before it is raised
         self.micro_batch: int | None = None  # rows that memory was found to have room for
         self._rewound: int | None = None
         self._decisions: int | None = None  # their digest; None since something was decided
@@ -181,7 +182,9 @@ class Treatment:
                     self.on_disk.leave_alone(held)
 
         ward.world.main_before_others(leave)
-        raise RanksDiffer(f"{evidence} in update {step}: the run ends before weights drift apart; {_ALIKE_AGAIN}")
+        error = RanksDiffer(f"{evidence} in update {step}: the run ends before weights drift apart; {_ALIKE_AGAIN}")
+        self.ends_with(error)
+        raise error
 
     def convict(self, ranks: tuple[int, ...]) -> None:
         """Name the ranks whose weights were changed, now that the others came to the same ones for a second time."""
@@ -483,7 +486,9 @@ class Treatment:
             book.came_after(incident.id, phases.timed[-1])
         if ward.world.is_main:  # every rank comes here, and one knows where the state was written
             log.error("%s", farewell(incident, path, self.history.incidents[:-1]))
-        raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
+        error = GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
+        self.ends_with(error)
+        raise error
 
     def _close(self, incidents: Iterable[Incident], healthy_steps: int | None = None) -> None:
         for incident in incidents:

@@ -37,7 +37,7 @@ FIELDS = {
     "seconds",
     "step_ms",
 }
-FIELDS |= {"weights_sha256", "state_sha256", "mlflow"}
+FIELDS |= {"weights_sha256", "state_sha256", "mlflow", "why"}
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +82,30 @@ def test_the_same_command_twice_says_that_the_run_is_complete(run_command: comma
     assert "is complete: 5 steps" in second.stdout
     assert "other than asked for now: run.log_every: 10 there, 2 here" in second.stdout
     assert (Path("runs") / name / "summary.json").read_bytes() == before
+
+
+def test_a_complete_run_says_what_mlflow_lacks_of_it(run_command: command) -> None:
+    """A server that was dead to the end is no reason to be silent about it the next morning."""
+    told = [*MINE[:-1], "tracking.uri=http://127.0.0.1:9", "tracking.drain_s=0", "run.steps=5", "run.name=lacking"]
+    assert run_command(told).code == 0
+    again = run_command(told)
+    assert again.code == 0
+    assert "is complete: 5 steps" in again.stdout
+    assert re.search(r"MLflow lacks \d+ entries of it; to deliver them:\n  .*sync runs/lacking", again.stdout)
+
+
+def test_a_configuration_that_is_refused_leaves_no_directory(run_command: command, place: Path) -> None:
+    """Found before the first update, by building what it names; a directory that was there stays, and so does a run."""
+    wrong = "+model.widht=3"
+    assert run_command([*MINE, "run.steps=5", wrong]).code == 2
+    assert runs() == []
+    Path("mine").mkdir()
+    assert run_command([*MINE, "run.steps=5", "run.dir=mine", wrong]).code == 2
+    assert os.listdir("mine") == []
+    assert run_command([*MINE, "run.steps=5", "run.dir=mine"]).code == 0
+    before = sorted(os.listdir("mine"))
+    assert run_command([*MINE, "run.steps=6", "run.dir=mine", wrong]).code == 2
+    assert sorted(os.listdir("mine")) == before
 
 
 def test_another_experiment_never_meets_the_directory(run_command: command) -> None:

@@ -100,7 +100,7 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
             1,
             "failed at step 0 of 20: RuntimeError: the loss function",
         ),
-        ("wrong", ["+model.widht=3"], 2, r"failed at step 0 of 20: model\.widht"),
+        ("wrong", ["+model.widht=3"], 2, "no run there"),
     ],
 )
 def test_status_has_the_exit_code_and_the_reason(

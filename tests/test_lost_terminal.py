@@ -20,8 +20,8 @@ from stories import incident
 from warm import ENVIRONMENT, Forked, python
 
 from resilient_train.record.console import LiveLine, Terminal, counting, log
+from resilient_train.record.doors import to_see_it
 from resilient_train.record.incidents import IncidentBook
-from resilient_train.record.review import to_see_it
 from resilient_train.record.streams import lasting, outlived, while_heard
 
 MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]

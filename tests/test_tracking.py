@@ -22,6 +22,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.record import tracking
 from resilient_train.record.delivery.courier import Courier
 from resilient_train.record.delivery.store import locate, shown
+from resilient_train.record.doors import command
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
 from resilient_train.record.tracking import NullTracker, TrackedRun, TrackingConfig, build, ui_command, url
 
@@ -302,7 +303,7 @@ def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_deliver_it(
     assert len(first) <= 1
     assert "1,003 entries of outbox.jsonl are left" in last
     assert "ConnectionRefusedError" in last
-    assert f"python -m resilient_train.sync {tmp_path}" in how
+    assert how.endswith(command("sync", tmp_path))
     assert "secret" not in "".join(caplog.messages) + (tmp_path / OUTBOX).read_text()
     assert capfd.readouterr() == ("", "")
 
@@ -315,6 +316,34 @@ def test_a_process_that_cannot_be_started_is_said_and_holds_up_nothing(
     tracker.begin()
     assert tracker.finish("completed") is None
     assert "No such file" in caplog.messages[0]
+
+
+def test_a_process_that_dies_is_told_of_with_its_last_words(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However much it has said, and without the secrets in it."""
+    words = "print('x' * 10**6, file=sys.stderr); sys.exit('cannot open http://me:hidden@host: ' + 'no ' * 500)"
+    monkeypatch.setattr(tracking, "_PROGRAM", f"import sys; {words}")
+    tracker = build(config(), tmp_path, home)
+    tracker.begin()
+    deadline = time.monotonic() + LONG_S
+    while "its process ended with 1: cannot open http://me:***@host: no no" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert len(caplog.messages[0]) < 500
+    assert tracker.finish("completed") is None
+    assert "cannot open" in caplog.text.split("did not get everything")[1]
+
+
+def test_the_command_that_is_told_works_without_an_activated_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the interpreter where `python` would be another one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert command("sync", tmp_path / "my run") == f"{sys.executable} -m resilient_train.sync 'my run'"
+    monkeypatch.setenv("PATH", f"/usr/bin:{Path(sys.executable).parent}")
+    assert command("incidents", tmp_path / "runs/a") == "python -m resilient_train.incidents runs/a"
 
 
 @pytest.mark.parametrize("uri", ["./mlruns", "mlruns", "/data/mlruns", "file:mlruns", "file:///data/mlruns"])
@@ -373,11 +402,11 @@ def test_the_command_that_opens_a_database_can_be_pasted(
     [
         ("sqlite:////home/me/mlflow.db", "http://127.0.0.1:5000"),
         ("postgresql://me:secret@db/mlflow", "http://127.0.0.1:5000"),
-        ("https://me:secret@tracking.example/mlflow/", "https://me:***@tracking.example/mlflow"),
+        ("https://me:secret@tracking.example/mlflow/", "https://tracking.example/mlflow"),
     ],
 )
 def test_the_link_opens_the_overview_and_gives_no_password_away(uri: str, root: str) -> None:
-    """A database has its page where `mlflow ui` listens."""
+    """A database has its page where `mlflow ui` listens; a link with *** for a password would open nothing."""
     assert url(uri, "1", "abc") == f"{root}/#/experiments/1/runs/abc?workflowType=machine_learning"
     assert "secret" not in shown(uri)
 

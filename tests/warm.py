@@ -117,7 +117,8 @@ def _end_with(what: Callable[[], Any]) -> NoReturn:
         what()
     except SystemExit as ended:
         code = ended.code
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error  # as an interpreter does
         traceback.print_exc()
         code = 1
     if not isinstance(code, int):

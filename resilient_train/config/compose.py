@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import AliasEvent
 
+from resilient_train.config.compared import compared
 from resilient_train.config.explain import composed_raw, explained
 from resilient_train.config.schema import Config, broken_limit
 from resilient_train.errors import ConfigError, unusable
@@ -59,6 +60,7 @@ class Composed:
 
     config: Config
     resolved: dict[str, Any]
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)  # what a person compares it by
 
     def yaml(self, directory: Path) -> str:
         """Write it down as what runs in `directory`, which may be another one than was asked for."""
@@ -96,8 +98,13 @@ class Composed:
         ]
 
 
-def composed(raw: DictConfig, choices: Mapping[str, Any], *, swept: Sequence[str] = ()) -> Composed:
-    """Name the run, resolve interpolations, check types and limits. `swept`: the overrides of one job of a sweep."""
+def composed(
+    raw: DictConfig, choices: Mapping[str, Any], *, swept: Sequence[str] = (), given: Sequence[str] = ()
+) -> Composed:
+    """Name the run, resolve interpolations, check types and limits.
+
+    `swept`: the overrides of one job of a sweep; `given`: those of a command line.
+    """
     raw = OmegaConf.create(OmegaConf.to_container(raw, resolve=False))  # type: ignore[assignment]  # drops read-only flags
     if raw.run.name is None:
         raw.run.name = f"{_label(raw, choices)}-{_digest(_identity_unresolved(raw), list(swept))}"
@@ -118,20 +125,25 @@ def composed(raw: DictConfig, choices: Mapping[str, Any], *, swept: Sequence[str
     assert isinstance(resolved, dict)
     _check_limits(config)
     learn(resolved)
-    return Composed(config, masked_tree(resolved))
+    hidden = masked_tree(resolved)
+    return Composed(config, hidden, compared(flattened(hidden), choices, [*given, *swept]))
 
 
 def from_hydra(raw: DictConfig) -> Composed:
     """Check what Hydra hands to its job."""
     hydra = HydraConfig.get()
     swept = list(hydra.overrides.task) if hydra.mode == RunMode.MULTIRUN else []
-    return composed(raw, hydra.runtime.choices, swept=swept)
+    return composed(raw, hydra.runtime.choices, swept=swept, given=list(hydra.overrides.task))
 
 
 def load(overrides: Sequence[str] = ()) -> Composed:
     """Compose a configuration without a command line: for scripts, benchmarks and tests."""
     raw = composed_raw(overrides)
-    return composed(OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"]), raw.hydra.runtime.choices)
+    return composed(
+        OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"]),
+        raw.hydra.runtime.choices,
+        given=overrides,
+    )
 
 
 def _check_limits(config: Any, path: str = "") -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,15 +22,12 @@ from resilient_train.data.foreign import ForeignSamples
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.errors import ConfigError, TrainError, unusable
+from resilient_train.fitting.place import Place, place
 from resilient_train.fitting.rates import schedules
 from resilient_train.fitting.speech import speak_up
 from resilient_train.fitting.turn import Turn
 from resilient_train.objective import Measured
-from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.world import World
-from resilient_train.record.console import log
-from resilient_train.record.incidents import INCIDENTS, IncidentBook
-from resilient_train.record.journal import JOURNAL
 from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover import policy as policies
 from resilient_train.recover.policy import Policy
@@ -41,7 +36,7 @@ from resilient_train.update.clip import ClipConfig
 from resilient_train.watch import config as checks_config
 from resilient_train.watch.config import ChecksConfig
 
-__all__ = ["Turn", "schedules", "speak_up"]
+__all__ = ["Place", "Turn", "place", "schedules", "speak_up"]
 
 
 def world(accelerator: Any) -> World:
@@ -142,6 +137,18 @@ def _needs_closure(optimizer: Optimizer) -> bool:
     return any(one.default is inspect.Parameter.empty and one.kind in plain for one in arguments)
 
 
+def given(optimizers: Iterable[Optimizer], **more: Any) -> dict[str, Any]:
+    """What a person compares loops by: what is plain of it."""
+    first = next(iter(optimizers))
+    group: dict[str, Any] = first.param_groups[0] if first.param_groups else {}
+    rate = group.get("initial_lr", group.get("lr"))
+    told = {"optimizer": type(first).__name__, "lr": rate if rate is None else float(rate), **more}
+    return {name: str(one) if isinstance(one, Path) else one for name, one in told.items() if isinstance(one, _PLAIN)}
+
+
+_PLAIN = (str, int, float, Path)
+
+
 def batch_size(given: int | None, data: Any, world: World) -> int:
     """Take the number of rows in a batch; loaders bring their own."""
     if given is None and is_foreign(data):
@@ -221,24 +228,6 @@ def disk(given: DiskConfig | int | None) -> DiskConfig:
     return DiskConfig(every=given or 0)
 
 
-def book(run_dir: str | Path | None, world: World, *, goes_on: bool = False) -> IncidentBook:
-    """Begin a journal in a run directory: the named one, or beside it if that holds a run already.
-
-    With `goes_on` it is the named one in any case, which no other process may be at work in.
-    """
-    if run_dir is None:
-        if goes_on:
-            raise unusable("resume", "needs a run_dir, where there is something to go on from")
-        return IncidentBook(None)
-    if goes_on:
-        path = world.on_main(lambda: _locked(Path(run_dir).absolute()))
-        return IncidentBook(path if world.is_main else None, place=path)
-    path = world.on_main(lambda: _claimed(Path(run_dir)))
-    if path != Path(run_dir).absolute():
-        log.info("%s holds another run: this one writes to %s", run_dir, path)
-    return IncidentBook(path if world.is_main else None, place=path)
-
-
 def quarantine(
     given: str | Path | None, samples: Samples, directory: Path | None, world: World, *, key: str
 ) -> Quarantine:
@@ -265,34 +254,6 @@ def quarantine(
     listed.given = given_rows
     samples.quarantine(rows)
     return listed
-
-
-def _locked(path: Path) -> Path:
-    """Take a directory for as long as this process lives."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        DirectoryLock(path)
-    except OSError as error:
-        raise ConfigError("run_dir", path, f"cannot be written: {error.strerror}") from error
-    return path
-
-
-def _claimed(wanted: Path) -> Path:
-    """Make the journal in the first directory that holds no run, in one step: two runs may begin at a time."""
-    path = wanted = wanted.absolute()
-    for number in itertools.count(2):
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            if not (path / INCIDENTS).exists():
-                os.close(os.open(path / JOURNAL, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-                return path
-        except FileExistsError:
-            if not path.is_dir():
-                raise ConfigError("run_dir", wanted, "is a file, where a directory is wanted") from None
-        except OSError as error:
-            raise ConfigError("run_dir", wanted, f"cannot be written: {error.strerror}") from error
-        path = wanted.with_name(f"{wanted.name}-{number}")
-    raise AssertionError
 
 
 def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:

@@ -19,6 +19,7 @@ from resilient_train.record.journal import JOURNAL, read
 _OURS = "config.yaml"
 _LAUNCH = ".launch"
 CHECKPOINTS = "checkpoints"  # its name in a run directory
+_OF_A_START = (_OURS, "train.log", JOURNAL, "incidents.jsonl", "progress", "summary.json", LOCK)  # the lock last
 
 
 @dataclass
@@ -29,6 +30,8 @@ class RunDirectory:
     finished: dict[str, Any] | None = None  # the summary of a run that is complete already, or gave up
     goes_on: bool = False  # a run that began there is taken up
     changes: dict[str, str] = field(default_factory=dict)  # of its configuration since, by key
+    is_new: bool = False  # there was nothing in it
+    is_made: bool = False  # nor was it there
 
     @property
     def config(self) -> Path:
@@ -52,6 +55,15 @@ class RunDirectory:
             return read_plain(self.path / _LAUNCH).decode(errors="replace").strip() == launch
         except OSError:
             return False
+
+    def take_away(self) -> None:
+        """Leave nothing of a start that came to nothing, but for what somebody else has put there."""
+        for name in _OF_A_START:
+            with contextlib.suppress(OSError):
+                remove(self.path / name)
+        if self.is_made:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
 
     def log(self, rank: int) -> Path:
         return self.path / ("train.log" if rank == 0 else f"train.rank{rank}.log")
@@ -77,6 +89,7 @@ def claim(
         summary = read_json(directory.summary)
         done = summary.get("steps") if isinstance(summary, dict) else None
         if not directory.config.exists() or (_is_untouched(directory, summary) and resume != "never"):
+            directory.is_new = not directory.config.exists()
             directory.was_launched_here()
             return directory, lock
         if resume != "never":
@@ -145,6 +158,7 @@ def _is_restart() -> bool:
 
 def _claim(path: Path) -> tuple[RunDirectory, DirectoryLock]:
     try:
+        is_made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):  # so that a power cut does not lose the name of the directory itself
             sync_directory(path.parent)
@@ -156,7 +170,7 @@ def _claim(path: Path) -> tuple[RunDirectory, DirectoryLock]:
         for file in path.iterdir():
             if is_left_over(file.name):
                 remove(file)
-        return RunDirectory(path), lock
+        return RunDirectory(path, is_made=is_made), lock
     except OSError as error:
         raise ConfigError("run.dir", path, f"cannot be written: {error.strerror or error}") from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,18 @@ from typing import Any
 from resilient_train import files
 from resilient_train.files import commit_text, read_json, read_plain
 from resilient_train.ranks.lock import LOCK
+from resilient_train.record.loop import LOOP
 from resilient_train.secrets import masked
 
-CONFIG = "config.yaml"  # makes a directory that of a run
+CONFIG = "config.yaml"  # makes a directory that of a run, as loop.json does for a loop of somebody's own
 SUMMARY, REFUSED, _FAILED = "summary.json", "refused.json", "failed.rank{}"
 
 _TAIL_BYTES = 2**18  # of train.log: the line that says why it failed is near its end
+
+
+def is_run(run_dir: Path) -> bool:
+    """Say whether a run, or a loop of somebody's own, has begun in a directory."""
+    return (run_dir / CONFIG).is_file() or (run_dir / LOOP).is_file()
 
 
 def refused(run_dir: Path, exit_code: int, why: str) -> None:
@@ -58,7 +65,12 @@ def told(run_dir: Path, name: str) -> dict[str, Any] | None:
 
 
 def at_work(run_dir: Path) -> str | None:
-    """Who holds the lock on a run directory; the kernel lets go of it with its process."""
+    """Who holds the lock on a run directory; the kernel lets go of it with its process.
+
+    Nobody where a loop of somebody's own has said its end: its process may be at other things.
+    """
+    if (run_dir / LOOP).is_file() and told(run_dir, SUMMARY) is not None:
+        return None
     try:
         descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -79,7 +91,21 @@ def stands(run_dir: Path) -> str | None:
         return None
     if (summary := told(run_dir, SUMMARY)) is not None:
         return str(summary.get("status"))
-    return "killed" if (run_dir / CONFIG).is_file() else None
+    return "killed" if is_run(run_dir) else None
+
+
+def last_sign_ms(run_dir: Path) -> int | None:
+    """When a run that is over gave its last sign, in ms since 1970."""
+    for name in (SUMMARY, "progress"):
+        with suppress(OSError):
+            return (run_dir / name).stat().st_mtime_ns // 1_000_000
+    return None
+
+
+def why_of(run_dir: Path, summary: Mapping[str, Any] | None) -> str | None:
+    """Why a run did not complete, in one line: the last error of its log, else as its summary has it."""
+    why = summary.get("why") if summary is not None else None
+    return last_error(run_dir / "train.log") or (why if isinstance(why, str) else None)
 
 
 def last_error(log: Path) -> str | None:

@@ -104,7 +104,8 @@ class Outbox:
             if self._end < 0 or size < self._end:  # not looked at yet, or somebody took it away
                 self._number, self._end = _last(file, size)
             if self._end == 0 and not self._sealed:
-                self._waiting.appendleft({"at": time.time_ns() // 1_000_000, "kind": OPENED, "key": uuid.uuid4().hex})
+                began = self._waiting[0]["at"]  # not after what it holds
+                self._waiting.appendleft({"at": began, "kind": OPENED, "key": uuid.uuid4().hex})
             if size > self._end:  # what a kill, or a full disk, left half written
                 files.disk.truncate(file, self._end)
             # One by one: the thread that trains may add to them meanwhile. Each is sealed once, however full a disk is.

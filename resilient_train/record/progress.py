@@ -20,6 +20,7 @@ import yaml
 
 from resilient_train.files import read_plain
 from resilient_train.record.endings import CONFIG
+from resilient_train.record.loop import loop_of
 
 PROGRESS = "progress"  # its name in a run directory
 
@@ -128,6 +129,8 @@ def stand_of(run_dir: Path) -> Stand | None:
 
 def steps_wanted(run_dir: Path) -> int | None:
     """How many updates a run is configured to make; None where its configuration does not say."""
+    if (loop := loop_of(run_dir)) is not None:
+        return loop.steps
     try:
         node = yaml.safe_load(read_plain(run_dir / CONFIG).decode("utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from pathlib import Path
 
 from resilient_train.events import Incident
 from resilient_train.record.console import duration
+from resilient_train.record.doors import command, near
 from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.record.left import Checkpoint
 from resilient_train.record.story import Story
@@ -31,27 +29,8 @@ def review(story: Story, went_on_from: int | None = None) -> list[str]:
         *_advice(story),
         *_left(story),
         f"the same command {next_start(story)}",
-        *([f"{to_type('incidents', story.directory)} tells all of it"] * bool(story.chapters)),
+        *([f"{command('incidents', story.directory)} tells all of it"] * bool(story.chapters)),
     ]
-
-
-def near(path: Path) -> str:
-    """Name a place as short as it can be typed from here."""
-    here = Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
-
-
-def to_type(door: str, run_dir: Path) -> str:
-    """Return the command that opens one of our doors for a run."""
-    return f"{_python()} -m resilient_train.{door} {near(run_dir)}"
-
-
-def to_see_it(command: str, url: str | None) -> list[str]:
-    """Say how to see a run in MLflow: the command that shows its database, where it is one, and the address."""
-    lines = [f"to see it, start\n  {command}"] if command else []
-    if url:
-        lines.append(f"{'and' if lines else 'to see it,'} open\n  {url}")
-    return lines
 
 
 def _made(story: Story) -> str:
@@ -119,9 +98,3 @@ def _left(story: Story) -> Iterator[str]:
 def _checkpoint(one: Checkpoint) -> str:
     metrics = "".join(f", {name} {value:.4g}" for name, value in list(one.metrics.items())[:3])
     return f"{near(one.path)} (step {one.step:,}{metrics})"
-
-
-def _python() -> str:
-    """What runs Python here: the environment may not be activated."""
-    beside = os.environ.get("PATH", "").split(os.pathsep)
-    return "python" if str(Path(sys.executable).parent) in beside else sys.executable

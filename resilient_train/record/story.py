@@ -13,11 +13,12 @@ from typing import Any
 
 from resilient_train.events import Incident
 from resilient_train.record.drills import Strike, strikes
-from resilient_train.record.endings import SUMMARY, last_error, stands
+from resilient_train.record.endings import SUMMARY, stands, why_of
 from resilient_train.record.endings import told as ending_told
 from resilient_train.record.incidents import CLOSED, IN_FORCE, OPENED, PHASE, TREATED, from_line
 from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.record.left import Checkpoint, best_of, checkpoints_of
+from resilient_train.record.loop import Loop, loop_of
 from resilient_train.record.mending import Advice, still_open
 from resilient_train.record.progress import stand_of, steps_wanted
 from resilient_train.record.quarantine import reasons
@@ -65,6 +66,7 @@ class Story:
     quarantined: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))  # rows, and why
     remedies: Mapping[str, Any] | None = None  # in force, as they were last written down
     advice: tuple[Advice, ...] = ()  # still open, the most important first
+    loop: Loop | None = None  # somebody's own, and no run of ours
     strikes: tuple[Strike, ...] = ()  # of a drill
 
     @property
@@ -127,13 +129,14 @@ def told(run_dir: Path) -> Story:
         tick=max(tick, step),
         steps=steps_wanted(run_dir),
         summary=summary,
-        why=_KILLED if was_killed else last_error(run_dir / "train.log") or "" if status == "failed" else "",
+        why=_KILLED if was_killed else why_of(run_dir, summary) or "" if status == "failed" else "",
         last_good=next((one for one in checkpoints if one.is_verified), None),
         newest=next(iter(checkpoints), None),
         best=best_of(run_dir),
         quarantined=reasons(run_dir),
         remedies=_in_force(entries, checkpoints),
         advice=still_open(incidents),
+        loop=loop_of(run_dir),
         strikes=strikes(entries),
     )
 

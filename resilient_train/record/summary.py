@@ -21,7 +21,7 @@ _TIMED = 10_000  # laps that the median time is taken of
 class Summary:
     """The fields that scripts rely on; units in the names where there are any."""
 
-    status: str  # completed, gave_up, preempted, failed
+    status: str  # completed, gave_up, preempted, failed; of a loop of somebody's own also: ended
     exit_code: int
     steps: int
     ticks: int
@@ -34,6 +34,13 @@ class Summary:
     weights_sha256: str | None
     state_sha256: str | None
     mlflow: dict[str, Any] | None
+    why: str | None = None  # it did not complete, in one line
+
+    @classmethod
+    def of_nothing(cls, status: str, exit_code: int, seconds: float) -> Summary:
+        """What there is to say where nothing was begun."""
+        nothing = {"total": 0, "recovered": 0, "by_cause": {}}
+        return cls(status, exit_code, 0, 0, 0, None, None, nothing, round(seconds, 3), None, None, None, None)
 
     def write(self, path: Path) -> None:
         """Commit it to disk."""

@@ -18,13 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from resilient_train.record.delivery.rows import cut
 from resilient_train.record.delivery.store import Store, TrackedRun, left_in, locate, shown, ui_command, url
+from resilient_train.record.doors import command
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
 
 __all__ = ["NullTracker", "OutboxTracker", "TrackedRun", "Tracker", "TrackingConfig", "build", "ui_command", "url"]
 
+EXPERIMENT = "resilient_train"  # that a loop of somebody's own is filed under, as conf/tracking has it for runs of ours
+
 _WRITE_WITHIN_S = 10.0  # at the end, what is still on its way to a disk
 _END_WITHIN_S = 2.0  # once it was killed
+_MOST_WORDS, _LONGEST_LINE = 300, 10_000  # characters of its last words, and of a line that is read at a time
 _AGAIN_S, _AGAIN_AT_MOST_S = 5.0, 300.0  # between the processes that deliver, where one has died
 
 _log = logging.getLogger("resilient_train")
@@ -133,7 +138,9 @@ class OutboxTracker:
             left = left_in(self._directory)
             what = f"{left:,} entries of {OUTBOX} are left" if left else "what it shows of the run is not complete"
             _log.warning("MLflow at %s did not get everything: %s (%s)", shown(self._store.uri), what, trouble)
-            _log.warning("to deliver the rest, from any machine that has the directory:\n  %s", _sync(self._directory))
+            _log.warning(
+                "to deliver the rest, from any machine that has the directory:\n  %s", command("sync", self._directory)
+            )
         if not is_written:
             _log.warning("%s is not complete: the disk did not take all of it", self._outbox.path)
         return self.run
@@ -152,6 +159,7 @@ class _CourierProcess:
         self._given, self._where, self._met = given, where, met
         self._trouble: str | None = None
         self._complained = False
+        self._last_words = ""  # that a process had on its standard error
         self._process: subprocess.Popen[str] | None = None
         self._ending = threading.Event()
         self._has_delivered = self._is_over = False
@@ -168,7 +176,7 @@ class _CourierProcess:
             self._is_over = True
             self._kill()
         self._thread.join(_END_WITHIN_S)
-        return None if self._has_delivered else self._trouble or "it took too long"
+        return None if self._has_delivered else self._trouble or self._last_words or "it took too long"
 
     def _tell_end(self) -> None:
         """A line, and not only the end of the pipe: whatever the run has forked meanwhile holds that open, too."""
@@ -201,7 +209,7 @@ class _CourierProcess:
             if self._has_delivered or is_last or self._is_over:
                 return
             if code is not None and not self._ending.is_set():
-                self._complain(f"its process ended with {code}")
+                self._complain(f"its process ended with {code}{self._last_words and f': {self._last_words}'}")
             self._ending.wait(pause)
             pause = min(2 * pause, _AGAIN_AT_MOST_S)
 
@@ -217,9 +225,12 @@ class _CourierProcess:
             self._tell_end()
         if self._is_over:
             self._kill()
+        assert process.stderr is not None
+        last = _LastWords(process.stderr)
         with process.stdout:
             self._hear(process.stdout)
         code = process.wait()
+        self._last_words = last.heard()
         with contextlib.suppress(OSError):
             process.stdin.close()
         return code
@@ -230,8 +241,9 @@ class _CourierProcess:
             [sys.executable, "-c", _PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
             env=environment,
             start_new_session=True,  # a Ctrl-C is not meant for it
         )
@@ -257,6 +269,25 @@ class _CourierProcess:
             _log.warning("MLflow at %s: %s. Training is not affected.", self._where, trouble)
 
 
+class _LastWords:
+    """Keeps the last line that a process writes to a pipe, which may never be full: it would wait for us."""
+
+    def __init__(self, pipe: IO[str]) -> None:
+        self._pipe, self._last = pipe, ""
+        self._thread = threading.Thread(target=self._main, name="courier's last words", daemon=True)
+        self._thread.start()
+
+    def heard(self) -> str:
+        """Return it, in short and without secrets, once the process has ended."""
+        self._thread.join(_END_WITHIN_S)  # what the process has started may hold its end of the pipe open
+        return cut(shown(self._last), _MOST_WORDS)
+
+    def _main(self) -> None:
+        with contextlib.suppress(OSError, ValueError), self._pipe:
+            while line := self._pipe.readline(_LONGEST_LINE):
+                self._last = " ".join(line.split()) or self._last
+
+
 # Its modules are found where ours are.
 _PROGRAM = """
 import json, sys
@@ -265,10 +296,6 @@ sys.path[:] = given["path"]
 from resilient_train.record.delivery.process import main
 sys.exit(main(given))
 """
-
-
-def _sync(directory: Path) -> str:
-    return f"python -m resilient_train.sync {directory}"
 
 
 def build(config: TrackingConfig, directory: Path, home: Path) -> Tracker:

@@ -36,6 +36,10 @@ def verdict(story: Story) -> tuple[str, str]:
 def next_start(story: Story) -> str:
     """Say what the same command would do now."""
     onward = f"goes on from step {story.newest.step:,}" if story.newest is not None else "begins at step 0 again"
+    if story.loop is not None and not story.loop.goes_on:
+        return "begins anew, in a directory beside this one"
+    if story.loop is not None and story.summary is not None:
+        return "goes on if it is asked for more steps" if story.is_complete else onward
     if story.summary is None:
         return f"is refused while this run is at work; should its process be gone, it {onward}"
     if story.is_complete:
@@ -76,7 +80,9 @@ def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:
 def _where(story: Story) -> str:
     if story.is_complete:
         return counted(story.step, "step")
-    return f"at step {story.step:,}" + (f" of {story.steps:,}" if story.steps is not None else "")
+    was_left = story.summary is not None and story.summary.get("status") == "ended"  # by its program, in order
+    at = f"at step {story.step:,}" + (f" of {story.steps:,}" if story.steps is not None else "")
+    return f"left {at}" if was_left else at
 
 
 def incidents_met(incidents: Sequence[Incident]) -> str:

@@ -23,12 +23,13 @@ from resilient_train.record.delivery.connection import (
 from resilient_train.record.delivery.presentation import Presentation
 from resilient_train.record.delivery.rows import batches
 from resilient_train.record.delivery.store import KnownRun, Store, TrackedRun
-from resilient_train.record.endings import stands
-from resilient_train.record.journal import Entry
+from resilient_train.record.endings import last_sign_ms, stands
+from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, OUTBOX, entries, seal_before
 
 ENTRIES_AT_ONCE = 200
-ENDINGS = {"completed": "FINISHED", "failed": "FAILED", "gave_up": "FAILED", "preempted": "KILLED"}
+ENDINGS = {"completed": "FINISHED", "ended": "FINISHED", "failed": "FAILED", "gave_up": "FAILED"}
+ENDINGS |= {"preempted": "KILLED", "killed": "KILLED"}
 
 
 class Busy(Exception):
@@ -125,7 +126,10 @@ class Courier:
             first = next((entry for entry, _ in entries(self.outbox) if entry is not None), None)
             if first is None:
                 raise FileNotFoundError(f"{self.outbox} holds nothing yet")
-            connection = connect(self._store, self._experiment, self._known, self.outbox, first["at"])
+            began = min(
+                [first["at"], *(one["at"] for one in read(self.run_dir / JOURNAL)[:1])]
+            )  # an outbox may be late
+            connection = connect(self._store, self._experiment, self._known, self.outbox, began)
             if self._known.seal != seal_before(self.outbox, self._known.delivered):
                 self._known.note(delivered=0)  # it is not what it was then: a power cut took the end of it
             self._reached = connection, Presentation(connection, self.run_dir, self._known, self._refuse)
@@ -167,7 +171,7 @@ class Courier:
         ended = stands(self.run_dir)
         if ended is None or connection.client.get_run(connection.run_id).info.status != "RUNNING":
             return
-        connection.client.set_terminated(connection.run_id, ENDINGS.get(ended, "KILLED"))
+        connection.client.set_terminated(connection.run_id, ENDINGS.get(ended, "FAILED"), last_sign_ms(self.run_dir))
 
     def _attach(self, connection: Connection, path: str) -> None:
         """Attach a file of the run: of what an outbox names elsewhere, whoever wrote it, nothing is sent."""

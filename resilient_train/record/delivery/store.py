@@ -23,6 +23,7 @@ KNOWN = "mlflow.json"  # its name in a run directory
 DEFAULT_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens unless told otherwise
 
 _SQLITE_FILE = re.compile(r"(?P<scheme>sqlite(\+\w+)?):///(?P<path>(?!:memory:)[^?]+)(?P<options>\?.*)?")
+_USER = re.compile(r"://[^/?#]*@")
 _DATABASES = ("postgresql", "mysql", "mssql", "sqlite")
 _SCHEMELESS = ("databricks", "databricks-uc", "uc")  # MLflow takes these words as whole addresses
 
@@ -140,7 +141,7 @@ def locate(uri: str | None, home: Path) -> Store:
 def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
     """Return the link to the run's overview, for a database under the address where `ui_command` shows it."""
     if tracking_uri.startswith(("http://", "https://")):
-        root = shown(tracking_uri).rstrip("/")
+        root = _USER.sub("://", shown(tracking_uri)).rstrip("/")  # of a link that says *** nobody gets in
     elif tracking_uri.split(":")[0] in _SCHEMELESS:
         return None
     else:

@@ -1,0 +1,272 @@
+"""A loop of somebody's own, seen from outside: where it stands, how it ended, what it says last, what MLflow gets."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from group import Group, launch
+from warm import ENVIRONMENT
+
+from resilient_train import incidents, status, sync
+from resilient_train.errors import ConfigError
+from resilient_train.guard import Guard
+
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+import torch
+from accelerate import Accelerator
+from torch.nn.functional import mse_loss
+from resilient_train import GaveUp, Guard
+
+how, more = sys.argv[1], eval(sys.argv[2]) if len(sys.argv) > 2 else {}
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(4, 1))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+x = torch.randn(256, 4)
+x[5] = float("nan")
+data = torch.utils.data.TensorDataset(x, x.nan_to_num().sum(1, keepdim=True))
+
+
+def main():
+    guard = Guard(accelerator, model, optimizer, data=data, batch_size=16, run_dir="mine",
+                  objective=lambda model, batch: mse_loss(model(batch[0]), batch[1]),
+                  stop=lambda: how == "stop" and guard.clock.step >= 70, **more)
+    for batch in guard.batches(steps=120):
+        guard.step(batch)
+        if guard.clock.step >= 70 and how in ACTS:
+            ACTS[how]()
+            break
+    if how in ("close", "stop"):
+        guard.leave() if how == "stop" else guard.close()
+    print("behind the loop", flush=True)
+    while how == "stay":
+        time.sleep(0.01)
+
+
+def wait():
+    while not Path("mine/go").exists():
+        time.sleep(0.01)
+
+
+def fail():
+    raise ValueError("of mine")
+
+
+ACTS = {"break": int, "close": int, "fail": fail, "kill": lambda: os.kill(os.getpid(), 9), "wait": wait,
+        "exit": sys.exit}
+try:
+    main()
+except GaveUp:
+    print("gave up, and lived on")
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/own.py").write_text(PROGRAM)
+    return tmp_path / "here"
+
+
+def said(capsys: pytest.CaptureFixture[str], place: Path) -> tuple[int, str]:
+    """What `status` answers."""
+    capsys.readouterr()
+    code = status.main([str(place / "mine")])
+    return code, capsys.readouterr().out.strip().removeprefix(f"{place / 'mine'}: ")
+
+
+ANEW = "; the same command begins anew, in a directory beside it"
+
+
+@pytest.mark.parametrize(
+    ("how", "more", "ends", "code", "line", "verdict"),
+    [
+        ("end", {}, 0, 0, "completed, 120 steps", "120 steps"),
+        ("close", {}, 0, 0, "completed, 71 steps", "71 steps"),
+        (
+            *("break", {}, 0, 0, f"its process ended in order at step 70 of 120, before the last one{ANEW}"),
+            "left at step 70 of 120",
+        ),
+        ("fail", {}, 1, 1, r"failed at step 70 of 120: ValueError: of mine \(.*own.py:\d+\)", "Failed: at step 70"),
+        ("kill", {}, -9, 1, f"killed without a word at step [67]. of 120{ANEW}", "Killed without a word"),
+        (
+            *("stop", {"resume": True, "disk": 20}, 0, 75, r"stopped on request at step 71 of 120; the same command"),
+            "Stopped on request: at step 71 of 120",
+        ),
+        ("end", {"recovery": "off"}, 0, 3, "gave up at step .*; the last good state is in .*step-00000000", "Gave up"),
+    ],
+)
+def test_the_end_of_a_loop_is_known_by_its_directory(
+    how: str,
+    more: dict[str, object],
+    ends: int,
+    code: int,
+    line: str,
+    verdict: str,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`status` and `incidents` say it, summary.json has the contract's form, and the last words are a review."""
+    done = launch(place, 1, "own.py", how, repr(more))
+    assert done.codes == [ends], done.stderr
+    found, told = said(capsys, place)
+    assert found == code
+    assert re.match(line, told), told
+    assert incidents.main([str(place / "mine")]) == 0
+    assert verdict in capsys.readouterr().out.splitlines()[0]
+    if how == "kill":
+        return
+    review = [words.removeprefix("resilient_train: ") for words in done.stderr.splitlines()]
+    assert sum("tells all of it" in words for words in review) == 1, done.stderr
+    assert any("met 1 incident (1 data)" in words for words in review)
+    summary = json.loads((place / "mine/summary.json").read_text())
+    assert summary["exit_code"] == code
+    assert summary["incidents"]["by_cause"] == {"data": 1}
+    assert (summary["weights_sha256"] is not None) == (summary["status"] == "completed" and how == "end")
+    assert summary["step_ms"] is None or summary["step_ms"] > 0
+
+
+def test_a_loop_is_at_work_until_it_says_otherwise(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its process may be at other things behind the loop; one that is still in it is at work."""
+    where = r"step (69|70) of 120"
+    with Group(place, 1, "own.py", "wait") as group:
+        group.until(lambda: re.search(where, said(capsys, place)[1]) is not None)
+        code, line = said(capsys, place)
+        assert code == 0
+        assert re.match(rf"running, {where}, process {group.ranks[0].pid} on ", line)
+        (place / "mine/go").touch()
+        assert group.wait().is_well
+    assert said(capsys, place)[1].startswith("its process ended in order at step 70 of 120")
+    with Group(place, 1, "own.py", "stay") as group:
+        group.until(lambda: "behind the loop" in place.with_name("here.out").read_text())
+        capsys.readouterr()
+        assert status.main([str(place / "mine-2")]) == 0
+        assert "completed, 120 steps" in capsys.readouterr().out
+        group.ranks[0].kill()
+
+
+def test_a_loop_that_is_run_again_takes_back_what_it_said(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stopped, then completed by the same command."""
+    more = repr({"resume": True, "disk": 20})
+    for how, told in (("stop", "stopped on request"), ("kill", "killed"), ("end", "completed, 120 steps")):
+        launch(place, 1, "own.py", how, more)
+        assert said(capsys, place)[1].startswith(told)
+
+
+def test_an_interpreter_of_its_own_knows_of_the_error_that_ended_it(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No server that forked it: a plain `python own.py`."""
+    done = subprocess.run(
+        [sys.executable, "own.py", "fail"], cwd=place, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 1
+    assert "ValueError: of mine" in done.stderr
+    assert said(capsys, place)[1].startswith("failed at step 70 of 120: ValueError: of mine")
+
+
+# -------------------------------------------------------------------------------------------------------------- MLflow
+
+MLFLOW = [
+    # MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
+    pytest.mark.timeout(400),
+]
+
+
+def shown(place: Path, database: str) -> dict[str, Any]:
+    """What MLflow has of all runs in a database: one run, or this fails."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{place / database}")
+    experiments = [one.experiment_id for one in client.search_experiments(filter_string="name != 'Default'")]
+    (run,) = client.search_runs(experiments)
+    traces = client.search_traces(locations=experiments)
+    return {
+        "name": run.info.run_name,
+        "status": run.info.status,
+        "tags": run.data.tags,
+        "params": run.data.params,
+        "files": {one.path for one in client.list_artifacts(run.info.run_id)},
+        "traces": [trace.info.tags["resilience.incident"] for trace in traces],
+        "models": [one.name for one in client.search_logged_models(experiments)],
+        "losses": [one.step for one in client.get_metric_history(run.info.run_id, "loss")],
+        "seconds": (run.info.end_time - run.info.start_time) / 1000,
+    }
+
+
+class TestSync:
+    """`sync` delivers a loop that MLflow has never heard of."""
+
+    pytestmark = MLFLOW
+
+    def test_again_and_again_without_doubles(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Killed, delivered twice, completed, delivered again: one run, which is as its directory is."""
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        more = repr({"resume": True, "disk": 20})
+        began = time.time()
+        launch(place, 1, "own.py", "kill", more)
+        lived = time.time() - began
+        for _ in range(2):
+            assert sync.main([str(place / "mine")]) == 0
+            found = shown(place, "mlflow.db")
+            assert (found["name"], found["status"], found["traces"]) == ("mine", "KILLED", ["1"])
+            assert found["seconds"] < lived
+            assert {"report.md", "incidents.png", "loop.json", "incidents.jsonl"} <= found["files"]
+            assert found["params"]["lr"] == "0.01"
+            assert found["losses"] == []
+        assert launch(place, 1, "own.py", "end", more).is_well
+        assert sync.main([str(place / "mine")]) == 0
+        found = shown(place, "mlflow.db")
+        summary = json.loads((place / "mine/summary.json").read_text())
+        assert found["status"] == "FINISHED"
+        assert found["tags"]["resilience.status"] == "recovered"
+        assert sorted(found["traces"]) == ["1", "2"]  # the crash is one
+        assert found["models"] == ["last-good"]
+        assert found["losses"] == [summary["ticks"]]
+
+
+class TestLive:
+    """A loop that asks for it is shown while it lasts."""
+
+    pytestmark = MLFLOW
+
+    def test_a_loop_is_shown_as_a_run_of_ours_is(self, place: Path) -> None:
+        """Every tenth update, what it evaluates, its incidents and its end; summary.json knows where."""
+        done = launch(place, 1, "own.py", "end", repr({"tracking": f"sqlite:///{place}/live.db"}))
+        assert done.is_well, done.stderr
+        found = shown(place, "live.db")
+        assert (found["name"], found["status"], found["traces"]) == ("mine", "FINISHED", ["1"])
+        assert found["losses"] == [tick for tick in found["losses"] if tick % 10 in (0, 1)]
+        assert len(found["losses"]) == 12
+        assert {"report.md", "loop.json", "incidents.jsonl"} <= found["files"]
+        summary = json.loads((place / "mine/summary.json").read_text())
+        assert summary["mlflow"]["tracking_uri"] == f"sqlite:///{place}/live.db"
+        assert done.stderr.count("to see it, start") == 1
+        (place / "mine/mlflow.json").unlink()
+        assert sync.main([str(place / "mine")]) == 0
+        assert shown(place, "live.db") == found
+
+    @pytest.mark.parametrize(
+        ("given", "why"),
+        [({"tracking": True}, "needs a run_dir"), ({"tracking": "mlruns", "run_dir": "x"}, "tracking=mlruns: ")],
+    )
+    def test_what_cannot_be_shown_is_refused_at_once(
+        self, given: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters())
+        with pytest.raises(ConfigError, match=why):
+            Guard(Accelerator(cpu=True), model, optimizer, data=[1.0], batch_size=1, **given)
