@@ -29,6 +29,13 @@ class TrainError(Exception):
 class DirectoryInUse(TrainError):
     """Another live process holds the run directory."""
 
+    def __init__(self, directory: object, holder: str, advice: str) -> None:
+        super().__init__(str(directory), holder, advice)  # what pickle makes it anew from, for other ranks
+        self.directory, self.holder, self.advice = str(directory), holder, advice
+
+    def __str__(self) -> str:
+        return f"{self.directory} is in use by {self.holder}: {self.advice}"
+
 
 class RanksDiffer(TrainError):
     """The ranks of a run did not decide alike, or do not hold the same weights. All of them raise it at one place."""

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from resilient_train.errors import ConfigError, unusable
+from resilient_train.errors import ConfigError, DirectoryInUse, unusable
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.world import World
 from resilient_train.record.console import log
@@ -71,6 +71,10 @@ def _locked(path: Path, locks: list[DirectoryLock]) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         locks.append(DirectoryLock(path))
+    except DirectoryInUse as error:
+        if error.holder.startswith(f"process {os.getpid()} "):  # as in a notebook, whose cell is run again
+            raise DirectoryInUse(path, "another guard of this process", "let go of it first by its close()") from None
+        raise DirectoryInUse(path, error.holder, "wait for it to end, or choose another run_dir") from None
     except OSError as error:
         raise ConfigError("run_dir", path, f"cannot be written: {error.strerror}") from error
     return path

@@ -36,9 +36,8 @@ class DirectoryLock:
         if not self._taken():
             holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another process"
             os.close(self._descriptor)
-            raise DirectoryInUse(
-                f"{directory} is in use by {holder}: wait for it to end, or start another run with run.name=..."
-            ) from None
+            advice = "wait for it to end, or start another run with run.name=..."
+            raise DirectoryInUse(directory, holder, advice) from None
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         _held.add(self._descriptor)
