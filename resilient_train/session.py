@@ -15,7 +15,7 @@ from resilient_train.assemble import Run, assemble
 from resilient_train.checkpoint import export, weights
 from resilient_train.config.compose import Composed, is_fixed, told_changes
 from resilient_train.diagnose.frames import called_by_us, is_users
-from resilient_train.errors import ConfigError, GaveUp, RanksDiffer, Stopped, TrainError, in_one_line, told_in_short
+from resilient_train.errors import ConfigError, GaveUp, RanksDiffer, Stopped, TrainError, in_one_line
 from resilient_train.files import commit_text
 from resilient_train.ranks.leaving import has_lost_sibling
 from resilient_train.ranks.lock import DirectoryLock
@@ -186,7 +186,6 @@ class _Session:
             run.guard.ended(was_killed=was_lost)
         self.book.close()
         summary = _summary(status, _exit_code(error), seconds, run)
-        summary.why = None if error is None else told_in_short(error)
         if summary.weights_sha256 is not None:  # each rank's own, in its own log
             log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
         _say(error, directory, self.world, run, seconds)
@@ -208,7 +207,7 @@ class _Session:
         evaluated = run.evaluated if run else None
         loss = evaluated["loss"] if evaluated else summary.final_loss
         # Of several processes, or under a launcher, the directory is where the refusal is told.
-        is_nothing = isinstance(error, ConfigError) and directory.is_new and not summary.ticks
+        is_nothing = isinstance(error, ConfigError) and directory.is_new and run is None
         is_nothing = is_nothing and self.world.size == 1 and "WORLD_SIZE" not in os.environ
         return Ending(summary.exit_code, None if error else loss, is_nothing)
 

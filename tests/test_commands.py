@@ -37,7 +37,7 @@ FIELDS = {
     "seconds",
     "step_ms",
 }
-FIELDS |= {"weights_sha256", "state_sha256", "mlflow", "why"}
+FIELDS |= {"weights_sha256", "state_sha256", "mlflow"}
 
 
 @pytest.fixture(autouse=True)

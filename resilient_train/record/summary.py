@@ -34,7 +34,7 @@ class Summary:
     weights_sha256: str | None
     state_sha256: str | None
     mlflow: dict[str, Any] | None
-    why: str | None = None  # it did not complete, in one line
+    why: str | None = None  # a loop of somebody's own did not complete: it has no train.log to tell it
 
     @classmethod
     def of_nothing(cls, status: str, exit_code: int, seconds: float) -> Summary:
@@ -44,7 +44,8 @@ class Summary:
 
     def write(self, path: Path) -> None:
         """Commit it to disk."""
-        commit_text(path, json.dumps(masked_tree(_finite(asdict(self))), indent=2) + "\n")
+        node = {key: value for key, value in asdict(self).items() if key != "why" or value is not None}
+        commit_text(path, json.dumps(masked_tree(_finite(node)), indent=2) + "\n")
 
 
 @dataclass
