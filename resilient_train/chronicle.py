@@ -35,7 +35,7 @@ from resilient_train.state.run_state import Clock
 
 REPORT_EVERY = 10  # accepted updates of a loop of somebody's own
 
-_LEFT = "ended"  # in order, though nobody said that the loop was over
+_LEFT = "ended"  # nobody said why: a break that was meant, or sys.exit(1), which leaves no trace
 _open: set[Chronicle] = set()  # of loops whose end nobody has said yet
 
 
@@ -86,11 +86,12 @@ class Chronicle:
         if not self.tells_end:
             return
         _open.add(self)
-        self._is_over, self._ending = False, None
+        is_new, self._is_over, self._ending = self._is_over, False, None
         with suppress(OSError):  # a full disk: the loop goes on without
             Loop(steps, self.place.goes_on, given).write(self._directory)
         endings.begin(self._directory, is_finished=False)
-        self._begin_tracking(given)
+        if is_new:  # else the tracker is at work, and two would write to one file
+            self._begin_tracking(given)
 
     def report(
         self, newest: Vitals | None, read: Callable[[], dict[str, float]], samples: int, knobs: Mapping[str, float]
@@ -121,6 +122,9 @@ class Chronicle:
         """Take note of an evaluation."""
         self.evaluated = dict(metrics)
         self._tracker.metrics(self.clock.tick, {f"eval/{name}": value for name, value in metrics.items()})
+        if self._ending is not None and not self._is_over:  # behind the loop, where one often does
+            self._ending.eval = self.evaluated
+            self._write(self._ending)
 
     # In the end.
 
@@ -190,9 +194,6 @@ class Chronicle:
             return
         if path is not None and self._ending is not None:
             log.info("the state at step %s is in %s", f"{self.clock.step:,}", path)
-            if self._is_over and not isinstance(self._tracker, NullTracker):  # MLflow has heard of an older one
-                self._begin_tracking({})
-                self._finish_tracking(self._ending)
         self.conclude()
 
     def left(self, error: BaseException | None = None) -> None:
@@ -203,7 +204,7 @@ class Chronicle:
             if error is not None and self._ending is None:
                 self.fail(error)
             else:
-                self.end(_LEFT)
+                self.end(_LEFT, exit_code=1)
                 self.conclude()
             self.let_go()
 

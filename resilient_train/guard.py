@@ -183,6 +183,7 @@ class Guard:
             *(ward, fitting.policy(recovery), book, listed),
             recovered_after=max(verify_after, 50),
         )
+        self._left: Path | None = None  # where the state at the end of the loop is
         self.chronicle = Chronicle(self.clock, self._treatment.history, self._treatment.passed, place)
         self.chronicle.belongs_to(self)
         self._treatment.ends_with = self.chronicle.fail
@@ -254,10 +255,11 @@ class Guard:
 
     def leave(self) -> Path | None:
         """Write the state as it is, when `batches` has ended: `resume` goes on from there."""
-        left = self._durable.finish(healthy=not self.stopped)
-        self.ended()
-        self.chronicle.left_state(left)
-        return left
+        if self._left is None:
+            self._left = self._durable.finish(healthy=not self.stopped)
+            self.ended()
+        self.chronicle.left_state(self._left)
+        return self._left
 
     def batches(self, steps: int) -> Iterator[Any]:
         """Yield micro-batches, on the device, until `steps` updates are accepted and the last of them is sound.
@@ -265,6 +267,7 @@ class Guard:
         Or until `stopped`.
         """
         self._start()
+        self._left = None
         self.chronicle.begin(steps, {"steps": steps, **self._given})
         while self._goes_on(steps):
             if self.drill is not None and self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
@@ -443,10 +446,12 @@ class Guard:
     def _tell_end(self) -> None:
         """Write down how a loop of somebody's own came to its end. Every rank comes here: weights may be spread."""
         if self.stopped:
-            self.chronicle.end("preempted", Stopped.exit_code)  # the rest when the state is written, or there is none
+            self.chronicle.end("preempted", Stopped.exit_code)
             return
+        # What follows may be an evaluation, or more steps: the last words are said by `leave`, `close`, or at the exit.
+        self._left = self._durable.finish(healthy=True)
+        self.ended()
         self.chronicle.end("completed", digests=(self.state.weights_sha256(), self.state.sha256()))
-        self.chronicle.conclude()
 
     def _goes_on(self, steps: int) -> bool:
         """Say whether another update is wanted; at the end the last one is heard and scanned first."""

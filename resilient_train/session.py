@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,6 @@ from resilient_train.state.determinism import set_deterministic
 from resilient_train.train import train
 
 _BEHIND_WATCHDOG_S = 60.0  # a collective that fails tells less than a watchdog
-_SILENCE_S = 1.0  # at most, where a person waits
 _FOR_OTHERS_S = 1.2  # until the watchdogs of other ranks have looked at their clocks, too
 
 
@@ -197,7 +195,7 @@ class _Session:
                 for file in (directory.log(0), directory.path / INCIDENTS):
                     if file.exists():
                         self.tracker.artifact(file)
-                tracked = _finish(self.tracker, status, requests, self.config.tracking.drain_s, directory.path)
+                tracked = _finish(self.tracker, status, requests)
                 summary.mlflow = tracked.as_dict() if tracked else None
                 self._note(summary, error)
             else:
@@ -309,21 +307,13 @@ def _write(summary: Summary, directory: RunDirectory) -> None:
         log.error("%s cannot be written: %s", directory.summary, error.strerror or error)
 
 
-def _finish(tracker: Tracker, status: str, requests: StopRequests, drain_s: float, run_dir: Path) -> TrackedRun | None:
-    """Deliver the rest to MLflow and say where to look; a person who waits for it is told why, and may leave it."""
-    why = "delivering to MLflow, for up to %g s (tracking.drain_s); Ctrl-C leaves the rest to resilient_train.sync"
-    explaining = threading.Timer(_SILENCE_S, log.info, (why, drain_s))
-    explaining.daemon = True
-    explaining.start()
+def _finish(tracker: Tracker, status: str, requests: StopRequests) -> TrackedRun | None:
+    """Deliver the rest to MLflow and say where to look."""
     requests.may_be_left = True
     try:
         tracked = tracker.finish(status)
-    except KeyboardInterrupt:
-        log.warning("MLflow does not have everything; to deliver the rest:\n  %s", command("sync", run_dir))
-        return tracker.run
     finally:
         requests.may_be_left = False
-        explaining.cancel()
     if tracked is not None:
         for line in to_see_it(tracking.ui_command(tracked.tracking_uri), tracked.url):
             log.info("%s", line)

@@ -51,7 +51,7 @@ class Status:
             case "killed":
                 return f"{run_dir}: killed without a word at {at}; {self.onward}"
             case "ended":
-                return f"{run_dir}: its process ended in order at {at}, before the last one; {self.onward}"
+                return f"{run_dir}: left at {at}, and nothing said that it was the end (guard.close()); {self.onward}"
             case "refused":
                 return f"{run_dir}: the last start was refused{because}"
             case "none":

@@ -108,6 +108,18 @@ def test_a_configuration_that_is_refused_leaves_no_directory(run_command: comman
     assert sorted(os.listdir("mine")) == before
 
 
+def test_a_refused_command_works_in_its_own_directory_once_it_is_mended(
+    run_command: command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the refused one had left there by then, also as a job of a scheduler."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    told = [*MINE, "tracking=mlflow", "run.steps=3", "run.dir=mine"]
+    assert run_command([*told, "+model.widht=3"]).code == 2
+    assert not Path("mine").exists()
+    assert run_command([*told, "objective._target_=strangers.no_scalar"]).code == 2
+    assert run_command(told).code == 0
+
+
 def test_another_experiment_never_meets_the_directory(run_command: command) -> None:
     """The name tells runs apart by what makes them different, faults on purpose included, and by nothing else."""
     same = ["run.log_every=1", "tracking=none", "drill=none"]

@@ -199,7 +199,7 @@ def test_who_waits_for_mlflow_is_told_why_and_may_leave(tmp_path: Path) -> None:
         run.kill()
         door.close()
     told = out.read_text().splitlines()
-    assert told[-2] == "MLflow does not have everything; to deliver the rest:"
+    assert told[-2] == "to deliver the rest, from any machine that has the directory:"
     assert told[-1].endswith(" -m resilient_train.sync runs/run")
 
 

@@ -28,9 +28,9 @@ from accelerate import Accelerator
 from torch.nn.functional import mse_loss
 from resilient_train import GaveUp, Guard
 
-how, more = sys.argv[1], eval(sys.argv[2]) if len(sys.argv) > 2 else {}
 torch.manual_seed(0)
 accelerator = Accelerator(cpu=True)
+how, more = sys.argv[1], eval(sys.argv[2]) if len(sys.argv) > 2 else {}
 model = accelerator.prepare(torch.nn.Linear(4, 1))
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
 x = torch.randn(256, 4)
@@ -42,11 +42,16 @@ def main():
     guard = Guard(accelerator, model, optimizer, data=data, batch_size=16, run_dir="mine",
                   objective=lambda model, batch: mse_loss(model(batch[0]), batch[1]),
                   stop=lambda: how == "stop" and guard.clock.step >= 70, **more)
-    for batch in guard.batches(steps=120):
-        guard.step(batch)
-        if guard.clock.step >= 70 and how in ACTS:
-            ACTS[how]()
-            break
+    for end in (35, 64, 1000) if how == "again" else (1000,):
+        for batch in guard.batches(steps=120):
+            guard.step(batch)
+            if guard.clock.step >= 70 and how in ACTS:
+                ACTS[how]()
+                break
+            if guard.clock.step >= end:
+                break
+    if how == "again":
+        guard.evaluated({"loss": 0.25})
     if how in ("close", "stop"):
         guard.leave() if how == "stop" else guard.close()
     print("behind the loop", flush=True)
@@ -64,7 +69,7 @@ def fail():
 
 
 ACTS = {"break": int, "close": int, "fail": fail, "kill": lambda: os.kill(os.getpid(), 9), "wait": wait,
-        "exit": sys.exit}
+        "exit": lambda: sys.exit(1)}
 try:
     main()
 except GaveUp:
@@ -95,9 +100,16 @@ ANEW = "; the same command begins anew, in a directory beside it"
         ("end", {}, 0, 0, "completed, 120 steps", "120 steps"),
         ("close", {}, 0, 0, "completed, 71 steps", "71 steps"),
         (
-            *("break", {}, 0, 0, f"its process ended in order at step 70 of 120, before the last one{ANEW}"),
+            *(
+                "break",
+                {},
+                0,
+                1,
+                rf"left at step 70 of 120, and nothing said that .*\(guard.close\(\)\){ANEW}",
+            ),
             "left at step 70 of 120",
         ),
+        ("exit", {}, 1, 1, "left at step 70 of 120, and nothing said", "left at step 70 of 120"),
         ("fail", {}, 1, 1, r"failed at step 70 of 120: ValueError: of mine \(.*own.py:\d+\)", "Failed: at step 70"),
         ("kill", {}, -9, 1, f"killed without a word at step [67]. of 120{ANEW}", "Killed without a word"),
         (
@@ -147,7 +159,7 @@ def test_a_loop_is_at_work_until_it_says_otherwise(place: Path, capsys: pytest.C
         assert re.match(rf"running, {where}, process {group.ranks[0].pid} on ", line)
         (place / "mine/go").touch()
         assert group.wait().is_well
-    assert said(capsys, place)[1].startswith("its process ended in order at step 70 of 120")
+    assert said(capsys, place)[1].startswith("left at step 70 of 120")
     with Group(place, 1, "own.py", "stay") as group:
         group.until(lambda: "behind the loop" in place.with_name("here.out").read_text())
         capsys.readouterr()
@@ -162,6 +174,10 @@ def test_a_loop_that_is_run_again_takes_back_what_it_said(place: Path, capsys: p
     for how, told in (("stop", "stopped on request"), ("kill", "killed"), ("end", "completed, 120 steps")):
         launch(place, 1, "own.py", how, more)
         assert said(capsys, place)[1].startswith(told)
+    before = (place / "mine/incidents.jsonl").read_text()
+    launch(place, 1, "own.py", "end", more)  # there is nothing left of it to do, and no crash to tell of
+    assert said(capsys, place)[1].startswith("completed, 120 steps")
+    assert (place / "mine/incidents.jsonl").read_text() == before
 
 
 def test_an_interpreter_of_its_own_knows_of_the_error_that_ended_it(
@@ -257,6 +273,20 @@ class TestLive:
         (place / "mine/mlflow.json").unlink()
         assert sync.main([str(place / "mine")]) == 0
         assert shown(place, "live.db") == found
+
+    def test_one_that_is_left_and_gone_on_with_is_one_run(self, place: Path) -> None:
+        """Twice by a break; evaluated when it is over; on one rank alone asked for, which all take part in."""
+        uri = f"f'sqlite:///{place}/live.db' if accelerator.is_main_process else None"
+        done = launch(place, 2, "own.py", "again", f"{{'tracking': {uri}}}")
+        assert done.is_well, done.stderr
+        assert "another process is delivering" not in done.stderr
+        assert done.stderr.count("tells all of it") == 1
+        found = shown(place, "live.db")
+        assert found["status"] == "FINISHED"
+        assert len(found["losses"]) == 12
+        summary = json.loads((place / "mine/summary.json").read_text())
+        assert (summary["status"], summary["eval"]) == ("completed", {"loss": 0.25})
+        assert summary["mlflow"] is not None
 
     @pytest.mark.parametrize(
         ("given", "why"),

@@ -69,6 +69,8 @@ def refuse_unknown(words: Sequence[str]) -> None:
 def _meant(word: str) -> str | None:
     """The option that a word stands for; it may be cut short as long as it can be no other."""
     word = word.partition("=")[0]
+    if not word.startswith("-"):
+        return None
     if not word.startswith("--"):
         return next((name for name, short in _KNOWN.items() if word == short), None)
     found = [name for name in _KNOWN if name.startswith(word)]

@@ -41,7 +41,7 @@ def place(run_dir: str | Path | None, world: World, goes_on: bool = False, track
         if tracking:
             raise unusable("tracking", "needs a run_dir: what MLflow is to show is written there first")
         return Place(IncidentBook(None))
-    asked = _tracking(tracking, Path(run_dir).absolute())
+    asked = world.on_main(lambda: _tracking(tracking, Path(run_dir).absolute()))  # all gather what rank 0 then tells
     locks: list[DirectoryLock] = []
     claimed = _locked if goes_on else _claimed
     path = world.on_main(lambda: claimed(Path(run_dir).absolute(), locks))

@@ -19,7 +19,7 @@ from resilient_train.record.journal import JOURNAL, read
 _OURS = "config.yaml"
 _LAUNCH = ".launch"
 CHECKPOINTS = "checkpoints"  # its name in a run directory
-_OF_A_START = (_OURS, "train.log", JOURNAL, "incidents.jsonl", "progress", "summary.json", LOCK)  # the lock last
+_OF_A_START = (_OURS, "train.log", JOURNAL, "incidents.jsonl", "progress", "summary.json", _LAUNCH, LOCK)  # it last
 
 
 @dataclass
@@ -57,7 +57,10 @@ class RunDirectory:
             return False
 
     def take_away(self) -> None:
-        """Leave nothing of a start that came to nothing, but for what somebody else has put there."""
+        """Leave nothing of a start that came to nothing; all of it where there is more, which nobody could explain."""
+        with contextlib.suppress(OSError):
+            if set(os.listdir(self.path)) - set(_OF_A_START):
+                return
         for name in _OF_A_START:
             with contextlib.suppress(OSError):
                 remove(self.path / name)

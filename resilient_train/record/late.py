@@ -22,10 +22,10 @@ _OURS = ("n", "at", "crc")  # of an entry, whatever it tells
 def is_late(run_dir: Path) -> bool:
     """Say whether nobody writes an outbox while the run is at work, but we afterwards."""
     try:
-        began = next((one for one, _ in entries(run_dir / OUTBOX) if one is not None and one["kind"] == BEGAN), None)
+        began = [one for one, _ in entries(run_dir / OUTBOX) if one is not None and one["kind"] == BEGAN]
     except OSError:
         return is_run(run_dir)
-    return began is not None and began.get("late") is True
+    return bool(began) and began[-1].get("late") is True  # the newest process may have written one, as it trained
 
 
 def catch_up(run_dir: Path, tracking_uri: str, experiment: str) -> None:

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -28,6 +28,7 @@ __all__ = ["NullTracker", "OutboxTracker", "TrackedRun", "Tracker", "TrackingCon
 EXPERIMENT = "resilient_train"  # that a loop of somebody's own is filed under, as conf/tracking has it for runs of ours
 
 _WRITE_WITHIN_S = 10.0  # at the end, what is still on its way to a disk
+_SILENCE_S = 1.0  # at most, where a person waits
 _END_WITHIN_S = 2.0  # once it was killed
 _MOST_WORDS, _LONGEST_LINE = 300, 10_000  # characters of its last words, and of a line that is read at a time
 _AGAIN_S, _AGAIN_AT_MOST_S = 5.0, 300.0  # between the processes that deliver, where one has died
@@ -131,9 +132,15 @@ class OutboxTracker:
         self._is_finished = True
         self.begin()
         self._outbox.put(ENDED, status=status)
-        is_written = self._outbox.close(_WRITE_WITHIN_S)
         assert self._courier is not None
-        trouble = self._courier.end(self._config.drain_s)
+        is_written = True
+        try:
+            with self._explained():
+                is_written = self._outbox.close(_WRITE_WITHIN_S)
+                trouble = self._courier.end(self._config.drain_s)
+        except KeyboardInterrupt:
+            self._courier.end(0.0)
+            trouble = "interrupted"
         if trouble is not None:
             left = left_in(self._directory)
             what = f"{left:,} entries of {OUTBOX} are left" if left else "what it shows of the run is not complete"
@@ -147,6 +154,18 @@ class OutboxTracker:
 
     def drop(self) -> None:
         self._outbox.close(_WRITE_WITHIN_S)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Tell a person who waits for it what it is, and that it may be left."""
+        why = "delivering to MLflow, for up to %g s (tracking.drain_s); Ctrl-C leaves the rest to resilient_train.sync"
+        explaining = threading.Timer(_SILENCE_S, _log.info, (why, self._config.drain_s))
+        explaining.daemon = True
+        explaining.start()
+        try:
+            yield
+        finally:
+            explaining.cancel()
 
     def _met(self, run: TrackedRun) -> None:
         self.run = run

@@ -80,7 +80,7 @@ def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:
 def _where(story: Story) -> str:
     if story.is_complete:
         return counted(story.step, "step")
-    was_left = story.summary is not None and story.summary.get("status") == "ended"  # by its program, in order
+    was_left = story.summary is not None and story.summary.get("status") == "ended"  # by its program, without a word
     at = f"at step {story.step:,}" + (f" of {story.steps:,}" if story.steps is not None else "")
     return f"left {at}" if was_left else at
 
