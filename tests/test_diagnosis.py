@@ -390,7 +390,7 @@ def test_the_story_can_be_read_afterwards(
     trained(program, rows, breaks="root", steps=60, run_dir=tmp_path / "run")
     assert incidents.main([str(tmp_path / "run")]) == 0
     told = capsys.readouterr().out
-    assert told.startswith("Recovered so far: ")
+    assert told.startswith("Recovered: 60 steps; ")
     rows = [line.split(None, 1) for line in told.splitlines()]
     source = Path(str(program.__file__)).read_text().splitlines()[line("root") - 1].strip()
     for row in (

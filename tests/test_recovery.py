@@ -201,7 +201,7 @@ def test_a_run_that_cannot_be_saved_ends_soon_and_keeps_its_last_good_state(
     for name, weight in run.model.named_parameters():
         assert torch.equal(on_disk[name], weight)
         assert bool(weight.isfinite().all())
-    farewell = caplog.records[-1].getMessage()
+    (farewell,) = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
     for words in ("gave up at step", "nonfinite_loss", "what to try next", str(kept)):
         assert words in farewell
     lines = [json.loads(line) for line in (tmp_path / "incidents.jsonl").read_text().splitlines()]
