@@ -7,7 +7,7 @@ from resilient_train.events import Anomaly, Cause, Diagnosis, Signal
 _PROCESS_SIGNALS = {
     Signal.OUT_OF_MEMORY: "Use a smaller batch with more accumulation, or activation checkpointing.",
     Signal.HANG: "Look in train.log for where each rank stood: often one of them waits for data or for a collective.",
-    Signal.CRASH: "Look at the last lines of the process that died: in train.log, or where a shell or a scheduler kept them.",
+    Signal.CRASH: "Look at the last lines of the process that died: in train.log, or where a scheduler kept them.",
     Signal.DISK_FULL: "Make room on the disk of the run directory, or keep fewer checkpoints.",
     Signal.CHECKPOINT_DAMAGED: "Check the disk: a file is not what was written.",
 }
