@@ -43,6 +43,12 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
+def warnings_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """What a slow machine is told of its waiting is no part of what is looked at here."""
+    caplog.set_level(logging.WARNING, "resilient_train")
+
+
+@pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what the machine says of a store."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
