@@ -43,15 +43,23 @@ class Durable:
         self.progress = Progress(directory)
         self._store = Store(directory) if directory is not None else None
         self._writer: Writer | None = None
+
+        def reference() -> int | None:
+            held = ward.panel.probation.reference
+            return held.step if held is not None else None
+
+        writer = partial(Writer, keep=config.keep, keep_every=config.keep_every, reference=reference)
         if self._store is not None:
-            self._writer = Writer(self._store, keep=config.keep, keep_every=config.keep_every)
+            self._writer = writer(self._store)
         self._lasting = frozenset(ward.state.model.state_dict(keep_vars=True))  # a user's hooks may take their time
         self._best = Best(directory) if directory is not None else None
         self._is_spread = ward.state.is_spread  # over ranks, so that each of them writes its share
         self._together: Store | None = None  # where ranks write theirs
         if self._is_spread and (common := ward.world.on_main(lambda: directory)) is not None:
             self._together = self._store or Store(common)
-            self._writer = self._writer or Writer(self._together, keep=config.keep, keep_every=config.keep_every)
+            self._writer = self._writer or Writer(
+                self._together, keep=config.keep, keep_every=config.keep_every, reference=reference
+            )
         self.samples = 0  # of an update, if the run began with another number of processes
         self._label = ward.world.on_main(lambda: uuid4().hex[:12]) if self._is_spread else ""
         self._given_up = threading.Event()  # of ranks that write along, perhaps because they have died

@@ -29,6 +29,7 @@ class Signal(StrEnum):
     DISK_FULL = "disk_full"
     CHECKPOINT_DAMAGED = "checkpoint_damaged"
     RANK_MISMATCH = "rank_mismatch"
+    NOT_RECOVERED = "not_recovered"
 
 
 class Cause(StrEnum):
@@ -38,6 +39,7 @@ class Cause(StrEnum):
     OPERATION = "operation"
     OVERFLOW = "overflow"
     EXPLOSION = "explosion"
+    RATE = "rate"
     OPTIMIZER = "optimizer"
     CORRUPTION = "corruption"
     TRANSIENT = "transient"
@@ -50,6 +52,7 @@ class Outcome(StrEnum):
 
     RECOVERED = "recovered"
     RECURRED = "recurred"
+    UNRECOVERED = "unrecovered"  # the loss did not come back to where it was
     GAVE_UP = "gave_up"
 
 
@@ -71,6 +74,7 @@ class Vitals(NamedTuple):
     stop_asked: bool = False  # on some rank: all stop together
     any_busy: bool = False  # on some rank a checkpoint is being written
     alike: bool = True  # all ranks have decided alike until it
+    pace: float = 0.0  # the learning rate it was made with, as a multiple of the configured one; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +149,4 @@ class Incident:
     steps_lost: int = 0
     seconds: float = 0.0
     outcome: Outcome | None = None  # None while it is open
+    trace: int = 0  # digest of the updates since the last rewind: two attempts with the same one were the same

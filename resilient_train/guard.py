@@ -340,10 +340,14 @@ class Guard:
     def close(self) -> None:
         """End a run before its last step: hear the last verdict, close what has healed, let go of worker processes."""
         self._put_back_batch()
+        error = sys.exc_info()[1]
         if self.settle() and self._examination.now() is None:
-            self._treatment.finish()
+            if error is None and self._treatment.has_to_return():
+                error = self._treatment.return_unrecovered()
+            else:
+                self._treatment.finish()
         self.ended()
-        self.chronicle.closed(sys.exc_info()[1])
+        self.chronicle.closed(error)
         self.let_go()
 
     def let_go(self) -> None:
@@ -464,7 +468,12 @@ class Guard:
             return False
         if self.attempted_step < steps:
             return True
-        if self.settle() and self.clock.step >= steps and (anomaly := self._examination.now()) is not None:
+        if not (self.settle() and self.clock.step >= steps):
+            return self.clock.step < steps
+        anomaly = self._examination.now()
+        if anomaly is None and self.newest is not None and self._treatment.has_to_return():
+            anomaly = self._panel.not_recovered(self.newest)
+        if anomaly is not None:
             place = self.samples.position
             update = self._newest_begun.update if self._newest_begun else Update(place, place, [])
             self._treatment.treat(anomaly, update, began=self._treatment.update_began)
@@ -585,6 +594,7 @@ class Guard:
             flight.limits,
             has_scale=self._updater.scaler is not None,
             is_busy=flight.attempt.is_busy,
+            pace=flight.attempt.pace,
             by_rank=flight.attempt.told,
         )
         if not vitals.alike:
@@ -642,14 +652,15 @@ class Guard:
     def _healthy(self, flight: _InFlight, vitals: Vitals) -> None:
         self._backups.let_go(flight.begun.backup)
         if vitals.accepted:
-            self._treatment.healthy()
+            self._treatment.healthy(vitals.pace)
             place = self.chronicle.place
             if place.directory is not None and self.clock.step % REPORT_EVERY == 0:
                 self.chronicle.went_on(self.report() if place.tracking is not None else None)
             if flight.held is not None:
                 flight.held.remedies = self._treatment.remedies()
             scanned, after = self._scans.clean_step, self._verify_after
-            self._ring.verify(healthy_until=self.clock.step, scanned_until=scanned, after=after)
+            is_back = self._panel.probation.allows_proof(self.clock.step)
+            self._ring.verify(healthy_until=self.clock.step, scanned_until=scanned, after=after, is_back=is_back)
             self._durable.verified(any_busy=vitals.any_busy)
         if vitals.accepted and self.clock.step == 1 and not self._described:
             self._described = True

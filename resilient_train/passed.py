@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from statistics import median
 from typing import NamedTuple
+from zlib import crc32
 
 from resilient_train.events import Anomaly, Vitals
 
 _KEPT = 10_000
 _REMEMBERED = 2048  # in a checkpoint: further back than a ring of snapshots goes
 _TREND = 32  # accepted updates
+_LATELY, _EARLIER = 64, 8  # steps in which a rise of the rate may be behind trouble, and updates to rise above
+_LEAP, _RISES = 2.0, 1.1  # times the highest rate before: a leap, and the beginning of a rise
 _RECENT = 50  # accepted losses that the final one is the median of
 
 
@@ -25,6 +29,16 @@ class Passed(NamedTuple):
     accepted: bool
     loss: float
     norm: float
+    pace: float = 0.0  # its learning rate, as a multiple of the configured one
+
+
+class Leap(NamedTuple):
+    """A learning rate that rose far above what it was."""
+
+    step: int  # the first update that was made with it
+    factor: float
+    usual: float  # what it was before, as a multiple of the configured one
+    is_sudden: bool
 
 
 class PassedUpdates:
@@ -36,7 +50,8 @@ class PassedUpdates:
     def add(self, vitals: Vitals) -> None:
         """Note one."""
         accepted, step = vitals.accepted, vitals.step + (not vitals.accepted)
-        self._passed.append(Passed(step, vitals.start, vitals.stop, accepted, vitals.loss, vitals.grad_norm))
+        seen = vitals.loss, vitals.grad_norm, vitals.pace
+        self._passed.append(Passed(step, vitals.start, vitals.stop, accepted, *seen))
 
     def rewound(self, step: int) -> None:
         """Forget what came after a step."""
@@ -55,6 +70,28 @@ class PassedUpdates:
         """Losses and gradient norms of the last accepted updates, and of the one that was not."""
         lately = [*[one for one in self._passed if one.accepted][-_TREND:], self._passed[-1]]
         return [one.loss for one in lately], [one.norm for one in lately]
+
+    def leap(self, since: int) -> Leap | None:
+        """Say how far the learning rate rose lately, within a few steps or since the newest step that is trusted."""
+        known = [one for one in self._passed if one.pace > 0]
+        if len(known) <= _EARLIER:
+            return None
+        newest, highest = known[-1].step, 0.0
+        for place, one in enumerate(known):
+            is_lately = newest - one.step < _LATELY and place >= _EARLIER
+            if is_lately and one.pace >= _LEAP * highest:
+                return Leap(one.step, max(other.pace for other in known[place:]) / highest, highest, True)
+            highest = max(highest, one.pace)
+        trusted = max((one.pace for one in known if one.step <= since), default=0.0)
+        first = next((one.step for one in known if one.step > since and one.pace > trusted * _RISES), None)
+        if sum(one.step <= since for one in known) < _EARLIER or highest < _LEAP * trusted or first is None:
+            return None
+        return Leap(first, highest / trusted, trusted, False)
+
+    def trace(self, step: int) -> int:
+        """Digest what was measured after a step: two ways with the same digest were the same to the last digit."""
+        cells = [cell for one in self._passed if one.step > step for cell in (one.step, one.loss, one.norm)]
+        return crc32(array("d", cells).tobytes())
 
     @property
     def recent_loss(self) -> float | None:
@@ -76,5 +113,6 @@ class PassedUpdates:
     def recall(self, passed: Iterable[Sequence[float]]) -> None:
         """Remember what an earlier process did."""
         self._passed.clear()
-        for step, start, stop, accepted, loss, norm in passed:
-            self._passed.append(Passed(int(step), int(start), int(stop), bool(accepted), float(loss), float(norm)))
+        for step, start, stop, accepted, *seen in passed:
+            loss, norm, pace = (*map(float, seen), 0.0)[:3]
+            self._passed.append(Passed(int(step), int(start), int(stop), bool(accepted), loss, norm, pace))

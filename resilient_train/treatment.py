@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from resilient_train.data.samples import Update
@@ -15,7 +15,7 @@ from resilient_train.diagnose.verdict import on_failed
 from resilient_train.errors import GaveUp, RanksDiffer, TrainError, in_one_line
 from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.numerics.armor import Armor, CannotArmor, Plate
-from resilient_train.passed import PassedUpdates
+from resilient_train.passed import Leap, PassedUpdates
 from resilient_train.ranks.majority import named, odd_ones
 from resilient_train.record.console import log
 from resilient_train.record.incidents import IncidentBook, farewell, outcome_told, told
@@ -23,7 +23,7 @@ from resilient_train.record.phases import DECIDE, DIAGNOSE, REMEDY, REWIND, Phas
 from resilient_train.record.quarantine import Quarantine
 from resilient_train.record.surroundings import Surroundings
 from resilient_train.recover import digest
-from resilient_train.recover.causes import by_signal
+from resilient_train.recover.causes import by_rate, by_signal
 from resilient_train.recover.decide import decide
 from resilient_train.recover.history import History, kind_of
 from resilient_train.recover.knobs import Knobs
@@ -31,6 +31,7 @@ from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import Applicable, PutOnArmor, passes_over, remedy
 from resilient_train.state.ring import Held
 from resilient_train.ward import OnDisk, Ward
+from resilient_train.watch.reference import Standing
 
 _KNOWN_AFTER, _KNOWN_FOR = 2, 50  # incidents and updates: the like of the last two needs no search
 _BEGINNING = 16  # accepted updates: what breaks so soon was wrong from the start
@@ -74,6 +75,7 @@ class Treatment:
         self.ends_with: Callable[[TrainError], None] = lambda error: None  # told before it is raised
         self.micro_batch: int | None = None  # rows that memory was found to have room for
         self._rewound: int | None = None
+        self._trace = 0  # of the updates that the rewind has taken back
         self._decisions: int | None = None  # their digest; None since something was decided
 
     def digest(self, start: int) -> int:
@@ -94,11 +96,17 @@ class Treatment:
         self.passed.add(vitals)
         self.surroundings.heard(vitals)
 
-    def healthy(self) -> None:
-        """Note that an update landed without trouble."""
-        self.knobs.advance()
+    def healthy(self, pace: float) -> None:
+        """Note that an update landed without trouble, with a rate of `pace` times the configured one."""
+        panel = self.ward.panel
+        self.knobs.advance(pace, may_relax=panel.probation.allows_proof(self.ward.clock.step))
         self.book.went_on()
-        self._close(self.history.accepted(), self.history.recovered_after)
+        was_held = self.book.remedies is not None and self.book.remedies.get("reference") is not None
+        is_held = panel.probation.is_open
+        self._close(self.history.accepted(self.ward.clock.step, is_held=is_held), self.history.recovered_after)
+        if was_held and not is_held:
+            self.ward.ring.unpin()
+            self.book.in_force(self.remedies())
 
     def treat(
         self, anomaly: Anomaly, update: Update, refused: Refused | None = None, *, began: float | None = None
@@ -110,21 +118,34 @@ class Treatment:
         phases = Phases(began)
         started, before, ward = time.perf_counter(), self.ward.clock.step, self.ward
         self._decisions = None
-        self._anomaly, self._rewound = anomaly, None
+        leap = self.passed.leap(anomaly.since)
+        self._anomaly = anomaly = _since_leap(anomaly, leap)
+        self._rewound, self._trace = None, 0
         self._blamed = self.passed.first_to_blame(anomaly, update.start), update.stop
         ward.ring.distrust(anomaly.since)
         if self.on_disk is not None and anomaly.landed:  # before a diagnosis, in which the process may end
             self.on_disk.distrust(anomaly.since)
         ward.updater.usual_norm = ward.panel.usual_norm or ward.updater.usual_norm
         self._diagnosis = diagnosis = self._diagnosed(anomaly, update, refused)
+        if leap is not None and _may_be_the_rate(anomaly, diagnosis):
+            self._diagnosis = diagnosis = by_rate(leap.factor, leap.step, is_sudden=leap.is_sudden)
+        else:
+            leap = None
         if not anomaly.ranks:  # gradients are on every rank alike once they were averaged: a replay tells more
-            self._anomaly = anomaly = dataclasses.replace(anomaly, ranks=diagnosis.ranks)
+            self._anomaly = anomaly = replace(anomaly, ranks=diagnosis.ranks)
         phases.ended(DIAGNOSE)
+        if anomaly.landed and diagnosis.cause is not Cause.CORRUPTION:
+            ward.panel.hold(anomaly.since, anomaly.step)
+        history = self.history.of_training
+        last = history[-1].rewound_to if history else None
         decision = decide(
-            *(self.policy, anomaly, diagnosis, self.history.of_training, ward.clock.tick),
-            self._applicable(anomaly, diagnosis),
+            *(self.policy, anomaly, diagnosis, history, ward.clock.tick),
+            replace(self._applicable(anomaly, diagnosis), usual_rate=leap.usual if leap else 0.0),
+            trace=self.passed.trace(last) if last is not None else 0,
         )
-        incident, closed = self.history.open(anomaly, diagnosis, decision)
+        self._hold(anomaly, diagnosis, decision)
+        is_off = ward.panel.probation.is_open
+        incident, closed = self.history.open(anomaly, diagnosis, decision, is_off=is_off)
         self._close(closed)
         self.book.opened(incident)
         phases.ended(DECIDE)
@@ -139,14 +160,13 @@ class Treatment:
         if self.on_disk is not None and self._rewound is not None:
             self.on_disk.rewound(self._rewound)
         if self._rewound is not None:
-            self.history.undone(before - ward.clock.step)
-            as_before = self.knobs.values.lr == 1.0
-            ward.panel.rewound(self._rewound, anomaly.since, comparable=as_before)
-        incident = dataclasses.replace(
+            ward.panel.rewound(self._rewound, anomaly.since)
+        incident = replace(
             incident,
             rewound_to=self._rewound,
             steps_lost=before - ward.clock.step + (refused is not None),
             seconds=time.perf_counter() - started,
+            trace=self._trace,
         )
         phases.lasted()
         self.history.treated(incident)
@@ -154,6 +174,17 @@ class Treatment:
         self.book.in_force(self.remedies())
         self.surroundings.treated(incident)
         log.warning("%s", told(incident))
+
+    def _hold(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> None:
+        """Measure the run against where it stood from now on, and keep that state, where damage has to be undone."""
+        panel, actions = self.ward.panel, decision.actions
+        rewinds = any(action.remedy == "rewind" for action in actions)
+        if diagnosis.cause is Cause.CORRUPTION and (rewinds or decision.gave_up):
+            return  # a rewind makes the same updates again, to the last bit
+        if anomaly.landed or rewinds:
+            panel.hold(anomaly.since, anomaly.step, is_only_reported=bool(actions) and passes_over(actions))
+            if panel.probation.is_open:
+                self.ward.ring.pin(anomaly.since)
 
     def ranks_differ(self, digests: Sequence[float], *, began: float | None = None) -> NoReturn:
         """End the run on all ranks, as they did not decide alike: what they would do together now may wait for ever.
@@ -191,7 +222,7 @@ class Treatment:
         open_ones = (one for one in reversed(self.history.incidents) if one.outcome is None)
         incident = next((one for one in open_ones if one.anomaly.signal is Signal.RANK_MISMATCH), None)
         if incident is not None:
-            incident = dataclasses.replace(incident, anomaly=dataclasses.replace(incident.anomaly, ranks=ranks))
+            incident = replace(incident, anomaly=replace(incident.anomaly, ranks=ranks))
             self.history.treated(incident)
             self.book.treated(incident)
             log.info("incident %d began on %s: the others came to the same weights again", incident.id, named(ranks))
@@ -206,11 +237,11 @@ class Treatment:
         phases = Phases(self.update_began if trouble.signal in _IN_UPDATE else None)
         anomaly = Anomaly(trouble.signal, trouble.step, tick, trouble.since, trouble.evidence, ranks=trouble.ranks)
         known = by_signal(anomaly)
-        diagnosis = dataclasses.replace(known, advice=trouble.advice or known.advice, rows=trouble.rows)
+        diagnosis = replace(known, advice=trouble.advice or known.advice, rows=trouble.rows)
         incident, closed = self.history.open(anomaly, diagnosis, Decision((Action(trouble.remedy),)))
         self._close(closed)
         self.book.opened(incident)
-        incident = dataclasses.replace(incident, rewound_to=trouble.rewound_to, steps_lost=trouble.steps_lost)
+        incident = replace(incident, rewound_to=trouble.rewound_to, steps_lost=trouble.steps_lost)
         self.history.treated(incident)
         self.book.treated(incident, phases.timed)
         self.surroundings.treated(incident)
@@ -233,7 +264,7 @@ class Treatment:
             "mends_eps": self.ward.updater.mends_eps,
             "micro_batch": self.micro_batch,
             "usual_norm": self.ward.updater.usual_norm,
-            "open": {str(number): healthy for number, healthy in self.history.healthy_since().items()},
+            "reference": self.ward.panel.probation.memory(),
         }
 
     def know(self, incidents: Iterable[Incident]) -> None:
@@ -256,7 +287,7 @@ class Treatment:
             self.ward.updater.mends_eps = remedies["mends_eps"] is True
             self.ward.updater.usual_norm = None if usual is None else float(usual)
             self._recall_rows(frozenset(map(int, remedies["quarantined"])))
-            self.history.was_healthy({int(number): int(since) for number, since in remedies["open"].items()})
+            self.ward.panel.probation.recall(remedies["reference"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the remedies in force cannot be read: {in_one_line(error)}") from error
         for plate in plates:
@@ -309,8 +340,43 @@ class Treatment:
         self._armor.take_off()
 
     def finish(self) -> None:
-        """The run ended healthy: whatever is open has recovered."""
-        self._close(self.history.finish())
+        """The run has come to its end: what is open has recovered where the loss is back, or none was to come back."""
+        is_back = self.is_back()
+        self._close(self.history.finish(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED))
+        if is_back and self.ward.panel.probation.is_open:
+            self.ward.panel.probation.end()
+            self.book.in_force(self.remedies())
+
+    def is_back(self) -> bool:
+        """Say whether the loss is where it was before the last damage, as far as the losses since tell."""
+        probation = self.ward.panel.probation
+        return not probation.is_open or probation.final(self.ward.clock.step) is Standing.BACK
+
+    def has_to_return(self) -> bool:
+        """Say whether the run, should it end now, has to end on the state that it is measured against.
+
+        Not where the policy only reports what landed.
+        """
+        return not self.is_back() and not self.ward.panel.is_only_reported
+
+    def return_unrecovered(self) -> GaveUp:
+        """End the run off its reference: back to the newest proven state, which is its result."""
+        reference = self.ward.panel.probation.reference
+        assert reference is not None
+        newest = max(self.history.open_ones, key=lambda one: one.id)
+        self._close(self.history.finish(Outcome.UNRECOVERED))
+        path, _ = self._restore_best(newest.anomaly.since)
+        why = f"the loss did not come back to {reference.level:.4g}, where it was at step {reference.step:,}"
+        return GaveUp(f"not recovered: {why}; the run returned to step {self.ward.clock.step:,}", path)
+
+    def _restore_best(self, since: int) -> tuple[Path | None, bool]:
+        """Go back to the best proven state, and leave it on disk; say where, and whether there was one."""
+        ward = self.ward
+        held = ward.ring.last_good(since)
+        if held is None:
+            return None, False
+        ward.ring.restore(held)
+        return (self.on_disk.leave(held) if self.on_disk is not None else None), True
 
     # What remedies may do.
 
@@ -333,6 +399,7 @@ class Treatment:
 
     def _arrived(self, step: int) -> None:
         """Take note of where a rewind has led."""
+        self._trace = self.passed.trace(step)
         self.passed.rewound(step)
         self._rewound = step
 
@@ -445,6 +512,7 @@ class Treatment:
             quarantined=len(self.quarantined.rows) - self.quarantined.given,
             armor=not anomaly.landed and all(ward.world.all_of(self._can_be_armored(diagnosis))),
             lost_eps=lost_eps(ward.updater.optimizers) is not None and not ward.updater.mends_eps,
+            off=ward.panel.off(),
         )
 
     def _snapshots(self, proven: Sequence[Held], since: int) -> int:
@@ -478,10 +546,8 @@ class Treatment:
         ward, book = self.ward, self.book
         book.closed(incident, phases.timed)
         self.surroundings.treated(incident)
-        held, path = ward.ring.last_good(incident.anomaly.since), None
-        if held is not None:
-            ward.ring.restore(held)
-            path = self.on_disk.leave(held) if self.on_disk is not None else None
+        path, is_back = self._restore_best(incident.anomaly.since)
+        if is_back:
             phases.ended(REWIND)
             book.came_after(incident.id, phases.timed[-1])
         if ward.world.is_main:  # every rank comes here, and one knows where the state was written
@@ -498,6 +564,24 @@ class Treatment:
                 log.info("%s", outcome_told(incident, healthy_steps))
 
 
+def _since_leap(anomaly: Anomaly, leap: Leap | None) -> Anomaly:
+    """What landed after the rate had risen is not to be trusted."""
+    if leap is None or anomaly.signal not in _OF_THE_RATE or leap.step > anomaly.since:
+        return anomaly
+    return replace(anomaly, since=max(0, leap.step - 1), landed=True)
+
+
+def _may_be_the_rate(anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
+    """Rows that are bad in themselves, and weights that no update changed, are so at any rate."""
+    has_rows = diagnosis.cause is Cause.DATA and bool(diagnosis.rows)
+    is_nonfinite_batch = anomaly.signal is Signal.NONFINITE_BATCH
+    return anomaly.signal in _OF_THE_RATE and not (has_rows or is_nonfinite_batch)
+
+
+_OF_THE_RATE = (
+    *(Signal.LOSS_SPIKE, Signal.GRAD_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED),
+    *(Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER),
+)
 _DIFFER = (
     "The ranks did not decide alike: look for code, data or settings that differ from rank to rank, such as another "
     "version of a file on another host, or a state that only some ranks change."

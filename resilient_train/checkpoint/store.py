@@ -181,13 +181,15 @@ class Store:
         newer = [one for one in self.usable() if one.manifest is not None and one.manifest.step > since]
         return [self.mark(one, DEMOTED) for one in newer]
 
-    def prune(self, keep: int, keep_every: int) -> None:
+    def prune(self, keep: int, keep_every: int, reference: int | None = None) -> None:
         """Let old ones go; what is not verified goes once something newer is. What cannot be removed stays."""
         entries = self.entries()
         verified = [one for one in entries if one.manifest is not None and one.manifest.kind == VERIFIED]
         if not verified:
             return
         kept = {one.path for one in verified[:keep]}
+        if reference is not None:  # the run is not back where it was there
+            kept |= {one.path for one in [one for one in verified if one.manifest_step <= reference][:1]}
         kept |= {one.path for one in verified if keep_every and one.manifest and not one.manifest.step % keep_every}
         kept |= {one.path for one in entries[: entries.index(verified[0])] if not one.damage and _is_candidate(one)}
         for one in entries:

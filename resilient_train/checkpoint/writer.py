@@ -53,8 +53,11 @@ class Outcome:
 class Writer:
     """Writes one checkpoint at a time, prunes behind it, and keeps away from a disk that fails for a while."""
 
-    def __init__(self, store: Store, *, keep: int, keep_every: int) -> None:
-        self._store, self._keep, self._keep_every = store, keep, keep_every
+    def __init__(
+        self, store: Store, *, keep: int, keep_every: int, reference: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """`reference` says which step the run is measured against, if it is: the checkpoint of that stays."""
+        self._store, self._keep, self._keep_every, self._reference = store, keep, keep_every, reference
         self._wanted = threading.Condition()
         self._job: Job | None = None
         self._outcomes: deque[Outcome] = deque()
@@ -136,6 +139,6 @@ class Writer:
             _log.error("%s %s: older checkpoints are kept", entry.path, why)
             return
         try:
-            self._store.prune(self._keep, self._keep_every)
+            self._store.prune(self._keep, self._keep_every, self._reference())
         except OSError as error:
             _log.error("older checkpoints could not be removed: %s", error.strerror or error)

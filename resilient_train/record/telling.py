@@ -29,6 +29,7 @@ _NOTICED = {
     Signal.DISK_FULL: "the disk is full",
     Signal.CHECKPOINT_DAMAGED: "a checkpoint is damaged",
     Signal.RANK_MISMATCH: "the ranks differ",
+    Signal.NOT_RECOVERED: "the loss is not back where it was",
 }
 
 _WORTH_TELLING_S = 0.005
@@ -65,6 +66,8 @@ def outcome_told(incident: Incident, healthy_steps: int | None = None) -> str:
             return f"{name} recovered"
         case Outcome.RECURRED:
             return f"{name} recurred: the same trouble is back, so what was done was not enough"
+        case Outcome.UNRECOVERED:
+            return f"{name} is unrecovered: the loss did not come back to where it was"
         case Outcome.GAVE_UP:
             return f"{name} could not be cured: {why_of(incident)}"
     return f"{name} is open: it counts as recovered once the run has stayed healthy"
@@ -124,7 +127,7 @@ def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
 
 
 def status_of(incidents: Sequence[Incident], summary: Any = None) -> str:
-    """Say in one word how a run fares: clean, recovered, recovering, gave_up, preempted, failed.
+    """Say in one word how a run fares: clean, recovered, recovering, unrecovered, gave_up, preempted, failed.
 
     `summary` is what its last end wrote, null while it is at work.
     """
@@ -135,6 +138,8 @@ def status_of(incidents: Sequence[Incident], summary: Any = None) -> str:
         return "clean"
     if incidents[-1].outcome is Outcome.GAVE_UP:
         return "gave_up"
+    if any(incident.outcome is Outcome.UNRECOVERED for incident in incidents):
+        return "unrecovered"
     return "recovering" if any(incident.outcome is None for incident in incidents) else "recovered"
 
 
@@ -277,6 +282,7 @@ def _skipped(settings: Settings) -> str:
 _WORDS: dict[str, Callable[[Settings], str]] = {
     "skip": _skipped,
     "lower_lr": _turned("learning rate", "lowered"),
+    "limit_lr": lambda settings: f"learning rate at most x{_amount(settings.pop('to', 0))} of the configured one",
     "tighten_clip": _turned("gradient clip", "tightened"),
     "raise_eps": _turned("epsilon", "raised"),
     "reset_moments": lambda settings: "reset the optimizer's moments",

@@ -69,6 +69,11 @@ _BY_SIGNAL: dict[Signal, tuple[Cause, str]] = {
         "The ranks hold different weights: if it returns, suspect the hardware of those that are named, or code that "
         "changes weights on some ranks only; if they are to differ, turn checks.replicas off.",
     ),
+    Signal.NOT_RECOVERED: (
+        Cause.EXPLOSION,
+        "Training is quiet again, but the loss is not back where it was: lower the learning rate, warm up longer, or "
+        "clip tighter; a change that was made on purpose is declared with checks.expect.",
+    ),
     **{signal: (Cause.PROCESS, advice) for signal, advice in _PROCESS_SIGNALS.items()},
 }
 
@@ -81,6 +86,16 @@ _SPIKE_REFUSED = (
     "One loss was far above anything recent: look at the rows of that batch; if many follow, the learning rate is too "
     "high.",
 )
+
+
+def by_rate(factor: float, step: int, *, is_sudden: bool) -> Diagnosis:
+    """Return the cause of what follows on a learning rate that rose."""
+    since = f"{'at' if is_sudden else 'since'} step {step:,}"
+    return Diagnosis(
+        Cause.RATE,
+        f"The learning rate rose x{factor:.3g} {since}, by the schedule: look at its settings there; the samples are "
+        "not to blame.",
+    )
 
 
 def by_signal(anomaly: Anomaly) -> Diagnosis:

@@ -7,15 +7,25 @@ from dataclasses import replace
 
 from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident
 from resilient_train.recover.policy import Budget, Policy, Rung
+from resilient_train.recover.prescription import Prescribed
 from resilient_train.recover.remedies import Applicable, Case, Quarantine, passes_over
+
+_PASSING = (Cause.CORRUPTION, Cause.DATA, Cause.TRANSIENT)  # they come from outside of the training
 
 
 def decide(
-    policy: Policy, anomaly: Anomaly, diagnosis: Diagnosis, history: Sequence[Incident], tick: int, can: Applicable
+    policy: Policy,
+    anomaly: Anomaly,
+    diagnosis: Diagnosis,
+    history: Sequence[Incident],
+    tick: int,
+    can: Applicable,
+    trace: int = 0,
 ) -> Decision:
     """Take the first rung of the cause's ladder that applies and has strikes left, if the budget allows it.
 
     `history` holds the incidents before this one. A run that gave up and was taken up again starts with a clean slate.
+    `trace` is of the updates since the last rewind: a rung whose attempt came to the same as an earlier one is spent.
     """
     cause = diagnosis.cause
     if not (ladder := policy.ladder(cause)):
@@ -29,6 +39,9 @@ def decide(
         if not (actions := _applicable(rung, case)):
             continue
         allowed, strikes = policy.strikes_of(rung, cause), _strikes(policy, rung, place, case, history, tick)
+        if _came_to_the_same(place, cause, trace, history):
+            spent += 1
+            continue
         if rung.at_start and not (can.at_start or strikes):
             continue
         if strikes < allowed:
@@ -45,24 +58,47 @@ def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
     """What of a rung makes sense here."""
     rewinds = any(one.action.remedy == "rewind" and one.remedy.applies(case) for one in rung.remedies)
     beside = replace(case, rewinds=rewinds)
-    return tuple(one.action for one in rung.remedies if one.remedy.applies(beside))
+    applying = [one for one in rung.remedies if one.remedy.applies(beside)]
+    return tuple(_settled(one, beside) for one in applying)
+
+
+def _settled(prescribed: Prescribed, case: Case) -> Action:
+    """An action with the settings that follow from the case."""
+    action, settle = prescribed.action, getattr(prescribed.remedy, "settled", None)  # one of a user's own may have none
+    return replace(action, settings={**action.settings, **settle(case)}) if settle is not None else action
+
+
+def _came_to_the_same(place: int, cause: Cause, trace: int, history: Sequence[Incident]) -> bool:
+    """Whether the last attempt was of this rung, and the way it led was the same to the last digit as an earlier one.
+
+    Knobs, data and weights were the same then, so that the next one would be as well.
+    """
+    last, *before = [*_taken_up(history), None]
+    if not trace or last is None or last.rewound_to is None:
+        return False
+    if last.diagnosis.cause != cause or last.decision.rung != place:
+        return False
+    return any(one is not None and one.trace == trace for one in (last, *before))
 
 
 def _strikes(policy: Policy, rung: Rung, place: int, case: Case, history: Sequence[Incident], tick: int) -> int:
     """How many incidents a rung has met that are not forgiven."""
     cause = case.diagnosis.cause
     if rung.within is None:
-        return _unforgiven(policy.forgive_after, place, cause, case.anomaly.step, history)
+        return _unforgiven(policy.forgive_after, place, cause, case.anomaly.step, case.anomaly.since, history)
     recent = _recent(tick - rung.within, history)
     return sum(one.diagnosis.cause == cause and one.decision.rung == place for one in recent)
 
 
-def _unforgiven(forgive_after: int, place: int, cause: Cause, step: int, history: Sequence[Incident]) -> int:
+def _unforgiven(
+    forgive_after: int, place: int, cause: Cause, step: int, since: int, history: Sequence[Incident]
+) -> int:
     """Count the incidents of a rung since the cause was last forgiven.
 
     It is forgiven where the run gets well beyond the farthest step of its incidents; of those that lower rungs merely
     passed over, none counts. In steps, which rewinds take back: who comes to the same place again and again has not
-    got beyond it, however many ticks that takes.
+    got beyond it, however many ticks that takes. A cause that comes from outside is forgiven as soon as the run is
+    good beyond them: what was done worked, and the next one is another.
     """
     count, reached = 0, None
     for incident in list(_taken_up(history))[::-1]:
@@ -71,8 +107,12 @@ def _unforgiven(forgive_after: int, place: int, cause: Cause, step: int, history
             continue
         if reached is not None and incident.anomaly.step - reached >= forgive_after:
             count = 0
+        if reached is not None and cause in _PASSING and incident.anomaly.since >= reached:
+            count = 0
         reached = max(reached or 0, incident.anomaly.step)
         count += decided.rung == place
+    if reached is not None and cause in _PASSING and since >= reached:
+        return 0
     return 0 if reached is not None and step - reached >= forgive_after else count
 
 
@@ -87,12 +127,22 @@ def _over_budget(
             spent = _count(budget.refused, "refused update")
             return f"the budget of {spent} within {_count(budget.window, 'update')} is used up"
         return None
-    if sum(not passes_over(one.decision.actions) for one in recent) >= budget.incidents:
+    if sum(not passes_over(one.decision.actions) and not _worked(one, anomaly, history) for one in recent) >= (
+        budget.incidents
+    ):
         spent = _count(budget.incidents, "incident")
         return f"the budget of {spent} within {_count(budget.window, 'update')} is used up"
     if sum(not passes_over(one.decision.actions) for one in _taken_up(history)) >= budget.run:
         return f"the budget of {_count(budget.run, 'incident')} in a run is used up"
     return None
+
+
+def _worked(incident: Incident, anomaly: Anomaly, history: Sequence[Incident]) -> bool:
+    """Whether a cause from outside was dealt with: the run was good beyond its place since."""
+    if incident.diagnosis.cause not in _PASSING:
+        return False
+    later = [one.anomaly for one in history if one.id > incident.id]
+    return any(one.since >= incident.anomaly.step for one in (*later, anomaly))
 
 
 def _over_quarantine(budget: Budget, actions: Sequence[Action], diagnosis: Diagnosis, can: Applicable) -> str | None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from resilient_train.events import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome
+from resilient_train.events import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
 
 
 class History:
@@ -15,30 +15,38 @@ class History:
     def __init__(self, incidents: Iterable[Incident] = (), *, recovered_after: int) -> None:
         """Take up what was journalled: of several incidents with one id the last counts.
 
-        An incident that was open begins anew to wait for its `recovered_after` accepted updates.
+        An incident that was open goes on waiting for `recovered_after` steps beyond where the run had been.
         """
         self.recovered_after = recovered_after
         self.incidents: list[Incident] = list({incident.id: incident for incident in incidents}.values())
         self._places = {incident.id: place for place, incident in enumerate(self.incidents)}
         self.lasting: set[int] = set()  # incidents that are not over, however healthy updates are
-        self._accepted = 0  # updates that no rewind has undone
-        self._open = {incident.id: 0 for incident in self.incidents if incident.outcome is None}  # id -> accepted then
+        self._open = [incident.id for incident in self.incidents if incident.outcome is None]
 
-    def open(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> tuple[Incident, list[Incident]]:
+    @property
+    def open_ones(self) -> list[Incident]:
+        """Those whose outcome is not known yet."""
+        return [self.incidents[self._places[number]] for number in self._open]
+
+    def open(
+        self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False, trace: int = 0
+    ) -> tuple[Incident, list[Incident]]:
         """Add an incident; return it, and those whose outcome is known by it.
 
-        Where the decision is to give up, it is closed itself, and so is everything that was still open.
+        Where the decision is to give up, it is closed itself, and so is everything that was still open: where the loss
+        `is_off` from where it was, what left damage is unrecovered.
         """
-        before = [self.incidents[self._places[number]] for number in self._open]
+        before = self.open_ones
         same = [one for one in before if kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, diagnosis)]
         closed = [self._close(one, Outcome.RECURRED) for one in same]
         number = max(self._places, default=0) + 1
-        incident = Incident(number, anomaly, diagnosis, decision)
+        incident = Incident(number, anomaly, diagnosis, decision, trace=trace)
         if decision.gave_up is not None:
-            closed += [self._close(one, Outcome.GAVE_UP) for one in before if one not in same]
-            incident = dataclasses.replace(incident, outcome=Outcome.GAVE_UP)
+            rest = [one for one in before if one not in same]
+            closed += [self._close(one, _in_vain(one, is_off=is_off)) for one in rest]
+            incident = dataclasses.replace(incident, outcome=_in_vain(incident, is_off=is_off))
         else:
-            self._open[number] = self._accepted
+            self._open.append(number)
         self._places[number] = len(self.incidents)
         self.incidents.append(incident)
         return incident, closed
@@ -56,31 +64,25 @@ class History:
         """Note that the run ends by an incident, whatever becomes of others; return it."""
         return self._close(self.incidents[self._places[number]], Outcome.GAVE_UP)
 
-    def healthy_since(self) -> dict[int, int]:
-        """How many healthy updates each open incident has waited."""
-        return {number: self._accepted - then for number, then in self._open.items()}
+    def accepted(self, step: int, *, is_held: bool) -> Sequence[Incident]:
+        """Return the incidents that have recovered with the `step`-th accepted update, which was healthy.
 
-    def was_healthy(self, since: Mapping[int, int]) -> None:
-        """Let open incidents go on waiting where an earlier process has left them."""
-        self._accepted = max([self._accepted, *since.values()])
-        self._open = {number: self._accepted - since.get(number, 0) for number in self._open}
-
-    def accepted(self) -> Sequence[Incident]:
-        """Note an accepted and healthy update; return the incidents that have recovered by it."""
+        Each of them as the run is `recovered_after` steps beyond where it had been: a rewind takes steps back. While
+        the loss `is_held` against where it was before damage, only those recover that left none.
+        """
         if not self._open:
             return ()
-        self._accepted += 1
-        return self._recovered(self._accepted - self.recovered_after)
+        ripe = [one for one in self.open_ones if self._is_over(one, step) and not (is_held and left_damage(one))]
+        return [self._close(one, Outcome.RECOVERED) for one in ripe]
 
-    def undone(self, steps: int) -> None:
-        """Note that a rewind has undone accepted updates: an incident has to wait for others in their place."""
-        self._accepted = max(0, self._accepted - steps)
-        self._open = {number: min(then, self._accepted) for number, then in self._open.items()}
+    def _is_over(self, incident: Incident, step: int) -> bool:
+        reached = incident.anomaly.step - (not incident.anomaly.landed)
+        return step >= reached + self.recovered_after and incident.id not in self.lasting
 
-    def finish(self) -> Sequence[Incident]:
-        """Note that the run has ended healthy; return the incidents that have recovered by it."""
+    def finish(self, outcome: Outcome = Outcome.RECOVERED) -> Sequence[Incident]:
+        """Note that the run has ended; return all that were open: those that left damage have come to `outcome`."""
         self.lasting.clear()
-        return self._recovered(self._accepted)
+        return [self._close(one, outcome if left_damage(one) else Outcome.RECOVERED) for one in self.open_ones]
 
     def tally(self) -> dict[str, Any]:
         """Count them: `{"total", "recovered", "by_cause"}`."""
@@ -91,17 +93,28 @@ class History:
         recovered = sum(incident.outcome is Outcome.RECOVERED for incident in self.incidents)
         return {"total": len(self.incidents), "recovered": recovered, "by_cause": by_cause}
 
-    def _recovered(self, opened_until: int) -> list[Incident]:
-        ripe = [
-            number for number, opened in self._open.items() if opened <= opened_until and number not in self.lasting
-        ]
-        return [self._close(self.incidents[self._places[number]], Outcome.RECOVERED) for number in ripe]
-
     def _close(self, incident: Incident, outcome: Outcome) -> Incident:
-        del self._open[incident.id]
+        self._open.remove(incident.id)
         closed = dataclasses.replace(incident, outcome=outcome)
         self.treated(closed)
         return closed
+
+
+def left_damage(incident: Incident) -> bool:
+    """Whether an incident is over only when the loss is back: bad updates landed, and no rewind has made them again.
+
+    What was changed outside of an update is gone with a rewind.
+    """
+    if incident.diagnosis.cause is Cause.PROCESS:
+        return False
+    if incident.diagnosis.cause is Cause.CORRUPTION and incident.rewound_to is not None:
+        return False
+    return incident.anomaly.landed or incident.rewound_to is not None
+
+
+def _in_vain(incident: Incident, *, is_off: bool) -> Outcome:
+    was_off = incident.anomaly.signal is Signal.NOT_RECOVERED or (is_off and incident.decision.gave_up is None)
+    return Outcome.UNRECOVERED if was_off and left_damage(incident) else Outcome.GAVE_UP
 
 
 def kind_of(anomaly: Anomaly, diagnosis: Diagnosis) -> tuple[object, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ LONGEST_PATIENCE = 64  # times `relax_after`
 _LOOSEN = 2**0.5  # lr and clip are multiplied by it in one step of relaxing: two steps take back a halving
 _CLIMB = 2 ** (1 / 8)  # lr is multiplied by it in one step of regaining: eight of them double it
 _WRONG = 8  # times `relax_after` it takes at least where what was configured has never worked
+_MET = 0.999  # of the ceiling: the rate that was let through is at it
 _SINK = 10**0.5  # eps is divided by it: two steps take back a tenfold
 
 
@@ -24,6 +26,7 @@ class KnobValues:
     lr: float = 1.0  # factor of the scheduled rate, re-warming included
     clip: float = 1.0  # factor of the configured limits
     eps: float = 1.0  # factor of the configured epsilon
+    ceiling: float = math.inf  # of the rate, as a multiple of the configured one, whatever the schedule says
     higher_precision: bool = False  # without autocast
 
 
@@ -35,6 +38,7 @@ class Knobs:
         assert relax_after >= 1
         self.relax_after = relax_after
         self._lr = self._clip = self._eps = 1.0
+        self._ceiling, self._was_met = math.inf, False  # and whether the schedule went beyond it since it was raised
         self._regain = 0.0  # what lr climbs back to
         self._precise = 0  # steps left in higher precision
         self._warmed, self._rewarm = 0, 0  # steps of the present re-warming, of so many
@@ -61,6 +65,11 @@ class Knobs:
             self._warmed, self._rewarm = 0, rewarm
         self._settle()
 
+    def limit_lr(self, ceiling: float) -> None:
+        """Let no rate through above `ceiling` times the configured one, until the schedule comes down by itself."""
+        self._ceiling = max(LOWEST_LR, min(self._ceiling, ceiling))
+        self._settle()
+
     def turn_clip(self, factor: float) -> None:
         """Multiply the limits of the clip."""
         self._clip = _bounded(self._clip * factor, LOWEST_CLIP, 1.0)
@@ -76,10 +85,15 @@ class Knobs:
         self._precise = max(self._precise, steps) if steps else 0
         self._settle()
 
-    def advance(self) -> None:
-        """Note an accepted and healthy update, and relax when there have been enough of them."""
+    def advance(self, pace: float = 0.0, *, may_relax: bool = True) -> None:
+        """Note an accepted and healthy update, and relax when there have been enough of them.
+
+        `pace` is the rate it was made with, as a multiple of the configured one. `may_relax`: the loss is where it was
+        before the trouble; until then nothing is turned back.
+        """
         if self._at_rest:
             return
+        self._was_met |= pace >= self._ceiling * _MET
         if self._precise:
             self._precise -= 1
         if self._rewarm:
@@ -87,8 +101,8 @@ class Knobs:
             if self._warmed >= self._rewarm:
                 self._warmed, self._rewarm = 0, 0
         else:
-            self._healthy += 1
-            if self._lr < self._regain:
+            self._healthy += may_relax
+            if self._lr < self._regain and may_relax:
                 self._lr = _bounded(min(self._lr * _CLIMB, self._regain), LOWEST_LR, 1.0)
             if self._healthy >= self.relax_after * self._patience:
                 self._relax()
@@ -106,7 +120,11 @@ class Knobs:
 
     def _relax(self) -> None:
         self._healthy = 0
-        if self._lr == self._clip == self._eps == 1.0:  # relaxed long since, and healthy all the same
+        if self._ceiling < math.inf:
+            self._ceiling = self._ceiling * _LOOSEN if self._was_met else math.inf
+            self._was_met = False
+        if self._lr == self._clip == self._eps == 1.0 and self._ceiling == math.inf:
+            # Relaxed long since, and healthy all the same.
             self._patience, self._relaxing = 1, False
             return
         self._lr = _bounded(self._lr * _LOOSEN, LOWEST_LR, 1.0)
@@ -116,7 +134,8 @@ class Knobs:
 
     def _settle(self) -> None:
         warmth = (self._warmed + 1) / self._rewarm if self._rewarm else 1.0
-        self._values = KnobValues(max(LOWEST_LR, self._lr * warmth), self._clip, self._eps, self._precise > 0)
+        rate = max(LOWEST_LR, self._lr * warmth)
+        self._values = KnobValues(rate, self._clip, self._eps, self._ceiling, self._precise > 0)
         turned = self._values != KnobValues() or self._rewarm > 0
         self._at_rest = not turned and self._patience == 1 and not self._relaxing
 
@@ -125,6 +144,7 @@ class Knobs:
         warming = f" (re-warming, {self._warmed} of {self._rewarm})" if self._rewarm else ""
         warming += f" (climbing to x{self._regain:.3g})" if self._lr < self._regain else ""
         said = [f"lr x{self._lr:.3g}{warming}"] if self._lr != 1.0 or warming else []
+        said += [f"lr at most x{self._ceiling:.3g} of the configured one"] if self._ceiling < math.inf else []
         said += [f"clip x{self._clip:.3g}"] if self._clip != 1.0 else []
         said += [f"eps x{self._eps:.3g}"] if self._eps != 1.0 else []
         said += [f"higher precision for {self._precise} steps"] if self._precise else []
@@ -137,6 +157,8 @@ class Knobs:
             "clip": self._clip,
             "eps": self._eps,
             "regain": self._regain,
+            "ceiling": self._ceiling if self._ceiling < math.inf else None,
+            "ceiling_met": self._was_met,
             "higher_precision": self._precise,
             "rewarm": [self._warmed, self._rewarm],
             "healthy": self._healthy,
@@ -150,6 +172,9 @@ class Knobs:
         self._clip = _bounded(float(state["clip"]), LOWEST_CLIP, 1.0)
         self._eps = _bounded(float(state["eps"]), 1.0, HIGHEST_EPS)
         self._regain = min(max(0.0, float(state.get("regain", 0.0))), 1.0)
+        ceiling = state.get("ceiling")
+        self._ceiling = math.inf if ceiling is None else max(LOWEST_LR, float(ceiling))
+        self._was_met = bool(state.get("ceiling_met", False))
         self._precise = max(0, int(state["higher_precision"]))
         warmed, rewarm = state["rewarm"]
         self._warmed, self._rewarm = (int(warmed), int(rewarm)) if 0 <= warmed < rewarm else (0, 0)

@@ -22,6 +22,8 @@ class Applicable:
     armor: bool = False  # the guilty line is known and has none
     at_start: bool = False  # no state is proven but the one that the run began with
     lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights
+    off: float = 0.0  # how far the loss is above where it was, in sizes of such losses: 1 is twice as high
+    usual_rate: float = 0.0  # of learning before it leapt, as a multiple of the configured one; 0: it did not
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,10 @@ class Remedy(Protocol):
     def applies(self, case: Case) -> bool:
         """Say whether it makes sense here; what does not is passed over, without a strike."""
         return True
+
+    def settled(self, case: Case) -> dict[str, float]:
+        """Return the settings that follow from the case: they take the place of those that the policy has."""
+        return {}
 
     def apply(self, patient: Patient) -> None:
         """Do it."""

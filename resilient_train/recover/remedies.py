@@ -14,6 +14,9 @@ from resilient_train.recover.patient import Applicable, Case, Patient, Remedy
 __all__ = ["KNOWN", "Applicable", "Case", "Patient", "Remedy", "limited", "passes_over", "remedy"]
 
 
+_DEEPEST = 0.01  # that a rate is multiplied by at once
+
+
 def limited(default: Any, **limits: float) -> Any:
     """Declare a setting with its limits: `at_least`, `at_most`, `above`."""
     return dataclasses.field(default=default, metadata=limits)
@@ -91,6 +94,11 @@ class LowerLr(Remedy):
     factor: float = limited(0.5, above=0, at_most=1)
     rewarm: int = limited(0, at_least=0)  # steps of the climb
     regain: float = limited(0.0, at_least=0, at_most=1)  # the share of the rate before that it is soon back at
+    by_loss: bool = False  # the farther the loss is above where it was, the deeper
+
+    def settled(self, case: Case) -> dict[str, float]:
+        """The factor is the mildest that is taken."""
+        return {"factor": cut(self.factor, case.can.off)} if self.by_loss else {}
 
     def apply(self, patient: Patient) -> None:
         """Turn the knob."""
@@ -100,6 +108,37 @@ class LowerLr(Remedy):
         """Turn it back by as much."""
         patient.knobs.turn_lr(1 / self.factor)
         return None
+
+
+def cut(mildest: float, off: float) -> float:
+    """What the rate is multiplied by where the loss is `off` sizes above where it was: half of it where it doubled."""
+    deepest = 1.0 / (1.0 + off) if off > 0 else 1.0
+    return min(mildest, max(_DEEPEST, float(f"{deepest:.2g}")))
+
+
+@dataclass(frozen=True)
+class LimitLr(Remedy):
+    """Low through all of a stretch in which the schedule asks for more; it relaxes by itself after that."""
+
+    name: ClassVar[str] = "limit_lr"
+    about: ClassVar[str] = "let no learning rate through above what it was before it rose"
+    to: float = limited(0.0, at_least=0)  # times the configured rate; 0: what it was
+
+    def settled(self, case: Case) -> dict[str, float]:
+        """What it was is known only now."""
+        return {} if self.to else {"to": case.can.usual_rate}
+
+    def applies(self, case: Case) -> bool:
+        """It has to be known what it was."""
+        return self.to > 0 or case.can.usual_rate > 0
+
+    def apply(self, patient: Patient) -> None:
+        """Set the knob."""
+        patient.knobs.limit_lr(self.to)
+
+    def undo(self, patient: Patient) -> str | None:
+        """Lift it."""
+        return "a limit needs not be lifted: it relaxes by itself"
 
 
 @dataclass(frozen=True)
@@ -277,7 +316,7 @@ class Report(Remedy):
 
 # In the order in which the remedies of a rung are applied; those of a user's own come last.
 _ALL: tuple[type[Remedy], ...] = (
-    *(Rewind, Skip, Quarantine, Repeat, Report, ResetMoments, LowerLr, TightenClip),
+    *(Rewind, Skip, Quarantine, Repeat, Report, ResetMoments, LowerLr, LimitLr, TightenClip),
     *(RaiseEps, MendEps, PutOnArmor, LowerLossScale, HigherPrecision),
 )
 KNOWN: dict[str, type[Remedy]] = {kind.name: kind for kind in _ALL}

@@ -38,6 +38,7 @@ class Held:
     statistics: Any = None  # of the checks, once the verdict on its own update is in; None until then
     remedies: Any = None  # that were in force after it
     verified: bool = False
+    kept: bool = False  # what the run is measured against: it is not let go to make room
     is_being_written: bool = False  # to disk, so that its memory is not to be used for others
 
     @cached_property
@@ -64,6 +65,7 @@ class Ring:
         self._state, self._config, self._agree = state, config, agree
         self._held: list[Held] = []  # oldest first
         self._pinned: Held | None = None  # the newest state that was ever proven, while the run has gone back behind it
+        self._keeps_best = False  # until the run is back where it was before its trouble
         self._parted = 0  # the step from which on the run took another course than the one that led to the pinned state
         self._spare: list[list[torch.Tensor]] = []  # memory of snapshots that were let go
         self._frozen = Frozen()
@@ -117,13 +119,38 @@ class Ring:
         """Let the device finish copying before the weights change; the host goes on."""
         self._copier.before_change()
 
-    def verify(self, *, healthy_until: int, scanned_until: int, after: int) -> None:
-        """Prove candidates: `after` healthy updates followed, and every scan has seen the state or a later one."""
-        for held in self._held:
-            if not held.verified and held.statistics is not None:
-                held.verified = held.step + after <= healthy_until and held.step <= scanned_until
-        if self._pinned is not None and any(held.verified and held.step >= self._pinned.step for held in self._held):
+    def verify(self, *, healthy_until: int, scanned_until: int, after: int, is_back: bool = True) -> None:
+        """Prove candidates: `after` healthy updates followed, and every scan has seen the state or a later one.
+
+        While the loss is not back where it was, what would be proven is let go.
+        """
+        ripe = [one for one in self._held if not one.verified and one.statistics is not None]
+        ripe = [one for one in ripe if one.step + after <= healthy_until and one.step <= scanned_until]
+        if not is_back:
+            self._drop(ripe)
+            return
+        for held in ripe:
+            held.verified = True
+        is_newer = self._pinned is not None and self._has_proven(self._pinned.step)
+        if is_newer and not self._keeps_best:
             self._unpin()
+
+    def pin(self, since: int) -> None:
+        """Keep the newest proven state until `unpin`, as it is what the run is measured against."""
+        if not self._keeps_best and self._pinned is None and (proven := self.proven(since)):
+            proven[0].kept = True
+        self._keeps_best = True
+
+    def unpin(self) -> None:
+        """Let go of it as of others: the run is back where it was."""
+        self._keeps_best = False
+        for held in self._held:
+            held.kept = False
+        if self._pinned is not None and self._has_proven(self._pinned.step):
+            self._unpin()
+
+    def _has_proven(self, step: int) -> bool:
+        return any(held.verified and held.step >= step for held in self._held)
 
     def distrust(self, since: int) -> None:
         """Drop what is newer than the newest step that can still be trusted.
@@ -169,11 +196,12 @@ class Ring:
         self._state.restore(held.snapshot)
         self._frozen.restored()
         newer = [one for one in self._held if one.verified and one.step > held.step]
-        is_better = newer and (self._pinned is None or newer[-1].step > self._pinned.step)
-        if is_better and self._slots >= _SLOTS_TO_PIN:
+        best = next((one for one in newer if one.kept), newer[-1] if newer else None)
+        is_better = best is not None and (self._pinned is None or best.step > self._pinned.step)
+        if best is not None and is_better and self._slots >= _SLOTS_TO_PIN:
             self._unpin()
-            self._pinned, self._parted = newer[-1], held.step
-            self._held.remove(newer[-1])
+            self._pinned, self._parted = best, held.step
+            self._held.remove(best)
         self._parted = min(self._parted, held.step)
         self._drop([one for one in self._held if one.step > held.step])
 
@@ -198,7 +226,8 @@ class Ring:
     def _make_room(self, now: int) -> bool:
         """Let snapshots go until there is a slot for one of the state at `now`, if they may."""
         while len(self._held) + (self._pinned is not None) >= self._slots:
-            proven, steps = [held.verified for held in self._held], [held.step for held in self._held]
+            proven = [held.verified and not held.kept for held in self._held]
+            steps = [held.step for held in self._held]
             if (place := to_let_go(proven, steps, now)) is None:
                 return False
             self._drop([self._held[place]])

@@ -41,6 +41,10 @@ class Knobs(Protocol):
     def eps(self) -> float:
         """Of the optimizer's epsilon."""
 
+    @property
+    def ceiling(self) -> float:
+        """The highest rate that is let through, as a multiple of the configured one."""
+
 
 @dataclass(frozen=True, slots=True)
 class NoKnobs:
@@ -49,6 +53,7 @@ class NoKnobs:
     lr: float = 1.0
     clip: float = 1.0
     eps: float = 1.0
+    ceiling: float = math.inf
 
 
 NO_KNOBS = NoKnobs()
@@ -64,6 +69,7 @@ class Attempt:
     settings: Settings
     before: Settings  # what the groups were set to before it
     planned_lr: float  # what the schedule says, before any knob
+    pace: float  # the rate it is made with, as a multiple of the configured one: of the group where that is most
     restarts: bool  # that is, whether the schedule starts again with this update, on purpose
     max_norm: float | None  # that gradients were clipped to
     is_busy: bool  # this process, with a checkpoint
@@ -104,6 +110,7 @@ class Updater:
         # Torch's own does nothing but set them to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
         self._eps = [[_number(group.get("eps")) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._rates = [float(group.get("initial_lr", group["lr"])) for group in groups]  # as configured
         self.note_rates()
 
     def apply(
@@ -116,7 +123,7 @@ class Updater:
         self.require_groups()
         scale = self._unscale()
         grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip, self.usual_norm, self._over_ranks)
-        settings, before, planned = self._set(step, knobs, rate)
+        settings, before, planned, pace = self._set(step, knobs, rate)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
         if not self.agreement.is_alone:
             digest ^= _digest_of_rates(settings)
@@ -128,7 +135,7 @@ class Updater:
             self.scaler.update()
         restarts = self._restarts.at(step, planned)
         busy = self.agreement.tells(Flag.BUSY)
-        return Attempt(measured, by_rank, numbers, settings, before, planned, restarts, max_norm, busy)
+        return Attempt(measured, by_rank, numbers, settings, before, planned, pace, restarts, max_norm, busy)
 
     def ask_to_stop(self) -> None:
         """Let every rank know with the next update that this one is to stop."""
@@ -172,17 +179,21 @@ class Updater:
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
-    def _set(self, step: int, knobs: Knobs, rate: float) -> tuple[Settings, Settings, float]:
+    def _set(self, step: int, knobs: Knobs, rate: float) -> tuple[Settings, Settings, float, float]:
         """Derive the settings of all groups: nothing is scaled in place, so nothing compounds."""
         settings: list[list[dict[str, Any]]] = []
         before: list[list[dict[str, Any]]] = []
-        first: float | None = None
-        factor, eps_factor = knobs.lr * rate, knobs.eps
-        for optimizer, schedule, configured in zip(self.optimizers, self.schedules, self._eps, strict=True):
+        eps_factor = knobs.eps
+        planned_all = [schedule.settings(step) for schedule in self.schedules]
+        rates = [group["lr"] for groups in planned_all for group in groups]
+        pace = max((float(lr) / usual for lr, usual in zip(rates, self._rates, strict=True) if usual), default=0.0)
+        factor = knobs.lr * rate
+        if pace * factor > knobs.ceiling:
+            factor = knobs.ceiling / pace
+        for optimizer, planned_groups, configured in zip(self.optimizers, planned_all, self._eps, strict=True):
             now, was = [], []
-            for group, planned, eps in zip(optimizer.param_groups, schedule.settings(step), configured, strict=True):
+            for group, planned, eps in zip(optimizer.param_groups, planned_groups, configured, strict=True):
                 lr = planned["lr"]
-                first = lr if first is None else first
                 setting = {**planned, "lr": lr * factor}
                 if eps is not None:
                     setting["eps"] = max(eps * eps_factor, _least_eps(group)) if self.mends_eps else eps * eps_factor
@@ -195,8 +206,7 @@ class Updater:
                 now.append(setting)
             settings.append(now)
             before.append(was)
-        assert first is not None
-        return settings, before, first
+        return settings, before, rates[0], pace * factor
 
     def note_rates(self) -> None:
         """Note how the rates are left: by us, and by optimizers that have a schedule inside of their step."""

@@ -48,8 +48,6 @@ class JumpConfig:
     share: float = field(metadata={"above": 0})
     flagged: int = field(metadata={"at_least": 1})
     flagged_of: int = field(metadata={"at_least": 1})
-    regime: int = field(metadata={"at_least": 1})
-    regime_of: int = field(metadata={"at_least": 1})
 
 
 @dataclass
@@ -76,8 +74,8 @@ class SlowConfig:
 
 
 @dataclass
-class ConvalescenceConfig:
-    """After a rewind the loss is worse than it was there."""
+class ProbationConfig:
+    """After damage the loss is not back where it was."""
 
     every: int = field(metadata={"at_least": 0})
     window: int = field(metadata={"at_least": 8})
@@ -157,7 +155,7 @@ class ChecksConfig:
     jump: JumpConfig
     creep: CreepConfig
     slow: SlowConfig
-    convalescence: ConvalescenceConfig
+    probation: ProbationConfig
     stall: StallConfig
     outlier: OutlierConfig
     scale: ScaleConfig
@@ -166,7 +164,6 @@ class ChecksConfig:
     replicas: ReplicasConfig
     activations: ActivationsConfig
     batch: BatchConfig
-    patience: int = field(metadata={"at_least": 1})
     expect: list[int]
 
 

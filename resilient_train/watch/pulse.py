@@ -23,6 +23,7 @@ def vitals(
     *,
     has_scale: bool,
     is_busy: bool = False,
+    pace: float = 0.0,
     by_rank: Callable[[], Sequence[Sequence[float]]] = tuple,
 ) -> Vitals:
     """Say what the numbers of an update mean, which passed the gate or not; `step` updates were accepted before it.
@@ -44,6 +45,7 @@ def vitals(
         stop_asked=stop_asked > 0,
         any_busy=is_busy or any_busy > 0,
         alike=most == least,
+        pace=pace,
     )
 
 

@@ -39,6 +39,7 @@ OUTCOMES = {
     None: "still open",
     Outcome.RECOVERED: "recovered",
     Outcome.RECURRED: "it came back later",
+    Outcome.UNRECOVERED: "the loss did not come back",
     Outcome.GAVE_UP: "the run gave up",
 }
 _LOG_ABOVE = 30.0  # times the smallest value: then the axis is logarithmic
@@ -86,7 +87,11 @@ def _words(incident: Incident) -> Sequence[Words]:
         cause += f", {rows_named(diagnosis.rows)}"
     gave_up = incident.decision.gave_up is not None
     cure = f"gave up: {why_of(incident)}" if gave_up else f"cure: {remedies_of(incident) or 'nothing was done'}"
-    ink = {Outcome.RECOVERED: GOOD, Outcome.GAVE_UP: BAD}.get(incident.outcome, INK) if incident.outcome else INK
+    ink = (
+        {Outcome.RECOVERED: GOOD, Outcome.UNRECOVERED: BAD, Outcome.GAVE_UP: BAD}.get(incident.outcome, INK)
+        if incident.outcome
+        else INK
+    )
     outcome = Words(f"outcome: {OUTCOMES[incident.outcome]}", is_bold=True, ink=ink)
     return Words(title, 2, is_title=True), Words(cause), Words(cure, 2), outcome
 

@@ -34,10 +34,17 @@ _NUMBER: dict[str, Any] = {"ha": "center", "fontsize": 9.5, "color": INK}
 _LOOKS = {
     Outcome.RECOVERED: ("o", GOOD, GOOD),
     Outcome.RECURRED: ("o", GONE, GONE),
+    Outcome.UNRECOVERED: ("X", BAD, BAD),
     Outcome.GAVE_UP: ("X", BAD, BAD),
     None: ("o", BAD, PAPER),
 }
-_NAMES = {Outcome.RECOVERED: "recovered", Outcome.RECURRED: "came back", Outcome.GAVE_UP: "gave up", None: "open"}
+_NAMES = {
+    Outcome.RECOVERED: "recovered",
+    Outcome.RECURRED: "came back",
+    Outcome.UNRECOVERED: "unrecovered",
+    Outcome.GAVE_UP: "gave up",
+    None: "open",
+}
 _STRIP, _LANE, _BELOW = 5.2, 0.34, 0.62  # inches: how wide a strip is, how high a lane, and what stands below
 _DIGIT = 0.025  # of the width, that a digit of a number takes, and the space to another number
 

@@ -169,6 +169,8 @@ def _outcome(chapter: Chapter) -> str:
     match chapter.incident.outcome:
         case None:
             return "**open**" if chapter.treated_ms is not None else "**being treated**"
+        case Outcome.UNRECOVERED:
+            return "**unrecovered**"
         case Outcome.GAVE_UP:
             return "**gave up**"
     return str(chapter.incident.outcome)

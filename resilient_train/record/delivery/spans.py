@@ -27,7 +27,7 @@ def name_of(incident: Incident) -> str:
 
 def is_bad(incident: Incident) -> bool:
     """Say whether what was done did not help."""
-    return incident.outcome in (Outcome.RECURRED, Outcome.GAVE_UP)
+    return incident.outcome in (Outcome.RECURRED, Outcome.UNRECOVERED, Outcome.GAVE_UP)
 
 
 def lasted(chapter: Chapter) -> tuple[int, int]:

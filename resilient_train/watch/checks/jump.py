@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
 
 from resilient_train.watch.checks.level import Level
 from resilient_train.watch.checks.memory import Remembers
 from resilient_train.watch.config import JumpConfig, OutlierConfig
 
+_YOUNG = 12  # losses that tell what is far above all of them
+
 
 class Jump(Remembers):
     """The loss left its usual range and stays out of it.
 
-    Losses outside do not enter the range, or it would follow the damage. If most losses lie outside for long and
-    rise no more, they are the new range.
+    Losses outside do not enter the range, or it would follow the damage. A young run has no range yet: there only
+    what lies far above every loss so far is outside.
     """
 
-    remembered = ("_flags", "_trusted", "_outside", "_usual_at", "_quiet")
+    remembered = ("_flags", "_trusted", "_usual_at", "_quiet")
 
     def __init__(self, config: JumpConfig, level: Level) -> None:
         self.config, self.level = config, level
-        self._flags: deque[bool] = deque(maxlen=config.regime_of)
-        self._trusted: deque[int] = deque(maxlen=config.regime_of)  # the newest good state as each flag was raised
-        self._outside: deque[float] = deque(maxlen=config.regime)
+        self._flags: deque[bool] = deque(maxlen=config.flagged_of)
+        self._trusted: deque[int] = deque(maxlen=config.flagged_of)  # the newest good state as each flag was raised
         self._usual_at = 0
         self._quiet = 0
 
     def is_outside(self, loss: float) -> bool:
         level = self.level
-        if not self.config.every or not level.ready:
+        if not self.config.every or len(level.losses) < _YOUNG:
             return False
+        if not level.ready:
+            over = loss - max(level.losses)
+            return over > self.config.sigmas * level.spread and over > level.scale
         over = loss - level.median
         return over > self.config.sigmas * level.spread and over > self.config.share * level.scale
 
@@ -43,43 +46,27 @@ class Jump(Remembers):
         if self._quiet:
             self._quiet -= 1
         if not outside:
-            if loss <= self.level.median or not self.level.ready:
+            if loss <= self.level.median or len(self.level.losses) < _YOUNG:
                 self._usual_at = step
-            if self._outside:
+            if self._flags:
                 self._note(False)
                 if True not in self._flags:
                     self.forget()
             return None
         self._note(True)
-        self._outside.append(loss)
-        recent = list(self._flags)[-self.config.flagged_of :]
+        recent = list(self._flags)
         if self._quiet or sum(recent) < self.config.flagged:
             return None
         self._quiet = 2 * self.config.flagged_of  # what was done about it gets time before it is said again
-        return list(self._trusted)[-len(recent) :][recent.index(True)]
+        return self._trusted[recent.index(True)]
 
     def _note(self, outside: bool) -> None:
         self._flags.append(outside)
         self._trusted.append(max(0, self._usual_at - 1))
 
-    def stays(self) -> bool:
-        """Whether most losses of a long time lie outside."""
-        return sum(self._flags) >= self.config.regime
-
-    def rises(self) -> bool:
-        """Whether those outside still climb."""
-        losses = list(self._outside)
-        half = len(losses) // 2
-        before, after = median(losses[:half]), median(losses[half:])
-        return after - before > self.config.share * max(abs(before), self.level.scale)
-
-    def outside(self) -> list[float]:
-        return list(self._outside)
-
     def forget(self) -> None:
         self._flags.clear()
         self._trusted.clear()
-        self._outside.clear()
         self._quiet = 0
 
 

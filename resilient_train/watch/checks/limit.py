@@ -161,6 +161,11 @@ class Refusals:
         self._recent[which] = (step, norm)
         return [one[1] for one in self._recent.values()] if len(self._recent) >= self.enough else None
 
+    @property
+    def since(self) -> int:
+        """The step before the first of the recent ones."""
+        return max(0, min((step for step, _ in self._recent.values()), default=1) - 1)
+
     def memory(self) -> list[list[float]]:
         """What is remembered, as plain data."""
         return [[which, step, norm] for which, (step, norm) in self._recent.items()]

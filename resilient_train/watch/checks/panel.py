@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
 from resilient_train.events import Anomaly, Signal, Vitals
-from resilient_train.watch.checks.convalescence import Convalescence
 from resilient_train.watch.checks.jump import Jump, Outliers
 from resilient_train.watch.checks.level import Level
 from resilient_train.watch.checks.limit import NO_LIMIT, GradLimit, LossLimit, Refusals
 from resilient_train.watch.checks.memory import Remembers
 from resilient_train.watch.checks.overshoot import Overshoot
+from resilient_train.watch.checks.probation import Probation
 from resilient_train.watch.checks.scale import ScaleCollapse
 from resilient_train.watch.checks.trend import Creep, Slow, Stall
 from resilient_train.watch.config import ChecksConfig
+from resilient_train.watch.reference import Reference, Standing
 
 _REMEMBERED = 2048  # updates: further back than a ring of snapshots goes
+_LATEST = 3  # losses that tell how far the loss is from where it was
 _AROUND = 2  # steps on either side of a declared change
-_TICKS_OF_PATIENCE = 10  # for each alarm: what passes by itself should not be taken for usual
-_SAME_PLACE = 64  # steps between two alarms that are about the same trouble
 _BY_LIMIT = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
 
 
@@ -40,8 +41,8 @@ _NOTHING = Finding()
 class Panel:
     """Judges every attempted update, in order, and sets the limits of the next.
 
-    What it has learned from accepted updates rewinds with the run. What it remembers of its own alarms and of
-    refusals does not, nor do declared changes: else a rewind would make it fight the same change for ever.
+    What it has learned from accepted updates rewinds with the run. What it remembers of refusals does not, nor do
+    declared changes. From damage on, until the loss is back where it was, nothing above that is learned.
     """
 
     def __init__(self, config: ChecksConfig) -> None:
@@ -55,7 +56,8 @@ class Panel:
         self._creep = Creep(config.creep, self._level)
         self._slow = Slow(config.slow, self._level)
         self._path: dict[int, tuple[float, float]] = {}  # loss and norm of accepted updates, by step
-        self._convalescence = Convalescence(config.convalescence)
+        self.probation = Probation(config.probation)
+        self.is_only_reported = False  # the damage that the probation is about: nothing is done, so alarms end
         self._stall = Stall(config.stall, self._level)
         self._outliers = Outliers(config.outlier, self._level)
         self._scale = ScaleCollapse(config.scale)
@@ -63,8 +65,8 @@ class Panel:
             name.removeprefix("_"): check for name, check in vars(self).items() if isinstance(check, Remembers)
         }
         self._refusals = Refusals(config.limit)
-        self._alarms: list[tuple[Signal, int, int]] = []
         self._declared: set[int] = set()
+        self._latest: deque[float] = deque(maxlen=_LATEST)  # losses, whatever became of their updates
         for step in config.expect:
             self.expect(step)
 
@@ -81,21 +83,43 @@ class Panel:
         """Take note that values are made up from now on, where they broke: what the run began with is no measure."""
         self._overshoot.forget()
 
-    def rewound(self, step: int, since: int, *, comparable: bool = True) -> None:
-        """Watch closely whether going back to `step`, whose statistics were loaded before, has helped.
+    def hold(self, since: int, step: int, *, is_only_reported: bool = False) -> None:
+        """Measure the run against where it stood at `since`, as damage came after that and was noticed at `step`."""
+        if not self.config.probation.every:
+            return
+        losses = {other: loss for other, (loss, _) in self._path.items()}
+        reference = Reference.of(losses, since, self._level.scale)
+        reference = reference or Reference.of(losses, since + 1, self._level.scale)  # the loss that was measured there
+        self.probation.begin(reference, step, since)
+        self.is_only_reported = is_only_reported
+
+    def off(self) -> float:
+        """How far the loss is above the reference, in sizes of such losses; 0 where it is not known."""
+        reference, latest = self.probation.reference, sorted(self._latest)
+        return reference.off(latest[len(latest) // 2]) if reference is not None and latest else 0.0
+
+    def rewound(self, step: int, since: int) -> None:
+        """Watch whether going back to `step`, whose statistics were loaded before, has helped.
 
         What was measured up to `since` stays true, and does not rewind: else a run that goes back to its beginning
         would take whatever comes for usual.
         """
         self._path = {other: seen for other, seen in self._path.items() if other <= since}
-        losses = {other: loss for other, (loss, _) in self._path.items()}
-        self._convalescence.begin(step, losses, comparable=comparable)
+        self._latest.clear()
+        self.probation.rewound(step, {other: loss for other, (loss, _) in self._path.items()})
         if len(self._path) >= self.config.limit.warmup:
             self._grad_limit.bound(max(norm for _, norm in self._path.values()))
             self.limits = (self._loss_limit.limit, self._grad_limit.limit)
 
     def judge(self, vitals: Vitals) -> Finding:
         """Say what is wrong with one attempted update, after it was read back."""
+        self._latest.append(vitals.loss)
+        finding = self._judged(vitals)
+        if finding.anomaly is not None and finding.anomaly.landed:
+            self.hold(finding.anomaly.since, finding.anomaly.step, is_only_reported=True)  # unless more is done
+        return finding
+
+    def _judged(self, vitals: Vitals) -> Finding:
         if vitals.overflowed:
             evidence = self._scale.overflowed(vitals)
             if evidence is None:
@@ -123,57 +147,59 @@ class Panel:
             return _NOTHING
         if (overshot := self._overshoot.see(step, _which(vitals), loss, vitals.grad_norm)) is not None:
             return Finding(_landed(vitals, Signal.DIVERGENCE, overshot[1], since=overshot[0]))
-        outside = self._jump.is_outside(loss)
+        outside = self._is_outside(loss)
         jumped = self._jump.see(step, loss, outside)
-        if not outside and (self._level.learn(loss) or not self._level.ready):
-            self._loss_limit.refresh()
         if not outside:
-            self._path.setdefault(step, (loss, vitals.grad_norm))
-            if len(self._path) > _REMEMBERED:
-                del self._path[next(iter(self._path))]
-        self._grad_limit.learn(vitals.grad_norm)
-        self.limits = (self._loss_limit.limit, self._grad_limit.limit)
-        crept = self._creep.see(step, loss)
-        slowed = self._slow.see(step, loss)
+            self._learn(step, loss, vitals.grad_norm)
+        crept = None if outside else self._creep.see(step, loss)
+        slowed = None if outside else self._slow.see(step, loss)
         stalled = self._stall.see(step, loss)
-        if (relapse := self._convalescence.see(step, loss, self._level.scale)) is not None:
-            since, evidence = relapse
-            if not any(self._is_known(signal, since, vitals.tick) for signal in (Signal.DIVERGENCE, Signal.LOSS_SPIKE)):
-                self._alarms.append((Signal.DIVERGENCE, since, vitals.tick))
-                return Finding(_landed(vitals, Signal.DIVERGENCE, evidence, since=since))
-        if not outside and crept is None and slowed is None and stalled is None:
-            return _NOTHING
         told = (stalled, self._outliers.see(step, loss) if outside else None)
         remarks = tuple(remark for remark in told if remark)
-        if outside and (finding := self._conclude_jump(vitals, jumped, remarks)):
-            return finding
-        trend = slowed if crept is None else crept
+        anomaly = self._found(vitals, jumped, slowed if crept is None else crept)
+        return Finding(anomaly, remarks) if anomaly is not None or remarks else _NOTHING
+
+    def _is_outside(self, loss: float) -> bool:
+        """Whether nothing is to be learned from a loss."""
+        jump = self.config.jump
+        above = bool(jump.every) and self.probation.is_above(loss, jump.sigmas, jump.share)
+        return above or self._jump.is_outside(loss)
+
+    def _learn(self, step: int, loss: float, norm: float) -> None:
+        if self._level.learn(loss) or not self._level.ready:
+            self._loss_limit.refresh()
+        self._path.setdefault(step, (loss, norm))
+        if len(self._path) > _REMEMBERED:
+            del self._path[next(iter(self._path))]
+        self._grad_limit.learn(norm)
+        self.limits = (self._loss_limit.limit, self._grad_limit.limit)
+
+    def _found(self, vitals: Vitals, jumped: int | None, trend: int | None) -> Anomaly | None:
+        """An alarm about where the loss is, the first that there is; none for damage that was only reported."""
+        probation, standing = self.probation, Standing.UNDECIDED
+        if probation.is_open:
+            standing = probation.see(vitals.step, vitals.loss)
+        if standing is Standing.BACK:
+            probation.end()
         if trend is not None:
-            return self._conclude_trend(vitals, trend, remarks)
-        return Finding(remarks=remarks) if remarks else _NOTHING
-
-    def _conclude_jump(self, vitals: Vitals, jumped: int | None, remarks: tuple[str, ...]) -> Finding | None:
-        """An alarm; or the end of alarms, when the loss stays where it jumped to."""
-        stays = self._jump.stays()
-        rises = stays and self._jump.rises()
-        if stays and not rises:
-            self._start_over(self._jump.outside())
-            return Finding(remarks=(*remarks, f"losses like {vitals.loss:.4g} are taken for usual from now on"))
-        if jumped is None or (self._is_known(Signal.LOSS_SPIKE, jumped, vitals.tick) and not rises):
+            self._creep.forget()
+            self._slow.forget()
+        if probation.is_open and self.is_only_reported:
             return None
-        self._alarms.append((Signal.LOSS_SPIKE, jumped, vitals.tick))
-        evidence = f"loss {vitals.loss:.4g} where {self._level.usual}, and it stays"
-        return Finding(_landed(vitals, Signal.LOSS_SPIKE, evidence, since=jumped), remarks)
+        if jumped is not None:
+            evidence = f"loss {vitals.loss:.4g} where {self._level.usual}, and it stays"
+            return _landed(vitals, Signal.LOSS_SPIKE, evidence, since=jumped)
+        if trend is not None:
+            evidence = f"loss {vitals.loss:.4g}, climbing since step {trend}; {self._level.usual}"
+            return _landed(vitals, Signal.DIVERGENCE, evidence, since=trend)
+        return self.not_recovered(vitals) if standing is Standing.OFF else None
 
-    def _conclude_trend(self, vitals: Vitals, since: int, remarks: tuple[str, ...]) -> Finding:
-        """An alarm; or a remark, when alarms did not help."""
-        self._creep.forget()
-        self._slow.forget()
-        if self._is_known(Signal.DIVERGENCE, since, vitals.tick):
-            return Finding(remarks=(*remarks, f"losses like {vitals.loss:.4g} are taken for usual from now on"))
-        self._alarms.append((Signal.DIVERGENCE, since, vitals.tick))
-        evidence = f"loss {vitals.loss:.4g}, climbing since step {since}; {self._level.usual}"
-        return Finding(_landed(vitals, Signal.DIVERGENCE, evidence, since=since), remarks)
+    def not_recovered(self, vitals: Vitals) -> Anomaly:
+        """The anomaly of a run that is quiet, and not back where it was: what it has done since does not count."""
+        reference, came_from = self.probation.reference, self.probation.came_from
+        assert reference is not None
+        since = reference.step if came_from is None else min(came_from, vitals.step)
+        return _landed(vitals, Signal.NOT_RECOVERED, self.probation.evidence(vitals.step), since=since)
 
     def _judge_refused(self, vitals: Vitals, signal: Signal) -> Finding:
         """Above a limit: an outlier, damage that was there before, or a new regime to which the limit gives way."""
@@ -184,11 +210,15 @@ class Panel:
         which = _which(vitals)
         if (overshot := self._overshoot.see(step, which, loss, norm)) is not None:
             return Finding(_landed(vitals, Signal.DIVERGENCE, overshot[1], since=overshot[0]))
-        if which != self._refusals.latest and self._jump.is_outside(loss):  # counted, though it enters no statistic
-            finding = self._conclude_jump(vitals, self._jump.see(step, loss, True), ())
-            if finding is not None and finding.anomaly is not None:
-                return finding
+        outside, evidence = self._is_outside(loss), f"loss {loss:.4g} where {self._level.usual}"
+        if which != self._refusals.latest and outside:  # counted, though it enters no statistic
+            jumped = self._jump.see(step, loss, True)
+            if jumped is not None and not (self.probation.is_open and self.is_only_reported):
+                return Finding(_landed(vitals, Signal.LOSS_SPIKE, f"{evidence}, and it stays", since=jumped))
         norms = self._refusals.add(step, which, norm)
+        if norms is not None and outside and not self.is_only_reported:  # it is no new regime: it is damaged
+            evidence = f"{evidence}; {len(norms)} updates were refused within a few steps"
+            return Finding(_landed(vitals, Signal.DIVERGENCE, evidence, since=self._refusals.since))
         if norms is not None:
             self._grad_limit.give_way(norms)
             self._loss_limit.give_way()
@@ -196,24 +226,15 @@ class Panel:
             return Finding(remarks=(f"{len(norms)} updates were above the limit: it gives way",), repeat=True)
         if signal is Signal.GRAD_SPIKE:
             evidence = f"gradient norm {norm:.4g} where at most {self._grad_limit.largest:.4g} was usual"
-        else:
-            evidence = f"loss {loss:.4g} where {self._level.usual}"
         return Finding(_refused(vitals, signal, evidence, since=vitals.step))
 
-    def _is_known(self, signal: Signal, since: int, tick: int) -> bool:
-        """Whether there were so many alarms here, for so long, that one more would not help."""
-        here = [then for other, step, then in self._alarms if other is signal and abs(step - since) <= _SAME_PLACE]
-        return len(here) >= self.config.patience and tick - here[0] >= _TICKS_OF_PATIENCE * self.config.patience
-
-    def _start_over(self, losses: Sequence[float] = ()) -> None:
-        """Learn anew what is usual."""
-        self._level.forget(losses)
+    def _forget(self) -> None:
+        """Learn again what is usual, as it changes on purpose."""
+        self._level.forget()
         self._path.clear()
         for check in (self._jump, self._creep, self._slow, self._stall, self._loss_limit):
             check.forget()
-
-    def _forget(self) -> None:
-        self._start_over()
+        self.probation.end()
         self._overshoot.forget()
         self._grad_limit.forget()
         self.limits = (NO_LIMIT, NO_LIMIT)
@@ -222,20 +243,16 @@ class Panel:
         """What does not rewind, for a process that goes on where this one ended; as plain data of its own."""
         return {
             "path": [[step, *seen] for step, seen in self._path.items()],
-            "alarms": [[str(signal), step, tick] for signal, step, tick in self._alarms],
             "declared": sorted(self._declared),
             "refusals": self._refusals.memory(),
-            "convalescence": self._convalescence.memory(),
             "suspect": self._overshoot.is_suspect,
         }
 
     def recall(self, memory: Mapping[str, Any]) -> None:
         """Remember what an earlier process did."""
         self._path = {int(step): (float(loss), float(norm)) for step, loss, norm in memory["path"]}
-        self._alarms = [(Signal(signal), int(step), int(tick)) for signal, step, tick in memory["alarms"]]
         self._declared |= {int(step) for step in memory["declared"]}
         self._refusals.recall(memory["refusals"])
-        self._convalescence.recall(memory["convalescence"])
         self._overshoot.is_suspect = memory["suspect"] is True
 
     def state_dict(self) -> dict[str, Any]:

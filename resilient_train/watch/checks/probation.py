@@ -1,0 +1,142 @@
+"""Whether a run that got into trouble is back where it was."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from math import inf
+from typing import Any
+
+from resilient_train.watch.checks.memory import Remembers
+from resilient_train.watch.config import ProbationConfig
+from resilient_train.watch.reference import Reference, Standing
+
+_LOOKS = (0.25, 0.5)  # of the window, before its end
+_FEWEST = 8  # losses that say whether the way back is on the reference
+
+
+class Probation(Remembers):
+    """Holds a reference from the first damage on, until the loss has been back for a whole window.
+
+    It counts from where the run stands again where it had been. The losses it has seen rewind with the run. The
+    reference and the place do not: they are what the run is measured against, whatever it goes back to.
+    """
+
+    remembered = ("_losses",)
+
+    def __init__(self, config: ProbationConfig) -> None:
+        self.config = config
+        self.reference: Reference | None = None
+        self.goal = 0  # the step that the run had reached
+        self.came_from: int | None = None  # the lowest step it went back to since; None: it was not taken back
+        self._ceiling: float | None = None  # the highest loss on the way from there, until it is back
+        self._losses: deque[float] = deque(maxlen=config.window)
+
+    @property
+    def is_open(self) -> bool:
+        return self.reference is not None
+
+    def begin(self, reference: Reference | None, goal: int, since: int) -> None:
+        """Measure against `reference` from now on, or on against an older one that is still to be trusted.
+
+        What is newer than `since` is damaged. That speaks of the course that the run is on: an older reference of a
+        course before a rewind holds, unless the two had not parted yet.
+        """
+        holds = self.reference is not None and (self.reference.step <= since or self._parted_before(since))
+        if not holds:
+            self.reference = reference
+            self.came_from = self._ceiling = None
+        self.goal = max(self.goal if holds else 0, goal)
+        self._losses.clear()
+
+    def _parted_before(self, since: int) -> bool:
+        return self.came_from is not None and since >= self.came_from
+
+    def rewound(self, step: int, way: Mapping[int, float]) -> None:
+        """The run has gone back: what it measures from here on counts. `way` holds the trusted losses by step."""
+        if self.is_open:
+            self.came_from = step if self.came_from is None else min(step, self.came_from)
+            self._ceiling = max((loss for other, loss in way.items() if other > step), default=None)
+            self._losses.clear()
+
+    def end(self) -> None:
+        """The run is back, or somebody has changed on purpose where it should be."""
+        self.reference, self.came_from, self._ceiling, self.goal = None, None, None, 0
+        self._losses.clear()
+
+    def is_above(self, loss: float, sigmas: float, share: float) -> bool:
+        """Whether a loss is above what was usual where the run stood: nothing may be learned from it.
+
+        On the way there, until it has been there again, above all that it was on that way.
+        """
+        if self.reference is None:
+            return False
+        over = loss - max(self.reference.expected(self.goal), self._ceiling or -inf)
+        return over > sigmas * self.reference.scatter and over > share * self.reference.size
+
+    def see(self, step: int, loss: float) -> Standing:
+        """Note the loss of an accepted update; say where the run stands, once there is something to say."""
+        self._losses.append(loss)
+        if self._ceiling is not None and self.allows_proof(step):
+            self._ceiling = None
+        after = step - self.goal
+        window = self.config.window
+        if after <= 0:
+            return Standing.UNDECIDED
+        if after < window:
+            if after not in [round(look * window) for look in _LOOKS]:
+                return Standing.UNDECIDED
+            early = self._standing(step, after)
+            return early if early is Standing.OFF else Standing.UNDECIDED
+        if after % round(_LOOKS[0] * window) and after != window:
+            return Standing.UNDECIDED
+        return self._standing(step, window)
+
+    def final(self, step: int) -> Standing:
+        """Where the run stands at its end, however few losses tell it; what only falls is not back."""
+        after = min(len(self._losses), max(0, step - self.goal)) or len(self._losses)
+        standing = self._standing(step, after)
+        return Standing.BACK if standing is Standing.BACK else Standing.OFF
+
+    def allows_proof(self, step: int) -> bool:
+        """Whether the losses since the run went back are on the reference: else no state of it counts as good."""
+        if self.reference is None:
+            return True
+        if len(self._losses) < _FEWEST:
+            return False
+        return self._standing(step, len(self._losses)) is Standing.BACK
+
+    def evidence(self, step: int) -> str:
+        """For a person."""
+        assert self.reference is not None
+        losses = list(self._losses)
+        mean = sum(losses) / max(1, len(losses))
+        return (
+            f"the last {len(losses)} losses average {mean:.4g} where {self.reference.expected(step):.4g} was usual "
+            f"at step {self.reference.step:,}"
+        )
+
+    def _standing(self, step: int, count: int) -> Standing:
+        assert self.reference is not None
+        losses = list(self._losses)[-count:] if count else []
+        return self.reference.standing(step, losses, sigmas=self.config.sigmas, share=self.config.share)
+
+    def memory(self) -> dict[str, Any] | None:
+        """What does not rewind, as plain data; None where there is nothing."""
+        if self.reference is None:
+            return None
+        one = {"reference": self.reference.as_plain(), "goal": self.goal, "came_from": self.came_from}
+        return {**one, "ceiling": self._ceiling}
+
+    def recall(self, memory: Mapping[str, Any] | None) -> None:
+        """Measure on against what an earlier process was measured against."""
+        if memory is None:
+            self.end()
+            return
+        one = memory["reference"]
+        whole = {name: int(one[name]) for name in ("step", "count")}
+        numbers = {name: float(one[name]) for name in ("level", "scatter", "slope", "size")}
+        self.reference = Reference(**whole, **numbers)  # type: ignore[arg-type]
+        self.goal = int(memory["goal"])
+        self.came_from = None if memory["came_from"] is None else int(memory["came_from"])
+        self._ceiling = None if memory["ceiling"] is None else float(memory["ceiling"])
