@@ -40,7 +40,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "passed": set(),
     "ward": {"data", "diagnose", "ranks", "state", "update", "watch"},
     "treatment": {
-        *("data", "diagnose", "numerics", "passed", "ranks", "record", "recover", "state", "ward"),
+        *("data", "diagnose", "numerics", "passed", "ranks", "record", "recover", "state", "ward", "watch"),
     },
     "portions": {"data", "record", "treatment"},
     "resumption": {"checkpoint", "record", "state", "treatment", "update", "ward"},

@@ -10,7 +10,7 @@ from resilient_train.recover.policy import Budget, Policy, Rung
 from resilient_train.recover.prescription import Prescribed
 from resilient_train.recover.remedies import Applicable, Case, Quarantine, passes_over
 
-_PASSING = (Cause.CORRUPTION, Cause.DATA, Cause.TRANSIENT)  # they come from outside of the training
+_FROM_OUTSIDE = (Cause.CORRUPTION, Cause.DATA)  # of the training: they may come again, however well they were cured
 
 
 def decide(
@@ -28,13 +28,14 @@ def decide(
     `trace` is of the updates since the last rewind: a rung whose attempt came to the same as an earlier one is spent.
     """
     cause = diagnosis.cause
+    everything = history
     if not (ladder := policy.ladder(cause)):
         return Decision(gave_up=f"the policy has no remedy for {cause}")
     in_a_row = policy.budget.in_a_row
     if _without_progress(anomaly, history) >= in_a_row:
         return Decision(gave_up=f"the budget of {_count(in_a_row, 'update')} in a row that did not land is used up")
     case = Case(anomaly, diagnosis, can, rewinds=False)
-    spent = 0
+    history, spent = _in_vain(history, anomaly), 0
     for place, rung in enumerate(ladder):
         if not (actions := _applicable(rung, case)):
             continue
@@ -46,6 +47,7 @@ def decide(
             continue
         if strikes < allowed:
             over = _over_budget(policy.budget, actions, anomaly, history, tick)
+            over = over or _over_run(policy.budget, actions, everything)
             over = over or _over_quarantine(policy.budget, actions, diagnosis, can)
             return Decision(actions, place) if over is None else Decision(rung=place, gave_up=over)
         spent += 1
@@ -68,6 +70,20 @@ def _settled(prescribed: Prescribed, case: Case) -> Action:
     return replace(action, settings={**action.settings, **settle(case)}) if settle is not None else action
 
 
+def _in_vain(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:
+    """The incidents that count: without what came from outside and was undone by a rewind.
+
+    The run was good beyond its place since then, so that the next one is another.
+    """
+    counting, good = [], anomaly.since
+    for one in reversed(history):
+        is_undone = one.diagnosis.cause in _FROM_OUTSIDE and not passes_over(one.decision.actions)
+        if not (is_undone and one.decision.gave_up is None and good >= one.anomaly.step):
+            counting.append(one)
+        good = max(good, one.anomaly.since)
+    return counting[::-1]
+
+
 def _came_to_the_same(place: int, cause: Cause, trace: int, history: Sequence[Incident]) -> bool:
     """Whether the last attempt was of this rung, and the way it led was the same to the last digit as an earlier one.
 
@@ -85,20 +101,17 @@ def _strikes(policy: Policy, rung: Rung, place: int, case: Case, history: Sequen
     """How many incidents a rung has met that are not forgiven."""
     cause = case.diagnosis.cause
     if rung.within is None:
-        return _unforgiven(policy.forgive_after, place, cause, case.anomaly.step, case.anomaly.since, history)
+        return _unforgiven(policy.forgive_after, place, cause, case.anomaly.step, history)
     recent = _recent(tick - rung.within, history)
     return sum(one.diagnosis.cause == cause and one.decision.rung == place for one in recent)
 
 
-def _unforgiven(
-    forgive_after: int, place: int, cause: Cause, step: int, since: int, history: Sequence[Incident]
-) -> int:
+def _unforgiven(forgive_after: int, place: int, cause: Cause, step: int, history: Sequence[Incident]) -> int:
     """Count the incidents of a rung since the cause was last forgiven.
 
     It is forgiven where the run gets well beyond the farthest step of its incidents; of those that lower rungs merely
     passed over, none counts. In steps, which rewinds take back: who comes to the same place again and again has not
-    got beyond it, however many ticks that takes. A cause that comes from outside is forgiven as soon as the run is
-    good beyond them: what was done worked, and the next one is another.
+    got beyond it, however many ticks that takes.
     """
     count, reached = 0, None
     for incident in list(_taken_up(history))[::-1]:
@@ -107,12 +120,8 @@ def _unforgiven(
             continue
         if reached is not None and incident.anomaly.step - reached >= forgive_after:
             count = 0
-        if reached is not None and cause in _PASSING and incident.anomaly.since >= reached:
-            count = 0
         reached = max(reached or 0, incident.anomaly.step)
         count += decided.rung == place
-    if reached is not None and cause in _PASSING and since >= reached:
-        return 0
     return 0 if reached is not None and step - reached >= forgive_after else count
 
 
@@ -127,22 +136,16 @@ def _over_budget(
             spent = _count(budget.refused, "refused update")
             return f"the budget of {spent} within {_count(budget.window, 'update')} is used up"
         return None
-    if sum(not passes_over(one.decision.actions) and not _worked(one, anomaly, history) for one in recent) >= (
-        budget.incidents
-    ):
+    if sum(not passes_over(one.decision.actions) for one in recent) >= budget.incidents:
         spent = _count(budget.incidents, "incident")
         return f"the budget of {spent} within {_count(budget.window, 'update')} is used up"
-    if sum(not passes_over(one.decision.actions) for one in _taken_up(history)) >= budget.run:
-        return f"the budget of {_count(budget.run, 'incident')} in a run is used up"
     return None
 
 
-def _worked(incident: Incident, anomaly: Anomaly, history: Sequence[Incident]) -> bool:
-    """Whether a cause from outside was dealt with: the run was good beyond its place since."""
-    if incident.diagnosis.cause not in _PASSING:
-        return False
-    later = [one.anomaly for one in history if one.id > incident.id]
-    return any(one.since >= incident.anomaly.step for one in (*later, anomaly))
+def _over_run(budget: Budget, actions: Sequence[Action], history: Sequence[Incident]) -> str | None:
+    """Say so if the whole run has met too many incidents, whatever became of them."""
+    spent = not passes_over(actions) and sum(not passes_over(one.decision.actions) for one in _taken_up(history))
+    return f"the budget of {_count(budget.run, 'incident')} in a run is used up" if spent >= budget.run else None
 
 
 def _over_quarantine(budget: Budget, actions: Sequence[Action], diagnosis: Diagnosis, can: Applicable) -> str | None:
