@@ -28,7 +28,7 @@ from resilient_train.record.doors import to_see_it
 from resilient_train.record.incidents import INCIDENTS
 from resilient_train.record.loop import LOOP, Loop
 from resilient_train.record.review import review
-from resilient_train.record.summary import Summary, Tally
+from resilient_train.record.summary import Summary, Tally, verdict_of
 from resilient_train.record.tracking import NullTracker, Tracker
 from resilient_train.recover.history import History
 from resilient_train.state.run_state import Clock
@@ -130,6 +130,7 @@ class Chronicle:
 
     def summary(self, status: str, exit_code: int, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
         """What summary.json has to say of an end; `digests` are those of the weights and of the whole state."""
+        losses = self.passed.first_loss, self.passed.recent_loss
         return Summary(
             status=status,
             exit_code=exit_code,
@@ -137,6 +138,8 @@ class Chronicle:
             ticks=self.clock.tick,
             steps_lost=self.clock.tick - self.clock.step,
             final_loss=self.passed.recent_loss,
+            first_loss=self.passed.first_loss,
+            verdict=verdict_of(status, self.history.incidents, self.clock.step, losses),
             eval=None if self.evaluated is None else dict(self.evaluated),
             incidents=self.history.tally(),
             seconds=round(seconds, 3),

@@ -35,6 +35,7 @@ _STARTED_AGAIN = ("killed", "failed")  # by a launcher
 _RESTARTS_WITHIN_S = 120.0  # where nobody can see whether there still is one
 
 _STYLES = {"clean": "bold green", "recovered": "bold green", "gave_up": "bold red", "failed": "bold red"}
+_STYLES |= {"unrecovered": "bold red", "no_progress": "bold yellow"}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,7 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 from zlib import crc32
 
@@ -17,6 +17,8 @@ _REMEMBERED = 2048  # in a checkpoint: further back than a ring of snapshots goe
 _TREND = 32  # accepted updates
 _LATELY, _EARLIER = 64, 8  # steps in which a rise of the rate may be behind trouble, and updates to rise above
 _LEAP, _RISES = 2.0, 1.1  # times the highest rate before: a leap, and the beginning of a rise
+_FEW = 5  # updates that are looked at again
+_FIRST = 8  # accepted losses that tell where the run began
 _RECENT = 50  # accepted losses that the final one is the median of
 
 
@@ -46,12 +48,16 @@ class PassedUpdates:
 
     def __init__(self) -> None:
         self._passed: deque[Passed] = deque(maxlen=_KEPT)
+        self._first: dict[int, Passed] = {}  # accepted ones that the run began with, by step
 
     def add(self, vitals: Vitals) -> None:
         """Note one."""
         accepted, step = vitals.accepted, vitals.step + (not vitals.accepted)
         seen = vitals.loss, vitals.grad_norm, vitals.pace
-        self._passed.append(Passed(step, vitals.start, vitals.stop, accepted, *seen))
+        passed = Passed(step, vitals.start, vitals.stop, accepted, *seen)
+        self._passed.append(passed)
+        if accepted and step <= _FIRST:
+            self._first[step] = passed
 
     def rewound(self, step: int) -> None:
         """Forget what came after a step."""
@@ -65,6 +71,12 @@ class PassedUpdates:
         """
         starts = [one.start for one in self._passed if one.step > anomaly.since] if anomaly.landed else []
         return min([*starts, start])
+
+    def around(self, since: int) -> tuple[list[Passed], list[Passed]]:
+        """A few updates after a step, the latest of them, and as many up to it."""
+        after = [one for one in self._passed if one.step > since and one.stop > one.start]
+        before = [one for one in self._passed if one.step <= since and one.accepted and one.stop > one.start]
+        return after[-_FEW:], before[-_FEW:]
 
     def lately(self) -> tuple[list[float], list[float]]:
         """Losses and gradient norms of the last accepted updates, and of the one that was not."""
@@ -94,6 +106,11 @@ class PassedUpdates:
         return crc32(array("d", cells).tobytes())
 
     @property
+    def first_loss(self) -> float | None:
+        """The mean of the losses that the run began with, whichever process made them."""
+        return fmean(one.loss for one in self._first.values()) if self._first else None
+
+    @property
     def recent_loss(self) -> float | None:
         """The median of the last accepted losses, whichever process made them."""
         accepted = (one.loss for one in reversed(self._passed) if one.accepted)
@@ -103,16 +120,21 @@ class PassedUpdates:
     def copy(self) -> PassedUpdates:
         """What is remembered now, for another thread to read."""
         copied = PassedUpdates()
-        copied._passed = self._passed.copy()
+        copied._passed, copied._first = self._passed.copy(), self._first.copy()
         return copied
 
     def until(self, step: int) -> list[list[float]]:
         """The latest ones up to a step, as plain data."""
-        return [list(map(float, one)) for one in self._passed if one.step <= step][-_REMEMBERED:]
+        latest = [one for one in self._passed if one.step <= step][-_REMEMBERED:]
+        first = [one for one in self._first.values() if one.step <= step and one not in latest]
+        return [list(map(float, one)) for one in (*first, *latest)]
 
     def recall(self, passed: Iterable[Sequence[float]]) -> None:
         """Remember what an earlier process did."""
         self._passed.clear()
         for step, start, stop, accepted, *seen in passed:
             loss, norm, pace = (*map(float, seen), 0.0)[:3]
-            self._passed.append(Passed(int(step), int(start), int(stop), bool(accepted), loss, norm, pace))
+            one = Passed(int(step), int(start), int(stop), bool(accepted), loss, norm, pace)
+            self._passed.append(one)
+            if one.accepted and one.step <= _FIRST:
+                self._first[one.step] = one

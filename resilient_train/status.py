@@ -22,6 +22,12 @@ from resilient_train.record.telling import printable
 _ANEW = "the same command begins anew, in a directory beside it"  # of a loop of somebody's own, unless it says resume
 
 
+_NOT_WELL = {
+    "unrecovered": "not recovered, the loss did not come back to where it was",
+    "no_progress": "the loss did not fall",
+}
+
+
 @dataclass(frozen=True)
 class Status:
     """Where a run stands, and why if that is known."""
@@ -43,7 +49,7 @@ class Status:
             case "running":
                 return f"{run_dir}: running, {at}, {self.process}"
             case "completed":
-                return f"{run_dir}: completed, {self.step or 0:,} steps"
+                return f"{run_dir}: completed, {self.step or 0:,} steps{because}"
             case "preempted":
                 return f"{run_dir}: stopped on request at {at}; {self.onward}"
             case "gave_up":
@@ -104,6 +110,8 @@ def _ended(run_dir: Path, summary: dict[str, Any], steps: int | None) -> Status:
     why = None
     if state in ("failed", "gave_up"):
         why = why_of(run_dir, summary)
+    if state == "completed":
+        why = _NOT_WELL.get(str(summary.get("verdict")))
     if why is not None and state == "gave_up" and (kept := sorted((run_dir / CHECKPOINTS).glob("step-*"))):
         why = f"{why}; the last good state is in {kept[-1]}"
     return Status(state, summary["exit_code"], step if isinstance(step, int) else None, steps, why=why)

@@ -461,6 +461,8 @@ class Treatment:
                 if known is not None and (confirmed := ward.search.confirmed(known, refused)) is not None:
                     return confirmed
                 found = ward.search.diagnose(anomaly, refused, self.passed.lately())
+        elif anomaly.signal in _OF_THE_LOSS and (misled := self._misled(anomaly)) is not None:
+            return misled
         else:
             proven = ward.ring.proven(anomaly.since)
             before = proven[0].snapshot.parts["weights"] if proven else {}
@@ -471,6 +473,15 @@ class Treatment:
             found = worst.diagnosis if worst is not None else None
             found = self._is_the_optimizers(anomaly, found or by_signal(anomaly))
         return found or by_signal(anomaly)
+
+    def _misled(self, anomaly: Anomaly) -> Diagnosis | None:
+        """Whether what has landed since was trained on bad samples."""
+        search, reference = self.ward.search, self.ward.panel.probation.reference
+        if search is None or reference is None:
+            return None
+        suspects, trusted = self.passed.around(anomaly.since)
+        rise = max((one.loss for one in suspects), default=0.0) - reference.level
+        return search.misled([one.start for one in suspects], [one.start for one in trusted], rise, reference.level)
 
     def _is_the_optimizers(self, anomaly: Anomaly, found: Diagnosis) -> Diagnosis:
         """What breaks again at the same place, on the way that was made anew, is no accident of the hardware."""
@@ -501,11 +512,13 @@ class Treatment:
 
     def _applicable(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Applicable:
         ward = self.ward
-        proven = ward.ring.proven(anomaly.since)
+        proven, reference = ward.ring.proven(anomaly.since), ward.panel.probation.reference
         return Applicable(
             snapshots=self._snapshots(proven, anomaly.since),
             # Where armor makes values up, what is out of range at the beginning tells nothing about the rate.
-            at_start=anomaly.since < _BEGINNING and [held.step for held in proven] == [0] and not self._armor.plates,
+            at_start=max(anomaly.since, reference.step if reference else 0) < _BEGINNING
+            and [held.step for held in proven] == [0]
+            and not self._armor.plates,
             mixed_precision=ward.precision.is_mixed,
             loss_scaler=ward.updater.scaler is not None,
             rows=ward.samples.rows,
@@ -572,12 +585,11 @@ def _since_leap(anomaly: Anomaly, leap: Leap | None) -> Anomaly:
 
 
 def _may_be_the_rate(anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
-    """Rows that are bad in themselves, and weights that no update changed, are so at any rate."""
-    has_rows = diagnosis.cause is Cause.DATA and bool(diagnosis.rows)
-    is_nonfinite_batch = anomaly.signal is Signal.NONFINITE_BATCH
-    return anomaly.signal in _OF_THE_RATE and not (has_rows or is_nonfinite_batch)
+    """Rows that are bad are so at any rate."""
+    return anomaly.signal in _OF_THE_RATE and diagnosis.cause is not Cause.DATA
 
 
+_OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE)
 _OF_THE_RATE = (
     *(Signal.LOSS_SPIKE, Signal.GRAD_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED),
     *(Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER),

@@ -104,6 +104,9 @@ class Samples(Protocol):
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
         """Return the rows at these positions, as far as rows have an index."""
 
+    def keys_at(self, start: int) -> list[Sequence[Key]]:
+        """Return what the update at this position is made of on this rank."""
+
     def collated(self, keys: Sequence[Key]) -> Any:
         """Make one micro-batch of these rows as training makes it. Leaves the host's generators anywhere."""
 
@@ -133,6 +136,9 @@ class WithoutIndex:
 
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
         return ()
+
+    def keys_at(self, start: int) -> list[Sequence[Key]]:
+        self._no_index()
 
     def collated(self, keys: Sequence[Key]) -> Any:
         self._no_index()
@@ -215,6 +221,9 @@ class MapSamples:
         skipped = {at for low, high in self.stream.skipped for at in range(max(low, start), min(high, stop))}
         places = [at for at in range(start, stop) if at not in skipped]
         return tuple(sorted({key.row for at in places for key in self.stream.take(at, 1).keys}))
+
+    def keys_at(self, start: int) -> list[Sequence[Key]]:
+        return self.slicing.of_this_rank(self.stream.take(start, self.slicing.samples).keys)
 
     def collated(self, keys: Sequence[Key]) -> Any:
         return self._here.collated(keys)

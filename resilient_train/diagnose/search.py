@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 from resilient_train.data.samples import Samples, Update
@@ -27,6 +28,8 @@ _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
 _OTHERS = 128  # rows that a row is compared with
 _FAR = 4.0  # times the largest of those: what makes a gradient jump is an outlier
 _ABSURD = 1e4  # the same where an operation broke: one that cannot take a large value is to blame itself
+_EXPLAINS = 0.5  # of a rise of the loss: as much has to come from the samples, so that these are to blame
+_PART = 0.25  # of that: what rows have to raise the loss by to count among those that did it
 _NONFINITE = (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH)
 _SPIKES = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
 
@@ -81,6 +84,59 @@ class Search:
         if not theirs or broken is None or _place(next(iter(theirs.values()))) != _place(broken):
             return None
         return replace(verdict.again(known), ranks=self._some(theirs))
+
+    def misled(self, suspects: Sequence[int], trusted: Sequence[int], rise: float, level: float) -> Diagnosis | None:
+        """Say whether the samples of updates that landed explain why the loss rose by `rise` above its `level`.
+
+        At the same weights, as they are now, the suspects are compared with updates from before: what was done to the
+        weights makes the losses of both high. Both are given by their positions.
+        """
+        if not (self._samples.rows and suspects and trusted and rise > 0):
+            return None
+        with randomness.preserved(self._world.device):
+            bad, good = ([self._loss_at(start) for start in some] for some in (suspects, trusted))
+            usual, gap = median(good), median(bad) - median(good)
+            if median(bad) - level < _PART * rise and median(good) - level < _PART * rise:
+                return verdict.TRANSIENT  # it is neither the samples nor the weights
+            if not gap > _EXPLAINS * rise:  # of what is not finite, too
+                return None
+            worst = suspects[max(range(len(bad)), key=bad.__getitem__)]
+            rows = self._raising(worst, trusted[-1], usual + _PART * (max(bad) - usual))
+        return verdict.on_misled(rows, usual, median(bad))
+
+    def _loss_at(self, start: int) -> float:
+        """The mean loss over ranks of the update at a position, at the weights as they are."""
+        tried, _ = self._with(
+            lambda: self._made(self._samples.keys_at(start)), lambda made: self._replay.of(made, start)
+        )
+        told = [one for one in self._world.all_of(None if tried is None else tried.loss) if one is not None]
+        return sum(told) / len(told) if told else math.nan
+
+    def _raising(self, start: int, other: int, limit: float) -> tuple[int, ...]:
+        """The rows of an update that alone raise the loss beyond a limit, with rows of another one in the other places.
+
+        All ranks search; each looks at its own rows.
+        """
+        keys, filler = self._samples.keys_at(start), self._samples.keys_at(other)
+        places = [(number, place) for number, some in enumerate(keys) for place in range(len(some))]
+        search = by_rows.guilty(len(places))
+        asked: Sequence[int] | None = next(search, None)
+        found: Sequence[int] = ()
+        while any(self._world.all_of(asked is not None)):
+            batches = [list(some) for some in filler]
+            for one in asked or ():
+                number, place = places[one]
+                batches[number][place] = keys[number][place]
+            made = partial(self._made, batches)
+            tried, _ = self._with(made, lambda batches: self._replay.of(batches, start))
+            if asked is None:
+                continue
+            try:
+                asked = search.send(tried is not None and not tried.loss <= limit)
+            except StopIteration as end:
+                found, asked = end.value, None
+        mine = [keys[number][place].row for number, place in (places[one] for one in found)]
+        return tuple(sorted({row for rows in self._world.all_of(mine) for row in rows}))
 
     def _some(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Name ranks, unless it is all of them."""

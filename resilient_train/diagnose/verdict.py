@@ -154,6 +154,14 @@ def on_spike(facts: Facts, climb: float, jump: float = 1.0) -> Diagnosis:
     )
 
 
+def on_misled(rows: tuple[int, ...], usual: float, loss: float) -> Diagnosis:
+    """The samples of updates that landed have a high loss at weights at which others have their usual one."""
+    where = f"{_rows(rows).capitalize()} of the data" if rows else "The samples of these updates"
+    have = "has" if len(rows) == 1 else "have"
+    told = f"{where} {have} a loss of up to {loss:.4g} at weights at which earlier samples have {usual:.4g}"
+    return Diagnosis(Cause.DATA, f"{told}: look for wrong labels or targets there.", None, rows)
+
+
 def on_untried(why: str) -> Diagnosis:
     """The step could not be replayed."""
     return Diagnosis(Cause.UNKNOWN, f"It could not be tried again: {why}.")

@@ -6,14 +6,18 @@ import json
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from resilient_train.events import Incident, Outcome
 from resilient_train.files import commit_text
 from resilient_train.secrets import masked_tree
 
+_TELLING = 50  # steps after which a loss that has not fallen says something
+_LITTLE = 0.01  # of the first loss: what it has to fall by at least
 _TIMED = 10_000  # laps that the median time is taken of
 
 
@@ -34,6 +38,8 @@ class Summary:
     weights_sha256: str | None
     state_sha256: str | None
     mlflow: dict[str, Any] | None
+    first_loss: float | None = None  # the mean of the first 8, to hold the final one against
+    verdict: str | None = None  # well, recovered, unrecovered, no_progress; of a run that did not complete: its status
     why: str | None = None  # a loop of somebody's own did not complete: it has no train.log to tell it
 
     @classmethod
@@ -46,6 +52,20 @@ class Summary:
         """Commit it to disk."""
         node = {key: value for key, value in asdict(self).items() if key != "why" or value is not None}
         commit_text(path, json.dumps(masked_tree(_finite(node)), indent=2) + "\n")
+
+
+def verdict_of(
+    status: str, incidents: Sequence[Incident], steps: int, losses: tuple[float | None, float | None]
+) -> str:
+    """Say in a word whether a run is all right; `losses` are those that it began and ended with."""
+    if status != "completed":
+        return status
+    if any(one.outcome is Outcome.UNRECOVERED for one in incidents):
+        return "unrecovered"
+    first, final = losses
+    if steps >= _TELLING and first is not None and final is not None and not final < first - _LITTLE * abs(first):
+        return "no_progress"
+    return "recovered" if incidents else "well"
 
 
 @dataclass

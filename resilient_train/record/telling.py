@@ -127,13 +127,17 @@ def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
 
 
 def status_of(incidents: Sequence[Incident], summary: Any = None) -> str:
-    """Say in one word how a run fares: clean, recovered, recovering, unrecovered, gave_up, preempted, failed.
+    """Say in one word how a run fares.
+
+    That is clean, recovered, recovering, unrecovered, no_progress, gave_up, preempted or failed.
 
     `summary` is what its last end wrote, null while it is at work.
     """
     ended = summary.get("status") if isinstance(summary, Mapping) else None
     if ended in ("gave_up", "preempted", "failed"):
         return str(ended)
+    if ended == "completed" and isinstance(summary, Mapping) and summary.get("verdict") == "no_progress":
+        return "no_progress"
     if not incidents:
         return "clean"
     if incidents[-1].outcome is Outcome.GAVE_UP:

@@ -25,6 +25,16 @@ def verdict(story: Story) -> tuple[str, str]:
             last = next(one for one in reversed(story.incidents) if one.outcome is None)
             what = f"incident {last.id:,} ({noticed(last.anomaly, by_name=False)}, step {last.anomaly.step:,})"
             return "Recovering", f"{where}; {what} is open until the run has stayed healthy. In all, {met}.{cost}"
+        case "unrecovered":
+            left = next(one for one in reversed(story.incidents) if one.outcome is Outcome.UNRECOVERED)
+            what = f"incident {left.id:,} ({noticed(left.anomaly, by_name=False)}, step {left.anomaly.step:,})"
+            why = f"after {what} the loss did not come back to where it was"
+            return "Not recovered, somebody has to look", f"{where}; {why}. In all, {met}.{cost}"
+        case "no_progress":
+            first, final = ((story.summary or {}).get(key) for key in ("first_loss", "final_loss"))
+            losses = [f"{one:.4g}" for one in (first, final) if type(one) in (int, float)]
+            why = f": it began at {losses[0]} and ended at {losses[1]}" if len(losses) == 2 else ""
+            return "The loss did not fall", f"{where}{why}; {met}.{cost}"
         case "gave_up":
             why = "".join(f": {noticed(one.anomaly, by_name=False)}, {why_of(one)}" for one in story.incidents[-1:])
             return "Gave up, somebody has to look", f"{where}{why}. In all, {met}.{cost}"
@@ -93,8 +103,9 @@ def incidents_met(incidents: Sequence[Incident]) -> str:
     told = f"{counted(len(incidents), 'incident')} ({causes})"
     outcomes = Counter(one.outcome for one in incidents)
     again = outcomes[Outcome.RECURRED]
-    if outcomes[None] or outcomes[Outcome.GAVE_UP]:
-        left = [(outcomes[Outcome.GAVE_UP], "not cured"), (outcomes[None], "open"), (again, "came back")]
+    if outcomes[None] or outcomes[Outcome.GAVE_UP] or outcomes[Outcome.UNRECOVERED]:
+        left = [(outcomes[Outcome.UNRECOVERED], "not recovered"), (outcomes[Outcome.GAVE_UP], "not cured")]
+        left += [(outcomes[None], "open"), (again, "came back")]
         return f"{told}, {', '.join(f'{count:,} {what}' for count, what in left if count)}"
     if again:
         return f"{told}, {again:,} of which came back before the cure held"

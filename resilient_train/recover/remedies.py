@@ -53,7 +53,9 @@ class Skip(Remedy):
     updates: int | None = limited(None, at_least=1)  # the window; null: the samples to blame
 
     def applies(self, case: Case) -> bool:
-        """Samples that landed lie behind the run, unless it goes back."""
+        """Samples that landed lie behind the run, unless it goes back; then their bad rows are known, or all go."""
+        if case.anomaly.landed and case.diagnosis.rows and case.can.rows:
+            return self.updates is not None
         return case.can.skip and (not case.anomaly.landed or case.rewinds or self.updates is not None)
 
     def apply(self, patient: Patient) -> None:
@@ -73,8 +75,8 @@ class Quarantine(Remedy):
     about: ClassVar[str] = "take the guilty rows out of the data for the rest of the run"
 
     def applies(self, case: Case) -> bool:
-        """There have to be guilty rows, and an index to know them by."""
-        return bool(case.diagnosis.rows) and case.can.rows > 0
+        """There have to be guilty rows, and an index to know them by; what landed has to be undone as well."""
+        return bool(case.diagnosis.rows) and case.can.rows > 0 and (not case.anomaly.landed or case.rewinds)
 
     def apply(self, patient: Patient) -> None:
         """Take them out."""

@@ -21,7 +21,7 @@ class Standing(StrEnum):
 
     BACK = "back"
     OFF = "off"
-    UNDECIDED = "undecided"  # too few losses yet, or they are above it and fall
+    UNDECIDED = "undecided"  # no losses yet, or they are above it and fall
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Reference:
         values = without_top(losses)
         if fmean(values) <= self.bound(step, len(values), sigmas=sigmas, share=share):
             return Standing.BACK
-        return Standing.UNDECIDED if falls(losses) else Standing.OFF
+        return Standing.OFF
 
     def off(self, loss: float) -> float:
         """How far a loss lies above it, in sizes of such losses: 1 is twice as high as it was."""
@@ -89,7 +89,7 @@ def falls(losses: Sequence[float]) -> bool:
     """Whether losses come down, beyond noise."""
     values = without_top(losses)
     if len(values) < _FEW:
-        return True  # nothing speaks against it yet
+        return False
     slope, error, _ = _line(list(values))
     return slope < -_CLEAR * error
 

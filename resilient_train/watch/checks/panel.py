@@ -104,7 +104,9 @@ class Panel:
         What was measured up to `since` stays true, and does not rewind: else a run that goes back to its beginning
         would take whatever comes for usual.
         """
-        self._path = {other: seen for other, seen in self._path.items() if other <= since}
+        reference = self.probation.reference  # of a course that may have been left: what led to it stays true as well
+        trusted = since if reference is None else max(since, reference.step)
+        self._path = {other: seen for other, seen in self._path.items() if other <= trusted}
         self._latest.clear()
         self.probation.rewound(step, {other: loss for other, (loss, _) in self._path.items()})
         if len(self._path) >= self.config.limit.warmup:
@@ -146,7 +148,7 @@ class Panel:
             self._forget()
             return _NOTHING
         if (overshot := self._overshoot.see(step, _which(vitals), loss, vitals.grad_norm)) is not None:
-            return Finding(_landed(vitals, Signal.DIVERGENCE, overshot[1], since=overshot[0]))
+            return Finding(self._about_level(vitals, Signal.DIVERGENCE, overshot[1], since=overshot[0]))
         outside = self._is_outside(loss)
         jumped = self._jump.see(step, loss, outside)
         if not outside:
@@ -188,18 +190,25 @@ class Panel:
             return None
         if jumped is not None:
             evidence = f"loss {vitals.loss:.4g} where {self._level.usual}, and it stays"
-            return _landed(vitals, Signal.LOSS_SPIKE, evidence, since=jumped)
+            return self._about_level(vitals, Signal.LOSS_SPIKE, evidence, since=jumped)
         if trend is not None:
             evidence = f"loss {vitals.loss:.4g}, climbing since step {trend}; {self._level.usual}"
-            return _landed(vitals, Signal.DIVERGENCE, evidence, since=trend)
+            return self._about_level(vitals, Signal.DIVERGENCE, evidence, since=trend)
         return self.not_recovered(vitals) if standing is Standing.OFF else None
 
     def not_recovered(self, vitals: Vitals) -> Anomaly:
         """The anomaly of a run that is quiet, and not back where it was: what it has done since does not count."""
-        reference, came_from = self.probation.reference, self.probation.came_from
-        assert reference is not None
-        since = reference.step if came_from is None else min(came_from, vitals.step)
+        assert self.probation.reference is not None
+        since = min(self.probation.reference.step, vitals.step)
+        stands_on = self.probation.stands_on
+        since = since if stands_on is None else min(stands_on, vitals.step)
         return _landed(vitals, Signal.NOT_RECOVERED, self.probation.evidence(vitals.step), since=since)
+
+    def _about_level(self, vitals: Vitals, signal: Signal, evidence: str, since: int) -> Anomaly:
+        """An anomaly of the loss. It says nothing about the proven state that the run was taken back to."""
+        proven = self.probation.stands_on if self.probation.is_open else None
+        since = since if proven is None else max(since, min(proven, vitals.step))
+        return _landed(vitals, signal, evidence, since)
 
     def _judge_refused(self, vitals: Vitals, signal: Signal) -> Finding:
         """Above a limit: an outlier, damage that was there before, or a new regime to which the limit gives way."""
@@ -209,16 +218,16 @@ class Panel:
             return Finding(repeat=True)
         which = _which(vitals)
         if (overshot := self._overshoot.see(step, which, loss, norm)) is not None:
-            return Finding(_landed(vitals, Signal.DIVERGENCE, overshot[1], since=overshot[0]))
+            return Finding(self._about_level(vitals, Signal.DIVERGENCE, overshot[1], since=overshot[0]))
         outside, evidence = self._is_outside(loss), f"loss {loss:.4g} where {self._level.usual}"
         if which != self._refusals.latest and outside:  # counted, though it enters no statistic
             jumped = self._jump.see(step, loss, True)
             if jumped is not None and not (self.probation.is_open and self.is_only_reported):
-                return Finding(_landed(vitals, Signal.LOSS_SPIKE, f"{evidence}, and it stays", since=jumped))
+                return Finding(self._about_level(vitals, Signal.LOSS_SPIKE, f"{evidence}, and it stays", since=jumped))
         norms = self._refusals.add(step, which, norm)
         if norms is not None and outside and not self.is_only_reported:  # it is no new regime: it is damaged
             evidence = f"{evidence}; {len(norms)} updates were refused within a few steps"
-            return Finding(_landed(vitals, Signal.DIVERGENCE, evidence, since=self._refusals.since))
+            return Finding(self._about_level(vitals, Signal.DIVERGENCE, evidence, since=self._refusals.since))
         if norms is not None:
             self._grad_limit.give_way(norms)
             self._loss_limit.give_way()

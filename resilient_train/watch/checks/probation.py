@@ -9,7 +9,7 @@ from typing import Any
 
 from resilient_train.watch.checks.memory import Remembers
 from resilient_train.watch.config import ProbationConfig
-from resilient_train.watch.reference import Reference, Standing
+from resilient_train.watch.reference import Reference, Standing, falls
 
 _LOOKS = (0.25, 0.5)  # of the window, before its end
 _FEWEST = 8  # losses that say whether the way back is on the reference
@@ -29,6 +29,7 @@ class Probation(Remembers):
         self.reference: Reference | None = None
         self.goal = 0  # the step that the run had reached
         self.came_from: int | None = None  # the lowest step it went back to since; None: it was not taken back
+        self.stands_on: int | None = None  # the step it went back to last, a proven one
         self._ceiling: float | None = None  # the highest loss on the way from there, until it is back
         self._losses: deque[float] = deque(maxlen=config.window)
 
@@ -45,7 +46,7 @@ class Probation(Remembers):
         holds = self.reference is not None and (self.reference.step <= since or self._parted_before(since))
         if not holds:
             self.reference = reference
-            self.came_from = self._ceiling = None
+            self.came_from = self.stands_on = self._ceiling = None
         self.goal = max(self.goal if holds else 0, goal)
         self._losses.clear()
 
@@ -56,12 +57,14 @@ class Probation(Remembers):
         """The run has gone back: what it measures from here on counts. `way` holds the trusted losses by step."""
         if self.is_open:
             self.came_from = step if self.came_from is None else min(step, self.came_from)
+            self.stands_on = step
             self._ceiling = max((loss for other, loss in way.items() if other > step), default=None)
             self._losses.clear()
 
     def end(self) -> None:
         """The run is back, or somebody has changed on purpose where it should be."""
-        self.reference, self.came_from, self._ceiling, self.goal = None, None, None, 0
+        self.reference, self.goal = None, 0
+        self.came_from = self.stands_on = self._ceiling = None
         self._losses.clear()
 
     def is_above(self, loss: float, sigmas: float, share: float) -> bool:
@@ -109,7 +112,7 @@ class Probation(Remembers):
     def evidence(self, step: int) -> str:
         """For a person."""
         assert self.reference is not None
-        losses = list(self._losses)
+        losses = list(self._losses)[-max(1, step - self.goal) :]
         mean = sum(losses) / max(1, len(losses))
         return (
             f"the last {len(losses)} losses average {mean:.4g} where {self.reference.expected(step):.4g} was usual "
@@ -118,15 +121,19 @@ class Probation(Remembers):
 
     def _standing(self, step: int, count: int) -> Standing:
         assert self.reference is not None
-        losses = list(self._losses)[-count:] if count else []
-        return self.reference.standing(step, losses, sigmas=self.config.sigmas, share=self.config.share)
+        losses = list(self._losses)
+        standing = self.reference.standing(
+            step, losses[-count:] if count else [], sigmas=self.config.sigmas, share=self.config.share
+        )
+        # A way back that is long is judged by all of it: a few losses would not show that it leads there.
+        return Standing.UNDECIDED if standing is Standing.OFF and falls(losses) else standing
 
     def memory(self) -> dict[str, Any] | None:
         """What does not rewind, as plain data; None where there is nothing."""
         if self.reference is None:
             return None
         one = {"reference": self.reference.as_plain(), "goal": self.goal, "came_from": self.came_from}
-        return {**one, "ceiling": self._ceiling}
+        return {**one, "stands_on": self.stands_on, "ceiling": self._ceiling}
 
     def recall(self, memory: Mapping[str, Any] | None) -> None:
         """Measure on against what an earlier process was measured against."""
@@ -138,5 +145,6 @@ class Probation(Remembers):
         numbers = {name: float(one[name]) for name in ("level", "scatter", "slope", "size")}
         self.reference = Reference(**whole, **numbers)  # type: ignore[arg-type]
         self.goal = int(memory["goal"])
-        self.came_from = None if memory["came_from"] is None else int(memory["came_from"])
+        steps = (memory[name] for name in ("came_from", "stands_on"))
+        self.came_from, self.stands_on = (None if step is None else int(step) for step in steps)
         self._ceiling = None if memory["ceiling"] is None else float(memory["ceiling"])
