@@ -26,7 +26,6 @@ import multiprocessing
 import random
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +35,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hot_stretch_letters import Draw, Ended, by_hand, clean_runs, finite, guarded
+from hot_stretch_letters import Draw, Ended, arm, clean_runs, finite
+from hot_stretch_nanogpt import Checkout
+
+Arm = Callable[[str, Draw, int], Ended]  # its name, a draw, a seed
 
 FACTORS, LENGTHS, STARTS = (30, 100, 1000), (5, 10, 40), (20, 40, 100, 150)
 FORMS, OPTIMIZERS = ("objective", "handed over"), ("adamw", "sgd")
@@ -122,8 +124,11 @@ def is_out_of_reference(before: Sequence[float], last: Sequence[float]) -> bool:
 
 
 def is_worse(loss: float, plain: Sequence[float]) -> bool:
-    """Say whether a loss lies above those of plain runs by 2 standard deviations, and by 5 % of their mean."""
-    if not all(math.isfinite(one) for one in plain):
+    """Say whether a loss lies above those of plain runs by 2 standard deviations, and by 5 % of their mean.
+
+    The first of them is that of the same seed: a loss that is not above it is not worse, whatever the others are.
+    """
+    if loss <= plain[0] or not all(math.isfinite(one) for one in plain):
         return False
     mean = statistics.fmean(plain)
     return loss > max(mean + 2 * statistics.stdev(plain), 1.05 * mean)
@@ -141,22 +146,18 @@ def judged(program: str, draw: Draw, clean: Ended, skip_only: Ended, plain: Sequ
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------- programs
-
-
-def own_program(draw: Draw, seeds: Sequence[int], clean: Ended) -> Judged:
-    """Train the character transformer in the other arms of one draw."""
-    run = functools.partial(by_hand, draw.optimizer, rate=draw.rate, stops=[draw.steps])
-    skip_only = run(draw.seed, skips=True)[draw.steps]
-    # without a step that it skipped it is the plain run, bit for bit
-    own = run(draw.seed, skips=False)[draw.steps] if skip_only.skipped else skip_only
-    others = [run(seed, skips=False)[draw.steps] for seed in seeds if seed != draw.seed]
-    with tempfile.TemporaryDirectory(prefix="hot_stretch-") as folder:
-        guard = guarded(draw, Path(folder, "run"))
-    return judged("letters", draw, clean, skip_only, [own, *others], guard)
-
-
 # ------------------------------------------------------------------------------------------------------------ running
+
+
+def all_arms(name: str, arm: Arm, draw: Draw, seeds: Sequence[int], clean: Ended) -> Judged:
+    """Train the other arms of one draw, and judge it."""
+    skip_only = arm("skip only", draw, draw.seed)
+    # without a step that it skipped it is the plain run, bit for bit
+    own = arm("plain", draw, draw.seed) if skip_only.skipped else skip_only
+    guard = arm("guarded", draw, draw.seed)
+    # only a run that ends above its plain twin can be worse than plain ones of other seeds
+    others = [seed for seed in seeds if seed != draw.seed and guard.held_out > own.held_out]
+    return judged(name, draw, clean, skip_only, [own, *(arm("plain", draw, seed) for seed in others)], guard)
 
 
 def at_once(jobs: Sequence[Callable[[], Any]], workers: int, shows: bool) -> Iterator[tuple[int, Any]]:
@@ -198,44 +199,45 @@ def timed(job: Callable[[], Any]) -> Any:
 
 @dataclass
 class Program:
-    """A program: what makes its clean runs, and what makes the other arms of a draw."""
+    """A program: what makes its clean runs, and what makes each of the other arms."""
 
     name: str
     draws: list[Draw]
     clean: Callable[[str, int, Sequence[int]], dict[int, Ended]]
-    arms: Callable[[Draw, Sequence[int], Ended], Judged]
+    arm: Arm
+    about: str = ""
 
     def run(self, seeds: Sequence[int], workers: int, shows: bool) -> tuple[list[Judged], dict[str, float]]:
-        """Return the draws, judged, and by optimizer how much the clean ends differ between the seeds."""
+        """Return the draws, judged, and by optimizer how much the longest clean runs of the seeds differ."""
+        longest: dict[str, int] = {}
+        for one in self.draws:
+            longest[one.optimizer] = max(one.steps, longest.get(one.optimizer, 0))
         stops = {
-            one.optimizer: sorted({each.steps for each in self.draws if each.optimizer == one.optimizer})
-            for one in self.draws
+            (name, seed): {steps, *(one.steps for one in self.draws if (one.optimizer, one.seed) == (name, seed))}
+            for name, steps in longest.items()
+            for seed in seeds
         }
-        keys = [(optimizer, seed) for optimizer in stops for seed in seeds]
+        keys = list(stops)
         cleans: dict[tuple[str, int], dict[int, Ended]] = {}
-        jobs: list[Callable[[], Any]] = [functools.partial(self.clean, *key, stops[key[0]]) for key in keys]
+        jobs: list[Callable[[], Any]] = [functools.partial(self.clean, *key, sorted(stops[key])) for key in keys]
         for number, made in at_once(jobs, workers, shows):
             say(f"{self.name}: clean, {keys[number]}: {made if isinstance(made, Exception) else 'done'}")
             cleans[keys[number]] = {} if isinstance(made, Exception) else made
         ends: dict[int, Judged] = {}
-        ready = [one for one in self.draws if one.steps in cleans[one.optimizer, one.seed]]
-        jobs = [functools.partial(self.arms, one, seeds, cleans[one.optimizer, one.seed][one.steps]) for one in ready]
+        for one in self.draws:
+            if one.steps not in cleans[one.optimizer, one.seed]:
+                ends[one.number] = Judged(one, self.name, error="its clean run failed")
+        ready = [one for one in self.draws if one.number not in ends]
+        arms = functools.partial(all_arms, self.name, self.arm)
+        jobs = [functools.partial(arms, one, seeds, cleans[one.optimizer, one.seed][one.steps]) for one in ready]
         for number, made in at_once(jobs, workers, shows):
             draw = ready[number]
-            ends[draw.number] = end = Judged(draw, self.name, error=str(made)) if isinstance(made, Exception) else made
-            say(f"[{len(ends)}/{len(ready)}] {end} [{end.seconds:.1f} s]")
-        missing = (Judged(one, self.name, error="its clean run failed") for one in self.draws if one.number not in ends)
-        ends |= {one.draw.number: one for one in missing}
-        return [ends[one.number] for one in self.draws], {
-            optimizer: max(
-                (
-                    spread([runs[stop].held_out for seed in seeds if stop in (runs := cleans[optimizer, seed])])
-                    for stop in stops[optimizer]
-                ),
-                default=math.nan,
-            )
-            for optimizer in stops
-        }
+            end = Judged(draw, self.name, error=str(made)) if isinstance(made, Exception) else made
+            ends[draw.number] = end
+            say(f"[{len(ends)}/{len(self.draws)}] {end} [{end.seconds:.1f} s]")
+        finals = {name: [cleans[name, seed].get(steps) for seed in seeds] for name, steps in longest.items()}
+        differ = {name: spread([one.held_out for one in made if one is not None]) for name, made in finals.items()}
+        return [ends[one.number] for one in self.draws], differ
 
 
 def spread(losses: Sequence[float]) -> float:
@@ -274,12 +276,12 @@ def report(program: Program, ends: Sequence[Judged], spreads: dict[str, float], 
     differ = ", ".join(f"{100 * value:.1f} % with {name}" for name, value in spreads.items())
     return "\n".join(
         [
-            f"## {program.name}",
+            f"## {program.name}: {program.about}",
             "",
             table(ends),
             "",
             f"Guarded runs said: {words}. Harness errors: {errors}. {seconds:.0f} s.",
-            f"Two standard deviations of the clean ends of {SEEDS} seeds, at most: {differ}.",
+            f"Two standard deviations of the longest clean runs of {SEEDS} seeds: {differ}.",
             "",
             "Dishonest, worse or not near (held-out losses of clean / plain / skip only / guarded):",
             "",
@@ -314,7 +316,13 @@ def main() -> None:
     every = draws(given.seed)
     chosen = [one for one in every if one.number in given.only] if given.only else every[: given.draws]
     seeds = [given.seed + one for one in range(SEEDS)]
-    programs = [Program("letters", chosen, clean_runs, own_program)]
+    programs = [Program("letters", chosen, clean_runs, arm, f"a character transformer, {len(chosen)} draws")]
+    if given.nanogpt is None:
+        print("nanoGPT is skipped: --nanogpt names no checkout", flush=True)
+    else:
+        checkout, fewer = Checkout(given.nanogpt.resolve()), chosen if given.only else every[: given.nanogpt_draws]
+        about = f"train.py of {given.nanogpt} at {checkout.commit()}, {len(fewer)} draws"
+        programs.append(Program("nanoGPT", fewer, checkout.clean_runs, checkout.arm, about))
     everything: list[Judged] = []
     for program in programs:
         started = time.monotonic()
@@ -324,6 +332,7 @@ def main() -> None:
     if given.json is not None:
         made = [{**asdict(one), "near": one.near("guarded"), "dishonest": one.dishonest} for one in everything]
         given.json.write_text(json.dumps(made, indent=1), encoding="utf-8")
+    sys.exit(any(one.error for one in everything))
 
 
 if __name__ == "__main__":

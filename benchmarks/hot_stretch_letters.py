@@ -1,6 +1,6 @@
 """The program that `hot_stretch.py` trains: a small character transformer on source text of the standard library.
 
-Here are also the stretch itself, and what both of its programs say of how a run ended.
+The stretch itself is here as well, and what both programs keep of how a run ended.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import sysconfig
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,5 +254,13 @@ def judged_by_itself(guard: Guard, run_dir: Path, error: Exception | None, loss:
 
 
 def clean_runs(optimizer: str, seed: int, stops: Sequence[int]) -> dict[int, Ended]:
-    """Train without a stretch: its schedule is constant, so the longest run holds all shorter ones."""
+    """Train without a stretch: the learning rate is constant then, so the longest run holds all shorter ones."""
     return by_hand(optimizer, seed, lambda step: 1.0, skips=False, stops=stops)
+
+
+def arm(arm: str, draw: Draw, seed: int) -> Ended:
+    """Train one arm of a draw."""
+    if arm == "guarded":
+        with tempfile.TemporaryDirectory(prefix="hot_stretch-") as folder:
+            return guarded(draw, Path(folder, "run"))
+    return by_hand(draw.optimizer, seed, draw.rate, skips=arm == "skip only", stops=[draw.steps])[draw.steps]
