@@ -84,6 +84,21 @@ class ProbationConfig:
 
 
 @dataclass
+class RateConfig:
+    """The learning rate rose, and the loss is worse since."""
+
+    every: int = field(metadata={"at_least": 0})
+    times: float = field(metadata={"above": 1})
+    earlier: int = field(metadata={"at_least": 4})
+    lately: int = field(metadata={"at_least": 8})
+    first: int = field(metadata={"at_least": 3})
+    look: int = field(metadata={"at_least": 3})
+    window: int = field(metadata={"at_least": 8})
+    share: float = field(metadata={"above": 0})
+    sigmas: float = field(metadata={"above": 0})
+
+
+@dataclass
 class StallConfig:
     """The loss has not improved for long: reported, never treated."""
 
@@ -155,6 +170,7 @@ class ChecksConfig:
     jump: JumpConfig
     creep: CreepConfig
     slow: SlowConfig
+    rate: RateConfig
     probation: ProbationConfig
     stall: StallConfig
     outlier: OutlierConfig

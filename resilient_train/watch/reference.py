@@ -80,6 +80,13 @@ class Reference:
             return float("inf")
         return max(0.0, (loss - self.level) / self.size) if self.size else 0.0
 
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Reference:
+        """Make it again of what `as_plain` returned."""
+        whole = {name: int(plain[name]) for name in ("step", "count")}
+        numbers = {name: float(plain[name]) for name in ("level", "scatter", "slope", "size")}
+        return cls(**whole, **numbers)  # type: ignore[arg-type]
+
     def as_plain(self) -> dict[str, Any]:
         """Plain data, for a file."""
         return asdict(self)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from resilient_train.watch.checks.level import Level
+from resilient_train.watch.checks.level import Level, deviation
 from resilient_train.watch.checks.memory import Remembers
 from resilient_train.watch.config import JumpConfig, OutlierConfig
 
-_YOUNG = 12  # losses that tell what is far above all of them
+_YOUNG = 12  # losses that tell what is far above all of them, as long as there are not many more
 
 
 class Jump(Remembers):
@@ -32,8 +32,11 @@ class Jump(Remembers):
         if not self.config.every or len(level.losses) < _YOUNG:
             return False
         if not level.ready:
-            over = loss - max(level.losses)
-            return over > self.config.sigmas * level.spread and over > level.scale
+            lately = list(level.losses)[-_YOUNG:]
+            over, usual = loss - max(lately), sorted(lately)[_YOUNG // 2]
+            return over > self.config.sigmas * deviation(sorted(lately), usual) and over > self.config.share * max(
+                abs(usual), level.scale
+            )
         over = loss - level.median
         return over > self.config.sigmas * level.spread and over > self.config.share * level.scale
 

@@ -15,6 +15,7 @@ from resilient_train.watch.checks.limit import NO_LIMIT, GradLimit, LossLimit, R
 from resilient_train.watch.checks.memory import Remembers
 from resilient_train.watch.checks.overshoot import Overshoot
 from resilient_train.watch.checks.probation import Probation
+from resilient_train.watch.checks.rate import Rate
 from resilient_train.watch.checks.scale import ScaleCollapse
 from resilient_train.watch.checks.trend import Creep, Slow, Stall
 from resilient_train.watch.config import ChecksConfig
@@ -56,6 +57,7 @@ class Panel:
         self._creep = Creep(config.creep, self._level)
         self._slow = Slow(config.slow, self._level)
         self._path: dict[int, tuple[float, float]] = {}  # loss and norm of accepted updates, by step
+        self._rate = Rate(config.rate)
         self.probation = Probation(config.probation)
         self.is_only_reported = False  # the damage that the probation is about: nothing is done, so alarms end
         self._stall = Stall(config.stall, self._level)
@@ -87,11 +89,12 @@ class Panel:
         """Measure the run against where it stood at `since`, as damage came after that and was noticed at `step`."""
         if not self.config.probation.every:
             return
-        losses = {other: loss for other, (loss, _) in self._path.items()}
-        reference = Reference.of(losses, since, self._level.scale)
-        reference = reference or Reference.of(losses, since + 1, self._level.scale)  # the loss that was measured there
-        self.probation.begin(reference, step, since)
+        # While hardly any losses are known, the one that was measured at the state of that step.
+        self.probation.begin(self._reference(since) or self._reference(since + 1), step, since)
         self.is_only_reported = is_only_reported
+
+    def _reference(self, until: int) -> Reference | None:
+        return Reference.of({step: loss for step, (loss, _) in self._path.items()}, until, self._level.scale)
 
     def off(self) -> float:
         """How far the loss is above the reference, in sizes of such losses; 0 where it is not known."""
@@ -153,12 +156,13 @@ class Panel:
         jumped = self._jump.see(step, loss, outside)
         if not outside:
             self._learn(step, loss, vitals.grad_norm)
+        risen = self._rate.see(step, loss, vitals.pace, self._reference)
         crept = None if outside else self._creep.see(step, loss)
         slowed = None if outside else self._slow.see(step, loss)
         stalled = self._stall.see(step, loss)
         told = (stalled, self._outliers.see(step, loss) if outside else None)
         remarks = tuple(remark for remark in told if remark)
-        anomaly = self._found(vitals, jumped, slowed if crept is None else crept)
+        anomaly = self._found(vitals, risen, jumped, slowed if crept is None else crept)
         return Finding(anomaly, remarks) if anomaly is not None or remarks else _NOTHING
 
     def _is_outside(self, loss: float) -> bool:
@@ -176,7 +180,9 @@ class Panel:
         self._grad_limit.learn(norm)
         self.limits = (self._loss_limit.limit, self._grad_limit.limit)
 
-    def _found(self, vitals: Vitals, jumped: int | None, trend: int | None) -> Anomaly | None:
+    def _found(
+        self, vitals: Vitals, risen: tuple[int, str] | None, jumped: int | None, trend: int | None
+    ) -> Anomaly | None:
         """An alarm about where the loss is, the first that there is; none for damage that was only reported."""
         probation, standing = self.probation, Standing.UNDECIDED
         if probation.is_open:
@@ -188,6 +194,8 @@ class Panel:
             self._slow.forget()
         if probation.is_open and self.is_only_reported:
             return None
+        if risen is not None:
+            return self._about_level(vitals, Signal.DIVERGENCE, risen[1], since=risen[0])
         if jumped is not None:
             evidence = f"loss {vitals.loss:.4g} where {self._level.usual}, and it stays"
             return self._about_level(vitals, Signal.LOSS_SPIKE, evidence, since=jumped)
@@ -241,7 +249,7 @@ class Panel:
         """Learn again what is usual, as it changes on purpose."""
         self._level.forget()
         self._path.clear()
-        for check in (self._jump, self._creep, self._slow, self._stall, self._loss_limit):
+        for check in (self._jump, self._rate, self._creep, self._slow, self._stall, self._loss_limit):
             check.forget()
         self.probation.end()
         self._overshoot.forget()

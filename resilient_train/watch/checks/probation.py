@@ -140,10 +140,7 @@ class Probation(Remembers):
         if memory is None:
             self.end()
             return
-        one = memory["reference"]
-        whole = {name: int(one[name]) for name in ("step", "count")}
-        numbers = {name: float(one[name]) for name in ("level", "scatter", "slope", "size")}
-        self.reference = Reference(**whole, **numbers)  # type: ignore[arg-type]
+        self.reference = Reference.from_plain(memory["reference"])
         self.goal = int(memory["goal"])
         steps = (memory[name] for name in ("came_from", "stands_on"))
         self.came_from, self.stands_on = (None if step is None else int(step) for step in steps)
