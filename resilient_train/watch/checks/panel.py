@@ -157,8 +157,11 @@ class Panel:
         if not outside:
             self._learn(step, loss, vitals.grad_norm)
         risen = self._rate.see(step, loss, vitals.pace, self._reference)
-        crept = None if outside else self._creep.see(step, loss)
-        slowed = None if outside else self._slow.see(step, loss)
+        crept = slowed = None
+        if not (outside and self.probation.is_open):
+            self._grad_limit.learn(vitals.grad_norm)
+            crept, slowed = self._creep.see(step, loss), self._slow.see(step, loss)
+        self.limits = (self._loss_limit.limit, self._grad_limit.limit)
         stalled = self._stall.see(step, loss)
         told = (stalled, self._outliers.see(step, loss) if outside else None)
         remarks = tuple(remark for remark in told if remark)
@@ -177,8 +180,6 @@ class Panel:
         self._path.setdefault(step, (loss, norm))
         if len(self._path) > _REMEMBERED:
             del self._path[next(iter(self._path))]
-        self._grad_limit.learn(norm)
-        self.limits = (self._loss_limit.limit, self._grad_limit.limit)
 
     def _found(
         self, vitals: Vitals, risen: tuple[int, str] | None, jumped: int | None, trend: int | None
