@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,6 +56,7 @@ from resilient_train.watch import pulse
 from resilient_train.watch.checks import Panel
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.metrics import Metrics as MetricsLog
+from resilient_train.watch.modes import Modes
 from resilient_train.watch.readback import Sent
 from resilient_train.watch.scans import Scans
 
@@ -160,6 +162,7 @@ class Guard:
         self._verify_after = verify_after
         self._panel = Panel(checks)
         self._scans = Scans(checks, called, optimizers, fitting.own_weights(model) if self.world.size > 1 else None)
+        self._modes = Modes(checks.evaluation, called)
         self._examination = Examination(self.world, self.clock, self._scans, self._backups)
         self._precision = Precision(called, accelerator.mixed_precision)
         ward = Ward(
@@ -308,6 +311,7 @@ class Guard:
             evidence = memory_told(error, self.world.device)
         else:
             self._reported.append(metrics)
+            self._compare_modes(begun, batch, loss)
             return self.update(loss)
         self._slim(begun, evidence)  # here, where the error no longer holds on to what it was raised among
         return False
@@ -504,6 +508,14 @@ class Guard:
         self._begun = None
         self._drop(begun)
         self._portions.slim(slimmer, begun.step, evidence)
+
+    def _compare_modes(self, begun: _Begun, batch: Any, loss: torch.Tensor) -> None:
+        """Say so where a batch has quite another loss in evaluation mode than it used to have."""
+        objective = self.objective
+        if objective is not None and self._modes.is_due(begun.step) and not self._losses:
+            again = partial(objective.for_training, self.model, batch)
+            if (remark := self._modes.compare(begun.step, loss, again, self.world.device)) is not None:
+                log.info("note: %s", remark)
 
     def _require_batch(self, verb: str) -> _Begun:
         """Return the update whose batch the loop is handing back; raise where there is none."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.damage import is_possible, lost_eps, of_state
-from resilient_train.diagnose.search import Refused
+from resilient_train.diagnose.search import Refused, by_looking
 from resilient_train.diagnose.verdict import on_failed
 from resilient_train.errors import GaveUp, RanksDiffer, TrainError, in_one_line
 from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
@@ -29,6 +29,7 @@ from resilient_train.recover.history import History, kind_of
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import Applicable, PutOnArmor, passes_over, remedy
+from resilient_train.state import randomness
 from resilient_train.state.ring import Held
 from resilient_train.ward import OnDisk, Ward
 from resilient_train.watch.reference import Standing
@@ -456,6 +457,9 @@ class Treatment:
             return on_failed({row: why for one in ward.world.all_of(told) for row, why in one.items()})
         found: Diagnosis | None = None
         if not anomaly.landed:
+            if refused is not None and ward.search is None and anomaly.signal is Signal.NONFINITE_BATCH:
+                with randomness.preserved(ward.world.device):  # to fetch rows leaves them anywhere
+                    found = by_looking(refused.update, ward.samples, ward.world)
             if refused is not None and ward.search is not None:
                 known = self._known(anomaly)
                 if known is not None and (confirmed := ward.search.confirmed(known, refused)) is not None:
@@ -475,13 +479,18 @@ class Treatment:
         return found or by_signal(anomaly)
 
     def _misled(self, anomaly: Anomaly) -> Diagnosis | None:
-        """Whether what has landed since was trained on bad samples."""
+        """Whether what has landed since was trained on bad samples, as weights tell that are proven."""
         search, reference = self.ward.search, self.ward.panel.probation.reference
-        if search is None or reference is None:
+        proven = self.ward.ring.proven(anomaly.since)
+        if search is None or reference is None or not proven:
             return None
         suspects, trusted = self.passed.around(anomaly.since)
         rise = max((one.loss for one in suspects), default=0.0) - reference.level
-        return search.misled([one.start for one in suspects], [one.start for one in trusted], rise, reference.level)
+        first = next((one for one in suspects if one.step == proven[0].step + 1), None)
+        at_once = first.start if first and first.loss - reference.level > rise / 2 else None
+        self.ward.ring.settled()
+        with self.ward.state.weights_of(proven[0].snapshot):
+            return search.misled([one.start for one in suspects], [one.start for one in trusted], rise, at_once)
 
     def _is_the_optimizers(self, anomaly: Anomaly, found: Diagnosis) -> Diagnosis:
         """What breaks again at the same place, on the way that was made anew, is no accident of the hardware."""

@@ -85,20 +85,22 @@ class Search:
             return None
         return replace(verdict.again(known), ranks=self._some(theirs))
 
-    def misled(self, suspects: Sequence[int], trusted: Sequence[int], rise: float, level: float) -> Diagnosis | None:
-        """Say whether the samples of updates that landed explain why the loss rose by `rise` above its `level`.
+    def misled(
+        self, suspects: Sequence[int], trusted: Sequence[int], rise: float, at_once: int | None = None
+    ) -> Diagnosis | None:
+        """Say whether the samples of updates that landed explain why the loss rose by `rise`, and not the weights.
 
-        At the same weights, as they are now, the suspects are compared with updates from before: what was done to the
-        weights makes the losses of both high. Both are given by their positions.
+        At the weights as they are now, which are proven, the suspects are compared with updates that were healthy. All
+        are given by their positions. `at_once` is that of an update whose loss was high at these very weights.
         """
         if not (self._samples.rows and suspects and trusted and rise > 0):
             return None
         with randomness.preserved(self._world.device):
-            bad, good = ([self._loss_at(start) for start in some] for some in (suspects, trusted))
-            usual, gap = median(good), median(bad) - median(good)
-            if median(bad) - level < _PART * rise and median(good) - level < _PART * rise:
+            usual = median([self._loss_at(start) for start in trusted])
+            if at_once is not None and self._loss_at(at_once) - usual < _PART * rise:
                 return verdict.TRANSIENT  # it is neither the samples nor the weights
-            if not gap > _EXPLAINS * rise:  # of what is not finite, too
+            bad = [self._loss_at(start) for start in suspects]
+            if not median(bad) - usual > _EXPLAINS * rise:  # of what is not finite, too
                 return None
             worst = suspects[max(range(len(bad)), key=bad.__getitem__)]
             rows = self._raising(worst, trusted[-1], usual + _PART * (max(bad) - usual))
@@ -145,10 +147,9 @@ class Search:
 
     def _diagnosed(self, anomaly: Anomaly, refused: Refused, history: History) -> Diagnosis | None:
         is_spike = anomaly.signal in _SPIKES
-        if anomaly.signal is Signal.NONFINITE_BATCH:
-            seen = verdict.together(self._world.all_of(self._rotten_rows(refused)))
-            if seen.rows:
-                return verdict.on_nonfinite(seen, 1.0)
+        is_batch = anomaly.signal is Signal.NONFINITE_BATCH
+        if is_batch and (seen := by_looking(refused.update, self._samples, self._world)) is not None:
+            return seen
         by_rank = self._world.all_of(self._facts(refused, is_spike))
         facts = verdict.together(by_rank)
         if not facts.reproduced:
@@ -322,14 +323,6 @@ class Search:
         """Where the loss is not finite, no slope can be: that says nothing about what makes them."""
         return seen.backward if math.isfinite(first.loss) else seen.of_loss
 
-    def _rotten_rows(self, refused: Refused) -> Facts:
-        """Look for values that are not finite row by row: that takes no replay."""
-        rotten = {}
-        for key in [key for some in refused.update.keys for key in some]:
-            if odd := by_rows.rotten_fields(self._samples.fetched(key)):
-                rotten[key.row] = "; ".join(odd[:3])
-        return Facts(reproduced=bool(rotten), rows=tuple(sorted(rotten)), rotten=rotten, batch_is_rotten=bool(rotten))
-
     def _rotten(self, guilty: Sequence[Key], filler: Keys, far: float, nan_is_usual: bool) -> dict[int, str]:
         """What is odd about guilty rows, beside rows that are healthy."""
         others = [self._samples.fetched(key) for key in [key for some in filler for key in some][:_OTHERS]]
@@ -340,6 +333,17 @@ class Search:
             if odd := odd or by_rows.outlying(row, others, far):
                 told[key.row] = "; ".join(odd[:3])
         return told
+
+
+def by_looking(update: Update, samples: Samples, world: World) -> Diagnosis | None:
+    """Look for rows of an update whose values are not finite: that takes no replay. Every rank comes here."""
+    rotten = {}
+    for key in [key for some in update.keys for key in some] if samples.rows else []:
+        if odd := by_rows.rotten_fields(samples.fetched(key)):
+            rotten[key.row] = "; ".join(odd[:3])
+    mine = Facts(reproduced=bool(rotten), rows=tuple(sorted(rotten)), rotten=rotten, batch_is_rotten=bool(rotten))
+    seen = verdict.together(world.all_of(mine))
+    return verdict.on_nonfinite(seen, 1.0) if seen.rows else None
 
 
 def _breaks(one: Replayed, refused: Refused) -> bool:

@@ -6,7 +6,8 @@ here on purpose: a rewind would undo the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -100,6 +101,18 @@ class RunState:
             item.load_state_dict(brought_home(parts[name]))
         for name in randomness.names(self.device):  # last: what came before may have drawn
             randomness.restore(name, parts[f"random.{name}"], self.device)
+
+    @contextmanager
+    def weights_of(self, snapshot: Snapshot) -> Iterator[None]:
+        """Have the weights of a snapshot for a while, and nothing else of it."""
+        weights = _weights(dict(self.model.named_modules()))
+        live = [own(one) for one in weights.values()]
+        now = [one.detach().clone() for one in live]
+        copy_into(live, [own(snapshot.parts["weights"][name]) for name in weights])
+        try:
+            yield
+        finally:
+            copy_into(live, now)
 
     def misfit(self, parts: Mapping[str, Tree]) -> str:
         """Say in one line why a state from outside is none of this run; empty where it is one."""

@@ -156,6 +156,22 @@ class ActivationsConfig:
 
 
 @dataclass
+class NormsConfig:
+    """The running statistics of normalization layers: in the range of the batches they are made from."""
+
+    every: int = field(metadata={"at_least": 0})
+    factor: float = field(metadata={"above": 1})
+
+
+@dataclass
+class EvaluationConfig:
+    """The loss of a batch in evaluation mode beside that in training mode: reported, never treated."""
+
+    every: int = field(metadata={"at_least": 0})
+    times: float = field(metadata={"above": 1})
+
+
+@dataclass
 class BatchConfig:
     """What goes in: no value far above all that went in before."""
 
@@ -179,6 +195,8 @@ class ChecksConfig:
     optimizer: OptimizerConfig
     replicas: ReplicasConfig
     activations: ActivationsConfig
+    norms: NormsConfig
+    evaluation: EvaluationConfig
     batch: BatchConfig
     expect: list[int]
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
+from resilient_train.events import Signal
 from resilient_train.watch.scans import measure
+from resilient_train.watch.scans.found import Found
 
 
 def _largest(tree: Any, device: torch.device) -> Tensor | None:
@@ -62,6 +65,66 @@ class Activations:
             return None
         more = f" and {len(bad) - 1} more modules" if len(bad) > 1 else ""
         return f"step {step}: the output of {bad[0] or 'the model'}{more} is not finite"
+
+
+class NormStatistics:
+    """How far the running statistics of normalization layers are from the batches that they are made from.
+
+    Training does not use them, so that no loss tells of it: evaluation does.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.device = device
+        named = [(name, one) for name, one in model.named_modules() if isinstance(one, _NormBase)]
+        self.modules = [(name, one) for name, one in named if one.track_running_stats]
+        is_compiled = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
+        self.can_arm = bool(self.modules) and not is_compiled
+        self._handles: list[RemovableHandle] = []
+        self._seen: dict[str, Tensor] = {}
+        self.usual: dict[str, float] = {}  # the farthest that each was from its batches, in healthy times
+
+    def arm(self) -> None:
+        self.disarm()
+        self._seen.clear()
+        for name, module in self.modules:
+            self._handles.append(module.register_forward_pre_hook(self._hook(name)))
+
+    def disarm(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook(self, name: str) -> Any:
+        @torch.no_grad()
+        def look(module: Any, args: Any) -> None:
+            batch, mean, var = args[0], module.running_mean, module.running_var
+            if name in self._seen or not module.training or mean is None or var is None or batch.dim() < 2:
+                return
+            dims = [dim for dim in range(batch.dim()) if dim != 1]
+            its_var, its_mean = torch.var_mean(batch.float(), dims, unbiased=False)
+            size = its_var.mean() + module.eps
+            apart = (mean - its_mean).square().max() / size
+            wider, narrower = var.max() / (its_var.max() + module.eps), its_var.max() / (var.max() + module.eps)
+            self._seen[name] = torch.stack([apart, wider, narrower]).max()
+
+        return look
+
+    def values(self) -> Tensor:
+        """One value a layer, zero for one that was not called."""
+        self.disarm()
+        nothing = torch.zeros((), device=self.device)
+        seen = [self._seen.pop(name, nothing).float() for name, _ in self.modules]
+        return torch.stack(seen) if seen else torch.zeros(0, device=self.device)
+
+    def judge(self, values: Sequence[float], factor: float) -> Found | None:
+        """`factor`: how far they may be from a batch, and beyond what was usual."""
+        for (name, _), value in zip(self.modules, values, strict=True):
+            usual = self.usual.get(name)
+            if usual is not None and not value <= factor * max(1.0, usual):
+                evidence = f"the running statistics of `{name}` are {value:.3g} times out of the range of its batches"
+                return Found(Signal.WEIGHTS_JUMP, name, f"{evidence}; {usual:.3g} was usual", acceptable=False)
+            self.usual[name] = max(value, usual or 0.0)
+        return None
 
 
 class BatchRange:

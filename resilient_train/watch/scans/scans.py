@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from resilient_train.events import Anomaly, Signal
 from resilient_train.watch.config import ChecksConfig
-from resilient_train.watch.hooks import Activations, BatchRange
+from resilient_train.watch.hooks import Activations, BatchRange, NormStatistics
 from resilient_train.watch.scans.found import Found
 from resilient_train.watch.scans.layout import Layout, State
 from resilient_train.watch.scans.moments import Faded, Moments
@@ -38,6 +38,7 @@ class _Pending:
     paths: list[Path] = field(default_factory=list)
     state: State | None = None  # the optimizers were measured
     faded: Faded | None = None
+    norms: bool = False
     activations: bool = False
     batch: bool = False
     sizes: list[int] = field(default_factory=list)
@@ -71,10 +72,11 @@ class Scans:
         self.replicas = Replicas(config.replicas, own if self.layout.is_whole else None)
         device = self.layout.device
         self._activations = Activations(model, device)
+        self._norms = NormStatistics(model, device)
         self._batch = BatchRange(config.batch.factor, device)
         if config.activations.every and not self._activations.can_arm:
             self._remarks.append("checks.activations is off: hooks would undo the compilation of the model")
-        self._armed = self._saw_batch = False
+        self._armed = self._armed_norms = self._saw_batch = False
 
     def _lay_out(self, clean_step: int = 0) -> None:
         self.layout = Layout(self.model, self.optimizers)
@@ -83,6 +85,7 @@ class Scans:
         self._moments = Moments(self.config.optimizer, kinds, self.layout.is_whole)
         self._weights.clean_step = self._moments.clean_step = clean_step
         self._told_skipped = 0
+        self._clean_norms = clean_step  # the newest step whose running statistics were those of its batches
 
     @property
     def clean_step(self) -> int:
@@ -94,6 +97,8 @@ class Scans:
             clean.append(self._moments.clean_step)
         if self.replicas.every:
             clean.append(self.replicas.clean_step)
+        if self.config.norms.every and self._norms.can_arm:
+            clean.append(self._clean_norms)
         return min(clean, default=self._step)
 
     def remarks(self) -> list[str]:
@@ -132,7 +137,7 @@ class Scans:
 
     def due(self, step: int) -> bool:
         """Whether a state is to be measured, or hooks and batches have something to tell."""
-        return self._armed or self._saw_batch or self._is_scheduled(step)
+        return self._armed or self._armed_norms or self._saw_batch or self._is_scheduled(step)
 
     def _is_scheduled(self, step: int) -> bool:
         return _due(self.config.weights.every, step) or _due(self.config.optimizer.every, step)
@@ -142,6 +147,9 @@ class Scans:
         if _due(self.config.activations.every, step) and self._activations.can_arm:
             self._activations.arm()
             self._armed = True
+        if _due(self.config.norms.every, step) and self._norms.can_arm:
+            self._norms.arm()
+            self._armed_norms = True
 
     def see_batch(self, step: int, batch: Any) -> None:
         """Look at a batch if it is time."""
@@ -167,10 +175,13 @@ class Scans:
             rows += self._measure_weights(pending)
         if config.optimizer.every and (everything or _due(config.optimizer.every, step)):
             rows += self._measure_moments(pending)
+        if self._armed_norms:
+            rows.append(self._norms.values())
         if self._armed:
             rows.append(self._activations.values())
         if self._saw_batch:
             rows.append(self._batch.values())
+        pending.norms, self._armed_norms = self._armed_norms, False
         pending.activations, self._armed = self._armed, False
         pending.batch, self._saw_batch = self._saw_batch, False
         pending.sizes = [len(one) for one in rows]
@@ -276,6 +287,12 @@ class Scans:
             findings += [(found, since)] if found else []
             self._remarks += self._moments.remarks
             self._moments.remarks.clear()
+        if pending.norms:
+            count = len(self._norms.modules)
+            found = self._norms.judge(values[place : place + count], self.config.norms.factor)
+            findings += [(found, self._clean_norms)] if found else []
+            self._clean_norms = self._clean_norms if found else step
+            place += count
         self._judge_flow(pending, values[place:])
         return self._anomaly(step, tick, [one for one in findings if not self._is_on_purpose(step, one[0])])
 
@@ -316,6 +333,7 @@ class Scans:
             "shares": self.layout.shares,
             "weights": self._weights.state(pending.paths),
             "optimizer": self._moments.state(pending.faded),
+            "norms": [self._clean_norms, dict(self._norms.usual)],
             "batch": self._batch.largest,
         }
 
@@ -323,8 +341,10 @@ class Scans:
         """Go back: comparisons start from the state that was."""
         self._pending = None
         self._landed.clear()
-        self._armed = self._saw_batch = False
+        self._armed = self._armed_norms = self._saw_batch = False
         self._activations.disarm()
+        self._norms.disarm()
+        self._clean_norms, self._norms.usual = int(state["norms"][0]), dict(state["norms"][1])
         self._step = state["step"]
         self._weights.load(state["weights"])
         self._moments.load(state["optimizer"])

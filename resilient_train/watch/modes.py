@@ -1,0 +1,56 @@
+"""Training mode beside evaluation mode: what differs far more than it did, no training loss tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import nn
+
+from resilient_train.state.randomness import preserved
+from resilient_train.watch.config import EvaluationConfig
+
+_FEWEST = 3  # comparisons that tell what is usual
+_SHARE = 0.5  # of the loss: a smaller difference is not worth a line
+
+
+class Modes:
+    """Makes the forward of a training batch once more in evaluation mode, now and then, and compares the losses."""
+
+    def __init__(self, config: EvaluationConfig, model: nn.Module) -> None:
+        self.config, self.model = config, model
+        is_compiled = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
+        self.is_on = config.every > 0 and not is_compiled  # to compile the other mode may take minutes
+        self._usual: list[float] = []
+
+    def is_due(self, step: int) -> bool:
+        return self.is_on and step > 0 and step % self.config.every == 0
+
+    @torch.no_grad()
+    def compare(
+        self, step: int, loss: torch.Tensor, measure: Callable[[], tuple[Any, Any]], device: torch.device
+    ) -> str | None:
+        """`measure` makes the same loss, and metrics, in whatever mode the model is in. Waits for the device."""
+        flags = [(module, module.training) for module in self.model.modules()]
+        with preserved(device):
+            self.model.eval()
+            try:
+                other = float(measure()[0])
+            except Exception:  # a model that cannot be called so: evaluation is its user's own matter
+                self.is_on = False
+                return None
+            finally:
+                for module, flag in flags:
+                    module.training = flag
+        mine = float(loss.detach())
+        apart = abs(other - mine)
+        usual = sorted(self._usual)[-1] if len(self._usual) >= _FEWEST else None
+        if usual is not None and not apart <= max(self.config.times * usual, _SHARE * abs(mine)):
+            return (
+                f"step {step}: in evaluation mode the loss of a batch is {other:.4g} where in training it is {mine:.4g}"
+            )
+        if isfinite(apart):
+            self._usual.append(apart)
+        return None
