@@ -27,7 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from matrix_loops import Ended, Job, started_worker, work
 from matrix_programs import ODD, RECIPES, Recipe
 
 RUNS_OF_FAMILY = 6
+SOUND = ("well", "no progress")  # of a healthy run: the loss of a game need not fall
 CLEAN_SEEDS = 3
 SHARE = 0.1  # of the way from the first weights to the clean end
 CAP = 10.0  # a loss above this many times the first one is no worse than that
@@ -66,9 +67,9 @@ class Run:
         return self.fault is not None and self.recipe not in ODD
 
     def jobs(self, with_log: bool) -> Iterator[Job]:
-        for arm in ("plain", "again", "skip", "guarded") if self.is_faulty else ("guarded",):
+        for arm in ("plain", "again", "skip", "twin", "guarded") if self.is_faulty else ("guarded",):
             about = (self.number, self.recipe, self.optimizer, self.seed, arm)
-            yield Job(*about, self.fault, self.hands_over, with_log)
+            yield Job(*about, None if arm == "twin" else self.fault, self.hands_over, with_log)
 
     def __str__(self) -> str:
         form = "handed over" if self.hands_over else "objective"
@@ -148,10 +149,12 @@ def clean_of(ends: Iterable[Ended]) -> Clean:
 def judge(run: Run, clean: Clean) -> None:
     """Mark a run, by its held-out loss and by what it said."""
     guarded = run.ends["guarded"]
+    if run.is_faulty:  # a seed that ends badly without a fault can end no better with one
+        clean = replace(clean, loss=max(clean.loss, run.ends["twin"].loss))
     if not run.is_faulty:
         allowed = 1 if run.fault else 0  # the one refused update
         refused = [one for one in guarded.incidents if one["signal"].startswith("nonfinite")][:allowed]
-        run.marks = {"false alarm": len(guarded.incidents) > len(refused) or guarded.said != "well"}
+        run.marks = {"false alarm": len(guarded.incidents) > len(refused) or guarded.said not in SOUND}
         return
     is_good = clean.is_good(guarded.loss)
     plain = [run.ends[arm].loss for arm in ("plain", "again")]

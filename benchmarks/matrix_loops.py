@@ -39,7 +39,7 @@ class Job:
     recipe: str
     optimizer: str
     seed: int
-    arm: str  # "clean", "plain", "again", "skip" or "guarded"
+    arm: str  # "clean", "twin" (clean, with the seed of a run), "plain", "again", "skip" or "guarded"
     fault: Fault | None = None
     hands_over: bool = False  # makes its loss itself, instead of giving the guard an objective
     with_log: bool = False
@@ -202,9 +202,11 @@ def _tell(end: Ended, guard: Guard, run_dir: Path) -> None:
         end.said = "gave up"
     elif end.said == "well" and summary.get("status") != "completed":
         end.said, end.why = "failed", f"summary.json says {summary.get('status')}"
-    doubted = summary.get("verdict") not in (None, "well", "recovered")
+    doubted = summary.get("verdict") not in (None, "well", "recovered", "no_progress")
     if end.said == "well" and (doubted or any(one["outcome"] == "unrecovered" for one in end.incidents)):
         end.said = "not recovered"
+    if end.said == "well" and summary.get("verdict") == "no_progress":
+        end.said = "no progress"
 
 
 class _Lines(logging.Handler):

@@ -177,6 +177,7 @@ class Guard:
             scans=self._scans,
             precision=self._precision,
             search=None if self.objective is None else self._search(called, self.objective),
+            beat=lambda: self.beat(),
         )
         key = "data.quarantine" if book else "quarantine"
         place = fitting.Place(book) if book else fitting.place(run_dir, self.world, bool(resume), tracking)
@@ -626,6 +627,7 @@ class Guard:
             self._ring.drop(flight.held)
         scanned = self._examination.hear()
         anomaly = scanned or finding.anomaly or self._repeated_in_vain(finding.repeat, vitals)
+        anomaly = anomaly or self._treatment.look_at_start(vitals)
         if anomaly is None and not finding.repeat:
             self._healthy(flight, vitals)
             return True

@@ -17,6 +17,7 @@ _REMEMBERED = 2048  # in a checkpoint: further back than a ring of snapshots goe
 _TREND = 32  # accepted updates
 _LATELY, _EARLIER = 64, 8  # steps in which a rise of the rate may be behind trouble, and updates to rise above
 _LEAP, _RISES = 2.0, 1.1  # times the highest rate before: a leap, and the beginning of a rise
+_WILD = 100.0  # times one in ten of the gradient norms: one in ten that is so much larger
 _FEW = 5  # updates that are looked at again
 _FIRST = 8  # accepted losses that tell where the run began
 _RECENT = 50  # accepted losses that the final one is the median of
@@ -78,13 +79,20 @@ class PassedUpdates:
         before = [one for one in self._passed if one.step <= since and one.accepted and one.stop > one.start]
         return after[-_FEW:], before[-_FEW:]
 
+    def wildest(self) -> list[int]:
+        """Where the samples lie of the updates whose gradients are largest, if they differ wildly."""
+        known = sorted((one for one in self._passed if one.accepted and one.stop > one.start), key=lambda one: one.norm)
+        if not known or not known[9 * len(known) // 10].norm > _WILD * known[len(known) // 10].norm:
+            return []
+        return [one.start for one in known[-_FEW:]]
+
     def lately(self) -> tuple[list[float], list[float]]:
         """Losses and gradient norms of the last accepted updates, and of the one that was not."""
         lately = [*[one for one in self._passed if one.accepted][-_TREND:], self._passed[-1]]
         return [one.loss for one in lately], [one.norm for one in lately]
 
-    def leap(self, since: int) -> Leap | None:
-        """Say how far the learning rate rose lately, within a few steps or since the newest step that is trusted."""
+    def leap(self) -> Leap | None:
+        """Say how far the rate rose within the last steps: at once, or slowly and beyond the configured one."""
         known = [one for one in self._passed if one.pace > 0]
         if len(known) <= _EARLIER:
             return None
@@ -94,11 +102,12 @@ class PassedUpdates:
             if is_lately and one.pace >= _LEAP * highest:
                 return Leap(one.step, max(other.pace for other in known[place:]) / highest, highest, True)
             highest = max(highest, one.pace)
-        trusted = max((one.pace for one in known if one.step <= since), default=0.0)
-        first = next((one.step for one in known if one.step > since and one.pace > trusted * _RISES), None)
-        if sum(one.step <= since for one in known) < _EARLIER or highest < _LEAP * trusted or first is None:
+        earlier = [one.pace for one in known if newest - one.step >= _LATELY] or [one.pace for one in known[:_EARLIER]]
+        usual = max(earlier)
+        first = next((one.step for one in known if one.pace > usual * _RISES and newest - one.step < _LATELY), None)
+        if first is None or highest < _LEAP * usual or highest <= 1.0:  # a warm-up
             return None
-        return Leap(first, highest / trusted, trusted, False)
+        return Leap(first, highest / usual, usual, False)
 
     def trace(self, step: int) -> int:
         """Digest what was measured after a step: two ways with the same digest were the same to the last digit."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from resilient_train import landed
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.damage import is_possible, lost_eps, of_state
 from resilient_train.diagnose.search import Refused, by_looking
@@ -69,6 +70,7 @@ class Treatment:
         self.update_began: float | None = None  # the newest update, on the monotonic clock
         self._anomaly: Anomaly | None = None
         self._diagnosis: Diagnosis | None = None
+        self._foreseen: Diagnosis | None = None  # of an anomaly that was found by its cause
         self._armor = Armor()
         self._armored: set[tuple[str, int, str]] = set()  # by file, line and operation; also where it could not be
         self._blamed = (0, 0)
@@ -119,7 +121,7 @@ class Treatment:
         phases = Phases(began)
         started, before, ward = time.perf_counter(), self.ward.clock.step, self.ward
         self._decisions = None
-        leap = self.passed.leap(anomaly.since)
+        leap = self.passed.leap()
         self._anomaly = anomaly = _since_leap(anomaly, leap)
         self._rewound, self._trace = None, 0
         self._blamed = self.passed.first_to_blame(anomaly, update.start), update.stop
@@ -127,8 +129,13 @@ class Treatment:
         if self.on_disk is not None and anomaly.landed:  # before a diagnosis, in which the process may end
             self.on_disk.distrust(anomaly.since)
         ward.updater.usual_norm = ward.panel.usual_norm or ward.updater.usual_norm
-        self._diagnosis = diagnosis = self._diagnosed(anomaly, update, refused)
-        if leap is not None and _may_be_the_rate(anomaly, diagnosis):
+        try:
+            self._diagnosis = diagnosis = self._diagnosed(anomaly, update, refused)
+        except landed.NoMeasure as why:
+            log.info("note: %s: what is usual is learned again", why)
+            ward.panel.start_over()
+            return
+        if leap is not None and _may_be_the_rate(anomaly, diagnosis, leap):
             self._diagnosis = diagnosis = by_rate(leap.factor, leap.step, is_sudden=leap.is_sudden)
         else:
             leap = None
@@ -452,45 +459,52 @@ class Treatment:
     def _diagnosed(self, anomaly: Anomaly, update: Update, refused: Refused | None) -> Diagnosis:
         """Why it happened, as far as it can be told."""
         ward = self.ward
+        if self._foreseen is not None:
+            foreseen, self._foreseen = self._foreseen, None
+            return foreseen
         if anomaly.signal is Signal.EXCEPTION:
             told = {one.row: str(one) for one in update.failed}
             return on_failed({row: why for one in ward.world.all_of(told) for row, why in one.items()})
-        found: Diagnosis | None = None
-        if not anomaly.landed:
-            if refused is not None and ward.search is None and anomaly.signal is Signal.NONFINITE_BATCH:
-                with randomness.preserved(ward.world.device):  # to fetch rows leaves them anywhere
-                    found = by_looking(refused.update, ward.samples, ward.world)
-            if refused is not None and ward.search is not None:
-                known = self._known(anomaly)
-                if known is not None and (confirmed := ward.search.confirmed(known, refused)) is not None:
-                    return confirmed
-                found = ward.search.diagnose(anomaly, refused, self.passed.lately())
-        elif anomaly.signal in _OF_THE_LOSS and (misled := self._misled(anomaly)) is not None:
-            return misled
-        else:
-            proven = ward.ring.proven(anomaly.since)
-            before = proven[0].snapshot.parts["weights"] if proven else {}
-            damage = of_state(anomaly, dict(ward.state.model.named_parameters()), before, ward.updater.optimizers)
-            theirs = enumerate(ward.world.all_of(damage))  # of a healthy rank it tells what moved farthest in health
-            to_ask = [one for rank, one in theirs if not anomaly.ranks or rank in anomaly.ranks]
-            worst = max((one for one in to_ask if one is not None), key=lambda one: one.size, default=None)
-            found = worst.diagnosis if worst is not None else None
-            found = self._is_the_optimizers(anomaly, found or by_signal(anomaly))
+        found = self._of_landed(anomaly) if anomaly.landed else self._of_refused(anomaly, refused)
         return found or by_signal(anomaly)
 
-    def _misled(self, anomaly: Anomaly) -> Diagnosis | None:
-        """Whether what has landed since was trained on bad samples, as weights tell that are proven."""
-        search, reference = self.ward.search, self.ward.panel.probation.reference
-        proven = self.ward.ring.proven(anomaly.since)
-        if search is None or reference is None or not proven:
+    def _of_refused(self, anomaly: Anomaly, refused: Refused | None) -> Diagnosis | None:
+        search, ward = self.ward.search, self.ward
+        if refused is None:
             return None
-        suspects, trusted = self.passed.around(anomaly.since)
-        rise = max((one.loss for one in suspects), default=0.0) - reference.level
-        first = next((one for one in suspects if one.step == proven[0].step + 1), None)
-        at_once = first.start if first and first.loss - reference.level > rise / 2 else None
-        self.ward.ring.settled()
-        with self.ward.state.weights_of(proven[0].snapshot):
-            return search.misled([one.start for one in suspects], [one.start for one in trusted], rise, at_once)
+        if search is not None:
+            known = self._known(anomaly)
+            if known is not None and (confirmed := search.confirmed(known, refused)) is not None:
+                return confirmed
+            return search.diagnose(anomaly, refused, self.passed.lately())
+        if anomaly.signal in _BY_LIMIT:
+            return landed.far_out(ward, [refused.update.start])
+        if anomaly.signal is not Signal.NONFINITE_BATCH:
+            return None
+        with randomness.preserved(ward.world.device):  # to fetch rows leaves them anywhere
+            return by_looking(refused.update, ward.samples, ward.world)
+
+    def _of_landed(self, anomaly: Anomaly) -> Diagnosis | None:
+        ward = self.ward
+        if anomaly.signal in landed.OF_THE_LOSS:
+            found = landed.samples_behind(anomaly, ward, self.passed)
+            if found is not None:
+                return found
+        proven = ward.ring.proven(anomaly.since)
+        before = proven[0].snapshot.parts["weights"] if proven else {}
+        damage = of_state(anomaly, dict(ward.state.model.named_parameters()), before, ward.updater.optimizers)
+        theirs = enumerate(ward.world.all_of(damage))  # of a healthy rank it tells what moved farthest in health
+        to_ask = [one for rank, one in theirs if not anomaly.ranks or rank in anomaly.ranks]
+        worst = max((one for one in to_ask if one is not None), key=lambda one: one.size, default=None)
+        found = worst.diagnosis if worst is not None else None
+        return self._is_the_optimizers(anomaly, found or by_signal(anomaly))
+
+    def look_at_start(self, vitals: Vitals) -> Anomaly | None:
+        """An anomaly that is found by its cause: bad rows, where the first updates differ wildly."""
+        if self.history.incidents or (found := landed.at_start(self.ward, self.passed, vitals)) is None:
+            return None
+        anomaly, self._foreseen = found
+        return anomaly
 
     def _is_the_optimizers(self, anomaly: Anomaly, found: Diagnosis) -> Diagnosis:
         """What breaks again at the same place, on the way that was made anew, is no accident of the hardware."""
@@ -588,17 +602,19 @@ class Treatment:
 
 def _since_leap(anomaly: Anomaly, leap: Leap | None) -> Anomaly:
     """What landed after the rate had risen is not to be trusted."""
-    if leap is None or anomaly.signal not in _OF_THE_RATE or leap.step > anomaly.since:
+    if leap is None or not leap.is_sudden or anomaly.signal not in _OF_THE_RATE or leap.step > anomaly.since:
         return anomaly
     return replace(anomaly, since=max(0, leap.step - 1), landed=True)
 
 
-def _may_be_the_rate(anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
-    """Rows that are bad are so at any rate."""
-    return anomaly.signal in _OF_THE_RATE and diagnosis.cause is not Cause.DATA
+def _may_be_the_rate(anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap) -> bool:
+    """Rows that are bad are so at any rate; and what rose slowly makes a loss worse, but breaks no operation."""
+    if diagnosis.cause is Cause.DATA or (not leap.is_sudden and diagnosis.culprit is not None):
+        return False
+    return anomaly.signal in (_OF_THE_RATE if leap.is_sudden else (*landed.OF_THE_LOSS, Signal.GRAD_SPIKE))
 
 
-_OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE)
+_BY_LIMIT = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
 _OF_THE_RATE = (
     *(Signal.LOSS_SPIKE, Signal.GRAD_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED),
     *(Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER),

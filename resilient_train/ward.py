@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -32,6 +33,7 @@ class Ward:
     scans: Scans
     precision: Precision
     search: Search | None  # None where a step cannot be replayed
+    beat: Callable[[], None] = lambda: None  # called whenever a diagnosis has got on
 
 
 class OnDisk(Protocol):

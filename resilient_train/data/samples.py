@@ -107,6 +107,9 @@ class Samples(Protocol):
     def keys_at(self, start: int) -> list[Sequence[Key]]:
         """Return what the update at this position is made of on this rank."""
 
+    def starts(self, after: int, samples: int) -> list[int]:
+        """Return where the updates begin that so many samples behind the one at a position are made into."""
+
     def collated(self, keys: Sequence[Key]) -> Any:
         """Make one micro-batch of these rows as training makes it. Leaves the host's generators anywhere."""
 
@@ -138,6 +141,9 @@ class WithoutIndex:
         return ()
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
+        self._no_index()
+
+    def starts(self, after: int, samples: int) -> list[int]:
         self._no_index()
 
     def collated(self, keys: Sequence[Key]) -> Any:
@@ -224,6 +230,12 @@ class MapSamples:
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
         return self.slicing.of_this_rank(self.stream.take(start, self.slicing.samples).keys)
+
+    def starts(self, after: int, samples: int) -> list[int]:
+        each, found = self.slicing.samples, [after]
+        while len(found) * each < samples:
+            found.append(self.stream.take(found[-1], each).stop)
+        return found[1:]
 
     def collated(self, keys: Sequence[Key]) -> Any:
         return self._here.collated(keys)

@@ -78,6 +78,24 @@ def outlying(row: Any, others: Sequence[Any], far: float) -> list[str]:
     return told
 
 
+def usual_sizes(rows: Sequence[Any]) -> dict[str, float]:
+    """What three of four rows do not exceed, field by field; of fields that are mostly zero, nothing."""
+    fields: dict[str, list[float]] = {}
+    for row in rows:
+        for field, size in sizes(row).items():
+            fields.setdefault(field, []).append(size)
+    quartiles = {field: sorted(some)[3 * len(some) // 4] for field, some in fields.items() if 2 * len(some) > len(rows)}
+    return {field: size for field, size in quartiles.items() if 0 < size < math.inf}
+
+
+def far_out(row: Any, usual: dict[str, float], times: float) -> str:
+    """Say which field of a row is so many times its usual size; empty where none is."""
+    for field, size in sizes(row).items():
+        if field in usual and size > times * usual[field]:
+            return f"{field} reaches {size:.3g}, where {usual[field]:.3g} is the most of three in four other rows"
+    return ""
+
+
 def _numbers(leaf: Any) -> torch.Tensor | None:
     if isinstance(leaf, float):
         return torch.tensor(leaf, dtype=torch.float64)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 from resilient_train.data.samples import Samples, Update
@@ -28,8 +27,7 @@ _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
 _OTHERS = 128  # rows that a row is compared with
 _FAR = 4.0  # times the largest of those: what makes a gradient jump is an outlier
 _ABSURD = 1e4  # the same where an operation broke: one that cannot take a large value is to blame itself
-_EXPLAINS = 0.5  # of a rise of the loss: as much has to come from the samples, so that these are to blame
-_PART = 0.25  # of that: what rows have to raise the loss by to count among those that did it
+_UNHEARD_OF = 100.0  # times what three of four rows do not exceed
 _NONFINITE = (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH)
 _SPIKES = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
 
@@ -85,28 +83,7 @@ class Search:
             return None
         return replace(verdict.again(known), ranks=self._some(theirs))
 
-    def misled(
-        self, suspects: Sequence[int], trusted: Sequence[int], rise: float, at_once: int | None = None
-    ) -> Diagnosis | None:
-        """Say whether the samples of updates that landed explain why the loss rose by `rise`, and not the weights.
-
-        At the weights as they are now, which are proven, the suspects are compared with updates that were healthy. All
-        are given by their positions. `at_once` is that of an update whose loss was high at these very weights.
-        """
-        if not (self._samples.rows and suspects and trusted and rise > 0):
-            return None
-        with randomness.preserved(self._world.device):
-            usual = median([self._loss_at(start) for start in trusted])
-            if at_once is not None and self._loss_at(at_once) - usual < _PART * rise:
-                return verdict.TRANSIENT  # it is neither the samples nor the weights
-            bad = [self._loss_at(start) for start in suspects]
-            if not median(bad) - usual > _EXPLAINS * rise:  # of what is not finite, too
-                return None
-            worst = suspects[max(range(len(bad)), key=bad.__getitem__)]
-            rows = self._raising(worst, trusted[-1], usual + _PART * (max(bad) - usual))
-        return verdict.on_misled(rows, usual, median(bad))
-
-    def _loss_at(self, start: int) -> float:
+    def loss_at(self, start: int) -> float:
         """The mean loss over ranks of the update at a position, at the weights as they are."""
         tried, _ = self._with(
             lambda: self._made(self._samples.keys_at(start)), lambda made: self._replay.of(made, start)
@@ -114,7 +91,7 @@ class Search:
         told = [one for one in self._world.all_of(None if tried is None else tried.loss) if one is not None]
         return sum(told) / len(told) if told else math.nan
 
-    def _raising(self, start: int, other: int, limit: float) -> tuple[int, ...]:
+    def raising(self, start: int, other: int, limit: float) -> tuple[int, ...]:
         """The rows of an update that alone raise the loss beyond a limit, with rows of another one in the other places.
 
         All ranks search; each looks at its own rows.
@@ -344,6 +321,31 @@ def by_looking(update: Update, samples: Samples, world: World) -> Diagnosis | No
     mine = Facts(reproduced=bool(rotten), rows=tuple(sorted(rotten)), rotten=rotten, batch_is_rotten=bool(rotten))
     seen = verdict.together(world.all_of(mine))
     return verdict.on_nonfinite(seen, 1.0) if seen.rows else None
+
+
+def by_size(
+    suspects: Sequence[int], ahead: int, samples: Samples, world: World, beat: Callable[[], None] = lambda: None
+) -> Diagnosis | None:
+    """Look for rows whose values are far beyond those of others, in the updates at these positions.
+
+    If there are some, in so many samples ahead as well, so that they are not met one by one. It takes no replay, so it
+    asks for much: it is for what can be explained by nothing else. Every rank comes here.
+    """
+    if not samples.rows or not suspects:
+        return None
+    keys = [key for start in suspects for some in samples.keys_at(start) for key in some]
+    others = [samples.fetched(key) for key in samples.others(keys[:_OTHERS], 0)]
+    usual = by_rows.usual_sizes(others)
+    odd = {key.row: told for key in keys if (told := by_rows.far_out(samples.fetched(key), usual, _UNHEARD_OF))}
+    if not any(world.all_of(bool(odd))):
+        return None
+    for start in samples.starts(max(suspects), ahead):
+        for key in [key for some in samples.keys_at(start) for key in some]:
+            if told := by_rows.far_out(samples.fetched(key), usual, _UNHEARD_OF):
+                odd[key.row] = told
+        beat()
+    found = {row: told for one in world.all_of(odd) for row, told in one.items()}
+    return verdict.on_far_out(found)
 
 
 def _breaks(one: Replayed, refused: Refused) -> bool:

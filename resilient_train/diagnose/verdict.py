@@ -162,6 +162,13 @@ def on_misled(rows: tuple[int, ...], usual: float, loss: float) -> Diagnosis:
     return Diagnosis(Cause.DATA, f"{told}: look for wrong labels or targets there.", None, rows)
 
 
+def on_far_out(rotten: Mapping[int, str]) -> Diagnosis:
+    """Rows that hold values far beyond those of others."""
+    rows = tuple(sorted(rotten))
+    told = f"{_rows(rows).capitalize()} of the data: {rotten[rows[0]]}; mend or remove {_it(rows)}."
+    return Diagnosis(Cause.DATA, told, None, rows)
+
+
 def on_untried(why: str) -> Diagnosis:
     """The step could not be replayed."""
     return Diagnosis(Cause.UNKNOWN, f"It could not be tried again: {why}.")

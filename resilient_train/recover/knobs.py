@@ -14,7 +14,7 @@ LONGEST_PATIENCE = 64  # times `relax_after`
 
 _LOOSEN = 2**0.5  # lr and clip are multiplied by it in one step of relaxing: two steps take back a halving
 _CLIMB = 2 ** (1 / 8)  # lr is multiplied by it in one step of regaining: eight of them double it
-_WRONG = 8  # times `relax_after` it takes at least where what was configured has never worked
+_WRONG = 8  # times `relax_after` it takes at least where what was configured has never worked, or broke at once
 _MET = 0.999  # of the ceiling: the rate that was let through is at it
 _SINK = 10**0.5  # eps is divided by it: two steps take back a tenfold
 
@@ -68,6 +68,7 @@ class Knobs:
     def limit_lr(self, ceiling: float) -> None:
         """Let no rate through above `ceiling` times the configured one, until the schedule comes down by itself."""
         self._ceiling = max(LOWEST_LR, min(self._ceiling, ceiling))
+        self._patience = max(self._patience, _WRONG)
         self._settle()
 
     def turn_clip(self, factor: float) -> None:

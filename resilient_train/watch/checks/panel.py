@@ -148,7 +148,7 @@ class Panel:
         if vitals.loss_scale is not None:
             self._scale.landed(vitals.loss_scale)
         if step in self._declared:
-            self._forget()
+            self.start_over()
             return _NOTHING
         if (overshot := self._overshoot.see(step, _which(vitals), loss, vitals.grad_norm)) is not None:
             return Finding(self._about_level(vitals, Signal.DIVERGENCE, overshot[1], since=overshot[0]))
@@ -223,7 +223,7 @@ class Panel:
         """Above a limit: an outlier, damage that was there before, or a new regime to which the limit gives way."""
         loss, norm, step = vitals.loss, vitals.grad_norm, vitals.step + 1
         if step in self._declared:
-            self._forget()
+            self.start_over()
             return Finding(repeat=True)
         which = _which(vitals)
         if (overshot := self._overshoot.see(step, which, loss, norm)) is not None:
@@ -246,8 +246,8 @@ class Panel:
             evidence = f"gradient norm {norm:.4g} where at most {self._grad_limit.largest:.4g} was usual"
         return Finding(_refused(vitals, signal, evidence, since=vitals.step))
 
-    def _forget(self) -> None:
-        """Learn again what is usual, as it changes on purpose."""
+    def start_over(self) -> None:
+        """Learn again what is usual: it changes on purpose, or was none."""
         self._level.forget()
         self._path.clear()
         for check in (self._jump, self._rate, self._creep, self._slow, self._stall, self._loss_limit):

@@ -1,0 +1,81 @@
+"""Why the loss is above where it was, though nothing was refused: the rows that were trained on, or something else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from resilient_train.diagnose import verdict
+from resilient_train.diagnose.search import by_size
+from resilient_train.events import Anomaly, Diagnosis, Signal, Vitals
+from resilient_train.passed import Passed, PassedUpdates
+from resilient_train.state import randomness
+from resilient_train.ward import Ward
+
+OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
+_EXPLAINS = 0.5  # of a rise of the loss: as much has to come from the samples, so that these are to blame
+_PART = 0.25  # of it: what rows have to raise the loss by to count among those that did it
+_AHEAD = 2048  # samples that are looked at, once bad rows are among those before
+_BEGUN = 24  # accepted updates that tell whether they differ wildly
+
+
+class NoMeasure(Exception):
+    """The losses from before are not those of the samples that the run had then: nothing is known to be worse."""
+
+
+def far_out(ward: Ward, suspects: Sequence[int]) -> Diagnosis | None:
+    """Rows of the updates at these positions whose values are far beyond those of others."""
+    with randomness.preserved(ward.world.device):  # to fetch rows leaves them anywhere
+        return by_size(suspects, _AHEAD, ward.samples, ward.world, ward.beat)
+
+
+def at_start(ward: Ward, passed: PassedUpdates, vitals: Vitals) -> tuple[Anomaly, Diagnosis] | None:
+    """Look for bad rows, once, where the gradients of the first updates differ wildly: clipped, they hide there."""
+    if vitals.step != _BEGUN or not vitals.accepted:
+        return None
+    suspects = passed.wildest()
+    if not suspects or (found := far_out(ward, suspects)) is None:
+        return None
+    evidence = f"gradient norms of the first {vitals.step} updates differ more than a hundredfold"
+    return Anomaly(Signal.GRAD_SPIKE, vitals.step, vitals.tick, 0, evidence), found
+
+
+def samples_behind(anomaly: Anomaly, ward: Ward, passed: PassedUpdates) -> Diagnosis | None:
+    """Say whether what was trained on since the last good state explains the loss; None where it may be the weights.
+
+    Every rank comes here. Raises NoMeasure.
+    """
+    suspects = passed.around(anomaly.since)[0]
+    if (found := far_out(ward, [one.start for one in suspects])) is not None:
+        return found
+    reference, proven = ward.panel.probation.reference, ward.ring.proven(anomaly.since)
+    if ward.search is None or reference is None or not proven or not suspects or not ward.samples.rows:
+        return None
+    rise = max(one.loss for one in suspects) - reference.level
+    trusted = passed.around(proven[0].step)[1]
+    if not rise > 0 or not trusted:
+        return None
+    ward.ring.settled()
+    with ward.state.weights_of(proven[0].snapshot), randomness.preserved(ward.world.device):
+        return _compared(ward, suspects, trusted, proven[0].step, rise, reference.size)
+
+
+def _compared(
+    ward: Ward, suspects: Sequence[Passed], trusted: Sequence[Passed], step: int, rise: float, size: float
+) -> Diagnosis | None:
+    """Compare the losses of suspects with those of healthy updates, all at the weights of a proven `step`."""
+    search = ward.search
+    assert search is not None
+    usual, was = median(map(search.loss_at, [one.start for one in trusted])), median(one.loss for one in trusted)
+    if usual - was > max(_EXPLAINS * rise, size):
+        raise NoMeasure(f"losses of {was:.4g} up to step {step:,}, where the samples there have {usual:.4g} now")
+    first = suspects[0]
+    is_at_once = first.step == step + 1 and first.loss - usual > rise / 2  # it was high at these very weights
+    if is_at_once and search.loss_at(first.start) - usual < _PART * rise:
+        return verdict.TRANSIENT  # it is neither the samples nor the weights
+    bad = [search.loss_at(one.start) for one in suspects]
+    if not median(bad) - usual > _EXPLAINS * rise:  # of what is not finite, too
+        return None
+    worst = suspects[max(range(len(bad)), key=bad.__getitem__)].start
+    rows = search.raising(worst, trusted[-1].start, usual + _PART * (max(bad) - usual))
+    return verdict.on_misled(rows, usual, median(bad))
