@@ -538,16 +538,16 @@ def test_a_remedy_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_remedy_says_what_it_does() -> None:
-    """Each has a line for a person, works with its defaults, and can be taken back or says why not."""
+    """Each has a line for a person, works as the case settles its defaults, and can be taken back or says why not."""
+    case = Case(landed(9), unknown(landed(9)), dataclasses.replace(ALL_APPLICABLE, off=1.0, usual_rate=0.5), True)
     for name, kind in KNOWN.items():
         run = Run()
-        one = kind()
+        one = kind(**kind().settled(case))
         assert (one.name, bool(one.about)) == (name, True)
         one.apply(run)
         reason = one.undo(run)
         assert reason is None or "not" in reason
-        assert run.knobs.values == KnobValues()
-        assert reason is not None or run.told == []
+        assert reason is not None or (run.told, run.knobs.values) == ([], KnobValues())
 
 
 # A run in miniature: what policies do to it, and whether it ends.
@@ -563,11 +563,13 @@ class Run:
     position: int = 0
     told: list[str] = field(default_factory=list)
     anomaly: Anomaly = field(default_factory=lambda: refused(1))
+    rewound_to: int | None = None
 
     def rewind(self, older: int = 0, steps: int = 0) -> None:
         there = [step for step in range(0, self.anomaly.since + 1, 10) if step <= self.anomaly.step - steps] or [0]
         back = self.step - there[max(0, len(there) - 1 - older)]
         self.step, self.position = self.step - back, self.position - back
+        self.rewound_to = self.step
         self.told.append("rewind")
 
     def skip(self, updates: int | None = None) -> None:
@@ -604,17 +606,18 @@ def trained(policy: Policy, fault: Fault, steps: int = 600, most_ticks: int = 6_
             run.step, run.position = run.step + 1, run.position + 1
         if anomaly is None:
             run.knobs.advance()
-            history.accepted()
+            history.accepted(run.step, is_held=False)
             continue
-        run.anomaly = anomaly
+        run.anomaly, run.rewound_to = anomaly, None
         decision = decide(policy, anomaly, by_signal(anomaly), history.incidents, run.tick, ALL_APPLICABLE)
-        history.open(anomaly, by_signal(anomaly), decision)
+        incident, _ = history.open(anomaly, by_signal(anomaly), decision)
         if decision.gave_up is not None:
             return run, history
         if not passes_over(decision.actions):
             run.knobs.trouble()
         for action in decision.actions:
             remedy(action).apply(run)
+        history.treated(dataclasses.replace(incident, rewound_to=run.rewound_to))
     history.finish()
     return run, history
 
@@ -980,18 +983,18 @@ def closed(incidents: Iterable[Incident]) -> list[tuple[int, str | None]]:
     return [(incident.id, incident.outcome) for incident in incidents]
 
 
-def accept(history: History, updates: int) -> list[tuple[int, str | None]]:
-    return [one for _ in range(updates) for one in closed(history.accepted())]
+def accept(history: History, *steps: int, is_held: bool = False) -> list[tuple[int, str | None]]:
+    return [one for step in steps for one in closed(history.accepted(step, is_held=is_held))]
 
 
-def test_an_incident_recovers_after_enough_healthy_updates() -> None:
-    """Not one update earlier, and only once."""
+def test_an_incident_recovers_when_the_run_is_far_enough_beyond_it() -> None:
+    """Not one step earlier than `recovered_after` steps beyond where the run had been, and only once."""
     history = History(recovered_after=50)
-    assert accept(history, 200) == []
-    assert closed(history.open(refused(1), DATA, SKIPPED)[1]) == []
-    assert accept(history, 49) == []
-    assert accept(history, 1) == [(1, "recovered")]
-    assert accept(history, 100) == []
+    assert accept(history, *range(1, 200)) == []
+    assert closed(history.open(refused(201), DATA, SKIPPED)[1]) == []
+    assert accept(history, *range(201, 250)) == []
+    assert accept(history, 250) == [(1, "recovered")]
+    assert accept(history, *range(251, 350)) == []
     assert history.tally() == {"total": 1, "recovered": 1, "by_cause": {"data": 1}}
 
 
@@ -1006,7 +1009,7 @@ def test_the_same_trouble_again_closes_the_one_before() -> None:
     elsewhere = dataclasses.replace(line, inputs=({"min": -1.0},))
     again = history.open(refused(5), dataclasses.replace(DATA, culprit=elsewhere), SKIPPED)
     assert closed(again[1]) == [(3, "recurred")]
-    assert accept(history, 50) == [(2, "recovered"), (4, "recovered"), (5, "recovered")]
+    assert accept(history, *range(5, 55)) == [(2, "recovered"), (4, "recovered"), (5, "recovered")]
     assert history.tally() == {"total": 5, "recovered": 3, "by_cause": {"data": 4, "explosion": 1}}
 
 
@@ -1023,7 +1026,7 @@ def test_a_healthy_finish_closes_what_is_open() -> None:
     """Whoever came to the end has recovered."""
     history = History(recovered_after=50)
     history.open(refused(1), DATA, SKIPPED)
-    accept(history, 3)
+    accept(history, 1, 2, 3)
     assert closed(history.finish()) == [(1, "recovered")]
     assert closed(history.finish()) == []
 
@@ -1041,7 +1044,10 @@ def test_giving_up_closes_everything() -> None:
 
 
 def test_a_history_goes_on_in_the_next_process() -> None:
-    """From journalled incidents, the last word on each; an open one is closed by the process that resumes."""
+    """From journalled incidents, the last word on each; an open one is closed by the process that resumes.
+
+    It waits for the same step as it would have without the interruption.
+    """
     first = History(recovered_after=50)
     opened, _ = first.open(refused(1), DATA, SKIPPED)
     treated = dataclasses.replace(opened, rewound_to=0, steps_lost=1)
@@ -1050,7 +1056,8 @@ def test_a_history_goes_on_in_the_next_process() -> None:
     second = History([opened, treated], recovered_after=50)
     assert second.incidents == [treated]
     assert second.open(refused(60), EXPLOSION, SKIPPED)[0].id == 2
-    assert accept(second, 50) == [(1, "recovered"), (2, "recovered")]
+    assert accept(second, 49, 50, 108, 109) == [(1, "recovered"), (2, "recovered")]
+    assert accept(first, 49, 50) == [(1, "recovered")]
     assert second.incidents[0].rewound_to == 0
 
 
