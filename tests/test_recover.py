@@ -762,7 +762,13 @@ def with_a_row(anomaly: Anomaly) -> Diagnosis:
 
 
 counts = st.integers(0, 200)
-applicables = st.builds(Applicable, st.integers(0, 4), st.booleans(), st.booleans(), st.booleans(), counts, counts)
+off, usual_rate = st.floats(0, float("inf")), st.floats(0, 10)
+applicables = st.builds(
+    Applicable,
+    *(st.integers(0, 4), st.booleans(), st.booleans(), st.booleans(), counts, counts),
+    off=off,
+    usual_rate=usual_rate,
+)
 
 
 @settings(max_examples=80, deadline=None)
@@ -924,6 +930,36 @@ def test_trouble_before_relaxing_only_starts_the_wait_anew() -> None:
     assert healthy_updates_until_relaxed(knobs) == 10
 
 
+@pytest.mark.parametrize("turn", ["turn_lr", "turn_clip", "limit_lr"])
+def test_nothing_is_turned_back_before_the_loss_is_back(turn: str) -> None:
+    """Updates off the reference do not count as healthy, and take nothing from those that did."""
+    knobs = Knobs(relax_after=10)
+    getattr(knobs, turn)(0.5)
+    turned = knobs.values
+    for may_relax in (True, False):
+        for _ in range(9):
+            knobs.advance(0.1, may_relax=may_relax)
+    assert knobs.values == turned
+    knobs.advance(0.1)
+    assert knobs.values != turned
+
+
+def test_a_limit_of_the_rate_lasts_as_long_as_the_schedule_asks_for_more() -> None:
+    """It is raised step by step while it is met, and lifted once the schedule has come down by itself."""
+    knobs = Knobs(relax_after=10)
+    knobs.limit_lr(0.5)
+    knobs.limit_lr(2.0)
+    assert str(knobs) == "lr at most x0.5 of the configured one", "another limit never makes it milder"
+    ceilings = []
+    for _ in range(20):
+        knobs.advance(min(4.0, knobs.values.ceiling))
+        ceilings.append(knobs.values.ceiling)
+    assert ceilings == pytest.approx([*[0.5] * 9, *[0.5 * 2**0.5] * 10, 1.0])
+    for _ in range(10):
+        knobs.advance(0.3)
+    assert knobs.values == KnobValues()
+
+
 factors = st.floats(1e-6, 1.0)
 turns = st.lists(
     st.one_of(
@@ -931,8 +967,9 @@ turns = st.lists(
         st.tuples(st.just("turn_clip"), factors),
         st.tuples(st.just("turn_eps"), st.floats(1.0, 1e6)),
         st.tuples(st.just("turn_precision"), st.integers(0, 9)),
+        st.tuples(st.just("limit_lr"), st.floats(1e-9, 10.0)),
         st.tuples(st.just("trouble")),
-        st.tuples(st.just("advance")),
+        st.tuples(st.just("advance"), st.floats(0, 10.0)),
     ),
     max_size=60,
 )
@@ -949,6 +986,7 @@ def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]]
         assert LOWEST_LR <= values.lr <= 1.0
         assert LOWEST_CLIP <= values.clip <= 1.0
         assert 1.0 <= values.eps <= HIGHEST_EPS
+        assert values.ceiling >= LOWEST_LR
         resumed = Knobs(relax_after)
         resumed.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
         assert resumed.state_dict() == knobs.state_dict()
