@@ -687,6 +687,49 @@ def test_a_deep_rewind_that_has_not_helped(back_to: int, seed: int) -> None:
     assert alarms[0].landed
 
 
+@pytest.mark.parametrize("back_to", [0, 10, 50, 100])
+def test_a_second_rewind_to_the_same_place_may_start_higher_as_well(back_to: int) -> None:
+    """What was not back is rewound to where it came from: healthy losses from there on are no alarm."""
+    run, states = Run(), []
+    for pair in curve(500):
+        states.append(copy.deepcopy(run.panel.state_dict()))
+        assert run.attempt(*pair).anomaly is None
+    run.rewind(Anomaly(Signal.DIVERGENCE, 500, run.tick, 490, ""), copy.deepcopy(states[back_to]), back_to)
+    off = curve(580, seed=9)
+    off[500:] = [(loss * 1.15, norm) for loss, norm in off[500:]]
+    again = next(finding.anomaly for finding in run.play(off[back_to:]) if finding.anomaly)
+    assert (again.signal, again.since) == (Signal.NOT_RECOVERED, back_to)
+    run.rewind(again, copy.deepcopy(states[back_to]), back_to)
+    assert run.alarms(curve(580, seed=10)[back_to:]) == []
+    assert not run.panel.probation.is_open
+
+
+def test_what_jumps_right_behind_a_rewind_does_not_move_the_reference() -> None:
+    """The state that the run went back to was proven good: what comes after it says nothing about what was before."""
+    run, states = Run(), []
+    for pair in curve(500):
+        states.append(copy.deepcopy(run.panel.state_dict()))
+        assert run.attempt(*pair).anomaly is None
+    bad = [(9.0, 1.0)] * 40
+    run.rewind(run.alarms(bad)[0], copy.deepcopy(states[475]), 475)
+    reference = run.panel.probation.reference
+    again = run.alarms(bad)[0]
+    assert again.since >= 475
+    assert run.panel.probation.reference == reference
+
+
+def test_damage_that_is_only_reported_stays_so_in_the_next_process() -> None:
+    """A policy that does nothing about it is not alarmed anew behind a resume."""
+    run = warmed_up()
+    assert len(run.alarms([(6.0, 1.0)] * 20)) == 1
+    resumed = Panel(named("default"))
+    resumed.load_state_dict(json.loads(json.dumps(run.panel.state_dict())))
+    resumed.recall(json.loads(json.dumps(run.panel.memory())))
+    resumed.probation.recall(json.loads(json.dumps(run.panel.probation.memory())))
+    run.panel = resumed
+    assert run.alarms(curve(500, low=6.0)[400:]) == []
+
+
 def test_a_descent_that_is_behind_does_not_blind_the_jump() -> None:
     """Two hundred steps into a run the losses it began with no longer stretch what counts as usual."""
     run = Run()

@@ -131,6 +131,15 @@ def test_a_new_regime_is_not_fought_for_ever(at: int) -> None:
     assert all(torch.equal(weight, left[name]) for name, weight in weights(healthy).items())
 
 
+@pytest.mark.parametrize(("at", "proven"), [(80, 50), (160, 125), (240, 200)])
+def test_a_new_regime_costs_no_more_than_what_was_not_proven(at: int, proven: int) -> None:
+    """Rewinds that go further back in vain do not take away the newest state that was proven before it."""
+    guard = a_hundred_times_as_large(at, [])
+    with pytest.raises(GaveUp):
+        trained(guard, at + 120)
+    assert guard.clock.step >= proven
+
+
 def test_a_new_regime_that_was_declared_is_none() -> None:
     """The same change at a step of `checks.expect`: not an update is lost, and there is no incident."""
     guard = trained(a_hundred_times_as_large(80, [80]), 200)
