@@ -9,6 +9,7 @@ import random
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from math import exp, inf, isfinite, nan, sin
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -60,6 +61,13 @@ class Run:
 
     def alarms(self, curve: Curve) -> list[Anomaly]:
         return [finding.anomaly for finding in self.play(curve) if finding.anomaly]
+
+    def rewind(self, anomaly: Anomaly, state: dict[str, Any], step: int) -> None:
+        """Go back because of an anomaly to a step whose statistics are `state`, as a treatment does."""
+        self.panel.hold(anomaly.since, anomaly.step)
+        self.panel.load_state_dict(state)
+        self.panel.rewound(step, anomaly.since)
+        self.step = self.position = step
 
     def remarks(self, curve: Curve) -> list[str]:
         return [remark for finding in self.play(curve) for remark in finding.remarks]
@@ -361,42 +369,102 @@ def test_an_update_refused_where_a_change_was_declared_is_repeated() -> None:
     assert run.step == 401
 
 
-def test_a_change_nobody_undid_becomes_usual() -> None:
-    """Without rewinds: a few alarms, then a remark, then peace; and the next jump is seen again."""
-    run = Run()
-    assert 1 <= len(run.alarms(curve(1000, high=6.0, at=600))) <= 4
-    assert run.alarms(curve(1000, seed=1, low=6.0)[400:]) == []
-    assert run.alarms((loss * 2, norm) for loss, norm in curve(20, seed=2, low=6.0)) != []
+def test_a_change_nobody_undid_is_told_once_and_never_becomes_usual() -> None:
+    """Without rewinds: one alarm, then peace, and nothing is learned from the new level, however long it lasts."""
+    run = warmed_up()
+    assert len(run.alarms(curve(1000, high=6.0, at=600)[400:])) == 1
+    level, limits = run.panel.state_dict()["level"], run.panel.limits
+    assert max(level["losses"]) < 4.5
+    assert run.alarms((loss, norm) for loss, norm in curve(3000, seed=1, low=6.0)[400:]) == []
+    assert run.panel.state_dict()["level"] == level
+    assert run.panel.limits == limits
+    assert run.panel.probation.is_open
 
 
-def test_a_change_that_rewinds_cannot_undo_becomes_usual() -> None:
-    """With a rewind at every alarm: as many as the patience allows, then the loss is given time and settles."""
+def test_a_change_that_was_told_and_went_away_is_told_again_when_it_returns() -> None:
+    """The probation ends once the loss was back for a window, not for half of it; the next rise is an alarm again."""
+    run = warmed_up()
+    up, down = curve(500, seed=2, low=6.0)[400:], curve(500, seed=1)[400:]
+    assert len(run.alarms(up)) == 1
+    half = run.panel.config.probation.window // 2
+    assert run.alarms(down[:half]) == []
+    assert run.panel.probation.is_open
+    assert run.alarms(down[half:]) == []
+    assert not run.panel.probation.is_open
+    assert len(run.alarms(up)) == 1
+
+
+def test_a_change_that_was_declared_becomes_usual() -> None:
+    """Also behind an alarm: what is said to change on purpose is learned anew, and the next jump is seen again."""
+    run = warmed_up()
+    assert len(run.alarms([(6.0, 1.0)] * 50)) == 1
+    run.panel.expect(run.step + 1)
+    assert run.alarms(curve(800, seed=1, low=6.0)[400:]) == []
+    assert not run.panel.probation.is_open
+    (alarm,) = run.alarms((loss * 2, norm) for loss, norm in curve(20, seed=2, low=6.0))
+    assert alarm.signal is Signal.LOSS_SPIKE
+
+
+def test_a_change_that_rewinds_cannot_undo_is_an_alarm_each_time() -> None:
+    """With a rewind at every alarm the level is never taken for usual: to end that is for the policy."""
     run = Run()
-    pairs = curve(1500, high=6.0, at=600)
+    pairs = curve(700, high=6.0, at=600)
     assert run.alarms(pairs[:550]) == []
-    state, alarms, index = run.panel.state_dict(), 0, 550
-    while index < len(pairs):
-        finding = run.attempt(*pairs[index])
-        index += 1
-        if finding.anomaly is not None:
-            alarms += 1
-            assert alarms < 20, "fought for ever"
-            run.panel.load_state_dict(copy.deepcopy(state))
-            index = run.step = run.position = 550
-    assert alarms == run.panel.config.patience
+    state, alarms = copy.deepcopy(run.panel.state_dict()), []
+    for _ in range(20):
+        found = next(finding.anomaly for finding in run.play(pairs[run.step :]) if finding.anomaly)
+        alarms.append(found)
+        run.rewind(found, copy.deepcopy(state), 550)
+    assert {one.signal for one in alarms} <= {Signal.LOSS_SPIKE, Signal.NOT_RECOVERED}
+    assert all(600 < one.step <= 613 for one in alarms), "none of them is later than the first look behind the jump"
+    reference = run.panel.probation.reference
+    assert reference is not None
+    assert reference.level == pytest.approx(3.07, abs=0.1)
+    assert reference.step <= 600
 
 
-def test_a_loss_that_goes_on_rising_is_never_taken_for_usual() -> None:
-    """Patience is for what settles: what still climbs is an alarm each time."""
+def test_a_loss_that_goes_on_rising_is_an_alarm_each_time() -> None:
+    """What climbs again behind each rewind is never taken for usual."""
     run = Run()
     pairs = curve(600)
     assert run.alarms(pairs) == []
-    state = run.panel.state_dict()
+    state = copy.deepcopy(run.panel.state_dict())
     climb = [(4 * 1.05**index, 1.0) for index in range(80)]
     for _ in range(8):
-        assert run.alarms(climb) != []
-        run.panel.load_state_dict(state)
-        run.step = run.position = 600
+        found = run.alarms(climb)
+        assert found != []
+        run.rewind(found[0], copy.deepcopy(state), 600)
+
+
+def only_jump() -> ChecksConfig:
+    config = named("off")
+    config.jump = named("default").jump
+    return config
+
+
+@pytest.mark.parametrize(
+    ("first", "high", "seen_after"),
+    [
+        pytest.param([3.0] * 12, 6.1, 5, id="twelve losses are enough"),
+        pytest.param([3.0] * 11, 6.1, None, id="eleven are not"),
+        pytest.param([3.0] * 40, 6.1, 5, id="twice the highest"),
+        pytest.param([3.0] * 40, 5.5, None, id="less than their size above the highest"),
+        pytest.param([9.0, *[3.0] * 39], 8.0, None, id="below the highest so far"),
+        pytest.param([3.0 * 0.95**index for index in range(40)], 2.9, None, id="back to where it began"),
+        pytest.param([3.0 * 0.95**index for index in range(40)], 6.0, None, id="little above, for how far it came"),
+        pytest.param([3.0 * 0.95**index for index in range(40)], 12.0, 5, id="far above where it began"),
+        pytest.param([0.01 * (1 + index) for index in range(40)], 0.41, None, id="a climb from near zero"),
+    ],
+)
+def test_a_young_run_is_judged_by_its_highest_loss(first: list[float], high: float, seen_after: int | None) -> None:
+    """Before the range is known, losses far above all so far are a jump, as soon as most of the last few are such."""
+    run = Run(only_jump())
+    assert run.alarms((loss, 1.0) for loss in first) == []
+    alarms = run.alarms([(high, 1.0)] * 8)
+    assert [(one.signal, one.step) for one in alarms] == (
+        [(Signal.LOSS_SPIKE, len(first) + seen_after)] if seen_after else []
+    )
+    assert all(one.since <= len(first) for one in alarms)
 
 
 # Whatever comes.
@@ -468,7 +536,7 @@ def test_statistics_rewind(
     """Put back, through JSON even, they judge as if what was undone had never been; and nothing is shared."""
     config = eager()
     # What is remembered across rewinds on purpose:
-    config.patience, config.limit.regime, config.overshoot.watched = 10**6, 10**6, 1
+    config.probation.every, config.limit.regime, config.overshoot.watched = 0, 10**6, 1
     run = Run(config)
     list(run.play(before))
     state = run.panel.state_dict()
@@ -525,8 +593,10 @@ def test_light_sees_a_jump_and_leaves_slow_changes() -> None:
         ({"jmup": {}}, r"checks\.jmup is none of .*jump"),
         ({"jump": {"evry": 1}}, r"checks\.jump\.evry is none of .*every"),
         ({"jump": 3}, r"checks\.jump=3 has to have keys"),
-        ({"patience": "four"}, r"checks\.patience='four' is not int"),
-        ({"patience": True}, r"checks\.patience=True is not int"),
+        ({"patience": 4}, r"checks\.patience is none of "),
+        ({"convalescence": {"every": 1}}, r"checks\.convalescence is none of .*probation"),
+        ({"stall": {"every": "four", "share": 0.1}}, r"checks\.stall\.every='four' is not int"),
+        ({"stall": {"every": True, "share": 0.1}}, r"checks\.stall\.every=True is not int"),
         ({"expect": [1.5]}, r"checks\.expect=\[1\.5\] is not a list of steps"),
     ],
 )
@@ -553,30 +623,111 @@ def test_a_missing_key_and_an_unknown_set_are_named() -> None:
         (0.95, 0.03, None),  # better
         (1.01, 0.001, None),  # a little worse, which is no damage
         (1.1, 0.03, 12),
-        (1.15, 0.10, 48),
+        (1.15, 0.10, 50),
         (2.0, 0.10, 12),
     ],
 )
 @pytest.mark.parametrize("seed", range(5))
 def test_whether_a_rewind_has_helped(rise: float, noise: float, told_after: int | None, seed: int) -> None:
-    """A loss that stays worse than it was where the run went back to is an anomaly since then."""
+    """A loss that stays worse than it was where the run went back to is an anomaly since then, else all is over."""
     run = warmed_up()
     list(run.play(curve(100, seed=99, noise=noise)[50:]))
     dice = random.Random(seed)
     for _ in range(100):
         run.attempt(3.0 * (1 + dice.gauss(0, noise)))
-    run.panel.rewound(run.step, run.step)
     since, found = run.step, None
+    damage = Anomaly(Signal.DIVERGENCE, since, run.tick, since, "")
+    run.rewind(damage, copy.deepcopy(run.panel.state_dict()), since)
     for number in range(1, 60):
         if (anomaly := run.attempt(3.0 * rise * (1 + dice.gauss(0, noise))).anomaly) is not None:
             found = (number, anomaly.signal, anomaly.since)
             break
+    assert run.panel.probation.is_open == (told_after is not None)
     if told_after is None:
         assert found is None
     else:
         assert found is not None
         assert found[0] <= told_after
-        assert found[1:] == (Signal.DIVERGENCE, since) or found[1] is Signal.LOSS_SPIKE
+        assert found[1:] == (Signal.NOT_RECOVERED, since) or found[1] is Signal.LOSS_SPIKE
+
+
+def way_back(run: Run, back_to: int, *, rise: float = 1.0, seed: int = 0) -> tuple[list[Anomaly], int]:
+    """Damage is noticed at step 500, and the way from `back_to` is made anew: the anomalies on it, and the last step.
+
+    Behind step 500 losses are `rise` times what they were.
+    """
+    pairs = curve(500, seed=seed)
+    states = [copy.deepcopy(run.panel.state_dict())]
+    for pair in pairs:
+        assert run.attempt(*pair).anomaly is None
+        states.append(copy.deepcopy(run.panel.state_dict()))
+    run.rewind(Anomaly(Signal.DIVERGENCE, 500, run.tick, 490, ""), states[back_to], back_to)
+    again = curve(580, seed=seed + 9)
+    again[500:] = [(loss * rise, norm) for loss, norm in again[500:]]
+    return run.alarms(again[back_to:]), run.step
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("back_to", [0, 1, 10, 50, 200, 489])
+def test_the_way_back_after_a_deep_rewind_may_start_higher(back_to: int, seed: int) -> None:
+    """Losses as high as they were on the way are no alarm, and the run is back a window behind where it had been."""
+    run = Run()
+    assert way_back(run, back_to, seed=seed) == ([], 580)
+    assert not run.panel.probation.is_open
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("back_to", [10, 50, 200])
+def test_a_deep_rewind_that_has_not_helped(back_to: int, seed: int) -> None:
+    """An anomaly since the place that the run went back to: nothing that it has done from there on counts."""
+    alarms, _ = way_back(Run(), back_to, rise=1.15, seed=seed)
+    assert alarms[0].signal is Signal.NOT_RECOVERED
+    assert alarms[0].since == back_to
+    assert 500 < alarms[0].step <= 550
+    assert alarms[0].landed
+
+
+@pytest.mark.parametrize("back_to", [0, 10, 50, 100])
+def test_a_second_rewind_to_the_same_place_may_start_higher_as_well(back_to: int) -> None:
+    """What was not back is rewound to where it came from: healthy losses from there on are no alarm."""
+    run, states = Run(), []
+    for pair in curve(500):
+        states.append(copy.deepcopy(run.panel.state_dict()))
+        assert run.attempt(*pair).anomaly is None
+    run.rewind(Anomaly(Signal.DIVERGENCE, 500, run.tick, 490, ""), copy.deepcopy(states[back_to]), back_to)
+    off = curve(580, seed=9)
+    off[500:] = [(loss * 1.15, norm) for loss, norm in off[500:]]
+    again = next(finding.anomaly for finding in run.play(off[back_to:]) if finding.anomaly)
+    assert (again.signal, again.since) == (Signal.NOT_RECOVERED, back_to)
+    run.rewind(again, copy.deepcopy(states[back_to]), back_to)
+    assert run.alarms(curve(580, seed=10)[back_to:]) == []
+    assert not run.panel.probation.is_open
+
+
+def test_what_jumps_right_behind_a_rewind_does_not_move_the_reference() -> None:
+    """The state that the run went back to was proven good: what comes after it says nothing about what was before."""
+    run, states = Run(), []
+    for pair in curve(500):
+        states.append(copy.deepcopy(run.panel.state_dict()))
+        assert run.attempt(*pair).anomaly is None
+    bad = [(9.0, 1.0)] * 40
+    run.rewind(run.alarms(bad)[0], copy.deepcopy(states[475]), 475)
+    reference = run.panel.probation.reference
+    again = run.alarms(bad)[0]
+    assert again.since >= 475
+    assert run.panel.probation.reference == reference
+
+
+def test_damage_that_is_only_reported_stays_so_in_the_next_process() -> None:
+    """A policy that does nothing about it is not alarmed anew behind a resume."""
+    run = warmed_up()
+    assert len(run.alarms([(6.0, 1.0)] * 20)) == 1
+    resumed = Panel(named("default"))
+    resumed.load_state_dict(json.loads(json.dumps(run.panel.state_dict())))
+    resumed.recall(json.loads(json.dumps(run.panel.memory())))
+    resumed.probation.recall(json.loads(json.dumps(run.panel.probation.memory())))
+    run.panel = resumed
+    assert run.alarms(curve(500, low=6.0)[400:]) == []
 
 
 def test_a_descent_that_is_behind_does_not_blind_the_jump() -> None:

@@ -101,15 +101,49 @@ def test_a_spike_is_refused_and_does_not_move_the_limits() -> None:
     assert state_after(other, 60) == digest
 
 
-def test_a_new_regime_is_not_fought_for_ever() -> None:
-    """A loss a hundred times as large from some update on, on purpose and undeclared: a few updates are lost."""
+def a_hundred_times_as_large(at: int, expect: list[int]) -> Guard:
+    """A run whose loss is a hundred times as large from the update number `at` on, on purpose."""
 
     def objective(model: Any, batch: Any) -> torch.Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1]) * (1 if guard.clock.tick < 80 else 100)
+        return F.cross_entropy(model(batch[0]), batch[1]) * (1 if guard.clock.tick < at else 100)
 
-    guard = guarded(adamw, objective, recovery="balanced")
-    trained(guard, 200)
-    assert guard.clock.tick <= 200 + 150
+    checks = named("default")
+    checks.expect = expect
+    guard = guarded(adamw, objective, recovery="balanced", checks=checks)
+    return guard
+
+
+def weights(guard: Guard) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in guard.state.model.named_parameters()}
+
+
+@pytest.mark.parametrize("at", [80, 160, 240])
+def test_a_new_regime_is_not_fought_for_ever(at: int) -> None:
+    """Undeclared, it ends the run within a bounded number of updates, on weights from before it to the last bit."""
+    guard = a_hundred_times_as_large(at, [])
+    with pytest.raises(GaveUp):
+        trained(guard, at + 120)
+    assert guard.clock.tick <= at + 100
+    assert finite(guard)
+    assert guard.clock.step < at
+    left = weights(guard)
+    healthy = trained(guarded(adamw, At("none")), guard.clock.step)
+    assert all(torch.equal(weight, left[name]) for name, weight in weights(healthy).items())
+
+
+@pytest.mark.parametrize(("at", "proven"), [(80, 50), (160, 125), (240, 200)])
+def test_a_new_regime_costs_no_more_than_what_was_not_proven(at: int, proven: int) -> None:
+    """Rewinds that go further back in vain do not take away the newest state that was proven before it."""
+    guard = a_hundred_times_as_large(at, [])
+    with pytest.raises(GaveUp):
+        trained(guard, at + 120)
+    assert guard.clock.step >= proven
+
+
+def test_a_new_regime_that_was_declared_is_none() -> None:
+    """The same change at a step of `checks.expect`: not an update is lost, and there is no incident."""
+    guard = trained(a_hundred_times_as_large(80, [80]), 200)
+    assert (guard.clock.tick, guard.clock.step, guard.incidents) == (200, 200, [])
     assert finite(guard)
 
 

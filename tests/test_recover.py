@@ -538,16 +538,16 @@ def test_a_remedy_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_remedy_says_what_it_does() -> None:
-    """Each has a line for a person, works with its defaults, and can be taken back or says why not."""
+    """Each has a line for a person, works as the case settles its defaults, and can be taken back or says why not."""
+    case = Case(landed(9), unknown(landed(9)), dataclasses.replace(ALL_APPLICABLE, off=1.0, usual_rate=0.5), True)
     for name, kind in KNOWN.items():
         run = Run()
-        one = kind()
+        one = kind(**kind().settled(case))
         assert (one.name, bool(one.about)) == (name, True)
         one.apply(run)
         reason = one.undo(run)
         assert reason is None or "not" in reason
-        assert run.knobs.values == KnobValues()
-        assert reason is not None or run.told == []
+        assert reason is not None or (run.told, run.knobs.values) == ([], KnobValues())
 
 
 # A run in miniature: what policies do to it, and whether it ends.
@@ -563,11 +563,13 @@ class Run:
     position: int = 0
     told: list[str] = field(default_factory=list)
     anomaly: Anomaly = field(default_factory=lambda: refused(1))
+    rewound_to: int | None = None
 
     def rewind(self, older: int = 0, steps: int = 0) -> None:
         there = [step for step in range(0, self.anomaly.since + 1, 10) if step <= self.anomaly.step - steps] or [0]
         back = self.step - there[max(0, len(there) - 1 - older)]
         self.step, self.position = self.step - back, self.position - back
+        self.rewound_to = self.step
         self.told.append("rewind")
 
     def skip(self, updates: int | None = None) -> None:
@@ -604,17 +606,18 @@ def trained(policy: Policy, fault: Fault, steps: int = 600, most_ticks: int = 6_
             run.step, run.position = run.step + 1, run.position + 1
         if anomaly is None:
             run.knobs.advance()
-            history.accepted()
+            history.accepted(run.step, is_held=False)
             continue
-        run.anomaly = anomaly
+        run.anomaly, run.rewound_to = anomaly, None
         decision = decide(policy, anomaly, by_signal(anomaly), history.incidents, run.tick, ALL_APPLICABLE)
-        history.open(anomaly, by_signal(anomaly), decision)
+        incident, _ = history.open(anomaly, by_signal(anomaly), decision)
         if decision.gave_up is not None:
             return run, history
         if not passes_over(decision.actions):
             run.knobs.trouble()
         for action in decision.actions:
             remedy(action).apply(run)
+        history.treated(dataclasses.replace(incident, rewound_to=run.rewound_to))
     history.finish()
     return run, history
 
@@ -759,7 +762,13 @@ def with_a_row(anomaly: Anomaly) -> Diagnosis:
 
 
 counts = st.integers(0, 200)
-applicables = st.builds(Applicable, st.integers(0, 4), st.booleans(), st.booleans(), st.booleans(), counts, counts)
+off, usual_rate = st.floats(0, float("inf")), st.floats(0, 10)
+applicables = st.builds(
+    Applicable,
+    *(st.integers(0, 4), st.booleans(), st.booleans(), st.booleans(), counts, counts),
+    off=off,
+    usual_rate=usual_rate,
+)
 
 
 @settings(max_examples=80, deadline=None)
@@ -921,6 +930,36 @@ def test_trouble_before_relaxing_only_starts_the_wait_anew() -> None:
     assert healthy_updates_until_relaxed(knobs) == 10
 
 
+@pytest.mark.parametrize("turn", ["turn_lr", "turn_clip", "limit_lr"])
+def test_nothing_is_turned_back_before_the_loss_is_back(turn: str) -> None:
+    """Updates off the reference do not count as healthy, and take nothing from those that did."""
+    knobs = Knobs(relax_after=10)
+    getattr(knobs, turn)(0.5)
+    turned = knobs.values
+    for may_relax in (True, False):
+        for _ in range(9):
+            knobs.advance(0.1, may_relax=may_relax)
+    assert knobs.values == turned
+    knobs.advance(0.1)
+    assert knobs.values != turned
+
+
+def test_a_limit_of_the_rate_lasts_as_long_as_the_schedule_asks_for_more() -> None:
+    """It is raised step by step while it is met, and lifted once the schedule has come down by itself."""
+    knobs = Knobs(relax_after=10)
+    knobs.limit_lr(0.5)
+    knobs.limit_lr(2.0)
+    assert str(knobs) == "lr at most x0.5 of the configured one", "another limit never makes it milder"
+    ceilings = []
+    for _ in range(20):
+        knobs.advance(min(4.0, knobs.values.ceiling))
+        ceilings.append(knobs.values.ceiling)
+    assert ceilings == pytest.approx([*[0.5] * 9, *[0.5 * 2**0.5] * 10, 1.0])
+    for _ in range(10):
+        knobs.advance(0.3)
+    assert knobs.values == KnobValues()
+
+
 factors = st.floats(1e-6, 1.0)
 turns = st.lists(
     st.one_of(
@@ -928,8 +967,9 @@ turns = st.lists(
         st.tuples(st.just("turn_clip"), factors),
         st.tuples(st.just("turn_eps"), st.floats(1.0, 1e6)),
         st.tuples(st.just("turn_precision"), st.integers(0, 9)),
+        st.tuples(st.just("limit_lr"), st.floats(1e-9, 10.0)),
         st.tuples(st.just("trouble")),
-        st.tuples(st.just("advance")),
+        st.tuples(st.just("advance"), st.floats(0, 10.0)),
     ),
     max_size=60,
 )
@@ -946,6 +986,7 @@ def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]]
         assert LOWEST_LR <= values.lr <= 1.0
         assert LOWEST_CLIP <= values.clip <= 1.0
         assert 1.0 <= values.eps <= HIGHEST_EPS
+        assert values.ceiling >= LOWEST_LR
         resumed = Knobs(relax_after)
         resumed.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
         assert resumed.state_dict() == knobs.state_dict()
@@ -980,18 +1021,18 @@ def closed(incidents: Iterable[Incident]) -> list[tuple[int, str | None]]:
     return [(incident.id, incident.outcome) for incident in incidents]
 
 
-def accept(history: History, updates: int) -> list[tuple[int, str | None]]:
-    return [one for _ in range(updates) for one in closed(history.accepted())]
+def accept(history: History, *steps: int, is_held: bool = False) -> list[tuple[int, str | None]]:
+    return [one for step in steps for one in closed(history.accepted(step, is_held=is_held))]
 
 
-def test_an_incident_recovers_after_enough_healthy_updates() -> None:
-    """Not one update earlier, and only once."""
+def test_an_incident_recovers_when_the_run_is_far_enough_beyond_it() -> None:
+    """Not one step earlier than `recovered_after` steps beyond where the run had been, and only once."""
     history = History(recovered_after=50)
-    assert accept(history, 200) == []
-    assert closed(history.open(refused(1), DATA, SKIPPED)[1]) == []
-    assert accept(history, 49) == []
-    assert accept(history, 1) == [(1, "recovered")]
-    assert accept(history, 100) == []
+    assert accept(history, *range(1, 200)) == []
+    assert closed(history.open(refused(201), DATA, SKIPPED)[1]) == []
+    assert accept(history, *range(201, 250)) == []
+    assert accept(history, 250) == [(1, "recovered")]
+    assert accept(history, *range(251, 350)) == []
     assert history.tally() == {"total": 1, "recovered": 1, "by_cause": {"data": 1}}
 
 
@@ -1006,7 +1047,7 @@ def test_the_same_trouble_again_closes_the_one_before() -> None:
     elsewhere = dataclasses.replace(line, inputs=({"min": -1.0},))
     again = history.open(refused(5), dataclasses.replace(DATA, culprit=elsewhere), SKIPPED)
     assert closed(again[1]) == [(3, "recurred")]
-    assert accept(history, 50) == [(2, "recovered"), (4, "recovered"), (5, "recovered")]
+    assert accept(history, *range(5, 55)) == [(2, "recovered"), (4, "recovered"), (5, "recovered")]
     assert history.tally() == {"total": 5, "recovered": 3, "by_cause": {"data": 4, "explosion": 1}}
 
 
@@ -1023,7 +1064,7 @@ def test_a_healthy_finish_closes_what_is_open() -> None:
     """Whoever came to the end has recovered."""
     history = History(recovered_after=50)
     history.open(refused(1), DATA, SKIPPED)
-    accept(history, 3)
+    accept(history, 1, 2, 3)
     assert closed(history.finish()) == [(1, "recovered")]
     assert closed(history.finish()) == []
 
@@ -1041,7 +1082,10 @@ def test_giving_up_closes_everything() -> None:
 
 
 def test_a_history_goes_on_in_the_next_process() -> None:
-    """From journalled incidents, the last word on each; an open one is closed by the process that resumes."""
+    """From journalled incidents, the last word on each; an open one is closed by the process that resumes.
+
+    It waits for the same step as it would have without the interruption.
+    """
     first = History(recovered_after=50)
     opened, _ = first.open(refused(1), DATA, SKIPPED)
     treated = dataclasses.replace(opened, rewound_to=0, steps_lost=1)
@@ -1050,7 +1094,8 @@ def test_a_history_goes_on_in_the_next_process() -> None:
     second = History([opened, treated], recovered_after=50)
     assert second.incidents == [treated]
     assert second.open(refused(60), EXPLOSION, SKIPPED)[0].id == 2
-    assert accept(second, 50) == [(1, "recovered"), (2, "recovered")]
+    assert accept(second, 49, 50, 108, 109) == [(1, "recovered"), (2, "recovered")]
+    assert accept(first, 49, 50) == [(1, "recovered")]
     assert second.incidents[0].rewound_to == 0
 
 

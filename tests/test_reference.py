@@ -1,0 +1,594 @@
+"""Recovery against a reference: where a run stood, whether it stands there again, and what is decided from it. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from math import exp, inf, isfinite, nan
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_recover import ALL_APPLICABLE, Fault, Run, landed, policy_named, refused, trained
+
+from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
+from resilient_train.passed import Leap, PassedUpdates
+from resilient_train.recover.decide import decide
+from resilient_train.recover.history import History, left_damage
+from resilient_train.recover.remedies import Applicable, cut
+from resilient_train.watch.checks.probation import Probation
+from resilient_train.watch.config import named
+from resilient_train.watch.reference import WINDOW, Reference, Standing, falls, without_top
+
+SIGMAS, SHARE = 4.0, 0.03
+
+Shape = Callable[[int, random.Random], float]
+
+
+def flat(step: int, dice: random.Random) -> float:
+    return 3.0 + dice.gauss(0, 0.09)
+
+
+def falling(step: int, dice: random.Random) -> float:
+    return 2.0 + 4 * exp(-step / 60) + dice.gauss(0, 0.05)
+
+
+def rising(step: int, dice: random.Random) -> float:
+    return 2.0 + 0.01 * step + dice.gauss(0, 0.05)
+
+
+def skewed(step: int, dice: random.Random) -> float:
+    return exp(dice.gauss(0, 1))
+
+
+def losses_of(shape: Shape, steps: int, *, seed: int = 0, first: int = 1, times: float = 1.0) -> list[float]:
+    dice = random.Random(seed)
+    return [times * shape(step, dice) for step in range(first, first + steps)]
+
+
+def by_step(losses: Sequence[float], first: int = 1) -> dict[int, float]:
+    return dict(enumerate(losses, first))
+
+
+def made(shape: Shape, steps: int = 100, *, seed: int = 0) -> Reference:
+    reference = Reference.of(by_step(losses_of(shape, steps, seed=seed)), steps)
+    assert reference is not None
+    return reference
+
+
+# What a reference is made of.
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("shape", "level", "scatter", "slope"),
+    [
+        pytest.param(flat, (2.93, 3.03), (0.05, 0.12), (0.0, 0.0), id="flat: their mean but for the highest"),
+        pytest.param(falling, (2.70, 2.90), (0.02, 0.10), (0.0, 0.0), id="falling: where they have come to"),
+        pytest.param(rising, (2.90, 3.05), (0.02, 0.10), (0.007, 0.012), id="rising: where they are, and how fast"),
+        pytest.param(skewed, (0.70, 2.00), (0.50, 2.50), (0.0, 0.0), id="skewed: without single outliers"),
+    ],
+)
+def test_what_the_losses_up_to_a_step_tell(
+    shape: Shape, level: tuple[float, float], scatter: tuple[float, float], slope: tuple[float, float], seed: int
+) -> None:
+    """The level at the last step, the scatter around it, and the trend where they rose."""
+    reference = made(shape, seed=seed)
+    assert level[0] <= reference.level <= level[1]
+    assert scatter[0] <= reference.scatter <= scatter[1]
+    assert slope[0] <= reference.slope <= slope[1]
+    assert reference.step == 100
+
+
+def test_where_nothing_is_known_there_is_no_reference() -> None:
+    """No losses, or none up to the step that is trusted."""
+    assert Reference.of({}, 10) is None
+    assert Reference.of({11: 1.0, 12: 2.0}, 10) is None
+    assert Reference.of({10: 1.0, 12: 2.0}, 10) is not None
+
+
+def test_few_losses_are_a_rough_reference() -> None:
+    """Fewer than eight: their median, and a tenth of their size for the scatter that cannot be measured."""
+    assert Reference.of({1: 2.0, 2: 9.0, 3: 4.0}, 3) == Reference(3, 4.0, 0.4, 0.0, 4.0, 3)
+    assert Reference.of({1: 2.0, 2: 9.0, 3: 4.0}, 3, size=10.0) == Reference(3, 4.0, 1.0, 0.0, 10.0, 3)
+
+
+def test_what_came_after_the_trusted_step_does_not_count() -> None:
+    """Neither damage nor losses older than the window change a reference."""
+    losses = by_step(losses_of(flat, 100))
+    reference = Reference.of(losses, 60)
+    assert reference == Reference.of({step: loss for step, loss in losses.items() if step <= 60}, 60)
+    assert reference == Reference.of({step: loss for step, loss in losses.items() if step > 60 - WINDOW}, 60)
+    assert reference == Reference.of(losses | dict.fromkeys(range(61, 101), 1e9), 60)
+
+
+float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=100, deadline=None)
+@given(losses=st.dictionaries(st.integers(0, 200), float32s, max_size=120), until=st.integers(0, 200))
+def test_a_reference_of_any_losses(losses: dict[int, float], until: int) -> None:
+    """Whatever is measured, its numbers are finite, its trend is never downwards, and it is data for a file."""
+    reference = Reference.of(losses, until)
+    trusted = [step for step in losses if step <= until]
+    assert (reference is None) == (not trusted)
+    if reference is None:
+        return
+    assert all(isfinite(float(value)) for value in asdict(reference).values())
+    assert reference.step == max(trusted)
+    assert 0 < reference.count <= min(WINDOW, len(trusted))
+    assert min(reference.scatter, reference.slope, reference.size) >= 0
+    assert reference.level >= min(losses[step] for step in trusted) - 1e-6 * reference.size
+    assert Reference(**json.loads(json.dumps(reference.as_plain()))) == reference
+
+
+@settings(max_examples=100, deadline=None)
+@given(losses=st.lists(float32s.filter(lambda loss: loss != 0), unique=True, max_size=60))
+def test_a_tenth_at_most_is_left_out(losses: list[float]) -> None:
+    """Of losses that differ the highest tenth, in any order; of fewer than eight none."""
+    kept = without_top(losses)
+    left_out = sorted(losses)[len(kept) :]
+    assert kept == [loss for loss in losses if loss not in left_out]
+    assert len(left_out) == (max(1, len(losses) // 10) if len(losses) >= 8 else 0)
+
+
+def test_losses_that_are_equal_are_left_out_one_by_one() -> None:
+    """Losses of few digits, or of a network that puts out the same for everything, are no outliers of each other."""
+    assert without_top([1.0] * 3 + [6.0] * 47) == [1.0] * 3 + [6.0] * 42
+    reference = Reference(100, 1.0, 0.01, 0.0, 1.0, 48)
+    assert reference.standing(150, [1.0] * 3 + [6.0] * 47, sigmas=SIGMAS, share=SHARE) is Standing.OFF
+
+
+# Whether a run stands there again.
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("count", [12, 25, 50])
+def test_the_same_losses_again_are_back(count: int, seed: int) -> None:
+    """Within the noise of both, however few there are."""
+    again = losses_of(flat, count, seed=100 + seed)
+    assert made(flat, seed=seed).standing(150, again, sigmas=SIGMAS, share=SHARE) is Standing.BACK
+
+
+@pytest.mark.parametrize("count", [12, 25, 50])
+def test_wild_losses_again_are_seldom_off(count: int) -> None:
+    """Where single losses are ten times as high as most, one of twenty at most is mistaken."""
+    standings = [
+        made(skewed, seed=seed).standing(150, losses_of(skewed, count, seed=1000 + seed), sigmas=SIGMAS, share=SHARE)
+        for seed in range(200)
+    ]
+    assert standings.count(Standing.BACK) >= 190
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [(0.5, Standing.BACK), (1.0, Standing.BACK), (1.01, Standing.BACK), (1.1, Standing.OFF), (2.0, Standing.OFF)],
+)
+def test_how_far_off_is_not_back(times: float, expected: Standing, seed: int) -> None:
+    """Ten per cent above it is off, one per cent and anything better are not."""
+    again = losses_of(flat, 50, seed=100 + seed, times=times)
+    assert made(flat, seed=seed).standing(150, again, sigmas=SIGMAS, share=SHARE) is expected
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("steepness", [0.02, 0.05])
+def test_what_is_above_and_falls_is_undecided(steepness: float, seed: int) -> None:
+    """A run on its way down is given the time; the same losses the other way round are off."""
+    dice = random.Random(seed)
+    down = [6.0 - steepness * place + dice.gauss(0, 0.09) for place in range(50)]
+    reference = made(flat, seed=seed)
+    assert falls(down)
+    assert reference.standing(150, down, sigmas=SIGMAS, share=SHARE) is Standing.UNDECIDED
+    assert reference.standing(150, down[::-1], sigmas=SIGMAS, share=SHARE) is Standing.OFF
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_a_rising_trend_leads_is_back(seed: int) -> None:
+    """Losses that had risen before the trouble may be as high as that goes on; above it they are off."""
+    reference = made(rising, seed=seed)
+    on = losses_of(rising, 50, first=121, seed=100 + seed)
+    assert reference.expected(170) > reference.expected(100) == reference.level
+    assert reference.standing(170, on, sigmas=SIGMAS, share=SHARE) is Standing.BACK
+    above = [loss + 1.5 for loss in on]
+    assert reference.standing(170, above, sigmas=SIGMAS, share=SHARE) is Standing.OFF
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_fell_has_to_be_no_worse_than_it_was(seed: int) -> None:
+    """A trend downwards is not extended: to be where it was is enough, and to be where it came from is not."""
+    reference = made(falling, seed=seed)
+    assert reference.expected(1000) == reference.level
+    still = [reference.level + loss - 3.0 for loss in losses_of(flat, 50, seed=100 + seed)]
+    assert reference.standing(150, still, sigmas=SIGMAS, share=SHARE) is Standing.BACK
+    where_it_came_from = losses_of(falling, 50, first=1, seed=100 + seed)[:12]
+    assert reference.standing(150, where_it_came_from[::-1], sigmas=SIGMAS, share=SHARE) is Standing.OFF
+
+
+def test_without_losses_nothing_is_decided() -> None:
+    """The run has not got there yet."""
+    assert made(flat).standing(100, [], sigmas=SIGMAS, share=SHARE) is Standing.UNDECIDED
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    losses=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60),
+    lower=st.floats(0, 1e6),
+    step=st.integers(100, 300),
+    sigmas=st.floats(0, 10),
+    share=st.floats(0, 1),
+)
+def test_lower_losses_are_never_worse(
+    losses: list[float], lower: float, step: int, sigmas: float, share: float
+) -> None:
+    """What is back stays back when every loss is lower by as much, or when more noise is allowed for."""
+    reference = made(flat)
+    if reference.standing(step, losses, sigmas=sigmas, share=share) is Standing.BACK:
+        better = [loss - lower - 1e-6 for loss in losses]
+        assert reference.standing(step, better, sigmas=sigmas, share=share) is Standing.BACK
+        assert reference.standing(step, losses, sigmas=sigmas + 1, share=share) is Standing.BACK
+
+
+@pytest.mark.parametrize(
+    ("loss", "off"), [(3.0, 0.0), (2.0, 0.0), (6.0, 1.0), (4.5, 0.5), (303.0, 100.0), (nan, inf), (inf, inf)]
+)
+def test_how_far_a_loss_is_above_it(loss: float, off: float) -> None:
+    """In sizes of the losses that were usual: 1 is twice as high, and what is no number is as far as can be."""
+    assert Reference(100, 3.0, 0.1, 0.0, 3.0, 48).off(loss) == pytest.approx(off)
+    assert Reference(100, 0.0, 0.0, 0.0, 0.0, 48).off(1.0) == 0.0
+
+
+# The probation, apart from the panel.
+
+
+def test_a_probation_outlives_the_process() -> None:
+    """What it has in memory passes through a file, and the next process measures against the same place."""
+    probation = Probation(named("default").probation)
+    assert probation.memory() is None
+    way = by_step(losses_of(falling, 100))
+    probation.begin(Reference.of(way, 95), 100, 95)
+    probation.rewound(50, {step: loss for step, loss in way.items() if step <= 95})
+    again = Probation(named("default").probation)
+    again.recall(json.loads(json.dumps(probation.memory())))
+    assert again.memory() == probation.memory()
+    assert (again.reference, again.goal, again.came_from) == (probation.reference, 100, 50)
+    again.recall(None)
+    assert not again.is_open
+
+
+def test_a_newer_anomaly_does_not_move_the_reference() -> None:
+    """Behind a rewind the older reference holds; it gives way only where trouble began before the two ways parted."""
+    probation = Probation(named("default").probation)
+    way = by_step(losses_of(flat, 200))
+    first, second, third = (Reference.of(way, until) for until in (190, 150, 120))
+    probation.begin(first, 200, 190)
+    probation.rewound(140, way)
+    probation.begin(second, 155, 150)
+    assert (probation.reference, probation.goal) == (first, 200)
+    probation.begin(third, 145, 120)
+    assert (probation.reference, probation.goal, probation.came_from) == (third, 145, None)
+
+
+def test_a_run_at_its_end_is_back_or_off() -> None:
+    """However few losses tell it; what only falls is not back."""
+    reference = made(flat)
+    for again, expected in [
+        (losses_of(flat, 5, seed=1), Standing.BACK),
+        ([4.0] * 5, Standing.OFF),
+        ([6.0 - 0.05 * place for place in range(50)], Standing.OFF),
+    ]:
+        probation = Probation(named("default").probation)
+        probation.begin(reference, 100, 100)
+        probation.rewound(100, {})
+        for step, loss in enumerate(again, 101):
+            probation.see(step, loss)
+        assert probation.final(100 + len(again)) is expected
+
+
+# How deep the learning rate is cut.
+
+
+@pytest.mark.parametrize(
+    ("mildest", "off", "factor"),
+    [
+        (0.5, 0.0, 0.5),  # not known, or no worse
+        (1.0, 0.0, 1.0),
+        (0.5, 0.1, 0.5),
+        (0.5, 1.0, 0.5),  # twice as high
+        (0.5, 3.0, 0.25),
+        (0.5, 9.0, 0.1),
+        (0.25, 1.0, 0.25),
+        (0.5, 6.0, 0.14),  # two digits, for a person
+        (0.5, 1e6, 0.01),
+        (0.5, inf, 0.01),
+        (0.001, inf, 0.001),  # what the policy says is never made milder
+    ],
+)
+def test_the_cut_is_as_deep_as_the_loss_is_high(mildest: float, off: float, factor: float) -> None:
+    """As the loss is so many times as high the rate is divided by as much, between what is set and a hundredth."""
+    assert cut(mildest, off) == pytest.approx(factor)
+
+
+@given(mildest=st.floats(0.01, 1), off=st.floats(0, inf), more=st.floats(0, inf))
+def test_a_higher_loss_is_never_cut_less(mildest: float, off: float, more: float) -> None:
+    """And no cut is milder than what is set, nor deeper than a hundredth."""
+    assert 0.01 <= cut(mildest, off + more) <= cut(mildest, off) <= mildest
+
+
+# A learning rate that leapt.
+
+
+def passed(paces: Sequence[float], *, losses: Callable[[int], float] = lambda step: 1.0) -> PassedUpdates:
+    """Accepted updates from step 1 on, made with these rates."""
+    updates = PassedUpdates()
+    for step, pace in enumerate(paces, 1):
+        updates.add(Vitals(step, step, True, losses(step), 0.5, 1e-3 * pace, pace=pace))
+    return updates
+
+
+WARM_UP = [(step + 1) / 50 for step in range(50)]
+DOWN = [0.01 ** (step / 100) for step in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("paces", "since", "leap"),
+    [
+        pytest.param([1.0] * 100, 99, None, id="constant"),
+        pytest.param([*[1.0] * 100, 10.0], 99, Leap(101, 10.0, 1.0, True), id="sudden"),
+        pytest.param([*[1.0] * 100, 1.9], 99, None, id="less than twice"),
+        pytest.param([*[1.0] * 100, *[5.0] * 40, 20.0], 138, Leap(101, 20.0, 1.0, True), id="the first of two leaps"),
+        pytest.param([*[1.0] * 100, *[5.0] * 63], 162, Leap(101, 5.0, 1.0, True), id="lately"),
+        pytest.param([*[1.0] * 100, *[5.0] * 65], 164, None, id="too long ago, as what came since is trusted"),
+        pytest.param([*[1.0] * 100, *[5.0] * 65], 99, Leap(101, 5.0, 1.0, False), id="not so where it is not"),
+        pytest.param(WARM_UP, 49, None, id="a warm-up from zero"),
+        pytest.param(WARM_UP[:10], 9, None, id="a warm-up that has just begun"),
+        pytest.param([*WARM_UP, *DOWN], 149, None, id="a warm-up and a decay"),
+        pytest.param([*WARM_UP, *DOWN, 1.0], 149, None, id="a restart back to an earlier peak"),
+        pytest.param([*WARM_UP, *DOWN, *DOWN[:30]], 149, None, id="some way behind such a restart"),
+        pytest.param([*WARM_UP, *DOWN, 3.0], 149, Leap(151, 3.0, 1.0, True), id="a restart far above the peak"),
+        pytest.param(
+            [*[1.0] * 50, *[1.05**step for step in range(1, 41)]],
+            50,
+            Leap(52, 1.05**40, 1.0, False),
+            id="a slow rise counts from since, and begins where it is beyond a tenth",
+        ),
+        pytest.param([*[1.0] * 50, *[1.05**step for step in range(1, 41)]], 85, None, id="a slow rise since lately"),
+        pytest.param([1.0] * 5 + [10.0], 5, None, id="too few updates to tell what is usual"),
+        pytest.param([0.0] * 100, 99, None, id="rates that are not known"),
+        pytest.param([], 0, None, id="no updates"),
+    ],
+)
+def test_a_rate_that_leapt(paces: list[float], since: int, leap: Leap | None) -> None:
+    """It counts against the highest so far; what rose slowly counts since the newest step that is trusted."""
+    found = passed(paces).leap(since)
+    if leap is None or found is None:
+        assert found == leap
+        return
+    assert (found.step, found.is_sudden) == (leap.step, leap.is_sudden)
+    assert (found.factor, found.usual) == pytest.approx((leap.factor, leap.usual))
+
+
+def test_a_rewind_forgets_a_leap() -> None:
+    """Behind it there was none, until the run comes by there again; with a limit in force it does not."""
+    paces = [*[1.0] * 100, *[10.0] * 8]
+    updates = passed(paces)
+    leap = updates.leap(107)
+    assert leap is not None
+    updates.rewound(leap.step - 1)
+    assert updates.leap(100) is None
+    for step, pace in enumerate(paces[100:], 101):
+        limited = min(pace, leap.usual)
+        updates.add(Vitals(step + 8, step, True, 1.0, 0.5, 1e-3 * limited, pace=limited))
+    assert updates.leap(107) is None
+    assert updates.leap(90) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(paces=st.lists(st.floats(0, 100), max_size=80), since=st.integers(0, 80))
+def test_what_a_leap_says_is_so(paces: list[float], since: int) -> None:
+    """At its step the rate was at least what it says before, and it came to at least twice that."""
+    leap = passed(paces).leap(since)
+    if leap is None:
+        return
+    assert leap.factor >= 2 * (1 - 1e-9)
+    assert max(paces[leap.step - 1 :]) == pytest.approx(leap.factor * leap.usual)
+    before = paces[: leap.step - 1] if leap.is_sudden else paces[:since]
+    assert max(before) == pytest.approx(leap.usual)
+
+
+# Two ways that were the same.
+
+
+def test_the_same_way_has_the_same_trace() -> None:
+    """Losses and norms after a step, to the last digit; what came before does not count."""
+    one = passed([1.0] * 40, losses=lambda step: 3.0 / step)
+    other = passed([0.5] * 40, losses=lambda step: 3.0 / step if step > 20 else 9.0)
+    assert one.trace(20) == other.trace(20) == passed([1.0] * 40, losses=lambda step: 3.0 / step).trace(20)
+    assert one.trace(19) != other.trace(19)
+
+
+@given(
+    losses=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
+    place=st.integers(0, 39),
+    since=st.integers(0, 40),
+)
+def test_another_loss_makes_another_trace(losses: list[float], place: int, since: int) -> None:
+    """One that differs after the step is enough; one that differs before it changes nothing."""
+    place %= len(losses)
+    changed = [*losses[:place], losses[place] + max(1.0, abs(losses[place])), *losses[place + 1 :]]
+    one = passed([1.0] * len(losses), losses=lambda step: losses[step - 1])
+    other = passed([1.0] * len(losses), losses=lambda step: changed[step - 1])
+    assert (one.trace(since) == other.trace(since)) == (place + 1 <= since)
+
+
+# What becomes of incidents.
+
+
+NO_REWIND: int | None = None
+
+
+@pytest.mark.parametrize(
+    ("anomaly", "cause", "rewound_to", "damage"),
+    [
+        pytest.param(refused(100), Cause.DATA, NO_REWIND, False, id="refused and skipped"),
+        pytest.param(refused(100), Cause.DATA, 75, True, id="refused and rewound"),
+        pytest.param(landed(100), Cause.EXPLOSION, NO_REWIND, True, id="landed and only told"),
+        pytest.param(landed(100), Cause.EXPLOSION, 75, True, id="landed and rewound"),
+        pytest.param(landed(100), Cause.EXPLOSION, 0, True, id="landed and rewound to the start"),
+        pytest.param(landed(100), Cause.CORRUPTION, 75, False, id="changed outside of an update and rewound"),
+        pytest.param(landed(100), Cause.CORRUPTION, NO_REWIND, True, id="changed outside of an update and left"),
+        pytest.param(landed(100), Cause.PROCESS, 75, False, id="of the process"),
+    ],
+)
+@pytest.mark.parametrize("is_back", [True, False])
+@pytest.mark.parametrize("ends", ["far beyond it", "at once", "given up"])
+def test_what_an_incident_comes_to(
+    anomaly: Anomaly, cause: Cause, rewound_to: int | None, damage: bool, is_back: bool, ends: str
+) -> None:
+    """What left damage recovers only where the loss is back; everything else as soon as the run is beyond it."""
+    history = History(recovered_after=50)
+    incident, _ = history.open(anomaly, Diagnosis(cause, ""), Decision((Action("skip"),)))
+    history.treated(dataclasses.replace(incident, rewound_to=rewound_to))
+    assert left_damage(history.incidents[0]) == damage
+    good = Outcome.RECOVERED if is_back or not damage else None
+    if ends == "far beyond it":
+        reached = 100 if anomaly.landed else 99
+        assert not history.accepted(reached + 49, is_held=not is_back)
+        assert [one.outcome for one in history.accepted(reached + 50, is_held=not is_back)] == ([good] if good else [])
+        assert [one.id for one in history.open_ones] == ([] if good else [1])
+    elif ends == "at once":
+        history.finish(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED)
+        assert history.incidents[0].outcome is (good or Outcome.UNRECOVERED)
+    else:
+        other = Diagnosis(Cause.OVERFLOW, "")
+        history.open(refused(120), other, Decision(gave_up="enough"), is_off=not is_back)
+        assert history.incidents[0].outcome is (Outcome.UNRECOVERED if damage and not is_back else Outcome.GAVE_UP)
+        assert history.incidents[1].outcome is Outcome.GAVE_UP
+        assert history.open_ones == []
+
+
+@pytest.mark.parametrize(
+    ("anomaly", "outcome"),
+    [
+        (landed(120, signal=Signal.NOT_RECOVERED), Outcome.UNRECOVERED),
+        (landed(120, signal=Signal.LOSS_SPIKE), Outcome.GAVE_UP),
+        (refused(120, signal=Signal.GRAD_SPIKE), Outcome.GAVE_UP),
+    ],
+)
+def test_the_incident_that_a_run_is_given_up_with(anomaly: Anomaly, outcome: Outcome) -> None:
+    """It is unrecovered only where it says so itself."""
+    history = History(recovered_after=50)
+    incident, _ = history.open(anomaly, Diagnosis(Cause.EXPLOSION, ""), Decision(gave_up="enough"), is_off=True)
+    assert incident.outcome is outcome
+
+
+def test_an_incident_waits_until_the_loss_is_back() -> None:
+    """However far the run gets meanwhile, and not a step longer."""
+    history = History(recovered_after=50)
+    history.open(landed(100), Diagnosis(Cause.EXPLOSION, ""), Decision((Action("rewind"),)))
+    for step in range(80, 500):
+        assert not history.accepted(step, is_held=True)
+    (closed,) = history.accepted(500, is_held=False)
+    assert closed.outcome is Outcome.RECOVERED
+
+
+# Ladders.
+
+
+def corrupted(every: int, times: int) -> Fault:
+    """So many times the weights are changed from outside, at every so many attempts."""
+
+    def fault(run: Run) -> Anomaly | None:
+        if run.tick % every or run.tick > every * times:
+            return None
+        return landed(run.step + 1, run.tick, Signal.WEIGHTS_JUMP)
+
+    return fault
+
+
+@pytest.mark.parametrize(("times", "completes"), [(60, True), (100, True), (101, False)])
+def test_corruption_now_and_then_never_exhausts_the_ladder(times: int, completes: bool) -> None:
+    """Each was undone and the run good beyond it, so the first rung does; the budget of the whole run counts all."""
+    run, history = trained(policy_named("balanced"), corrupted(50, times), steps=5_000, most_ticks=9_000)
+    done = [one.decision.rung for one in history.incidents]
+    assert done[:100] == [0] * min(times, 100)
+    assert (run.step == 5_000) == completes
+    assert set(run.told) == {"rewind"}
+    if not completes:
+        assert history.incidents[-1].decision.gave_up == "the budget of 100 incidents in a run is used up"
+
+
+def test_corruption_at_one_place_exhausts_the_ladder() -> None:
+    """Where the run never gets good beyond it, each rewind is a strike."""
+    fault: Fault = lambda run: landed(60, run.tick, Signal.WEIGHTS_JUMP) if run.step == 59 else None  # noqa: E731
+    run, history = trained(policy_named("balanced"), fault)
+    assert [one.decision.rung for one in history.incidents[:-1]] == [0, 0, 0, 1]
+    assert history.incidents[-1].decision.gave_up is not None
+    assert run.step == 60
+
+
+def decided(
+    cause: Cause, history: Sequence[Incident] = (), *, trace: int = 0, policy: str = "balanced", **can: Any
+) -> Decision:
+    anomaly = landed(200 + len(history), 200 + 50 * len(history))
+    able: Applicable = dataclasses.replace(ALL_APPLICABLE, **can)
+    return decide(policy_named(policy), anomaly, Diagnosis(cause, ""), tuple(history), anomaly.tick, able, trace)
+
+
+def attempts(cause: Cause, *traces: int, rungs: Sequence[int] | None = None) -> list[Incident]:
+    """Earlier incidents of one cause: each was rewound, over a way with this trace."""
+    return [
+        Incident(
+            *(place + 1, landed(200, 200 + 50 * place), Diagnosis(cause, "")),
+            Decision((Action("rewind"),), rung),
+            rewound_to=150,
+            trace=trace,
+        )
+        for place, (trace, rung) in enumerate(zip(traces, rungs or [1] * len(traces), strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("earlier", "trace", "rung"),
+    [
+        pytest.param([], 0, 1, id="the first one"),
+        pytest.param(attempts(Cause.EXPLOSION, 7), 0, 1, id="not known: strikes only"),
+        pytest.param(attempts(Cause.EXPLOSION, 7), 8, 1, id="it came to something else"),
+        pytest.param(attempts(Cause.EXPLOSION, 7), 7, 2, id="it came to the same as before"),
+        pytest.param(attempts(Cause.DATA, 7), 7, 1, id="that was another cause"),
+        pytest.param(attempts(Cause.EXPLOSION, 7, 8), 9, 2, id="its strikes are used up"),
+        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[1, 1, 2]), 6, 2, id="the next one has two as well"),
+        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[1, 1, 2]), 9, 3, id="the next one came to the same"),
+        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[1, 1, 2]), 7, 3, id="the same as longer ago"),
+    ],
+)
+def test_a_rung_that_came_to_the_same_is_spent(earlier: list[Incident], trace: int, rung: int) -> None:
+    """With the same knobs, data and weights the next attempt would come to the same again, so it takes no strikes."""
+    assert decided(Cause.EXPLOSION, earlier, trace=trace, policy="aggressive").rung == rung
+
+
+def setting(decision: Decision, remedy: str) -> dict[str, Any]:
+    return next((dict(one.settings) for one in decision.actions if one.remedy == remedy), {})
+
+
+@pytest.mark.parametrize(("off", "factor"), [(0.0, 0.5), (1.0, 0.5), (9.0, 0.1), (inf, 0.01)])
+@pytest.mark.parametrize("policy", ["balanced", "aggressive"])
+def test_an_explosion_is_cut_as_deep_as_it_goes(policy: str, off: float, factor: float) -> None:
+    """From the rung that lowers the rate on; the rung before it only warms up anew."""
+    first = decided(Cause.EXPLOSION, policy=policy, off=off)
+    assert setting(first, "lower_lr")["factor"] == 1
+    later = decided(Cause.EXPLOSION, attempts(Cause.EXPLOSION, 0, 0), policy=policy, off=off)
+    assert later.rung == first.rung + 1
+    assert setting(later, "lower_lr")["factor"] == factor
+
+
+@pytest.mark.parametrize("policy", ["balanced", "aggressive", "conservative"])
+def test_a_rate_that_rose_is_limited_to_what_it_was(policy: str) -> None:
+    """The samples are innocent: nothing is skipped."""
+    decision = decided(Cause.RATE, policy=policy, usual_rate=0.7)
+    assert [one.remedy for one in decision.actions] == ["rewind", "limit_lr"]
+    assert setting(decision, "limit_lr")["to"] == 0.7
