@@ -8,7 +8,7 @@ from statistics import median
 from resilient_train.diagnose import verdict
 from resilient_train.diagnose.search import by_size
 from resilient_train.events import Anomaly, Diagnosis, Signal, Vitals
-from resilient_train.passed import Passed, PassedUpdates
+from resilient_train.passed import WILD, Passed, PassedUpdates
 from resilient_train.state import randomness
 from resilient_train.ward import Ward
 
@@ -16,6 +16,9 @@ OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 _EXPLAINS = 0.5  # of a rise of the loss: as much has to come from the samples, so that these are to blame
 _PART = 0.25  # of it: what rows have to raise the loss by to count among those that did it
 _AHEAD = 2048  # samples that are looked at, once bad rows are among those before
+_FEW = 5  # updates with bad rows, and without them, that a comparison takes
+_CLEARLY = 0.9  # of the pairs of one with them and one without
+_SEEN = ("norm", "loss")
 _BEGUN = 24  # accepted updates that tell whether they differ wildly
 
 
@@ -23,21 +26,38 @@ class NoMeasure(Exception):
     """The losses from before are not those of the samples that the run had then: nothing is known to be worse."""
 
 
-def far_out(ward: Ward, suspects: Sequence[int]) -> Diagnosis | None:
-    """Rows of the updates at these positions whose values are far beyond those of others."""
+def far_out(ward: Ward, suspects: Sequence[int], also: Sequence[int] = ()) -> Diagnosis | None:
+    """Rows of the updates at these positions whose values are far beyond those of others; if any, `also` in these."""
     with randomness.preserved(ward.world.device):  # to fetch rows leaves them anywhere
-        return by_size(suspects, _AHEAD, ward.samples, ward.world, ward.beat)
+        return by_size(suspects, also, _AHEAD, ward.samples, ward.world, ward.beat)
 
 
 def at_start(ward: Ward, passed: PassedUpdates, vitals: Vitals) -> tuple[Anomaly, Diagnosis] | None:
-    """Look for bad rows, once, where the gradients of the first updates differ wildly: clipped, they hide there."""
+    """Look for bad rows, once, where the gradients of the first updates differ wildly: clipped, they hide there.
+
+    They are to blame only where the updates that hold them are those with the large gradients.
+    """
     if vitals.step != _BEGUN or not vitals.accepted:
         return None
-    suspects = passed.wildest()
-    if not suspects or (found := far_out(ward, suspects)) is None:
+    suspects, known = passed.wildest()
+    starts = [one.start for one in known]
+    if not suspects or (found := far_out(ward, [one.start for one in suspects], starts)) is None:
         return None
-    evidence = f"gradient norms of the first {vitals.step} updates differ more than a hundredfold"
-    return Anomaly(Signal.GRAD_SPIKE, vitals.step, vitals.tick, 0, evidence), found
+    rows = {*found.rows}
+    holds = [not rows.isdisjoint(ward.samples.rows_at(one.start, one.stop)) for one in known]
+    with_them = [one for one, is_one in zip(known, holds, strict=True) if is_one]
+    without = [one for one, is_one in zip(known, holds, strict=True) if not is_one]
+    if min(len(with_them), len(without)) < _FEW:
+        return None
+    norms, losses = ([median(getattr(one, what) for one in some) for some in (with_them, without)] for what in _SEEN)
+    higher = sum(one.loss > other.loss for one in with_them for other in without)
+    if norms[0] > WILD * norms[1]:
+        evidence = f"gradient norms of {norms[0]:.3g} with some rows, of {norms[1]:.3g} without them"
+        return Anomaly(Signal.GRAD_SPIKE, vitals.step, vitals.tick, 0, evidence), found
+    if higher > _CLEARLY * len(with_them) * len(without):
+        evidence = f"losses of {losses[0]:.4g} with some rows, of {losses[1]:.4g} without them"
+        return Anomaly(Signal.LOSS_SPIKE, vitals.step, vitals.tick, 0, evidence), found
+    return None
 
 
 def samples_behind(anomaly: Anomaly, ward: Ward, passed: PassedUpdates) -> Diagnosis | None:

@@ -17,7 +17,7 @@ _REMEMBERED = 2048  # in a checkpoint: further back than a ring of snapshots goe
 _TREND = 32  # accepted updates
 _LATELY, _EARLIER = 64, 8  # steps in which a rise of the rate may be behind trouble, and updates to rise above
 _LEAP, _RISES = 2.0, 1.1  # times the highest rate before: a leap, and the beginning of a rise
-_WILD = 100.0  # times one in ten of the gradient norms: one in ten that is so much larger
+WILD = 5.0  # times one in ten of the gradient norms: one in ten that is so much larger
 _FEW = 5  # updates that are looked at again
 _FIRST = 8  # accepted losses that tell where the run began
 _RECENT = 50  # accepted losses that the final one is the median of
@@ -79,12 +79,12 @@ class PassedUpdates:
         before = [one for one in self._passed if one.step <= since and one.accepted and one.stop > one.start]
         return after[-_FEW:], before[-_FEW:]
 
-    def wildest(self) -> list[int]:
-        """Where the samples lie of the updates whose gradients are largest, if they differ wildly."""
+    def wildest(self) -> tuple[list[Passed], list[Passed]]:
+        """The updates whose gradients are largest, if gradients differ much, and all of them."""
         known = sorted((one for one in self._passed if one.accepted and one.stop > one.start), key=lambda one: one.norm)
-        if not known or not known[9 * len(known) // 10].norm > _WILD * known[len(known) // 10].norm:
-            return []
-        return [one.start for one in known[-_FEW:]]
+        if not known or not known[9 * len(known) // 10].norm > WILD * known[len(known) // 10].norm:
+            return [], known
+        return known[-_FEW:], known
 
     def lately(self) -> tuple[list[float], list[float]]:
         """Losses and gradient norms of the last accepted updates, and of the one that was not."""

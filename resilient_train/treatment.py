@@ -168,7 +168,7 @@ class Treatment:
         if self.on_disk is not None and self._rewound is not None:
             self.on_disk.rewound(self._rewound)
         if self._rewound is not None:
-            ward.panel.rewound(self._rewound, anomaly.since)
+            ward.panel.rewound(self._rewound, anomaly.since, self.knobs.lr)
         incident = replace(
             incident,
             rewound_to=self._rewound,
@@ -188,8 +188,10 @@ class Treatment:
         panel, actions = self.ward.panel, decision.actions
         rewinds = any(action.remedy == "rewind" for action in actions)
         if diagnosis.cause is Cause.CORRUPTION and (rewinds or decision.gave_up):
+            if panel.is_only_reported:  # as far as the checks could tell
+                panel.probation.end()
             return  # a rewind makes the same updates again, to the last bit
-        if anomaly.landed or rewinds:
+        if anomaly.landed:
             panel.hold(anomaly.since, anomaly.step, is_only_reported=bool(actions) and passes_over(actions))
             if panel.probation.is_open:
                 self.ward.ring.pin(anomaly.since)

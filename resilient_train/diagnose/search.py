@@ -324,12 +324,17 @@ def by_looking(update: Update, samples: Samples, world: World) -> Diagnosis | No
 
 
 def by_size(
-    suspects: Sequence[int], ahead: int, samples: Samples, world: World, beat: Callable[[], None] = lambda: None
+    suspects: Sequence[int],
+    also: Sequence[int],
+    ahead: int,
+    samples: Samples,
+    world: World,
+    beat: Callable[[], None],
 ) -> Diagnosis | None:
     """Look for rows whose values are far beyond those of others, in the updates at these positions.
 
-    If there are some, in so many samples ahead as well, so that they are not met one by one. It takes no replay, so it
-    asks for much: it is for what can be explained by nothing else. Every rank comes here.
+    If there are some, `also` in others, and in so many samples ahead, so that they are not met one by one. It takes no
+    replay, so it asks for much: it is for what can be explained by nothing else. Every rank comes here.
     """
     if not samples.rows or not suspects:
         return None
@@ -339,7 +344,7 @@ def by_size(
     odd = {key.row: told for key in keys if (told := by_rows.far_out(samples.fetched(key), usual, _UNHEARD_OF))}
     if not any(world.all_of(bool(odd))):
         return None
-    for start in samples.starts(max(suspects), ahead):
+    for start in (*also, *samples.starts(max(suspects), ahead)):
         for key in [key for some in samples.keys_at(start) for key in some]:
             if told := by_rows.far_out(samples.fetched(key), usual, _UNHEARD_OF):
                 odd[key.row] = told

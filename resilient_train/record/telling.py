@@ -286,7 +286,7 @@ def _skipped(settings: Settings) -> str:
 _WORDS: dict[str, Callable[[Settings], str]] = {
     "skip": _skipped,
     "lower_lr": _turned("learning rate", "lowered"),
-    "limit_lr": lambda settings: f"learning rate at most x{_amount(settings.pop('to', 0))} of the configured one",
+    "limit_lr": lambda settings: f"learning rate at most x{settings.pop('to', 0):.3g} of the configured one",
     "tighten_clip": _turned("gradient clip", "tightened"),
     "raise_eps": _turned("epsilon", "raised"),
     "reset_moments": lambda settings: "reset the optimizer's moments",
@@ -304,7 +304,12 @@ _WORDS: dict[str, Callable[[Settings], str]] = {
 }
 
 
-_SHORT = {"rewind": "rewound", "quarantine": "rows in quarantine", "armor": "armor around the line"}
+_SHORT = {
+    "limit_lr": "learning rate limited",
+    "rewind": "rewound",
+    "quarantine": "rows in quarantine",
+    "armor": "armor around the line",
+}
 
 
 def printable(text: str) -> str:

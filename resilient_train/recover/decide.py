@@ -144,8 +144,9 @@ def _over_budget(
 
 def _over_run(budget: Budget, actions: Sequence[Action], history: Sequence[Incident]) -> str | None:
     """Say so if the whole run has met too many incidents, whatever became of them."""
-    spent = not passes_over(actions) and sum(not passes_over(one.decision.actions) for one in _taken_up(history))
-    return f"the budget of {_count(budget.run, 'incident')} in a run is used up" if spent >= budget.run else None
+    if passes_over(actions) or sum(not passes_over(one.decision.actions) for one in _taken_up(history)) < budget.run:
+        return None
+    return f"the budget of {_count(budget.run, 'incident')} in a run is used up"
 
 
 def _over_quarantine(budget: Budget, actions: Sequence[Action], diagnosis: Diagnosis, can: Applicable) -> str | None:

@@ -101,7 +101,7 @@ class History:
 
 
 def left_damage(incident: Incident) -> bool:
-    """Whether an incident is over only when the loss is back: bad updates landed, and no rewind has made them again.
+    """Whether an incident is over only when the loss is back: bad updates landed.
 
     What was changed outside of an update is gone with a rewind.
     """
@@ -109,7 +109,7 @@ def left_damage(incident: Incident) -> bool:
         return False
     if incident.diagnosis.cause is Cause.CORRUPTION and incident.rewound_to is not None:
         return False
-    return incident.anomaly.landed or incident.rewound_to is not None
+    return incident.anomaly.landed
 
 
 def _in_vain(incident: Incident, *, is_off: bool) -> Outcome:

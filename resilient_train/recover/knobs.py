@@ -48,6 +48,11 @@ class Knobs:
         self._settle()
 
     @property
+    def lr(self) -> float:
+        """What the rate is multiplied by, once it is warm."""
+        return self._lr
+
+    @property
     def values(self) -> KnobValues:
         """What the next update is made with: made when something changes, so that reading costs nothing."""
         return self._values

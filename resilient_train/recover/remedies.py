@@ -139,7 +139,7 @@ class LimitLr(Remedy):
         patient.knobs.limit_lr(self.to)
 
     def undo(self, patient: Patient) -> str | None:
-        """Lift it."""
+        """It lifts by itself."""
         return "a limit needs not be lifted: it relaxes by itself"
 
 

@@ -39,7 +39,8 @@ class Reference:
     def of(cls, losses: Mapping[int, float], until: int, size: float = 0.0) -> Reference | None:
         """Make it of the losses by step up to `until`; None where there are none."""
         steps = sorted(step for step in losses if step <= until)[-WINDOW:]
-        values = without_top([losses[step] for step in steps])
+        everything = [losses[step] for step in steps]
+        values = without_top(everything)
         if not values:
             return None
         latest = [losses[step] for step in steps[-_LATEST:]]
@@ -53,7 +54,9 @@ class Reference:
             level = max(level + slope * (len(values) - 1) / 2, fmean(without_top(latest)))
         elif slope > 0:
             level += slope * (len(values) - 1) / 2
-        scatter = residual if slope else stdev(values)
+        scatter = (
+            max(residual, _line(everything)[2]) if slope else stdev(everything)
+        )  # of all: the highest are no fault
         return cls(steps[-1], level, scatter, max(0.0, slope), size, len(values))
 
     def expected(self, step: int) -> float:
@@ -105,9 +108,8 @@ def without_top(losses: Sequence[float]) -> list[float]:
     """All but the highest tenth, in their order: single outliers are where losses are wild."""
     if len(losses) < _FEW:
         return list(losses)
-    highest = sorted(losses)[len(losses) - max(1, len(losses) // 10)]
-    kept = [loss for loss in losses if loss < highest]
-    return kept if len(kept) >= 2 else list(losses)
+    ranked = sorted(range(len(losses)), key=losses.__getitem__)
+    return [losses[place] for place in sorted(ranked[: len(losses) - max(1, len(losses) // 10)])]
 
 
 def _line(values: Sequence[float]) -> tuple[float, float, float]:

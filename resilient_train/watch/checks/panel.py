@@ -96,13 +96,20 @@ class Panel:
     def _reference(self, until: int) -> Reference | None:
         return Reference.of({step: loss for step, (loss, _) in self._path.items()}, until, self._level.scale)
 
+    @property
+    def _is_deaf(self) -> bool:
+        """Whether all was said of damage that nothing is done about."""
+        return self.probation.is_open and self.is_only_reported
+
     def off(self) -> float:
         """How far the loss is above the reference, in sizes of such losses; 0 where it is not known."""
         reference, latest = self.probation.reference, sorted(self._latest)
         return reference.off(latest[len(latest) // 2]) if reference is not None and latest else 0.0
 
-    def rewound(self, step: int, since: int) -> None:
+    def rewound(self, step: int, since: int, rate: float = 1.0) -> None:
         """Watch whether going back to `step`, whose statistics were loaded before, has helped.
+
+        `rate` is what the learning rate is multiplied by from here on: with less of it the way takes longer.
 
         What was measured up to `since` stays true, and does not rewind: else a run that goes back to its beginning
         would take whatever comes for usual.
@@ -111,7 +118,7 @@ class Panel:
         trusted = since if reference is None else max(since, reference.step)
         self._path = {other: seen for other, seen in self._path.items() if other <= trusted}
         self._latest.clear()
-        self.probation.rewound(step, {other: loss for other, (loss, _) in self._path.items()})
+        self.probation.rewound(step, {other: loss for other, (loss, _) in self._path.items()}, rate)
         if len(self._path) >= self.config.limit.warmup:
             self._grad_limit.bound(max(norm for _, norm in self._path.values()))
             self.limits = (self._loss_limit.limit, self._grad_limit.limit)
@@ -120,8 +127,9 @@ class Panel:
         """Say what is wrong with one attempted update, after it was read back."""
         self._latest.append(vitals.loss)
         finding = self._judged(vitals)
-        if finding.anomaly is not None and finding.anomaly.landed:
-            self.hold(finding.anomaly.since, finding.anomaly.step, is_only_reported=True)  # unless more is done
+        if finding.anomaly is not None and finding.anomaly.landed:  # a new one is only reported, unless more is done
+            is_new = not self.probation.is_open
+            self.hold(finding.anomaly.since, finding.anomaly.step, is_only_reported=is_new or self.is_only_reported)
         return finding
 
     def _judged(self, vitals: Vitals) -> Finding:
@@ -193,7 +201,7 @@ class Panel:
         if trend is not None:
             self._creep.forget()
             self._slow.forget()
-        if probation.is_open and self.is_only_reported:
+        if self._is_deaf:
             return None
         if risen is not None:
             return self._about_level(vitals, Signal.DIVERGENCE, risen[1], since=risen[0])
@@ -231,10 +239,10 @@ class Panel:
         outside, evidence = self._is_outside(loss), f"loss {loss:.4g} where {self._level.usual}"
         if which != self._refusals.latest and outside:  # counted, though it enters no statistic
             jumped = self._jump.see(step, loss, True)
-            if jumped is not None and not (self.probation.is_open and self.is_only_reported):
+            if jumped is not None and not self._is_deaf:
                 return Finding(self._about_level(vitals, Signal.LOSS_SPIKE, f"{evidence}, and it stays", since=jumped))
         norms = self._refusals.add(step, which, norm)
-        if norms is not None and outside and not self.is_only_reported:  # it is no new regime: it is damaged
+        if norms is not None and outside and not self._is_deaf:  # it is no new regime: it is damaged
             evidence = f"{evidence}; {len(norms)} updates were refused within a few steps"
             return Finding(self._about_level(vitals, Signal.DIVERGENCE, evidence, since=self._refusals.since))
         if norms is not None:
@@ -264,6 +272,7 @@ class Panel:
             "declared": sorted(self._declared),
             "refusals": self._refusals.memory(),
             "suspect": self._overshoot.is_suspect,
+            "only_reported": self.is_only_reported,
         }
 
     def recall(self, memory: Mapping[str, Any]) -> None:
@@ -272,6 +281,7 @@ class Panel:
         self._declared |= {int(step) for step in memory["declared"]}
         self._refusals.recall(memory["refusals"])
         self._overshoot.is_suspect = memory["suspect"] is True
+        self.is_only_reported = memory["only_reported"] is True
 
     def state_dict(self) -> dict[str, Any]:
         """What rewinds with the run, as plain data of its own."""

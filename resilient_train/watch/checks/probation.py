@@ -12,6 +12,7 @@ from resilient_train.watch.config import ProbationConfig
 from resilient_train.watch.reference import Reference, Standing, falls
 
 _LOOKS = (0.25, 0.5)  # of the window, before its end
+_LONGEST = 4.0  # times the way that it took before
 _FEWEST = 8  # losses that say whether the way back is on the reference
 
 
@@ -53,9 +54,13 @@ class Probation(Remembers):
     def _parted_before(self, since: int) -> bool:
         return self.came_from is not None and since >= self.came_from
 
-    def rewound(self, step: int, way: Mapping[int, float]) -> None:
-        """The run has gone back: what it measures from here on counts. `way` holds the trusted losses by step."""
+    def rewound(self, step: int, way: Mapping[int, float], rate: float = 1.0) -> None:
+        """The run has gone back: what it measures from here on counts. `way` holds the trusted losses by step.
+
+        With `rate` times the learning rate the way takes as many times longer, within bounds.
+        """
         if self.is_open:
+            self.goal = max(self.goal, round(step + max(0, self.goal - step) * min(_LONGEST, 1 / rate)))
             self.came_from = step if self.came_from is None else min(step, self.came_from)
             self.stands_on = step
             self._ceiling = max((loss for other, loss in way.items() if other > step), default=None)
