@@ -16,7 +16,7 @@ _KEPT = 10_000
 _REMEMBERED = 2048  # in a checkpoint: further back than a ring of snapshots goes
 _TREND = 32  # accepted updates
 _LATELY, _EARLIER = 64, 8  # steps in which a rise of the rate may be behind trouble, and updates to rise above
-_LEAP, _RISES = 2.0, 1.1  # times the highest rate before: a leap, and the beginning of a rise
+_LEAP, _SLOWLY, _RISES = 2.0, 3.0, 1.1  # times the highest rate before: a leap; in some steps; and where that began
 WILD = 5.0  # times one in ten of the gradient norms: one in ten that is so much larger
 _FEW = 5  # updates that are looked at again
 _FIRST = 8  # accepted losses that tell where the run began
@@ -105,7 +105,7 @@ class PassedUpdates:
         earlier = [one.pace for one in known if newest - one.step >= _LATELY] or [one.pace for one in known[:_EARLIER]]
         usual = max(earlier)
         first = next((one.step for one in known if one.pace > usual * _RISES and newest - one.step < _LATELY), None)
-        if first is None or highest < _LEAP * usual or highest <= 1.0:  # a warm-up
+        if first is None or highest < _SLOWLY * usual or highest <= 1.0:  # a warm-up
             return None
         return Leap(first, highest / usual, usual, False)
 

@@ -613,7 +613,7 @@ def _may_be_the_rate(anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap) -> bool
     """Rows that are bad are so at any rate; and what rose slowly makes a loss worse, but breaks no operation."""
     if diagnosis.cause is Cause.DATA or (not leap.is_sudden and diagnosis.culprit is not None):
         return False
-    return anomaly.signal in (_OF_THE_RATE if leap.is_sudden else (*landed.OF_THE_LOSS, Signal.GRAD_SPIKE))
+    return anomaly.signal in (_OF_THE_RATE if leap.is_sudden else landed.OF_THE_LOSS)
 
 
 _BY_LIMIT = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)

@@ -39,8 +39,9 @@ MAY_KNOW: dict[str, set[str]] = {
     "objective": set(),
     "passed": set(),
     "ward": {"data", "diagnose", "ranks", "state", "update", "watch"},
+    "landed": {"diagnose", "passed", "state", "ward"},
     "treatment": {
-        *("data", "diagnose", "numerics", "passed", "ranks", "record", "recover", "state", "ward", "watch"),
+        *("data", "diagnose", "landed", "numerics", "passed", "ranks", "record", "recover", "state", "ward", "watch"),
     },
     "portions": {"data", "record", "treatment"},
     "resumption": {"checkpoint", "record", "state", "treatment", "update", "ward"},
