@@ -666,7 +666,7 @@ class Guard:
     def _healthy(self, flight: _InFlight, vitals: Vitals) -> None:
         self._backups.let_go(flight.begun.backup)
         if vitals.accepted:
-            self._treatment.healthy(vitals.pace)
+            self._treatment.healthy(was_limited=flight.attempt.is_limited)
             place = self.chronicle.place
             if place.directory is not None and self.clock.step % REPORT_EVERY == 0:
                 self.chronicle.went_on(self.report() if place.tracking is not None else None)

@@ -99,10 +99,11 @@ class Treatment:
         self.passed.add(vitals)
         self.surroundings.heard(vitals)
 
-    def healthy(self, pace: float) -> None:
-        """Note that an update landed without trouble, with a rate of `pace` times the configured one."""
+    def healthy(self, *, was_limited: bool) -> None:
+        """Note that an update landed without trouble, with a rate that a limit held below what the schedule asks."""
         panel = self.ward.panel
-        self.knobs.advance(pace, may_relax=panel.probation.allows_proof(self.ward.clock.step))
+        may_relax = panel.probation.allows_proof(self.ward.clock.step)
+        self.knobs.advance(was_limited=was_limited, may_relax=may_relax)
         self.book.went_on()
         was_held = self.book.remedies is not None and self.book.remedies.get("reference") is not None
         is_held = panel.probation.is_open
@@ -148,7 +149,7 @@ class Treatment:
         last = history[-1].rewound_to if history else None
         decision = decide(
             *(self.policy, anomaly, diagnosis, history, ward.clock.tick),
-            replace(self._applicable(anomaly, diagnosis), usual_rate=leap.usual if leap else 0.0),
+            self._applicable(anomaly, diagnosis, leap),
             trace=self.passed.trace(last) if last is not None else 0,
         )
         self._hold(anomaly, diagnosis, decision)
@@ -535,7 +536,7 @@ class Treatment:
             and passes_over(incident.decision.actions)
         )
 
-    def _applicable(self, anomaly: Anomaly, diagnosis: Diagnosis) -> Applicable:
+    def _applicable(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> Applicable:
         ward = self.ward
         proven, reference = ward.ring.proven(anomaly.since), ward.panel.probation.reference
         return Applicable(
@@ -551,6 +552,8 @@ class Treatment:
             armor=not anomaly.landed and all(ward.world.all_of(self._can_be_armored(diagnosis))),
             lost_eps=lost_eps(ward.updater.optimizers) is not None and not ward.updater.mends_eps,
             off=ward.panel.off(),
+            usual_rate=leap.usual if leap else 0.0,
+            leapt_to=leap.usual * leap.factor if leap and leap.is_sudden else 0.0,
         )
 
     def _snapshots(self, proven: Sequence[Held], since: int) -> int:

@@ -283,10 +283,15 @@ def _skipped(settings: Settings) -> str:
     return "skipped the samples to blame"
 
 
+def _limited(settings: Settings) -> str:
+    settings.pop("leapt_to", None)
+    return f"learning rate at most x{settings.pop('to', 0):.3g} of the configured one"
+
+
 _WORDS: dict[str, Callable[[Settings], str]] = {
     "skip": _skipped,
     "lower_lr": _turned("learning rate", "lowered"),
-    "limit_lr": lambda settings: f"learning rate at most x{settings.pop('to', 0):.3g} of the configured one",
+    "limit_lr": _limited,
     "tighten_clip": _turned("gradient clip", "tightened"),
     "raise_eps": _turned("epsilon", "raised"),
     "reset_moments": lambda settings: "reset the optimizer's moments",

@@ -35,6 +35,6 @@ def of_decisions(incidents: Sequence[Incident], in_force: Mapping[str, Any]) -> 
 def of_update(decisions: int, step: int, tick: int, start: int, samples: int, knobs: KnobValues) -> int:
     """Digest what an update is made of: made anew for each, so it is cheap."""
     # Factors in half their length: the last digit may be another on another machine, and makes no difference.
-    factors = (knobs.lr, knobs.clip, knobs.eps, knobs.ceiling, knobs.higher_precision)
-    whole = crc32(pack("<5q4f?", decisions, step, tick, start, samples, *factors))
+    factors = (knobs.lr, knobs.clip, knobs.eps, knobs.ceiling, knobs.leapt_to, knobs.higher_precision)
+    whole = crc32(pack("<5q5f?", decisions, step, tick, start, samples, *factors))
     return (whole ^ (whole >> BITS)) & ((1 << BITS) - 1)

@@ -15,7 +15,6 @@ LONGEST_PATIENCE = 64  # times `relax_after`
 _LOOSEN = 2**0.5  # lr and clip are multiplied by it in one step of relaxing: two steps take back a halving
 _CLIMB = 2 ** (1 / 8)  # lr is multiplied by it in one step of regaining: eight of them double it
 _WRONG = 8  # times `relax_after` it takes at least where what was configured has never worked, or broke at once
-_MET = 0.999  # of the ceiling: the rate that was let through is at it
 _SINK = 10**0.5  # eps is divided by it: two steps take back a tenfold
 
 
@@ -27,6 +26,7 @@ class KnobValues:
     clip: float = 1.0  # factor of the configured limits
     eps: float = 1.0  # factor of the configured epsilon
     ceiling: float = math.inf  # of the rate, as a multiple of the configured one, whatever the schedule says
+    leapt_to: float = 0.0  # the multiple that the schedule leapt to; 0: it did not
     higher_precision: bool = False  # without autocast
 
 
@@ -39,6 +39,7 @@ class Knobs:
         self.relax_after = relax_after
         self._lr = self._clip = self._eps = 1.0
         self._ceiling, self._was_met = math.inf, False  # and whether the schedule went beyond it since it was raised
+        self._leapt_to = 0.0
         self._regain = 0.0  # what lr climbs back to
         self._precise = 0  # steps left in higher precision
         self._warmed, self._rewarm = 0, 0  # steps of the present re-warming, of so many
@@ -70,9 +71,12 @@ class Knobs:
             self._warmed, self._rewarm = 0, rewarm
         self._settle()
 
-    def limit_lr(self, ceiling: float) -> None:
-        """Let no rate through above `ceiling` times the configured one, until the schedule comes down by itself."""
-        self._ceiling = max(LOWEST_LR, min(self._ceiling, ceiling))
+    def limit_lr(self, ceiling: float, leapt_to: float = 0.0) -> None:
+        """Let no rate through above `ceiling` times the configured one, until the schedule comes down by itself.
+
+        `leapt_to` is what it rose to at once: as the schedule falls from there, so does the limit.
+        """
+        self._ceiling, self._leapt_to = max(LOWEST_LR, min(self._ceiling, ceiling)), leapt_to
         self._patience = max(self._patience, _WRONG)
         self._settle()
 
@@ -91,15 +95,15 @@ class Knobs:
         self._precise = max(self._precise, steps) if steps else 0
         self._settle()
 
-    def advance(self, pace: float = 0.0, *, may_relax: bool = True) -> None:
+    def advance(self, *, was_limited: bool = False, may_relax: bool = True) -> None:
         """Note an accepted and healthy update, and relax when there have been enough of them.
 
-        `pace` is the rate it was made with, as a multiple of the configured one. `may_relax`: the loss is where it was
+        `was_limited`: the schedule asked for more than the limit of the rate. `may_relax`: the loss is where it was
         before the trouble; until then nothing is turned back.
         """
         if self._at_rest:
             return
-        self._was_met |= pace >= self._ceiling * _MET
+        self._was_met |= was_limited
         if self._precise:
             self._precise -= 1
         if self._rewarm:
@@ -128,6 +132,7 @@ class Knobs:
         self._healthy = 0
         if self._ceiling < math.inf:
             self._ceiling = self._ceiling * _LOOSEN if self._was_met else math.inf
+            self._leapt_to = self._leapt_to if self._was_met else 0.0
             self._was_met = False
         if self._lr == self._clip == self._eps == 1.0 and self._ceiling == math.inf:
             # Relaxed long since, and healthy all the same.
@@ -141,7 +146,8 @@ class Knobs:
     def _settle(self) -> None:
         warmth = (self._warmed + 1) / self._rewarm if self._rewarm else 1.0
         rate = max(LOWEST_LR, self._lr * warmth)
-        self._values = KnobValues(rate, self._clip, self._eps, self._ceiling, self._precise > 0)
+        limit = self._ceiling, self._leapt_to
+        self._values = KnobValues(rate, self._clip, self._eps, *limit, self._precise > 0)
         turned = self._values != KnobValues() or self._rewarm > 0
         self._at_rest = not turned and self._patience == 1 and not self._relaxing
 
@@ -165,6 +171,7 @@ class Knobs:
             "regain": self._regain,
             "ceiling": self._ceiling if self._ceiling < math.inf else None,
             "ceiling_met": self._was_met,
+            "leapt_to": self._leapt_to,
             "higher_precision": self._precise,
             "rewarm": [self._warmed, self._rewarm],
             "healthy": self._healthy,
@@ -181,6 +188,7 @@ class Knobs:
         ceiling = state.get("ceiling")
         self._ceiling = math.inf if ceiling is None else max(LOWEST_LR, float(ceiling))
         self._was_met = bool(state.get("ceiling_met", False))
+        self._leapt_to = max(0.0, float(state.get("leapt_to", 0.0)))
         self._precise = max(0, int(state["higher_precision"]))
         warmed, rewarm = state["rewarm"]
         self._warmed, self._rewarm = (int(warmed), int(rewarm)) if 0 <= warmed < rewarm else (0, 0)

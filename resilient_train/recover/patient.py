@@ -23,7 +23,8 @@ class Applicable:
     at_start: bool = False  # no state is proven but the one that the run began with
     lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights
     off: float = 0.0  # how far the loss is above where it was, in sizes of such losses: 1 is twice as high
-    usual_rate: float = 0.0  # of learning before it leapt, as a multiple of the configured one; 0: it did not
+    usual_rate: float = 0.0  # of learning before it rose, as a multiple of the configured one; 0: it did not
+    leapt_to: float = 0.0  # what it rose to at once; 0: not at once
 
 
 @dataclass(frozen=True, slots=True)

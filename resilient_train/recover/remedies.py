@@ -125,10 +125,11 @@ class LimitLr(Remedy):
     name: ClassVar[str] = "limit_lr"
     about: ClassVar[str] = "let no learning rate through above what it was before it rose"
     to: float = limited(0.0, at_least=0)  # times the configured rate; 0: what it was
+    leapt_to: float = limited(0.0, at_least=0)  # the same of what it rose to at once; as that falls, so does the limit
 
     def settled(self, case: Case) -> dict[str, float]:
         """What it was is known only now."""
-        return {} if self.to else {"to": case.can.usual_rate}
+        return {} if self.to else {"to": case.can.usual_rate, "leapt_to": case.can.leapt_to}
 
     def applies(self, case: Case) -> bool:
         """It has to be known what it was."""
@@ -136,7 +137,7 @@ class LimitLr(Remedy):
 
     def apply(self, patient: Patient) -> None:
         """Set the knob."""
-        patient.knobs.limit_lr(self.to)
+        patient.knobs.limit_lr(self.to, self.leapt_to)
 
     def undo(self, patient: Patient) -> str | None:
         """It lifts by itself."""

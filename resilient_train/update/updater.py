@@ -45,6 +45,10 @@ class Knobs(Protocol):
     def ceiling(self) -> float:
         """The highest rate that is let through, as a multiple of the configured one."""
 
+    @property
+    def leapt_to(self) -> float:
+        """What the schedule rose to at once, as such a multiple; as it falls from there, so does the limit."""
+
 
 @dataclass(frozen=True, slots=True)
 class NoKnobs:
@@ -54,6 +58,7 @@ class NoKnobs:
     clip: float = 1.0
     eps: float = 1.0
     ceiling: float = math.inf
+    leapt_to: float = 0.0
 
 
 NO_KNOBS = NoKnobs()
@@ -69,6 +74,7 @@ class Attempt:
     settings: Settings
     before: Settings  # what the groups were set to before it
     planned_lr: float  # what the schedule says, before any knob
+    is_limited: bool  # the schedule asks for a higher rate than is let through
     pace: float  # the rate it is made with, as a multiple of the configured one: of the group where that is most
     restarts: bool  # that is, whether the schedule starts again with this update, on purpose
     max_norm: float | None  # that gradients were clipped to
@@ -123,7 +129,7 @@ class Updater:
         self.require_groups()
         scale = self._unscale()
         grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip, self.usual_norm, self._over_ranks)
-        settings, before, planned, pace = self._set(step, knobs, rate)
+        settings, before, planned, pace, wanted = self._set(step, knobs, rate)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
         if not self.agreement.is_alone:
             digest ^= _digest_of_rates(settings)
@@ -135,7 +141,8 @@ class Updater:
             self.scaler.update()
         restarts = self._restarts.at(step, planned)
         busy = self.agreement.tells(Flag.BUSY)
-        return Attempt(measured, by_rank, numbers, settings, before, planned, pace, restarts, max_norm, busy)
+        rates = planned, pace < wanted, pace
+        return Attempt(measured, by_rank, numbers, settings, before, *rates, restarts, max_norm, busy)
 
     def ask_to_stop(self) -> None:
         """Let every rank know with the next update that this one is to stop."""
@@ -179,8 +186,11 @@ class Updater:
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
-    def _set(self, step: int, knobs: Knobs, rate: float) -> tuple[Settings, Settings, float, float]:
-        """Derive the settings of all groups: nothing is scaled in place, so nothing compounds."""
+    def _set(self, step: int, knobs: Knobs, rate: float) -> tuple[Settings, Settings, float, float, float]:
+        """Derive the settings of all groups: nothing is scaled in place, so nothing compounds.
+
+        Returns them, what they were, the rate that is planned, and the pace that is let through and that was wanted.
+        """
         settings: list[list[dict[str, Any]]] = []
         before: list[list[dict[str, Any]]] = []
         eps_factor = knobs.eps
@@ -188,8 +198,10 @@ class Updater:
         rates = [group["lr"] for groups in planned_all for group in groups]
         pace = max((float(lr) / usual for lr, usual in zip(rates, self._rates, strict=True) if usual), default=0.0)
         factor = knobs.lr * rate
-        if pace * factor > knobs.ceiling:
-            factor = knobs.ceiling / pace
+        wanted = pace * factor
+        if wanted > knobs.ceiling:
+            fallen = min(1.0, pace * rate / knobs.leapt_to) if knobs.leapt_to else 1.0
+            factor = knobs.ceiling * fallen / pace
         for optimizer, planned_groups, configured in zip(self.optimizers, planned_all, self._eps, strict=True):
             now, was = [], []
             for group, planned, eps in zip(optimizer.param_groups, planned_groups, configured, strict=True):
@@ -206,7 +218,7 @@ class Updater:
                 now.append(setting)
             settings.append(now)
             before.append(was)
-        return settings, before, rates[0], pace * factor
+        return settings, before, rates[0], pace * factor, wanted
 
     def note_rates(self) -> None:
         """Note how the rates are left: by us, and by optimizers that have a schedule inside of their step."""

@@ -68,7 +68,7 @@ class Activations:
 
 
 class NormStatistics:
-    """How far the running statistics of normalization layers are from the batches that they are made from.
+    """How far the running statistics of normalization layers are above the batches that they are made from.
 
     Training does not use them, so that no loss tells of it: evaluation does.
     """
@@ -103,9 +103,9 @@ class NormStatistics:
             dims = [dim for dim in range(batch.dim()) if dim != 1]
             its_var, its_mean = torch.var_mean(batch.float(), dims, unbiased=False)
             size = its_var.mean() + module.eps
-            apart = (mean - its_mean).square().max() / size
-            wider, narrower = var.max() / (its_var.max() + module.eps), its_var.max() / (var.max() + module.eps)
-            self._seen[name] = torch.stack([apart, wider, narrower]).max()
+            apart = torch.maximum((mean - its_mean).square().max() / size, var.max() / (its_var.max() + module.eps))
+            # A batch that is not finite tells nothing, and statistics that are not are another scan's.
+            self._seen[name] = torch.nan_to_num(apart, nan=0.0)
 
         return look
 
