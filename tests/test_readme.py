@@ -147,9 +147,9 @@ def test_tables_name_exactly_the_options_there_are(group: str, page: str, head: 
 
 
 def test_the_table_of_checks_names_every_check() -> None:
-    """Those of the default set, beside two settings that are none; the sets of checks are named, too."""
+    """Those of the default set, beside a setting that is none; the sets of checks are named, too."""
     checks = set(yaml.safe_load((CONF / "checks" / "default.yaml").read_text()))
-    assert names(README, "check") == checks - {"patience", "expect"}
+    assert names(README, "check") == checks - {"expect"}
     assert all(f"`{name}`" in README for name in options("checks"))
 
 
