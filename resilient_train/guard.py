@@ -514,7 +514,7 @@ class Guard:
         """Say so where a batch has quite another loss in evaluation mode than it used to have."""
         objective = self.objective
         if objective is not None and self._modes.is_due(begun.step) and not self._losses:
-            again = partial(objective.for_training, self.model, batch)
+            again = partial(objective, self.model, batch)
             if (remark := self._modes.compare(begun.step, loss, again, self.world.device)) is not None:
                 log.info("note: %s", remark)
 

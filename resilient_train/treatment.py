@@ -479,7 +479,11 @@ class Treatment:
             known = self._known(anomaly)
             if known is not None and (confirmed := search.confirmed(known, refused)) is not None:
                 return confirmed
-            return search.diagnose(anomaly, refused, self.passed.lately())
+            found = search.diagnose(anomaly, refused, self.passed.lately())
+            if found is None or found.cause is not Cause.DATA or anomaly.signal not in _BY_LIMIT:
+                return found
+            more = landed.far_out(ward, [refused.update.start])  # those to come as well
+            return found if more is None else replace(found, rows=tuple(sorted({*found.rows, *more.rows})))
         if anomaly.signal in _BY_LIMIT:
             return landed.far_out(ward, [refused.update.start])
         if anomaly.signal is not Signal.NONFINITE_BATCH:
@@ -504,7 +508,7 @@ class Treatment:
 
     def look_at_start(self, vitals: Vitals) -> Anomaly | None:
         """An anomaly that is found by its cause: bad rows, where the first updates differ wildly."""
-        if self.history.incidents or (found := landed.at_start(self.ward, self.passed, vitals)) is None:
+        if (found := landed.at_start(self.ward, self.passed, vitals)) is None:
             return None
         anomaly, self._foreseen = found
         return anomaly

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class IncidentBook:
         self._stands_since: dict[int, int] = {}  # when incidents were treated that no update was accepted after, in ms
         for entry in journal.entries if journal else []:
             self._recall(entry)
+        self._forget_intentions()
         self._is_current = self._holds(self._file)
         self._is_failing = False
         self._renew()
@@ -210,6 +212,12 @@ class IncidentBook:
             elif kind == CLOSED:
                 self._stands_since.pop(incident.id, None)
                 self._list(incident)
+
+    def _forget_intentions(self) -> None:
+        """Of an incident whose process ended while it was treated, what was decided has not been done."""
+        for number, one in self._incidents.items():
+            if one.outcome is None and number not in self._were_treated:
+                self._incidents[number] = replace(one, decision=replace(one.decision, actions=()))
 
     def _list(self, incident: Incident) -> str:
         self._lines[incident.id] = json.dumps(as_line(incident)) + "\n"

@@ -33,8 +33,8 @@ def verdict(story: Story) -> tuple[str, str]:
         case "no_progress":
             first, final = ((story.summary or {}).get(key) for key in ("first_loss", "final_loss"))
             losses = [f"{one:.4g}" for one in (first, final) if type(one) in (int, float)]
-            why = f": it began at {losses[0]} and ended at {losses[1]}" if len(losses) == 2 else ""
-            return "The loss did not fall", f"{where}{why}; {met}.{cost}"
+            why = f" (it began at {losses[0]} and ended at {losses[1]})" if len(losses) == 2 else ""
+            return f"The loss did not fall{why}", f"{where}; {met}.{cost}"
         case "gave_up":
             why = "".join(f": {noticed(one.anomaly, by_name=False)}, {why_of(one)}" for one in story.incidents[-1:])
             return "Gave up, somebody has to look", f"{where}{why}. In all, {met}.{cost}"

@@ -90,10 +90,11 @@ _SPIKE_REFUSED = (
 
 def by_rate(factor: float, step: int, *, is_sudden: bool) -> Diagnosis:
     """Return the cause of what follows on a learning rate that rose."""
+    times = f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"
     since = f"{'at' if is_sudden else 'since'} step {step:,}"
     return Diagnosis(
         Cause.RATE,
-        f"The learning rate rose x{factor:.3g} {since}, by the schedule: look at its settings there; the samples are "
+        f"The learning rate rose x{times} {since}, by the schedule: look at its settings there; the samples are "
         "not to blame.",
     )
 

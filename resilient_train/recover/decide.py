@@ -118,6 +118,8 @@ def _unforgiven(forgive_after: int, place: int, cause: Cause, step: int, history
         decided = incident.decision
         if incident.diagnosis.cause != cause or (decided.rung < place and passes_over(decided.actions)):
             continue
+        if not decided.actions:  # the process ended before anything was done
+            continue
         if reached is not None and incident.anomaly.step - reached >= forgive_after:
             count = 0
         reached = max(reached or 0, incident.anomaly.step)

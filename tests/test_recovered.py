@@ -1,0 +1,439 @@
+"""Recovered means back where it was: what runs come to, and what they say of it, through the doors that people use."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from group import alone, together
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
+
+from resilient_train.checkpoint.writer import DiskConfig
+from resilient_train.errors import GaveUp
+from resilient_train.guard import Guard
+from resilient_train.record.incidents import IncidentBook
+from resilient_train.status import status_of
+
+NEVER = 10**9
+BLOBS, WIDTH, CLASSES = 768, 12, 4
+
+
+def blobs(bad: Callable[[Tensor, Tensor], None] = lambda x, y: None) -> TensorDataset:
+    """Points around four centers, and to which of them each belongs; `bad` spoils some."""
+    numbers = torch.Generator().manual_seed(3)
+    labels = torch.randint(CLASSES, (BLOBS,), generator=numbers)
+    centers = 1.2 * torch.randn(CLASSES, WIDTH, generator=numbers)
+    points = centers[labels] + torch.randn(BLOBS, WIDTH, generator=numbers)
+    bad(points, labels)
+    return TensorDataset(points, labels)
+
+
+class Classifier(nn.Module):
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, 32), nn.BatchNorm1d(32) if norm else nn.Identity()
+        self.last = nn.Linear(32, CLASSES)
+
+    def forward(self, points: Tensor) -> Any:
+        return self.last(torch.relu(self.norm(self.first(points))))
+
+
+def cross_entropy(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Loop:
+    """A program of a user's own, with a learning rate that may leap for a while."""
+
+    def __init__(
+        self,
+        hot: Callable[[int], float] = lambda step: 1.0,
+        data: Any = None,
+        norm: bool = False,
+        build: Callable[[Any], Any] = lambda weights: torch.optim.AdamW(weights, lr=3e-3),
+        hands_over: bool = False,
+        objective: Callable[[Any, Any], Tensor] = cross_entropy,
+        **more: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        accelerator = Accelerator(
+            cpu=True, step_scheduler_with_optimizer=False
+        )  # else the rate leaps sooner with ranks
+        self.model = Classifier(norm)
+        optimizer = build(self.model.parameters())
+        schedule = LambdaLR(optimizer, hot)
+        prepared, optimizer, schedule = accelerator.prepare(self.model, optimizer, schedule)
+        self.objective, self.hands_over = objective, hands_over
+        more = {"data": data or blobs(), "batch_size": 16, "clip": 1.0, **more}
+        given = None if hands_over else objective
+        self.guard = Guard(accelerator, prepared, optimizer, schedule=schedule, objective=given, **more)
+
+    def train(self, steps: int, after: Callable[[int], None] = lambda tick: None) -> Loop:
+        for batch in self.guard.batches(steps):
+            if self.hands_over:
+                loss = self.objective(self.guard.model, batch)
+                self.guard.world.accelerator.backward(loss)
+                self.guard.update(loss)
+            else:
+                self.guard.step(batch)
+            after(self.guard.clock.tick)
+        return self
+
+    @torch.no_grad()
+    def loss(self, data: TensorDataset | None = None) -> float:
+        """Over all rows, as they should be, in evaluation mode."""
+        self.model.eval()
+        found = cross_entropy(self.model, (data or blobs()).tensors).item()
+        self.model.train()
+        return found
+
+    def told(self) -> list[tuple[str, str, str]]:
+        return [
+            (str(one.anomaly.signal), str(one.diagnosis.cause), str(one.outcome))
+            for one in self.guard.incidents
+            if one.diagnosis.cause != "process"
+        ]
+
+    def weights(self) -> str:
+        return self.guard.state.weights_sha256()
+
+
+def stretch(times: float, start: int, steps: int) -> Callable[[int], float]:
+    return lambda step: times if start <= step < start + steps else 1.0
+
+
+# ------------------------------------------------------------------------------------------- a rate that leaps
+
+
+@pytest.mark.parametrize("hands_over", [False, True], ids=["objective", "loss handed over"])
+@pytest.mark.parametrize(
+    ("times", "start", "steps"), [(100, 100, 10), (1000, 40, 40), (300, 150, 5), (100, 20, 10), (1000, 100, 5)]
+)
+def test_a_hot_stretch_leaves_no_trace(times: float, start: int, steps: int, hands_over: bool) -> None:
+    """The same samples at the rate of before: to the last bit the run that has no such stretch; and it is named."""
+    clean = Loop(hands_over=hands_over).train(start + steps + 60)
+    hot = Loop(stretch(times, start, steps), hands_over=hands_over).train(start + steps + 60)
+    assert hot.told()
+    assert {cause for _, cause, _ in hot.told()} == {"rate"}
+    assert {outcome for *_, outcome in hot.told()} <= {"recovered", "recurred"}
+    assert f"rose x{times:,g} at step {start + 1}, by the schedule" in hot.guard.incidents[0].diagnosis.advice
+    assert "expect" not in hot.guard.incidents[0].diagnosis.advice
+    assert hot.guard.samples.passed_over() == [], "the samples are innocent"
+    assert hot.weights() == clean.weights()
+
+
+def test_a_rate_that_rises_for_good_is_limited_for_good() -> None:
+    """Nothing of it is let through, and the run ends where it would have without."""
+    clean = Loop().train(300)
+    hot = Loop(stretch(200, 120, NEVER)).train(300)
+    assert [one[1:] for one in hot.told()] == [("rate", "recovered")]
+    assert hot.weights() == clean.weights()
+
+
+def test_a_warm_up_and_a_restart_are_no_trouble() -> None:
+    """A rate that rises and does no harm is left alone."""
+    curves = [lambda step: min(1.0, (step + 1) / 60), lambda step: 0.5 + 0.5 * math.cos(math.pi * (step % 80) / 80)]
+    for curve in curves:
+        assert Loop(curve).train(200).guard.incidents == []
+
+
+# ----------------------------------------------------------------------------------------- what does not come back
+
+
+def shuffled_from(tick: int, loop: list[Loop]) -> Callable[[Any, Any], Tensor]:
+    """Labels that mean nothing from some attempted update on, for ever."""
+    numbers = torch.Generator().manual_seed(5)
+
+    def objective(model: Any, batch: Any) -> Tensor:
+        points, labels = batch
+        wrong = loop and loop[0].guard.clock.tick >= tick and model.training
+        odd = (labels + torch.randint(1, CLASSES, labels.shape, generator=numbers)) % CLASSES
+        return F.cross_entropy(model(points), odd if wrong else labels)
+
+    return objective
+
+
+@pytest.mark.parametrize(("recovery", "most"), [("balanced", 500), ("aggressive", 6000), ("conservative", 300)])
+def test_a_run_that_does_not_come_back_returns(recovery: str, most: int, tmp_path: Path) -> None:
+    """It gives up with code 3 and ends on the best state that was proven, however much came after that."""
+    made: list[Loop] = []
+    made.append(Loop(objective=shuffled_from(150, made), hands_over=True, recovery=recovery, run_dir=tmp_path / "run"))
+    with pytest.raises(GaveUp) as error:
+        made[0].train(400)
+    guard = made[0].guard
+    assert error.value.exit_code == 3
+    assert 100 <= guard.clock.step < 150
+    assert guard.clock.tick < most
+    assert made[0].weights() == Loop(hands_over=True).train(guard.clock.step).weights()
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["exit_code"], summary["steps"]) == ("gave_up", 3, guard.clock.step)
+    assert summary["verdict"] == "gave_up"
+    assert "recovered" not in {outcome for *_, outcome in made[0].told()}
+    assert status_of(tmp_path / "run").exit_code == 3
+
+
+def test_a_run_that_ends_in_the_midst_of_it_is_not_recovered(tmp_path: Path) -> None:
+    """What came back is recovered; what had no time to, or did not, ends on the state from before."""
+    made: list[Loop] = []
+    one_chance = {"ladders": {"default": [["rewind"]]}, "strikes": 1}
+    run = tmp_path / "run"
+    made.append(Loop(objective=shuffled_from(150, made), hands_over=True, recovery=one_chance, run_dir=run))
+    with pytest.raises(GaveUp):
+        made[0].train(158)
+    assert made[0].guard.clock.step < 150
+    assert made[0].told()[-1][2] in ("unrecovered", "gave_up")
+
+
+def test_skipping_alone_reports_it_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One alarm, and in the end the outcome: `recovery=skip` never goes back, and never says that it is well."""
+    caplog.set_level(logging.INFO, "resilient_train")
+    made: list[Loop] = []
+    run = tmp_path / "run"
+    made.append(Loop(objective=shuffled_from(150, made), hands_over=True, recovery="skip", run_dir=run))
+    guard = made[0].train(260).guard
+    guard.close()
+    assert (guard.clock.step, guard.clock.tick) == (260, 260)
+    assert [one[2] for one in made[0].told()] == ["unrecovered"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"], summary["verdict"]) == ("completed", 0, "unrecovered")
+    assert "not recovered, somebody has to look" in caplog.text
+    assert "not recovered" in status_of(run).line(run)
+
+
+def test_damage_that_passes_is_recovered_without_a_rewind() -> None:
+    """Under a policy that only reports: the loss came back by itself, and stayed."""
+
+    def objective(model: Any, batch: Any) -> Tensor:
+        return shuffled(model, batch) if 150 <= made[0].guard.clock.tick < 160 else cross_entropy(model, batch)
+
+    def shuffled(model: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), (batch[1] + 1) % CLASSES)
+
+    made = [Loop(hands_over=True, recovery="skip")]
+    made[0].objective = objective
+    made[0].train(500)
+    assert [one[2] for one in made[0].told()] == ["recovered"]
+
+
+# --------------------------------------------------------------------------------------------------- young runs
+
+
+def test_a_young_run_that_jumps_is_seen() -> None:
+    """At step 60, before the range of the loss is known: seven losses of 52 where 2 was usual, gradients as before."""
+
+    def objective(model: Any, batch: Any) -> Tensor:
+        loss = cross_entropy(model, batch)
+        return loss + 50 if 60 <= loop.guard.clock.tick < 67 else loss
+
+    loop = Loop(hands_over=True)
+    loop.objective = objective
+    loop.train(160)
+    assert loop.told()[0][0] == "loss_spike"
+    assert 60 <= loop.guard.incidents[0].anomaly.step <= 67
+
+
+def test_a_run_whose_loss_does_not_fall_is_not_well(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing broke, and nothing was learned: it says so, where it would say that all is well."""
+    caplog.set_level(logging.INFO, "resilient_train")
+    loop = Loop(build=lambda weights: torch.optim.SGD(weights, lr=1e-9), run_dir=tmp_path / "run").train(120)
+    loop.guard.close()
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["exit_code"], summary["verdict"]) == (0, "no_progress")
+    assert "all is well" not in caplog.text
+    assert "the loss did not fall (it began at" in caplog.text
+    assert "did not fall" in status_of(tmp_path / "run").line(tmp_path / "run")
+
+
+# -------------------------------------------------------------------------------------------------------- bad rows
+
+
+@pytest.mark.parametrize("hands_over", [False, True], ids=["objective", "loss handed over"])
+def test_rows_that_are_far_out_from_the_first_step_on_are_found(hands_over: bool) -> None:
+    """Three in a hundred inputs are a thousand times too large: these rows are put away, and no other."""
+    rows = torch.randperm(BLOBS, generator=torch.Generator().manual_seed(8))[:23].tolist()
+
+    def spoil(points: Tensor, labels: Tensor) -> None:
+        points[rows] *= 1000
+
+    loop = Loop(data=blobs(spoil), hands_over=hands_over).train(250)
+    named = {row for one in loop.guard.incidents for row in one.diagnosis.rows}
+    assert named <= set(rows), "no innocent row is accused"
+    assert len(named) >= 20
+    assert loop.loss() < 1.15 * Loop(hands_over=hands_over).train(250).loss()
+
+
+def test_labels_that_are_wrong_for_a_stretch_are_data() -> None:
+    """Their loss is high at weights at which earlier samples have their usual one: no lower rate is advised."""
+
+    numbers = torch.Generator().manual_seed(1)
+    order = torch.cat([torch.randperm(BLOBS, generator=numbers) for _ in range(8)])
+    points, labels = blobs().tensors
+    points, labels = points[order], labels[order].clone()
+    labels[2400:2900] = (labels[2400:2900] + 1) % CLASSES
+    loop = Loop(data=TensorDataset(points, labels), shuffle=False).train(300)
+    assert {cause for _, cause, _ in loop.told()} == {"data"}
+    assert "wrong labels" in loop.guard.incidents[0].diagnosis.advice
+    assert loop.guard.knobs.lr == 1.0
+
+
+@pytest.mark.parametrize("hands_over", [False, True], ids=["objective", "loss handed over"])
+def test_one_row_in_ten_may_be_bad(hands_over: bool) -> None:
+    """A ladder is not exhausted by cures that worked: all are found and put away, and the run learns from the rest."""
+    rows = torch.randperm(BLOBS, generator=torch.Generator().manual_seed(8))[: BLOBS // 10].tolist()
+
+    def spoil(points: Tensor, labels: Tensor) -> None:
+        points[rows, 0] = math.nan
+
+    loop = Loop(data=blobs(spoil), hands_over=hands_over).train(250)
+    named = {row for one in loop.guard.incidents for row in one.diagnosis.rows}
+    assert named == set(rows)
+    assert loop.loss() < 1.15 * Loop(hands_over=hands_over).train(250).loss()
+
+
+# --------------------------------------------------------------------------------------------- damage from outside
+
+
+def test_tampering_again_and_again_goes_on_being_cured() -> None:
+    """Every fifty updates somebody writes into a weight: each time it is undone, for as long as it goes on."""
+    loop = Loop()
+
+    def tamper(tick: int) -> None:
+        if tick % 50 == 40:
+            with torch.no_grad():
+                loop.model.last.weight[1, 2] = 500.0
+
+    loop.train(600, tamper)
+    assert len(loop.told()) >= 15
+    assert {cause for _, cause, _ in loop.told()} == {"corruption"}
+    assert loop.weights() == Loop().train(600).weights()
+
+
+@pytest.mark.parametrize("size", [1e6, 1e30])
+@pytest.mark.parametrize("hands_over", [False, True], ids=["objective", "loss handed over"])
+def test_running_statistics_are_looked_at(size: float, hands_over: bool) -> None:
+    """No training loss tells of them: what evaluation uses is as it would have been."""
+    loop = Loop(norm=True, hands_over=hands_over)
+
+    def tamper(tick: int) -> None:
+        if tick == 130:
+            loop.model.norm.running_mean.fill_(size)  # type: ignore[union-attr,operator]
+            loop.model.norm.running_var.fill_(size)  # type: ignore[union-attr,operator]
+
+    loop.train(200, tamper)
+    assert [one[:2] for one in loop.told()] == [("weights_jump", "corruption")]
+    assert "running statistics of `norm`" in loop.guard.incidents[0].anomaly.evidence
+    assert loop.loss() == Loop(norm=True, hands_over=hands_over).train(200).loss()
+
+
+def test_what_differs_in_evaluation_mode_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A buffer that only evaluation uses, which no scan knows: the same batch has quite another loss there."""
+
+    class Odd(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, points: Tensor) -> Any:
+            found = super().forward(points)
+            return found if self.training else found * self.scale
+
+    caplog.set_level(logging.INFO, "resilient_train")
+    torch.manual_seed(0)
+    accelerator, model = Accelerator(cpu=True), Odd()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    guard = Guard(accelerator, accelerator.prepare(model), optimizer, data=blobs(), batch_size=16,
+                  objective=cross_entropy)  # fmt: skip
+    for batch in guard.batches(1001):
+        guard.step(batch)
+        if guard.clock.tick == 900:
+            model.scale.fill_(-40.0)  # type: ignore[operator]
+    (line,) = [one for one in caplog.messages if "evaluation mode" in one]
+    assert line.startswith("note: step 1000:")
+
+
+# --------------------------------------------------------------------------------------------- ranks, and restarts
+
+
+def hot_loop(run_dir: Path, dies: str = "", tick: int = NEVER) -> dict[str, Any]:
+    """A run through a hot stretch that is killed at an attempted update, or at a point of its first incident."""
+
+    def die(*args: Any, **more: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying(name: str) -> Callable[..., Any]:
+        method = getattr(IncidentBook, name)
+
+        def dies_after(*args: Any, **more: Any) -> Any:
+            method(*args, **more)
+            die()
+
+        return dies_after
+
+    if dies:
+        setattr(IncidentBook, dies, dying(dies))
+    loop = Loop(stretch(300, 90, 12), run_dir=run_dir, disk=DiskConfig(every=25), resume=True)
+    loop.train(190, lambda now: die() if now == tick else None)
+    loop.guard.close()
+    done = [[action.remedy for action in one.decision.actions] for one in loop.guard.incidents]
+    return {"told": loop.told(), "weights": loop.weights(), "done": done}
+
+
+KILLS: list[tuple[str, int]] = [("opened", NEVER), ("treated", NEVER), ("in_force", NEVER)]
+KILLS += [("", tick) for tick in (91, 95, 101, 112, 125, 140, 160)]
+
+
+@pytest.mark.parametrize(("dies", "tick"), KILLS, ids=[dies or f"tick {tick}" for dies, tick in KILLS])
+def test_a_kill_in_an_open_incident_changes_no_decision(tmp_path: Path, dies: str, tick: int) -> None:
+    """Wherever it strikes, the next process is measured against the same reference and comes to the same weights."""
+    code, whole = alone(hot_loop, tmp_path / "whole")
+    assert (code, {one[1:] for one in whole["told"]}) == (0, {("rate", "recovered")})
+    code, _ = alone(hot_loop, tmp_path / "mine", dies, tick)
+    assert code == -signal.SIGKILL
+    code, mine = alone(hot_loop, tmp_path / "mine")
+    assert code == 0
+    assert mine["weights"] == whole["weights"]
+    assert {one[1] for one in mine["told"]} == {"rate"}
+    assert mine["told"][-1] == whole["told"][-1]
+
+
+def on_ranks(run_dir: Path, size: int) -> tuple[Any, str, int]:
+    """The same samples an update on any number of processes."""
+    loop = Loop(stretch(300, 90, 12), run_dir=run_dir, batch_size=16 // size)
+    loop.train(170)
+    told = [(*one, incident.rewound_to) for one, incident in zip(loop.told(), loop.guard.incidents, strict=True)]
+    loop.guard.close()
+    loop.guard.world.leave()
+    return told, loop.weights(), loop.guard.clock.tick
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_decide_alike(tmp_path: Path, size: int) -> None:
+    """On one, two and four processes the same incident, the same way back and the same number of updates."""
+    (code, (told, _, tick)), *_ = together(1, on_ranks, tmp_path / "one", 1)
+    assert code == 0
+    ranks = together(size, on_ranks, tmp_path / "several", size)
+    assert {code for code, _ in ranks} == {0}
+    assert len({weights for _, (_, weights, _) in ranks}) == 1
+    for _, (theirs, _, ticks) in ranks:
+        assert [tuple(one) for one in theirs] == [tuple(one) for one in told]
+        assert ticks == tick
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Leave the logging of the process as it was."""
+    level = logging.getLogger("resilient_train").level
+    yield
+    logging.getLogger("resilient_train").setLevel(level)
