@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 from resilient_train import landed
 from resilient_train.data.samples import Update
-from resilient_train.diagnose.damage import is_possible, lost_eps, of_state
-from resilient_train.diagnose.search import Refused, by_looking
-from resilient_train.diagnose.verdict import on_failed
+from resilient_train.diagnose.damage import lost_eps
+from resilient_train.diagnose.search import Refused
 from resilient_train.errors import GaveUp, RanksDiffer, TrainError, in_one_line
 from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
+from resilient_train.explanation import Explanation
 from resilient_train.numerics.armor import Armor, CannotArmor, Plate
 from resilient_train.passed import Leap, PassedUpdates
 from resilient_train.ranks.majority import named, odd_ones
@@ -24,18 +24,16 @@ from resilient_train.record.phases import DECIDE, DIAGNOSE, REMEDY, REWIND, Phas
 from resilient_train.record.quarantine import Quarantine
 from resilient_train.record.surroundings import Surroundings
 from resilient_train.recover import digest
-from resilient_train.recover.causes import by_rate, by_signal
+from resilient_train.recover.causes import by_signal
 from resilient_train.recover.decide import decide
-from resilient_train.recover.history import History, kind_of
+from resilient_train.recover.history import History
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import Applicable, PutOnArmor, passes_over, remedy
-from resilient_train.state import randomness
 from resilient_train.state.ring import Held
 from resilient_train.ward import OnDisk, Ward
 from resilient_train.watch.reference import Standing
 
-_KNOWN_AFTER, _KNOWN_FOR = 2, 50  # incidents and updates: the like of the last two needs no search
 _BEGINNING = 16  # accepted updates: what breaks so soon was wrong from the start
 _IN_UPDATE = (Signal.HANG, Signal.OUT_OF_MEMORY)  # of the process, and met while an update was made
 
@@ -66,11 +64,11 @@ class Treatment:
         self.knobs = Knobs(relax_after=policy.relax_after)
         self.history = History(book.incidents, recovered_after=recovered_after)
         self.passed = PassedUpdates()
+        self.explanation = Explanation(ward, self.passed)
         self.surroundings = Surroundings(book.directory, book.incidents)
         self.update_began: float | None = None  # the newest update, on the monotonic clock
         self._anomaly: Anomaly | None = None
         self._diagnosis: Diagnosis | None = None
-        self._foreseen: Diagnosis | None = None  # of an anomaly that was found by its cause
         self._armor = Armor()
         self._armored: set[tuple[str, int, str]] = set()  # by file, line and operation; also where it could not be
         self._blamed = (0, 0)
@@ -122,8 +120,8 @@ class Treatment:
         phases = Phases(began)
         started, before, ward = time.perf_counter(), self.ward.clock.step, self.ward
         self._decisions = None
-        leap = self.passed.leap()
-        self._anomaly = anomaly = _since_leap(anomaly, leap)
+        anomaly, leap = self.explanation.since_leap(anomaly)
+        self._anomaly = anomaly
         self._rewound, self._trace = None, 0
         self._blamed = self.passed.first_to_blame(anomaly, update.start), update.stop
         ward.ring.distrust(anomaly.since)
@@ -131,15 +129,13 @@ class Treatment:
             self.on_disk.distrust(anomaly.since)
         ward.updater.usual_norm = ward.panel.usual_norm or ward.updater.usual_norm
         try:
-            self._diagnosis = diagnosis = self._diagnosed(anomaly, update, refused)
+            diagnosis = self.explanation.of(anomaly, update, refused, self.history.of_training)
         except landed.NoMeasure as why:
             log.info("note: %s: what is usual is learned again", why)
             ward.panel.start_over()
             return
-        if leap is not None and _may_be_the_rate(anomaly, diagnosis, leap):
-            self._diagnosis = diagnosis = by_rate(leap.factor, leap.step, is_sudden=leap.is_sudden)
-        else:
-            leap = None
+        diagnosis, leap = self.explanation.by_rate(anomaly, diagnosis, leap)
+        self._diagnosis = diagnosis
         if not anomaly.ranks:  # gradients are on every rank alike once they were averaged: a replay tells more
             self._anomaly = anomaly = replace(anomaly, ranks=diagnosis.ranks)
         phases.ended(DIAGNOSE)
@@ -459,87 +455,6 @@ class Treatment:
 
     # How it is done.
 
-    def _diagnosed(self, anomaly: Anomaly, update: Update, refused: Refused | None) -> Diagnosis:
-        """Why it happened, as far as it can be told."""
-        ward = self.ward
-        if self._foreseen is not None:
-            foreseen, self._foreseen = self._foreseen, None
-            return foreseen
-        if anomaly.signal is Signal.EXCEPTION:
-            told = {one.row: str(one) for one in update.failed}
-            return on_failed({row: why for one in ward.world.all_of(told) for row, why in one.items()})
-        found = self._of_landed(anomaly) if anomaly.landed else self._of_refused(anomaly, refused)
-        return found or by_signal(anomaly)
-
-    def _of_refused(self, anomaly: Anomaly, refused: Refused | None) -> Diagnosis | None:
-        search, ward = self.ward.search, self.ward
-        if refused is None:
-            return None
-        if search is not None:
-            known = self._known(anomaly)
-            if known is not None and (confirmed := search.confirmed(known, refused)) is not None:
-                return confirmed
-            found = search.diagnose(anomaly, refused, self.passed.lately())
-            if found is None or found.cause is not Cause.DATA or anomaly.signal not in _BY_LIMIT:
-                return found
-            more = landed.far_out(ward, [refused.update.start])  # those to come as well
-            return found if more is None else replace(found, rows=tuple(sorted({*found.rows, *more.rows})))
-        if anomaly.signal in _BY_LIMIT:
-            return landed.far_out(ward, [refused.update.start])
-        if anomaly.signal is not Signal.NONFINITE_BATCH:
-            return None
-        with randomness.preserved(ward.world.device):  # to fetch rows leaves them anywhere
-            return by_looking(refused.update, ward.samples, ward.world)
-
-    def _of_landed(self, anomaly: Anomaly) -> Diagnosis | None:
-        ward = self.ward
-        if anomaly.signal in landed.OF_THE_LOSS:
-            found = landed.samples_behind(anomaly, ward, self.passed)
-            if found is not None:
-                return found
-        proven = ward.ring.proven(anomaly.since)
-        before = proven[0].snapshot.parts["weights"] if proven else {}
-        damage = of_state(anomaly, dict(ward.state.model.named_parameters()), before, ward.updater.optimizers)
-        theirs = enumerate(ward.world.all_of(damage))  # of a healthy rank it tells what moved farthest in health
-        to_ask = [one for rank, one in theirs if not anomaly.ranks or rank in anomaly.ranks]
-        worst = max((one for one in to_ask if one is not None), key=lambda one: one.size, default=None)
-        found = worst.diagnosis if worst is not None else None
-        return self._is_the_optimizers(anomaly, found or by_signal(anomaly))
-
-    def look_at_start(self, vitals: Vitals) -> Anomaly | None:
-        """An anomaly that is found by its cause: bad rows, where the first updates differ wildly."""
-        if (found := landed.at_start(self.ward, self.passed, vitals)) is None:
-            return None
-        anomaly, self._foreseen = found
-        return anomaly
-
-    def _is_the_optimizers(self, anomaly: Anomaly, found: Diagnosis) -> Diagnosis:
-        """What breaks again at the same place, on the way that was made anew, is no accident of the hardware."""
-        again = [one for one in self.history.of_training[-_KNOWN_AFTER:] if one.anomaly.signal is anomaly.signal]
-        if anomaly.signal is Signal.RANK_MISMATCH:
-            return found  # with the same gradients every optimizer comes to the same weights
-        if found.cause is not Cause.CORRUPTION or not any(one.anomaly.since == anomaly.since for one in again):
-            return found
-        cause = Cause.EXPLOSION if is_possible(anomaly) else Cause.OPTIMIZER
-        return Diagnosis(cause, f"It came again at the same place after a rewind. {found.advice}")
-
-    def _known(self, anomaly: Anomaly) -> Diagnosis | None:
-        """The culprit of the last incidents, where nothing was done about it but passing over."""
-        last = self.history.of_training[-_KNOWN_AFTER:]
-        first = last[0].diagnosis if len(last) == _KNOWN_AFTER else None
-        if first is None or first.culprit is None:
-            return None
-        return first if all(self._is_like(one, anomaly, first) for one in last) else None
-
-    def _is_like(self, incident: Incident, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
-        one = incident.anomaly
-        return (
-            one.signal is anomaly.signal
-            and anomaly.tick - one.tick <= _KNOWN_FOR
-            and kind_of(one, incident.diagnosis) == kind_of(anomaly, diagnosis)
-            and passes_over(incident.decision.actions)
-        )
-
     def _applicable(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> Applicable:
         ward = self.ward
         proven, reference = ward.ring.proven(anomaly.since), ward.panel.probation.reference
@@ -609,25 +524,6 @@ class Treatment:
                 log.info("%s", outcome_told(incident, healthy_steps))
 
 
-def _since_leap(anomaly: Anomaly, leap: Leap | None) -> Anomaly:
-    """What landed after the rate had risen is not to be trusted."""
-    if leap is None or not leap.is_sudden or anomaly.signal not in _OF_THE_RATE or leap.step > anomaly.since:
-        return anomaly
-    return replace(anomaly, since=max(0, leap.step - 1), landed=True)
-
-
-def _may_be_the_rate(anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap) -> bool:
-    """Rows that are bad are so at any rate; and what rose slowly makes a loss worse, but breaks no operation."""
-    if diagnosis.cause is Cause.DATA or (not leap.is_sudden and diagnosis.culprit is not None):
-        return False
-    return anomaly.signal in (_OF_THE_RATE if leap.is_sudden else landed.OF_THE_LOSS)
-
-
-_BY_LIMIT = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
-_OF_THE_RATE = (
-    *(Signal.LOSS_SPIKE, Signal.GRAD_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED),
-    *(Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER),
-)
 _DIFFER = (
     "The ranks did not decide alike: look for code, data or settings that differ from rank to rank, such as another "
     "version of a file on another host, or a state that only some ranks change."

@@ -40,8 +40,10 @@ MAY_KNOW: dict[str, set[str]] = {
     "passed": set(),
     "ward": {"data", "diagnose", "ranks", "state", "update", "watch"},
     "landed": {"diagnose", "passed", "state", "ward"},
+    "explanation": {"data", "diagnose", "landed", "passed", "recover", "state", "ward"},
     "treatment": {
-        *("data", "diagnose", "landed", "numerics", "passed", "ranks", "record", "recover", "state", "ward", "watch"),
+        *("data", "diagnose", "explanation", "landed", "numerics", "passed", "ranks", "record"),
+        *("recover", "state", "ward", "watch"),
     },
     "portions": {"data", "record", "treatment"},
     "resumption": {"checkpoint", "record", "state", "treatment", "update", "ward"},
