@@ -89,6 +89,11 @@ class Anomaly:
     landed: bool = True  # the weights hold it already
     ranks: tuple[int, ...] = ()
 
+    @property
+    def is_in_weights(self) -> bool:
+        """Say whether updates have landed that are not to be trusted: this one, or some before it."""
+        return self.landed or self.since < self.step - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Culprit:

@@ -31,14 +31,14 @@ class Explanation:
 
     def __init__(self, ward: Ward, passed: PassedUpdates) -> None:
         self.ward, self.passed = ward, passed
-        self._foreseen: Diagnosis | None = None  # of an anomaly that was found by its cause
+        self._foreseen: tuple[str, Diagnosis] | None = None  # of an anomaly that was found by its cause
 
     def since_leap(self, anomaly: Anomaly) -> tuple[Anomaly, Leap | None]:
         """Find out whether the rate rose lately. What landed after a leap of it is not to be trusted."""
         leap = self.passed.leap()
         if leap is None or not leap.is_sudden or anomaly.signal not in _OF_THE_RATE or leap.step > anomaly.since:
             return anomaly, leap
-        return replace(anomaly, since=max(0, leap.step - 1), landed=True), leap
+        return replace(anomaly, since=max(0, leap.step - 1)), leap
 
     def by_rate(self, anomaly: Anomaly, found: Diagnosis, leap: Leap | None) -> tuple[Diagnosis, Leap | None]:
         """Blame a rate that rose, and return it, unless something else explains the anomaly.
@@ -51,17 +51,24 @@ class Explanation:
             return found, None
         return by_rate(leap.factor, leap.step, is_sudden=leap.is_sudden), leap
 
-    def of(self, anomaly: Anomaly, update: Update, refused: Refused | None, history: Sequence[Incident]) -> Diagnosis:
+    def of(
+        self,
+        anomaly: Anomaly,
+        update: Update,
+        refused: Refused | None,
+        history: Sequence[Incident],
+        leap: Leap | None = None,
+    ) -> Diagnosis:
         """Why it happened, as far as it can be told. Every rank comes here. Raises NoMeasure."""
         ward = self.ward
-        if self._foreseen is not None:
-            foreseen, self._foreseen = self._foreseen, None
-            return foreseen
+        foreseen, self._foreseen = self._foreseen, None
+        if foreseen is not None and foreseen[0] == anomaly.evidence:
+            return foreseen[1]
         if anomaly.signal is Signal.EXCEPTION:
             told = {one.row: str(one) for one in update.failed}
             return on_failed({row: why for one in ward.world.all_of(told) for row, why in one.items()})
         if anomaly.landed:
-            return self._of_landed(anomaly, history)
+            return self._of_landed(anomaly, history, leap)
         return self._of_refused(anomaly, refused, history) or by_signal(anomaly)
 
     def _of_refused(self, anomaly: Anomaly, refused: Refused | None, history: Sequence[Incident]) -> Diagnosis | None:
@@ -84,9 +91,9 @@ class Explanation:
         with randomness.preserved(ward.world.device):  # to fetch rows leaves them anywhere
             return by_looking(refused.update, ward.samples, ward.world)
 
-    def _of_landed(self, anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis:
+    def _of_landed(self, anomaly: Anomaly, history: Sequence[Incident], leap: Leap | None) -> Diagnosis:
         ward = self.ward
-        if anomaly.signal in landed.OF_THE_LOSS:
+        if anomaly.signal in landed.OF_THE_LOSS and not (leap and leap.is_sudden):
             found = landed.samples_behind(anomaly, ward, self.passed)
             if found is not None:
                 return found
@@ -103,7 +110,8 @@ class Explanation:
         """An anomaly that is found by its cause: bad rows, where the first updates differ wildly."""
         if (found := landed.at_start(self.ward, self.passed, vitals)) is None:
             return None
-        anomaly, self._foreseen = found
+        anomaly, diagnosis = found
+        self._foreseen = anomaly.evidence, diagnosis
         return anomaly
 
 

@@ -162,7 +162,7 @@ class Guard:
         self._verify_after = verify_after
         self._panel = Panel(checks)
         self._scans = Scans(checks, called, optimizers, fitting.own_weights(model) if self.world.size > 1 else None)
-        self._modes = Modes(checks.evaluation, called)
+        self._modes = Modes(checks.evaluation, called, self._backups, is_alone=self.world.size == 1)
         self._examination = Examination(self.world, self.clock, self._scans, self._backups)
         self._precision = Precision(called, accelerator.mixed_precision)
         ward = Ward(
@@ -451,6 +451,8 @@ class Guard:
                 if found is not None and found.signal is Signal.RANK_MISMATCH:
                     raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
             self._durable.take(verified=self._durable.is_proven)
+            if self._panel.probation.is_open:  # since before the process ended
+                self._ring.pin(self.clock.step)
 
     def _tell_end(self) -> None:
         """Write down how a loop of somebody's own came to its end. Every rank comes here: weights may be spread."""
@@ -476,6 +478,8 @@ class Guard:
         if not (self.settle() and self.clock.step >= steps):
             return self.clock.step < steps
         anomaly = self._examination.now()
+        if anomaly is None and self.newest is not None:
+            anomaly = self._panel.unsettled(self.newest)
         if anomaly is None and self.newest is not None and self._treatment.has_to_return():
             anomaly = self._panel.not_recovered(self.newest)
         if anomaly is not None:
@@ -673,7 +677,7 @@ class Guard:
             if flight.held is not None:
                 flight.held.remedies = self._treatment.remedies()
             scanned, after = self._scans.clean_step, self._verify_after
-            is_back = self._panel.probation.allows_proof(self.clock.step)
+            is_back = self._panel.is_only_reported or self._panel.probation.allows_proof(self.clock.step)
             self._ring.verify(healthy_until=self.clock.step, scanned_until=scanned, after=after, is_back=is_back)
             self._durable.verified(any_busy=vitals.any_busy)
         if vitals.accepted and self.clock.step == 1 and not self._described:

@@ -15,6 +15,7 @@ from resilient_train.ward import Ward
 OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 _EXPLAINS = 0.5  # of a rise of the loss: as much has to come from the samples, so that these are to blame
 _PART = 0.25  # of it: what rows have to raise the loss by to count among those that did it
+_SAME = 1e-3  # of a loss: that of the same update at the same weights
 _AHEAD = 2048  # samples that are looked at, once bad rows are among those before
 _FEW = 5  # updates with bad rows, and without them, that a comparison takes
 _CLEARLY = 0.9  # of the pairs of one with them and one without
@@ -43,6 +44,12 @@ def at_start(ward: Ward, passed: PassedUpdates, vitals: Vitals) -> tuple[Anomaly
     starts = [one.start for one in known]
     if not suspects or (found := far_out(ward, [one.start for one in suspects], starts)) is None:
         return None
+    told = set_apart(found, ward, known)
+    return None if told is None else (Anomaly(told[0], vitals.step, vitals.tick, 0, told[1]), found)
+
+
+def set_apart(found: Diagnosis, ward: Ward, known: Sequence[Passed]) -> tuple[Signal, str] | None:
+    """Whether the updates that hold rows are those that go wrong, and how that is seen; None where they are not."""
     rows = {*found.rows}
     holds = [not rows.isdisjoint(ward.samples.rows_at(one.start, one.stop)) for one in known]
     with_them = [one for one, is_one in zip(known, holds, strict=True) if is_one]
@@ -52,11 +59,9 @@ def at_start(ward: Ward, passed: PassedUpdates, vitals: Vitals) -> tuple[Anomaly
     norms, losses = ([median(getattr(one, what) for one in some) for some in (with_them, without)] for what in _SEEN)
     higher = sum(one.loss > other.loss for one in with_them for other in without)
     if norms[0] > WILD * norms[1]:
-        evidence = f"gradient norms of {norms[0]:.3g} with some rows, of {norms[1]:.3g} without them"
-        return Anomaly(Signal.GRAD_SPIKE, vitals.step, vitals.tick, 0, evidence), found
+        return Signal.GRAD_SPIKE, f"gradient norms of {norms[0]:.3g} with some rows, of {norms[1]:.3g} without them"
     if higher > _CLEARLY * len(with_them) * len(without):
-        evidence = f"losses of {losses[0]:.4g} with some rows, of {losses[1]:.4g} without them"
-        return Anomaly(Signal.LOSS_SPIKE, vitals.step, vitals.tick, 0, evidence), found
+        return Signal.LOSS_SPIKE, f"losses of {losses[0]:.4g} with some rows, of {losses[1]:.4g} without them"
     return None
 
 
@@ -66,36 +71,64 @@ def samples_behind(anomaly: Anomaly, ward: Ward, passed: PassedUpdates) -> Diagn
     Every rank comes here. Raises NoMeasure.
     """
     suspects = passed.around(anomaly.since)[0]
-    if (found := far_out(ward, [one.start for one in suspects])) is not None:
-        return found
+    odd = far_out(ward, [one.start for one in suspects])
+    if odd is not None and set_apart(odd, ward, passed.lately_made()):
+        return odd
     reference, proven = ward.panel.probation.reference, ward.ring.proven(anomaly.since)
-    if ward.search is None or reference is None or not proven or not suspects or not ward.samples.rows:
+    if reference is None or not proven or not suspects:
         return None
     rise = max(one.loss for one in suspects) - reference.level
+    if ward.search is None or not ward.samples.rows:
+        first = suspects[0]
+        is_at_once = first.step == proven[0].step + 1 and first.loss - reference.level > max(rise / 2, reference.size)
+        return verdict.on_changed(reference.level, first.loss) if is_at_once else None
     trusted = passed.around(proven[0].step)[1]
     if not rise > 0 or not trusted:
         return None
     ward.ring.settled()
-    with ward.state.weights_of(proven[0].snapshot), randomness.preserved(ward.world.device):
-        return _compared(ward, suspects, trusted, proven[0].step, rise, reference.size)
+    with randomness.preserved(ward.world.device):
+        with ward.state.weights_of(proven[0].snapshot):
+            found, was, now = _compared(ward, suspects, trusted, proven[0].step, rise, reference.size)
+        if was is None or now is None:
+            return found
+        for older in proven[1:]:  # is it the objective that has changed, or what was fed to it for a while?
+            with ward.state.weights_of(older.snapshot):
+                if _is_as_it_was(ward, passed, older.step):
+                    step = proven[0].step
+                    raise NoMeasure(
+                        f"losses of {was:.4g} up to step {step:,}, where the samples there have {now:.4g} now"
+                    )
+    return verdict.on_changed(was, now)
+
+
+def _is_as_it_was(ward: Ward, passed: PassedUpdates, step: int) -> bool:
+    """Whether the update after a step has the same loss at its weights as it had then. Every rank comes here."""
+    first = passed.after(step)
+    assert ward.search is not None
+    if first is None:
+        return False
+    return abs(ward.search.loss_at(first.start) - first.loss) <= _SAME * max(abs(first.loss), 1e-6)
 
 
 def _compared(
     ward: Ward, suspects: Sequence[Passed], trusted: Sequence[Passed], step: int, rise: float, size: float
-) -> Diagnosis | None:
-    """Compare the losses of suspects with those of healthy updates, all at the weights of a proven `step`."""
+) -> tuple[Diagnosis | None, float | None, float | None]:
+    """Compare the losses of suspects with those of healthy updates, all at the weights of a proven `step`.
+
+    Where the healthy ones have not the losses any more that they had: what these were, and are.
+    """
     search = ward.search
     assert search is not None
     usual, was = median(map(search.loss_at, [one.start for one in trusted])), median(one.loss for one in trusted)
     if usual - was > max(_EXPLAINS * rise, size):
-        raise NoMeasure(f"losses of {was:.4g} up to step {step:,}, where the samples there have {usual:.4g} now")
+        return None, was, usual
     first = suspects[0]
     is_at_once = first.step == step + 1 and first.loss - usual > rise / 2  # it was high at these very weights
     if is_at_once and search.loss_at(first.start) - usual < _PART * rise:
-        return verdict.TRANSIENT  # it is neither the samples nor the weights
+        return verdict.TRANSIENT, None, None  # it is neither the samples nor the weights
     bad = [search.loss_at(one.start) for one in suspects]
     if not median(bad) - usual > _EXPLAINS * rise:  # of what is not finite, too
-        return None
+        return None, None, None
     worst = suspects[max(range(len(bad)), key=bad.__getitem__)].start
     rows = search.raising(worst, trusted[-1].start, usual + _PART * (max(bad) - usual))
-    return verdict.on_misled(rows, usual, median(bad))
+    return verdict.on_misled(rows, usual, median(bad)), None, None

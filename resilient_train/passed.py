@@ -16,6 +16,7 @@ _KEPT = 10_000
 _REMEMBERED = 2048  # in a checkpoint: further back than a ring of snapshots goes
 _TREND = 32  # accepted updates
 _LATELY, _EARLIER = 64, 8  # steps in which a rise of the rate may be behind trouble, and updates to rise above
+_FIRST_LEAP = 2  # updates before it: a warm-up doubles the rate with the second one
 _LEAP, _SLOWLY, _RISES = 2.0, 3.0, 1.1  # times the highest rate before: a leap; in some steps; and where that began
 WILD = 5.0  # times one in ten of the gradient norms: one in ten that is so much larger
 _FEW = 5  # updates that are looked at again
@@ -79,6 +80,16 @@ class PassedUpdates:
         before = [one for one in self._passed if one.step <= since and one.accepted and one.stop > one.start]
         return after[-_FEW:], before[-_FEW:]
 
+    def after(self, step: int) -> Passed | None:
+        """The update that was made right after a step, if it landed."""
+        return next(
+            (one for one in self._passed if one.step == step + 1 and one.accepted and one.stop > one.start), None
+        )
+
+    def lately_made(self) -> list[Passed]:
+        """The updates that were made lately, those included that were refused."""
+        return [one for one in self._passed if one.stop > one.start][-_LATELY:]
+
     def wildest(self) -> tuple[list[Passed], list[Passed]]:
         """The updates whose gradients are largest, if gradients differ much, and all of them."""
         known = sorted((one for one in self._passed if one.accepted and one.stop > one.start), key=lambda one: one.norm)
@@ -94,11 +105,11 @@ class PassedUpdates:
     def leap(self) -> Leap | None:
         """Say how far the rate rose within the last steps: at once, or slowly and beyond the configured one."""
         known = [one for one in self._passed if one.pace > 0]
-        if len(known) <= _EARLIER:
+        if len(known) <= _FIRST_LEAP:
             return None
         newest, highest = known[-1].step, 0.0
         for place, one in enumerate(known):
-            is_lately = newest - one.step < _LATELY and place >= _EARLIER
+            is_lately = newest - one.step < _LATELY and place >= _FIRST_LEAP
             if is_lately and one.pace >= _LEAP * highest:
                 return Leap(one.step, max(other.pace for other in known[place:]) / highest, highest, True)
             highest = max(highest, one.pace)

@@ -125,11 +125,11 @@ class Treatment:
         self._rewound, self._trace = None, 0
         self._blamed = self.passed.first_to_blame(anomaly, update.start), update.stop
         ward.ring.distrust(anomaly.since)
-        if self.on_disk is not None and anomaly.landed:  # before a diagnosis, in which the process may end
+        if self.on_disk is not None and anomaly.is_in_weights:  # before a diagnosis, in which the process may end
             self.on_disk.distrust(anomaly.since)
         ward.updater.usual_norm = ward.panel.usual_norm or ward.updater.usual_norm
         try:
-            diagnosis = self.explanation.of(anomaly, update, refused, self.history.of_training)
+            diagnosis = self.explanation.of(anomaly, update, refused, self.history.of_training, leap)
         except landed.NoMeasure as why:
             log.info("note: %s: what is usual is learned again", why)
             ward.panel.start_over()
@@ -139,7 +139,7 @@ class Treatment:
         if not anomaly.ranks:  # gradients are on every rank alike once they were averaged: a replay tells more
             self._anomaly = anomaly = replace(anomaly, ranks=diagnosis.ranks)
         phases.ended(DIAGNOSE)
-        if anomaly.landed and diagnosis.cause is not Cause.CORRUPTION:
+        if anomaly.is_in_weights and diagnosis.cause is not Cause.CORRUPTION:
             ward.panel.hold(anomaly.since, anomaly.step)
         history = self.history.of_training
         last = history[-1].rewound_to if history else None
@@ -188,7 +188,7 @@ class Treatment:
             if panel.is_only_reported:  # as far as the checks could tell
                 panel.probation.end()
             return  # a rewind makes the same updates again, to the last bit
-        if anomaly.landed:
+        if anomaly.is_in_weights:
             panel.hold(anomaly.since, anomaly.step, is_only_reported=bool(actions) and passes_over(actions))
             if panel.probation.is_open:
                 self.ward.ring.pin(anomaly.since)
@@ -294,8 +294,8 @@ class Treatment:
             self.ward.updater.mends_eps = remedies["mends_eps"] is True
             self.ward.updater.usual_norm = None if usual is None else float(usual)
             self._recall_rows(frozenset(map(int, remedies["quarantined"])))
-            self.ward.panel.probation.recall(remedies["reference"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            self.ward.panel.probation.recall(remedies.get("reference"))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"the remedies in force cannot be read: {in_one_line(error)}") from error
         for plate in plates:
             self._wear(plate)
@@ -370,19 +370,23 @@ class Treatment:
         """End the run off its reference: back to the newest proven state, which is its result."""
         reference = self.ward.panel.probation.reference
         assert reference is not None
-        newest = max(self.history.open_ones, key=lambda one: one.id)
+        since = self.ward.panel.not_recovered_since(self.ward.clock.step)
         self._close(self.history.finish(Outcome.UNRECOVERED))
-        path, _ = self._restore_best(newest.anomaly.since)
+        path, is_there = self._restore_best(since)
+        self.ward.panel.probation.end()
+        if not is_there:
+            return GaveUp("not recovered, and there is no proven state to return to", None)
         why = f"the loss did not come back to {reference.level:.4g}, where it was at step {reference.step:,}"
         return GaveUp(f"not recovered: {why}; the run returned to step {self.ward.clock.step:,}", path)
 
     def _restore_best(self, since: int) -> tuple[Path | None, bool]:
         """Go back to the best proven state, and leave it on disk; say where, and whether there was one."""
         ward = self.ward
-        held = ward.ring.last_good(since)
+        held = ward.ring.last_good(since) or ward.ring.newest_proven()  # proven in the meantime: at the reference
         if held is None:
             return None, False
         ward.ring.restore(held)
+        self.passed.rewound(held.step)  # of what came after it, nothing is left
         return (self.on_disk.leave(held) if self.on_disk is not None else None), True
 
     # What remedies may do.
@@ -507,6 +511,7 @@ class Treatment:
         book.closed(incident, phases.timed)
         self.surroundings.treated(incident)
         path, is_back = self._restore_best(incident.anomaly.since)
+        ward.panel.probation.end()  # there is nothing left to wait for
         if is_back:
             phases.ended(REWIND)
             book.came_after(incident.id, phases.timed[-1])

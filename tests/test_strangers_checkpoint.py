@@ -83,6 +83,10 @@ def remedies(**fields: Any) -> Attack:
     return lambda run_dir, newest: seal(newest, lambda node: node["remedies"].update(fields))
 
 
+REFERENCE = {"step": 3, "level": 1.0, "scatter": 0.1, "slope": 0.0, "size": 1.0, "count": 8}
+MEASURED = {"goal": 9, "came_from": None, "stands_on": None, "ceiling": None}
+
+
 def tree(change: Callable[[Any], Any]) -> Attack:
     """Change the state of the run, with digests that are right."""
 
@@ -369,7 +373,15 @@ REFUSED: dict[str, Attack] = {
     "armor that is text": remedies(armor="text"),
     "armored nonsense": remedies(armored=[1, 2]),
     "a norm of text": remedies(usual_norm="large"),
-    "open incidents of text": remedies(open={"x": "y"}),
+    "a reference of text": remedies(reference="text"),
+    "a reference that lacks its goal": remedies(reference={"reference": REFERENCE}),
+    "a reference of infinite losses": remedies(
+        reference={**MEASURED, "reference": {**REFERENCE, "level": float("inf")}},
+    ),
+    "a reference at no step": remedies(reference={**MEASURED, "reference": {**REFERENCE, "step": float("inf")}}),
+    "an infinite limit of the rate": remedies(
+        knobs={"lr": 1.0, "clip": 1.0, "eps": 1.0, "higher_precision": 0, "ceiling": float("nan")}
+    ),
     "an infinite patience": remedies(knobs={"lr": 1.0, "clip": 1.0, "eps": 1.0, "higher_precision": float("inf")}),
     "groups of another optimizer": manifest(groups=[]),
     "groups of numbers": manifest(groups=[[1, 2]]),

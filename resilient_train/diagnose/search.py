@@ -338,17 +338,23 @@ def by_size(
     """
     if not samples.rows or not suspects:
         return None
+
+    def fetched(key: Key) -> Any:
+        beat()
+        try:
+            return samples.fetched(key)
+        except Exception:  # rows that cannot be fetched are met where they are trained on
+            return None
+
     keys = [key for start in suspects for some in samples.keys_at(start) for key in some]
-    others = [samples.fetched(key) for key in samples.others(keys[:_OTHERS], 0)]
-    usual = by_rows.usual_sizes(others)
-    odd = {key.row: told for key in keys if (told := by_rows.far_out(samples.fetched(key), usual, _UNHEARD_OF))}
+    usual = by_rows.usual_sizes([fetched(key) for key in samples.others(keys[:_OTHERS], 0)])
+    odd = {key.row: told for key in keys if (told := by_rows.far_out(fetched(key), usual, _UNHEARD_OF))}
     if not any(world.all_of(bool(odd))):
         return None
     for start in (*also, *samples.starts(max(suspects), ahead)):
         for key in [key for some in samples.keys_at(start) for key in some]:
-            if told := by_rows.far_out(samples.fetched(key), usual, _UNHEARD_OF):
+            if told := by_rows.far_out(fetched(key), usual, _UNHEARD_OF):
                 odd[key.row] = told
-        beat()
     found = {row: told for one in world.all_of(odd) for row, told in one.items()}
     return verdict.on_far_out(found)
 

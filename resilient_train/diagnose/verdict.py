@@ -162,6 +162,16 @@ def on_misled(rows: tuple[int, ...], usual: float, loss: float) -> Diagnosis:
     return Diagnosis(Cause.DATA, f"{told}: look for wrong labels or targets there.", None, rows)
 
 
+def on_changed(was: float, now: float) -> Diagnosis:
+    """At weights that are proven the loss is high at once: no update can have done that, and no rate."""
+    told = (
+        f"At weights at which the loss was {was:.4g} it is {now:.4g}: look for wrong labels, or for what changed in the"
+    )
+    return Diagnosis(
+        Cause.UNKNOWN, f"{told} data or the objective; a change on purpose is declared with checks.expect."
+    )
+
+
 def on_far_out(rotten: Mapping[int, str]) -> Diagnosis:
     """Rows that hold values far beyond those of others."""
     rows = tuple(sorted(rotten))

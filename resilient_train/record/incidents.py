@@ -285,6 +285,7 @@ def as_line(incident: Incident) -> dict[str, Any]:
         "landed": anomaly.landed,
         "rung": decision.rung,
         "gave_up": decision.gave_up,
+        "trace": incident.trace,
     }
     whole: dict[str, Any] = masked_tree(plain(line))
     return whole
@@ -333,6 +334,7 @@ def from_line(line: Any) -> Incident:
         steps_lost=_whole(line, "steps_lost"),
         seconds=float(seconds),
         outcome=None if outcome is None else Outcome(outcome),
+        trace=_whole(line, "trace", 0),
     )
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from resilient_train.events import Cause, Incident, Outcome
 
-_RECURS_BY_ITSELF = (Cause.EXPLOSION, Cause.OVERFLOW)  # the next run of this configuration meets it, too
+_RECURS_BY_ITSELF = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
 _MOST_ROWS = 8  # that are named
 
 _SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")

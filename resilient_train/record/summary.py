@@ -60,7 +60,8 @@ def verdict_of(
     """Say in a word whether a run is all right; `losses` are those that it began and ended with."""
     if status != "completed":
         return status
-    if any(one.outcome is Outcome.UNRECOVERED for one in incidents):
+    given_up = max((place for place, one in enumerate(incidents) if one.decision.gave_up is not None), default=-1)
+    if any(one.outcome is Outcome.UNRECOVERED for one in incidents[given_up + 1 :]):
         return "unrecovered"
     first, final = losses
     if steps >= _TELLING and first is not None and final is not None and not final < first - _LITTLE * abs(first):

@@ -142,7 +142,8 @@ def status_of(incidents: Sequence[Incident], summary: Any = None) -> str:
         return "clean"
     if incidents[-1].outcome is Outcome.GAVE_UP:
         return "gave_up"
-    if any(incident.outcome is Outcome.UNRECOVERED for incident in incidents):
+    given_up = max((place for place, one in enumerate(incidents) if one.decision.gave_up is not None), default=-1)
+    if any(one.outcome is Outcome.UNRECOVERED for one in incidents[given_up + 1 :]):
         return "unrecovered"
     return "recovering" if any(incident.outcome is None for incident in incidents) else "recovered"
 
@@ -262,7 +263,10 @@ def _turned(what: str, verb: str) -> Callable[[Settings], str]:
             said = f"{what} {verb} to {_amount(settings.pop('to'))}"
         else:
             said = f"{what} {verb}"
-        return said + _warm_up(settings) + _stretch(settings)
+        settings.pop("by_loss", None)
+        regain = settings.pop("regain", None)
+        back = f", soon back to x{_amount(regain)}" if regain else ""
+        return said + back + _warm_up(settings) + _stretch(settings)
 
     return phrase
 

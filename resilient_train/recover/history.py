@@ -109,7 +109,7 @@ def left_damage(incident: Incident) -> bool:
         return False
     if incident.diagnosis.cause is Cause.CORRUPTION and incident.rewound_to is not None:
         return False
-    return incident.anomaly.landed
+    return incident.anomaly.is_in_weights
 
 
 def _in_vain(incident: Incident, *, is_off: bool) -> Outcome:

@@ -187,6 +187,8 @@ class Knobs:
         self._regain = min(max(0.0, float(state.get("regain", 0.0))), 1.0)
         ceiling = state.get("ceiling")
         self._ceiling = math.inf if ceiling is None else max(LOWEST_LR, float(ceiling))
+        if math.isnan(self._ceiling):
+            raise ValueError("the limit of the learning rate is not a number")
         self._was_met = bool(state.get("ceiling_met", False))
         self._leapt_to = max(0.0, float(state.get("leapt_to", 0.0)))
         self._precise = max(0, int(state["higher_precision"]))

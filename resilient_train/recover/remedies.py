@@ -103,8 +103,9 @@ class LowerLr(Remedy):
         return {"factor": cut(self.factor, case.can.off)} if self.by_loss else {}
 
     def apply(self, patient: Patient) -> None:
-        """Turn the knob."""
-        patient.knobs.turn_lr(self.factor, self.rewarm, self.regain)
+        """Turn the knob; where the loss says how deep, several cuts together come to no more than the deepest."""
+        least = min(1.0, _DEEPEST / patient.knobs.lr) if self.by_loss else 0.0
+        patient.knobs.turn_lr(max(self.factor, least), self.rewarm, self.regain)
 
     def undo(self, patient: Patient) -> str | None:
         """Turn it back by as much."""

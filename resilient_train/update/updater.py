@@ -196,17 +196,20 @@ class Updater:
         eps_factor = knobs.eps
         planned_all = [schedule.settings(step) for schedule in self.schedules]
         rates = [group["lr"] for groups in planned_all for group in groups]
-        pace = max((float(lr) / usual for lr, usual in zip(rates, self._rates, strict=True) if usual), default=0.0)
         factor = knobs.lr * rate
-        wanted = pace * factor
-        if wanted > knobs.ceiling:
-            fallen = min(1.0, pace * rate / knobs.leapt_to) if knobs.leapt_to else 1.0
-            factor = knobs.ceiling * fallen / pace
+        paces = [self._pace(lr, usual) * factor for lr, usual in zip(rates, self._rates, strict=True)]
+        limited = [min(one, self._limit(one, knobs)) for one in paces]
+        wanted, pace, places = (
+            max(paces, default=0.0),
+            max(limited, default=0.0),
+            iter(zip(paces, limited, strict=True)),
+        )
         for optimizer, planned_groups, configured in zip(self.optimizers, planned_all, self._eps, strict=True):
             now, was = [], []
             for group, planned, eps in zip(optimizer.param_groups, planned_groups, configured, strict=True):
                 lr = planned["lr"]
-                setting = {**planned, "lr": lr * factor}
+                asked, let_through = next(places)
+                setting = {**planned, "lr": lr * factor * (let_through / asked) if let_through < asked else lr * factor}
                 if eps is not None:
                     setting["eps"] = max(eps * eps_factor, _least_eps(group)) if self.mends_eps else eps * eps_factor
                 old = {name: group.get(name) for name in setting}
@@ -218,7 +221,19 @@ class Updater:
                 now.append(setting)
             settings.append(now)
             before.append(was)
-        return settings, before, rates[0], pace * factor, wanted
+        return settings, before, rates[0], pace, wanted
+
+    @staticmethod
+    def _pace(lr: Any, usual: float) -> float:
+        """A rate as a multiple of the configured one; 0 where to know it the host would have to wait for the device."""
+        return lr / usual if usual and isinstance(lr, int | float) else 0.0
+
+    @staticmethod
+    def _limit(pace: float, knobs: Knobs) -> float:
+        """What is let through of a pace; as the schedule falls from where it leapt to, so does the limit."""
+        if pace <= knobs.ceiling:
+            return pace
+        return knobs.ceiling * (min(1.0, pace / knobs.leapt_to) if knobs.leapt_to else 1.0)
 
     def note_rates(self) -> None:
         """Note how the rates are left: by us, and by optimizers that have a schedule inside of their step."""

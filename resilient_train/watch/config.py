@@ -89,7 +89,7 @@ class RateConfig:
 
     every: int = field(metadata={"at_least": 0})
     times: float = field(metadata={"above": 1})
-    earlier: int = field(metadata={"at_least": 4})
+    earlier: int = field(metadata={"at_least": 1})
     lately: int = field(metadata={"at_least": 8})
     first: int = field(metadata={"at_least": 3})
     look: int = field(metadata={"at_least": 3})

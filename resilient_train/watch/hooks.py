@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from resilient_train.events import Signal
@@ -75,19 +75,25 @@ class NormStatistics:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.device = device
-        named = [(name, one) for name, one in model.named_modules() if isinstance(one, _NormBase)]
+        named = [(name, one) for name, one in model.named_modules() if isinstance(one, _BatchNorm)]
         self.modules = [(name, one) for name, one in named if one.track_running_stats]
         is_compiled = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
         self.can_arm = bool(self.modules) and not is_compiled
         self._handles: list[RemovableHandle] = []
         self._seen: dict[str, Tensor] = {}
         self.usual: dict[str, float] = {}  # the farthest that each was from its batches, in healthy times
+        self._out: set[str] = set()  # those that were out of range at the last look: one batch may be odd
+
+    def forget(self) -> None:
+        """The run went back."""
+        self.disarm()
+        self._out.clear()
 
     def arm(self) -> None:
         self.disarm()
         self._seen.clear()
         for name, module in self.modules:
-            self._handles.append(module.register_forward_pre_hook(self._hook(name)))
+            self._handles.append(module.register_forward_pre_hook(self._hook(name), with_kwargs=True))
 
     def disarm(self) -> None:
         for handle in self._handles:
@@ -96,13 +102,16 @@ class NormStatistics:
 
     def _hook(self, name: str) -> Any:
         @torch.no_grad()
-        def look(module: Any, args: Any) -> None:
-            batch, mean, var = args[0], module.running_mean, module.running_var
-            if name in self._seen or not module.training or mean is None or var is None or batch.dim() < 2:
+        def look(module: Any, args: Any, named: Any) -> None:
+            batch = next((one for one in (*args, *named.values()) if isinstance(one, Tensor)), None)
+            mean, var = module.running_mean, module.running_var
+            if batch is None or mean is None or var is None or not module.training or name in self._seen:
+                return
+            if batch.dim() < 2 or batch.shape[1] != mean.numel():
                 return
             dims = [dim for dim in range(batch.dim()) if dim != 1]
             its_var, its_mean = torch.var_mean(batch.float(), dims, unbiased=False)
-            size = its_var.mean() + module.eps
+            size = torch.maximum(its_var.mean(), var.mean()) + module.eps  # a batch may be blank
             apart = torch.maximum((mean - its_mean).square().max() / size, var.max() / (its_var.max() + module.eps))
             # A batch that is not finite tells nothing, and statistics that are not are another scan's.
             self._seen[name] = torch.nan_to_num(apart, nan=0.0)
@@ -116,13 +125,22 @@ class NormStatistics:
         seen = [self._seen.pop(name, nothing).float() for name, _ in self.modules]
         return torch.stack(seen) if seen else torch.zeros(0, device=self.device)
 
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the next look has to tell."""
+        return bool(self._out)
+
     def judge(self, values: Sequence[float], factor: float) -> Found | None:
         """`factor`: how far they may be from a batch, and beyond what was usual."""
         for (name, _), value in zip(self.modules, values, strict=True):
-            usual = self.usual.get(name)
-            if usual is not None and not value <= factor * max(1.0, usual):
+            usual, was_out = self.usual.get(name), name in self._out
+            is_out = usual is not None and not value <= factor * max(1.0, usual)
+            (self._out.add if is_out else self._out.discard)(name)
+            if is_out and not was_out:
+                continue
+            if is_out:
                 evidence = f"the running statistics of `{name}` are {value:.3g} times out of the range of its batches"
-                return Found(Signal.WEIGHTS_JUMP, name, f"{evidence}; {usual:.3g} was usual", acceptable=False)
+                return Found(Signal.WEIGHTS_JUMP, name, f"{evidence}; {usual:.3g} was usual")
             self.usual[name] = max(value, usual or 0.0)
         return None
 

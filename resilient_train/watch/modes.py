@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from math import isfinite
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from resilient_train.state.backup import Backups
 from resilient_train.state.randomness import preserved
 from resilient_train.watch.config import EvaluationConfig
 
@@ -19,14 +21,16 @@ _SHARE = 0.5  # of the loss: a smaller difference is not worth a line
 class Modes:
     """Makes the forward of a training batch once more in evaluation mode, now and then, and compares the losses."""
 
-    def __init__(self, config: EvaluationConfig, model: nn.Module) -> None:
+    def __init__(self, config: EvaluationConfig, model: nn.Module, backups: Backups, *, is_alone: bool) -> None:
         self.config, self.model = config, model
-        is_compiled = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
-        self.is_on = config.every > 0 and not is_compiled  # to compile the other mode may take minutes
+        self._backups = backups
+        self.is_on = config.every > 0 and is_alone  # ranks would have to agree where it fails on one of them
         self._usual: list[float] = []
 
     def is_due(self, step: int) -> bool:
-        return self.is_on and step > 0 and step % self.config.every == 0
+        if not self.is_on or step <= 0 or step % self.config.every:
+            return False
+        return "torch._dynamo" not in sys.modules  # to compile the other mode may take minutes
 
     @torch.no_grad()
     def compare(
@@ -34,6 +38,7 @@ class Modes:
     ) -> str | None:
         """`measure` makes the same loss, and metrics, in whatever mode the model is in. Waits for the device."""
         flags = [(module, module.training) for module in self.model.modules()]
+        before = self._backups.take()
         with preserved(device):
             self.model.eval()
             try:
@@ -44,6 +49,8 @@ class Modes:
             finally:
                 for module, flag in flags:
                     module.training = flag
+                self._backups.put_back(before)
+                self._backups.let_go(before)
         mine = float(loss.detach())
         apart = abs(other - mine)
         usual = sorted(self._usual)[-1] if len(self._usual) >= _FEWEST else None

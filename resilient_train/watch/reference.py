@@ -88,6 +88,9 @@ class Reference:
         """Make it again of what `as_plain` returned."""
         whole = {name: int(plain[name]) for name in ("step", "count")}
         numbers = {name: float(plain[name]) for name in ("level", "scatter", "slope", "size")}
+        is_one = whole["count"] > 0 and numbers["scatter"] >= 0 and numbers["size"] >= 0
+        if not (is_one and all(map(isfinite, numbers.values()))):
+            raise ValueError(f"a reference cannot be {dict(plain)}")
         return cls(**whole, **numbers)  # type: ignore[arg-type]
 
     def as_plain(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from resilient_train.watch.checks.level import Level, deviation
 from resilient_train.watch.checks.memory import Remembers
 from resilient_train.watch.config import JumpConfig, OutlierConfig
 
+_FAR = 2.0  # times as many spreads, and times the size of the losses: a young run changes fast
 _YOUNG = 12  # losses that tell what is far above all of them, as long as there are not many more
 
 
@@ -34,9 +35,8 @@ class Jump(Remembers):
         if not level.ready:
             lately = list(level.losses)[-_YOUNG:]
             over, usual = loss - max(lately), sorted(lately)[_YOUNG // 2]
-            return over > self.config.sigmas * deviation(sorted(lately), usual) and over > self.config.share * max(
-                abs(usual), level.scale
-            )
+            spread, size = deviation(sorted(lately), usual), max(abs(usual), level.scale)
+            return over > _FAR * self.config.sigmas * spread and over > _FAR * size
         over = loss - level.median
         return over > self.config.sigmas * level.spread and over > self.config.share * level.scale
 

@@ -40,7 +40,9 @@ class Level(Remembers):
     @property
     def usual(self) -> str:
         """For a person."""
-        return f"{self.low:.4g} to {self.high:.4g} was usual"
+        known = list(self.losses)
+        low, high = (self.low, self.high) if self.ready or not known else (min(known), max(known))
+        return f"{low:.4g} to {high:.4g} was usual"
 
     def learn(self, loss: float) -> bool:
         """Take one more; whether the level was looked at anew."""

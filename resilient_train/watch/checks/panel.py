@@ -215,11 +215,19 @@ class Panel:
 
     def not_recovered(self, vitals: Vitals) -> Anomaly:
         """The anomaly of a run that is quiet, and not back where it was: what it has done since does not count."""
-        assert self.probation.reference is not None
-        since = min(self.probation.reference.step, vitals.step)
-        stands_on = self.probation.stands_on
-        since = since if stands_on is None else min(stands_on, vitals.step)
+        since = self.not_recovered_since(vitals.step)
         return _landed(vitals, Signal.NOT_RECOVERED, self.probation.evidence(vitals.step), since=since)
+
+    def not_recovered_since(self, step: int) -> int:
+        """The newest step that is trusted of a run that is not back."""
+        assert self.probation.reference is not None
+        stands_on = self.probation.stands_on
+        return min(self.probation.reference.step if stands_on is None else stands_on, step)
+
+    def unsettled(self, vitals: Vitals) -> Anomaly | None:
+        """At the end of a run: an anomaly where the rate rose so late that its effect was not looked at."""
+        risen = None if self._is_deaf else self._rate.unsettled(vitals.step)
+        return None if risen is None else self._about_level(vitals, Signal.DIVERGENCE, risen[1], since=risen[0])
 
     def _about_level(self, vitals: Vitals, signal: Signal, evidence: str, since: int) -> Anomaly:
         """An anomaly of the loss. It says nothing about the proven state that the run was taken back to."""
@@ -281,7 +289,7 @@ class Panel:
         self._declared |= {int(step) for step in memory["declared"]}
         self._refusals.recall(memory["refusals"])
         self._overshoot.is_suspect = memory["suspect"] is True
-        self.is_only_reported = memory["only_reported"] is True
+        self.is_only_reported = memory.get("only_reported") is True
 
     def state_dict(self) -> dict[str, Any]:
         """What rewinds with the run, as plain data of its own."""

@@ -28,7 +28,8 @@ class Probation(Remembers):
     def __init__(self, config: ProbationConfig) -> None:
         self.config = config
         self.reference: Reference | None = None
-        self.goal = 0  # the step that the run had reached
+        self.goal = 0  # the step that the run had reached, and has to come to again; later, where it goes there slowly
+        self._reached = 0  # the same without the time for a slow way
         self.came_from: int | None = None  # the lowest step it went back to since; None: it was not taken back
         self.stands_on: int | None = None  # the step it went back to last, a proven one
         self._ceiling: float | None = None  # the highest loss on the way from there, until it is back
@@ -48,7 +49,7 @@ class Probation(Remembers):
         if not holds:
             self.reference = reference
             self.came_from = self.stands_on = self._ceiling = None
-        self.goal = max(self.goal if holds else 0, goal)
+        self.goal = self._reached = max(self._reached if holds else 0, goal)
         self._losses.clear()
 
     def _parted_before(self, since: int) -> bool:
@@ -60,7 +61,8 @@ class Probation(Remembers):
         With `rate` times the learning rate the way takes as many times longer, within bounds.
         """
         if self.is_open:
-            self.goal = max(self.goal, round(step + max(0, self.goal - step) * min(_LONGEST, 1 / rate)))
+            self.goal = round(step + max(0, self._reached - step) * min(_LONGEST, 1 / rate))
+            self.goal = max(self.goal, self._reached)
             self.came_from = step if self.came_from is None else min(step, self.came_from)
             self.stands_on = step
             self._ceiling = max((loss for other, loss in way.items() if other > step), default=None)
@@ -68,7 +70,7 @@ class Probation(Remembers):
 
     def end(self) -> None:
         """The run is back, or somebody has changed on purpose where it should be."""
-        self.reference, self.goal = None, 0
+        self.reference, self.goal, self._reached = None, 0, 0
         self.came_from = self.stands_on = self._ceiling = None
         self._losses.clear()
 
@@ -120,7 +122,7 @@ class Probation(Remembers):
         losses = list(self._losses)[-max(1, step - self.goal) :]
         mean = sum(losses) / max(1, len(losses))
         return (
-            f"the last {len(losses)} losses average {mean:.4g} where {self.reference.expected(step):.4g} was usual "
+            f"the last losses ({len(losses)}) average {mean:.4g} where {self.reference.expected(step):.4g} was usual "
             f"at step {self.reference.step:,}"
         )
 
@@ -138,6 +140,7 @@ class Probation(Remembers):
         if self.reference is None:
             return None
         one = {"reference": self.reference.as_plain(), "goal": self.goal, "came_from": self.came_from}
+        one["reached"] = self._reached
         return {**one, "stands_on": self.stands_on, "ceiling": self._ceiling}
 
     def recall(self, memory: Mapping[str, Any] | None) -> None:
@@ -146,7 +149,7 @@ class Probation(Remembers):
             self.end()
             return
         self.reference = Reference.from_plain(memory["reference"])
-        self.goal = int(memory["goal"])
+        self.goal, self._reached = int(memory["goal"]), int(memory["reached"])
         steps = (memory[name] for name in ("came_from", "stands_on"))
         self.came_from, self.stands_on = (None if step is None else int(step) for step in steps)
         self._ceiling = None if memory["ceiling"] is None else float(memory["ceiling"])

@@ -291,7 +291,7 @@ class Scans:
             count = len(self._norms.modules)
             found = self._norms.judge(values[place : place + count], self.config.norms.factor)
             findings += [(found, self._clean_norms)] if found else []
-            self._clean_norms = self._clean_norms if found else step
+            self._clean_norms = self._clean_norms if found or self._norms.is_suspect else step
             place += count
         self._judge_flow(pending, values[place:])
         return self._anomaly(step, tick, [one for one in findings if not self._is_on_purpose(step, one[0])])
@@ -343,7 +343,7 @@ class Scans:
         self._landed.clear()
         self._armed = self._armed_norms = self._saw_batch = False
         self._activations.disarm()
-        self._norms.disarm()
+        self._norms.forget()
         self._clean_norms, self._norms.usual = int(state["norms"][0]), dict(state["norms"][1])
         self._step = state["step"]
         self._weights.load(state["weights"])
