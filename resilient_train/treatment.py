@@ -175,8 +175,8 @@ class Treatment:
         )
         phases.lasted()
         self.history.treated(incident)
+        self.book.in_force(self.remedies())  # first: what was treated has its remedies in force
         self.book.treated(incident, phases.timed)
-        self.book.in_force(self.remedies())
         self.surroundings.treated(incident)
         log.warning("%s", told(incident))
 

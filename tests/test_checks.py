@@ -445,12 +445,10 @@ def only_jump() -> ChecksConfig:
 @pytest.mark.parametrize(
     ("first", "high", "seen_after"),
     [
-        pytest.param([3.0] * 12, 6.1, 5, id="twelve losses are enough"),
-        pytest.param([3.0] * 11, 6.1, None, id="eleven are not"),
-        pytest.param([3.0] * 40, 6.1, 5, id="twice the highest"),
-        pytest.param([3.0] * 40, 4.0, None, id="a third of their size above the highest"),
-        pytest.param([3.0] * 40, 4.2, 5, id="more than that"),
-        pytest.param([9.0, *[3.0] * 39], 8.0, 5, id="below the highest so far, but far above all of the last"),
+        pytest.param([3.0] * 12, 9.1, 5, id="twelve losses are enough"),
+        pytest.param([3.0] * 11, 9.1, None, id="eleven are not"),
+        pytest.param([3.0] * 40, 8.5, None, id="less than three times their size"),
+        pytest.param([9.0, *[3.0] * 39], 9.1, 5, id="as high as the first, but far above all of the last"),
         pytest.param([3.0 * 0.95**index for index in range(40)], 0.9, None, id="little above the last"),
         pytest.param([3.0 * 0.95**index for index in range(40)], 2.9, 5, id="back to where it began"),
         pytest.param([0.01 * (1 + index) for index in range(40)], 0.41, None, id="a climb from near zero"),

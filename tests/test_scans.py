@@ -19,7 +19,14 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from resilient_train.events import Anomaly, Signal
-from resilient_train.watch.config import ActivationsConfig, BatchConfig, OptimizerConfig, ReplicasConfig, WeightsConfig
+from resilient_train.watch.config import (
+    ActivationsConfig,
+    BatchConfig,
+    NormsConfig,
+    OptimizerConfig,
+    ReplicasConfig,
+    WeightsConfig,
+)
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.scans.reach import Path, Traveller, adam_stride, reach
 
@@ -34,6 +41,7 @@ def config(**every: int) -> Any:
         optimizer=OptimizerConfig(every.get("optimizer", EVERY), margin=1.05, recursion=1e-3),
         replicas=ReplicasConfig(0),
         activations=ActivationsConfig(every.get("activations", 0)),
+        norms=NormsConfig(every.get("norms", 0), factor=1000.0),
         batch=BatchConfig(every.get("batch", 0), factor=10.0),
     )
 

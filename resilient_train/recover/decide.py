@@ -37,7 +37,7 @@ def decide(
     case = Case(anomaly, diagnosis, can, rewinds=False)
     history, spent = _in_vain(history, anomaly), 0
     for place, rung in enumerate(ladder):
-        if not (actions := _applicable(rung, case)):
+        if (rung.landed and not anomaly.landed) or not (actions := _applicable(rung, case)):
             continue
         allowed, strikes = policy.strikes_of(rung, cause), _strikes(policy, rung, place, case, history, tick)
         if _came_to_the_same(place, cause, trace, history):

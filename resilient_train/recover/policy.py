@@ -26,6 +26,7 @@ class Rung:
     remedies: tuple[Prescribed, ...]
     strikes: int | None = None  # None: those of the policy
     within: int | None = None  # count strikes of so many ticks only; None: all since the cause was forgiven
+    landed: bool = False  # only for what reached the weights
     at_start: bool = False  # begun only while no state is proven but the first, and until it is forgiven
 
 
@@ -126,20 +127,21 @@ def _ladder(key: str, rungs: Any) -> tuple[Rung, ...]:
 
 def _rung(key: str, node: Any) -> Rung:
     strikes = within = None
-    at_start = False
+    at_start = landed = False
     where, remedies = key, node
     if isinstance(node, Mapping) and ("do" in node or len(node) != 1):
-        node = _mapping(key, node, ["do", "strikes", "within", "at_start"])
+        node = _mapping(key, node, ["do", "strikes", "within", "landed", "at_start"])
         where, remedies = f"{key}.do", node.get("do")
         strikes = _strikes(f"{key}.strikes", node["strikes"]) if "strikes" in node else None
         within = number(f"{key}.within", node["within"], int | None, at_least=1) if "within" in node else None
         at_start = _yes_or_no(f"{key}.at_start", node.get("at_start", False))
+        landed = _yes_or_no(f"{key}.landed", node.get("landed", False))
     if not _is_list(remedies):
         shape = "a rung is a list of remedies, such as [skip], or {do: [skip], strikes: 3, within: 10}"
         raise ConfigError(where, remedies, shape)
     if not remedies:
         raise unusable(where, "a rung needs a remedy; to leave things as they are, say [report]")
-    return Rung(_in_order(where, remedies), strikes, within, at_start)
+    return Rung(_in_order(where, remedies), strikes, within, landed, at_start)
 
 
 def _yes_or_no(key: str, value: Any) -> bool:

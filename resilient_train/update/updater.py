@@ -199,17 +199,14 @@ class Updater:
         factor = knobs.lr * rate
         paces = [self._pace(lr, usual) * factor for lr, usual in zip(rates, self._rates, strict=True)]
         limited = [min(one, self._limit(one, knobs)) for one in paces]
-        wanted, pace, places = (
-            max(paces, default=0.0),
-            max(limited, default=0.0),
-            iter(zip(paces, limited, strict=True)),
-        )
+        wanted, pace = max(paces, default=0.0), max(limited, default=0.0)
+        places = iter(zip(self._rates, paces, limited, strict=True))
         for optimizer, planned_groups, configured in zip(self.optimizers, planned_all, self._eps, strict=True):
             now, was = [], []
             for group, planned, eps in zip(optimizer.param_groups, planned_groups, configured, strict=True):
                 lr = planned["lr"]
-                asked, let_through = next(places)
-                setting = {**planned, "lr": lr * factor * (let_through / asked) if let_through < asked else lr * factor}
+                usual, asked, let_through = next(places)
+                setting = {**planned, "lr": usual * let_through if let_through < asked else lr * factor}
                 if eps is not None:
                     setting["eps"] = max(eps * eps_factor, _least_eps(group)) if self.mends_eps else eps * eps_factor
                 old = {name: group.get(name) for name in setting}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from math import isfinite
 from typing import Any
@@ -24,13 +23,13 @@ class Modes:
     def __init__(self, config: EvaluationConfig, model: nn.Module, backups: Backups, *, is_alone: bool) -> None:
         self.config, self.model = config, model
         self._backups = backups
-        self.is_on = config.every > 0 and is_alone  # ranks would have to agree where it fails on one of them
+        is_compiled = any(map(_is_compiled, model.modules()))  # to compile the other mode may take minutes
+        # Ranks would have to agree where it fails on one of them.
+        self.is_on = config.every > 0 and is_alone and not is_compiled
         self._usual: list[float] = []
 
     def is_due(self, step: int) -> bool:
-        if not self.is_on or step <= 0 or step % self.config.every:
-            return False
-        return "torch._dynamo" not in sys.modules  # to compile the other mode may take minutes
+        return self.is_on and step > 0 and step % self.config.every == 0
 
     @torch.no_grad()
     def compare(
@@ -61,3 +60,7 @@ class Modes:
         if isfinite(apart):
             self._usual.append(apart)
         return None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None

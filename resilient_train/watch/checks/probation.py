@@ -12,7 +12,7 @@ from resilient_train.watch.config import ProbationConfig
 from resilient_train.watch.reference import Reference, Standing, falls
 
 _LOOKS = (0.25, 0.5)  # of the window, before its end
-_LONGEST = 4.0  # times the way that it took before
+_LONGEST = 2.0  # times the way that it took before
 _FEWEST = 8  # losses that say whether the way back is on the reference
 
 
