@@ -244,6 +244,7 @@ class Guard:
         self._owes_resume = False
         resumed = self._durable.resume(is_explained=self._portions.look())
         self._portions.as_before(self._durable.samples)
+        self._panel.probation.resumed(self.clock.step)
         self._set_limits()
         self._seed_between(self.samples.position)
         return resumed

@@ -140,7 +140,7 @@ class Treatment:
             self._anomaly = anomaly = replace(anomaly, ranks=diagnosis.ranks)
         phases.ended(DIAGNOSE)
         if anomaly.is_in_weights and diagnosis.cause is not Cause.CORRUPTION:
-            ward.panel.hold(anomaly.since, anomaly.step)
+            ward.panel.hold(anomaly.since, reached(anomaly))
         history = self.history.of_training
         last = history[-1].rewound_to if history else None
         decision = decide(
@@ -189,7 +189,7 @@ class Treatment:
                 panel.probation.end()
             return  # a rewind makes the same updates again, to the last bit
         if anomaly.is_in_weights:
-            panel.hold(anomaly.since, anomaly.step, is_only_reported=bool(actions) and passes_over(actions))
+            panel.hold(anomaly.since, reached(anomaly), is_only_reported=bool(actions) and passes_over(actions))
             if panel.probation.is_open:
                 self.ward.ring.pin(anomaly.since)
 
@@ -527,6 +527,11 @@ class Treatment:
             self.surroundings.closed(incident)
             if incident.outcome is Outcome.RECOVERED:  # what recurs is told by the incident that it recurs in
                 log.info("%s", outcome_told(incident, healthy_steps))
+
+
+def reached(anomaly: Anomaly) -> int:
+    """Where a run had come to: by quiet steps off the reference it has come to nothing."""
+    return anomaly.since if anomaly.signal is Signal.NOT_RECOVERED else anomaly.step
 
 
 _DIFFER = (

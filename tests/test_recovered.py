@@ -165,7 +165,7 @@ def shuffled_from(tick: int, loop: list[Loop]) -> Callable[[Any, Any], Tensor]:
     return objective
 
 
-@pytest.mark.parametrize(("recovery", "most"), [("balanced", 500), ("aggressive", 6000), ("conservative", 300)])
+@pytest.mark.parametrize(("recovery", "most"), [("balanced", 2000), ("aggressive", 6000), ("conservative", 300)])
 def test_a_run_that_does_not_come_back_returns(recovery: str, most: int, tmp_path: Path) -> None:
     """It gives up with code 3 and ends on the best state that was proven, however much came after that."""
     made: list[Loop] = []

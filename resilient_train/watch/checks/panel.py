@@ -129,7 +129,9 @@ class Panel:
         finding = self._judged(vitals)
         if finding.anomaly is not None and finding.anomaly.landed:  # a new one is only reported, unless more is done
             is_new = not self.probation.is_open
-            self.hold(finding.anomaly.since, finding.anomaly.step, is_only_reported=is_new or self.is_only_reported)
+            if is_new or finding.anomaly.signal is not Signal.NOT_RECOVERED:
+                since, step = finding.anomaly.since, finding.anomaly.step
+                self.hold(since, step, is_only_reported=is_new or self.is_only_reported)
         return finding
 
     def _judged(self, vitals: Vitals) -> Finding:

@@ -68,6 +68,12 @@ class Probation(Remembers):
             self._ceiling = max((loss for other, loss in way.items() if other > step), default=None)
             self._losses.clear()
 
+    def resumed(self, step: int) -> None:
+        """A process goes on from `step`, which may lie before where the last one went back to."""
+        if self.is_open and step < self.goal:
+            self.came_from = step if self.came_from is None else min(step, self.came_from)
+            self.stands_on, self._ceiling = step, inf  # how high losses are from here on is not known
+
     def end(self) -> None:
         """The run is back, or somebody has changed on purpose where it should be."""
         self.reference, self.goal, self._reached = None, 0, 0
@@ -81,7 +87,7 @@ class Probation(Remembers):
         """
         if self.reference is None:
             return False
-        over = loss - max(self.reference.expected(self.goal), self._ceiling or -inf)
+        over = loss - max(self.reference.expected(self.goal), -inf if self._ceiling is None else self._ceiling)
         return over > sigmas * self.reference.scatter and over > share * self.reference.size
 
     def see(self, step: int, loss: float) -> Standing:
@@ -141,7 +147,7 @@ class Probation(Remembers):
             return None
         one = {"reference": self.reference.as_plain(), "goal": self.goal, "came_from": self.came_from}
         one["reached"] = self._reached
-        return {**one, "stands_on": self.stands_on, "ceiling": self._ceiling}
+        return {**one, "stands_on": self.stands_on, "ceiling": None if self._ceiling == inf else self._ceiling}
 
     def recall(self, memory: Mapping[str, Any] | None) -> None:
         """Measure on against what an earlier process was measured against."""
