@@ -11,8 +11,8 @@ from resilient_train.events import Action, Decision
 from resilient_train.recover.decide import decide
 
 
-def otherwise(*given: Any) -> Decision:
-    decided = decide(*given)
+def otherwise(*given: Any, **more: Any) -> Decision:
+    decided = decide(*given, **more)
     return replace(decided, actions=(*decided.actions, Action("lower_lr", {"factor": 0.5})))
 
 

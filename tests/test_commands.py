@@ -37,7 +37,7 @@ FIELDS = {
     "seconds",
     "step_ms",
 }
-FIELDS |= {"weights_sha256", "state_sha256", "mlflow"}
+FIELDS |= {"weights_sha256", "state_sha256", "mlflow", "first_loss", "verdict"}
 
 
 @pytest.fixture(autouse=True)

@@ -255,8 +255,8 @@ def test_a_rewind_is_in_the_table_and_has_its_times(tmp_path: Path) -> None:
     (one,) = guard.incidents
     assert one.rewound_to == 25
     points = around(tmp_path, 1)
-    assert [point.tick for point in points] == [*range(1, 111)], "fifty healthy updates, and it has recovered"
-    assert [point.step for point in points] == [*range(1, 60), 59, *range(26, 76)]
+    assert [point.tick for point in points] == [*range(1, 136)], "to the end: it counts from where the run had been"
+    assert [point.step for point in points] == [*range(1, 60), 59, *range(26, 101)]
     (refused,) = [point for point in points if not point.accepted]
     assert (refused.tick, refused.refused) == (60, "nonfinite_loss")
     assert math.isinf(refused.loss)

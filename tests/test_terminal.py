@@ -479,7 +479,7 @@ def test_however_much_a_run_has_met_its_end_is_told_on_one_page(tmp_path: Path) 
     assert len(lines) <= 20
     assert lines[1].startswith("recovered: met 200 incidents (20 ")
     assert sum(line.startswith("  ") for line in lines) == 7
-    assert "  and 3 other causes" in lines
+    assert "  and 4 other causes" in lines
     assert all(";" in line and line.endswith("other ways") for line in lines if re.match(r"  \w+: ", line))
     assert [line for line in lines if line.startswith("to change: ")][-1] == "to change: 195 more"
 
