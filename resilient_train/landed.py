@@ -17,6 +17,7 @@ _EXPLAINS = 0.5  # of a rise of the loss: as much has to come from the samples, 
 _PART = 0.25  # of it: what rows have to raise the loss by to count among those that did it
 _SAME = 1e-3  # of a loss: that of the same update at the same weights
 _AHEAD = 2048  # samples that are looked at, once bad rows are among those before
+_YOUNG = 16  # accepted updates, before which there is nothing to compare with
 _FEW = 5  # updates with bad rows, and without them, that a comparison takes
 _CLEARLY = 0.9  # of the pairs of one with them and one without
 _SEEN = ("norm", "loss")
@@ -72,7 +73,7 @@ def samples_behind(anomaly: Anomaly, ward: Ward, passed: PassedUpdates) -> Diagn
     """
     suspects = passed.around(anomaly.since)[0]
     odd = far_out(ward, [one.start for one in suspects])
-    if odd is not None and set_apart(odd, ward, passed.lately_made()):
+    if odd is not None and (anomaly.since < _YOUNG or set_apart(odd, ward, passed.lately_made())):
         return odd
     reference, proven = ward.panel.probation.reference, ward.ring.proven(anomaly.since)
     if reference is None or not proven or not suspects:
