@@ -45,7 +45,9 @@ class Explanation:
 
         Rows that are bad are so at any rate; and what rose slowly makes a loss worse, but breaks no operation.
         """
-        if leap is None or found.cause is Cause.DATA or (not leap.is_sudden and found.culprit is not None):
+        if leap is None or found.cause is Cause.DATA:
+            return found, None
+        if not leap.is_sudden and (found.culprit is not None or found.cause is not Cause.EXPLOSION):
             return found, None
         if anomaly.signal not in (_OF_THE_RATE if leap.is_sudden else landed.OF_THE_LOSS):
             return found, None
