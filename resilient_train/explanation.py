@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from resilient_train import landed
 from resilient_train.data.samples import Update
@@ -31,6 +32,7 @@ class Explanation:
 
     def __init__(self, ward: Ward, passed: PassedUpdates) -> None:
         self.ward, self.passed = ward, passed
+        self._first = landed.FirstUpdates()
         self._foreseen: tuple[str, Diagnosis] | None = None  # of an anomaly that was found by its cause
 
     def since_leap(self, anomaly: Anomaly) -> tuple[Anomaly, Leap | None]:
@@ -108,9 +110,9 @@ class Explanation:
         found = worst.diagnosis if worst is not None else None
         return _is_the_optimizers(anomaly, found or by_signal(anomaly), history)
 
-    def foresee(self, vitals: Vitals) -> Anomaly | None:
+    def foresee(self, vitals: Vitals, fed: Sequence[Any]) -> Anomaly | None:
         """An anomaly that is found by its cause: bad rows, where the first updates differ wildly."""
-        if (found := landed.at_start(self.ward, self.passed, vitals)) is None:
+        if (found := landed.at_start(self.ward, self.passed, vitals, self._first, fed)) is None:
             return None
         anomaly, diagnosis = found
         self._foreseen = anomaly.evidence, diagnosis

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from operator import truediv
 from statistics import median
+from typing import Any
+
+import torch
 
 from resilient_train.diagnose import verdict
-from resilient_train.diagnose.search import by_size
+from resilient_train.diagnose.search import UNHEARD_OF, by_size
 from resilient_train.events import Anomaly, Diagnosis, Signal, Vitals
-from resilient_train.passed import WILD, Passed, PassedUpdates
+from resilient_train.passed import FEW, WILD, Passed, PassedUpdates
 from resilient_train.state import randomness
 from resilient_train.ward import Ward
+from resilient_train.watch import pulse
 
 OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 _EXPLAINS = 0.5  # of a rise of the loss: as much has to come from the samples, so that these are to blame
@@ -18,7 +24,7 @@ _PART = 0.25  # of it: what rows have to raise the loss by to count among those 
 _SAME = 1e-3  # of a loss: that of the same update at the same weights
 _AHEAD = 2048  # samples that are looked at, once bad rows are among those before
 _YOUNG = 16  # accepted updates, before which there is nothing to compare with
-_FEW = 5  # updates with bad rows, and without them, that a comparison takes
+_TO_COMPARE = 5  # updates with bad rows, and without them, that a comparison takes
 _CLEARLY = 0.9  # of the pairs of one with them and one without
 _SEEN = ("norm", "loss")
 _BEGUN = 24  # accepted updates that tell whether they differ wildly
@@ -34,28 +40,65 @@ def far_out(ward: Ward, suspects: Sequence[int], also: Sequence[int] = ()) -> Di
         return by_size(suspects, also, _AHEAD, ward.samples, ward.world, ward.beat)
 
 
-def at_start(ward: Ward, passed: PassedUpdates, vitals: Vitals) -> tuple[Anomaly, Diagnosis] | None:
-    """Look for bad rows, once, where the gradients of the first updates differ wildly: clipped, they hide there.
+class FirstUpdates:
+    """The values that the first updates were fed, until it is known whether some are far beyond the others."""
 
-    They are to blame only where the updates that hold them are those with the large gradients.
+    def __init__(self) -> None:
+        self._sizes: dict[int, torch.Tensor] = {}  # the largest value of each field of an update, by its place
+
+    def note(self, start: int, fed: Sequence[Any]) -> None:
+        """Measure one. It stays on the device."""
+        self._sizes[start] = pulse.largest(fed)
+
+    def largest(self) -> list[int]:
+        """Read them: the places of those that are far beyond others in some field, the largest last."""
+        sizes = {start: one.tolist() for start, one in self._sizes.items()}
+        self._sizes.clear()
+        shape = len(next(iter(sizes.values()), []))
+        if not shape or any(len(one) != shape for one in sizes.values()):
+            return []
+        least = [min(one[field] for one in sizes.values()) or math.inf for field in range(shape)]
+        beyond = {start: max(map(truediv, one, least)) for start, one in sizes.items()}
+        return sorted((start for start, times in beyond.items() if times > UNHEARD_OF), key=beyond.__getitem__)[-FEW:]
+
+
+def at_start(
+    ward: Ward, passed: PassedUpdates, vitals: Vitals, first: FirstUpdates, fed: Sequence[Any]
+) -> tuple[Anomaly, Diagnosis] | None:
+    """Look for bad rows, once, where the gradients or the values of the first updates differ wildly.
+
+    Clipped or normalized they hide there. They are to blame only where the updates that hold them go worse.
     """
-    if vitals.step != _BEGUN or not vitals.accepted:
+    if vitals.step > _BEGUN or not vitals.accepted or not ward.samples.rows:
         return None
-    suspects, known = passed.wildest()
+    first.note(vitals.start, fed)
+    if vitals.step < _BEGUN:
+        return None
+    wildest, known = passed.wildest()
     starts = [one.start for one in known]
-    if not suspects or (found := far_out(ward, [one.start for one in suspects], starts)) is None:
+    by_rank = ward.world.all_of(first.largest())  # each has values of its own
+    suspects = dict.fromkeys([*(one.start for one in wildest), *(start for some in by_rank for start in some)])
+    if not suspects or (found := far_out(ward, [*suspects], starts)) is None:
         return None
     told = set_apart(found, ward, known)
     return None if told is None else (Anomaly(told[0], vitals.step, vitals.tick, 0, told[1]), found)
 
 
 def set_apart(found: Diagnosis, ward: Ward, known: Sequence[Passed]) -> tuple[Signal, str] | None:
-    """Whether the updates that hold rows are those that go wrong, and how that is seen; None where they are not."""
+    """Whether the updates that hold rows are those that go wrong, and how that is seen; None where they are not.
+
+    Where all losses fall at first, those that fall no further show in the later half.
+    """
+    in_order = sorted(known, key=lambda one: one.step)
+    return _apart(found, ward, in_order) or _apart(found, ward, in_order[len(in_order) // 2 :])
+
+
+def _apart(found: Diagnosis, ward: Ward, known: Sequence[Passed]) -> tuple[Signal, str] | None:
     rows = {*found.rows}
     holds = [not rows.isdisjoint(ward.samples.rows_at(one.start, one.stop)) for one in known]
     with_them = [one for one, is_one in zip(known, holds, strict=True) if is_one]
     without = [one for one, is_one in zip(known, holds, strict=True) if not is_one]
-    if min(len(with_them), len(without)) < _FEW:
+    if min(len(with_them), len(without)) < _TO_COMPARE:
         return None
     norms, losses = ([median(getattr(one, what) for one in some) for some in (with_them, without)] for what in _SEEN)
     higher = sum(one.loss > other.loss for one in with_them for other in without)

@@ -18,8 +18,10 @@ _TREND = 32  # accepted updates
 _LATELY, _EARLIER = 64, 8  # steps in which a rise of the rate may be behind trouble, and updates to rise above
 _FIRST_LEAP = 2  # updates before it: a warm-up doubles the rate with the second one
 _LEAP, _SLOWLY, _RISES = 2.0, 2.0, 1.1  # times the highest rate before: a leap; in some steps; and where that began
+_WARM_UP = 10.0  # times it: no stage of a warm-up, though it leads no further than to the configured rate
+_NO_RATE = 1e-12  # times the configured one: with so little nothing is learned
 WILD = 5.0  # times one in ten of the gradient norms: one in ten that is so much larger
-_FEW = 5  # updates that are looked at again
+FEW = 5  # updates that are looked at again
 _FIRST = 8  # accepted losses that tell where the run began
 _RECENT = 50  # accepted losses that the final one is the median of
 
@@ -78,7 +80,7 @@ class PassedUpdates:
         """A few updates after a step, the latest of them, and as many up to it."""
         after = [one for one in self._passed if one.step > since and one.stop > one.start]
         before = [one for one in self._passed if one.step <= since and one.accepted and one.stop > one.start]
-        return after[-_FEW:], before[-_FEW:]
+        return after[-FEW:], before[-FEW:]
 
     def after(self, step: int) -> Passed | None:
         """The update that was made right after a step, if it landed."""
@@ -95,7 +97,7 @@ class PassedUpdates:
         known = sorted((one for one in self._passed if one.accepted and one.stop > one.start), key=lambda one: one.norm)
         if not known or not known[9 * len(known) // 10].norm > WILD * known[len(known) // 10].norm:
             return [], known
-        return known[-_FEW:], known
+        return known[-FEW:], known
 
     def lately(self) -> tuple[list[float], list[float]]:
         """Losses and gradient norms of the last accepted updates, and of the one that was not."""
@@ -104,13 +106,13 @@ class PassedUpdates:
 
     def leap(self) -> Leap | None:
         """Say how far the rate rose within the last steps: at once, or slowly and beyond the configured one."""
-        known = [one for one in self._passed if one.pace > 0]
+        known = [one for one in self._passed if one.pace > _NO_RATE]
         if len(known) <= _FIRST_LEAP:
             return None
         newest, highest = known[-1].step, 0.0
         for place, one in enumerate(known):
             is_lately = newest - one.step < _LATELY and place >= _FIRST_LEAP
-            if is_lately and one.pace >= _LEAP * highest:
+            if is_lately and one.pace >= (_LEAP if one.pace > 1.0 else _WARM_UP) * highest:
                 return Leap(one.step, max(other.pace for other in known[place:]) / highest, highest, True)
             highest = max(highest, one.pace)
         earlier = [one.pace for one in known if newest - one.step >= _LATELY] or [one.pace for one in known[:_EARLIER]]

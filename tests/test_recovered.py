@@ -274,6 +274,24 @@ def test_rows_that_are_far_out_from_the_first_step_on_are_found(hands_over: bool
     assert loop.loss() < 1.15 * Loop(hands_over=hands_over).train(250).loss()
 
 
+def test_rows_that_a_normalization_hides_are_found() -> None:
+    """Behind a batch norm no gradient jumps: the others of the batch are squashed, and nothing is learned from it."""
+    rows = torch.randperm(BLOBS, generator=torch.Generator().manual_seed(8))[:23].tolist()
+
+    def spoil(points: Tensor, labels: Tensor) -> None:
+        points[rows] *= 1000
+
+    loops = [Loop(data=data, norm=True, build=sgd).train(250) for data in (blobs(spoil), blobs())]
+    told = loops[0].guard.incidents
+    assert [(one.diagnosis.cause, one.outcome) for one in told] == [("data", "recovered")]
+    assert set(told[0].diagnosis.rows) == set(rows)
+    assert loops[0].loss() < 1.15 * loops[1].loss()
+
+
+def sgd(weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=0.1)
+
+
 def test_labels_that_are_wrong_for_a_stretch_are_data() -> None:
     """Their loss is high at weights at which earlier samples have their usual one: no lower rate is advised."""
 

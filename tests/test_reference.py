@@ -359,6 +359,8 @@ DOWN = [0.01 ** (step / 100) for step in range(100)]
         pytest.param([*[1.0] * 50, *[1.02**step for step in range(1, 30)]], None, id="a rise to less than twice"),
         pytest.param([1.0] * 5 + [10.0], Leap(6, 10.0, 1.0, True), id="a few updates tell what is usual"),
         pytest.param([0.01, 0.02, 0.03, 0.04], None, id="the first steps of a warm-up"),
+        pytest.param([0.5] * 3 + [1.0] * 9, None, id="the next stage of a warm-up"),
+        pytest.param([0.01] * 50 + [1.0], Leap(51, 100.0, 0.01, True), id="too far for a stage of a warm-up"),
         pytest.param([0.0] * 100, None, id="rates that are not known"),
         pytest.param([], None, id="no updates"),
     ],
@@ -397,7 +399,7 @@ def test_what_a_leap_says_is_so(paces: list[float]) -> None:
         return
     assert leap.factor >= 2 * (1 - 1e-9)
     assert max(paces[leap.step - 1 :]) == pytest.approx(leap.factor * leap.usual)
-    before = [pace for pace in paces[: leap.step - 1] if pace]
+    before = [pace for pace in paces[: leap.step - 1] if pace > 1e-12]
     assert max(before) == pytest.approx(leap.usual) if leap.is_sudden else max(before) <= 1.1 * leap.usual
 
 

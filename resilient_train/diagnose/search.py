@@ -27,7 +27,7 @@ _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
 _OTHERS = 128  # rows that a row is compared with
 _FAR = 4.0  # times the largest of those: what makes a gradient jump is an outlier
 _ABSURD = 1e4  # the same where an operation broke: one that cannot take a large value is to blame itself
-_UNHEARD_OF = 100.0  # times what three of four rows do not exceed
+UNHEARD_OF = 100.0  # times what three of four rows do not exceed
 _NONFINITE = (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH)
 _SPIKES = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
 
@@ -348,12 +348,12 @@ def by_size(
 
     keys = [key for start in suspects for some in samples.keys_at(start) for key in some]
     usual = by_rows.usual_sizes([fetched(key) for key in samples.others(keys[:_OTHERS], 0)])
-    odd = {key.row: told for key in keys if (told := by_rows.far_out(fetched(key), usual, _UNHEARD_OF))}
+    odd = {key.row: told for key in keys if (told := by_rows.far_out(fetched(key), usual, UNHEARD_OF))}
     if not any(world.all_of(bool(odd))):
         return None
     for start in (*also, *samples.starts(max(suspects), ahead)):
         for key in [key for some in samples.keys_at(start) for key in some]:
-            if told := by_rows.far_out(fetched(key), usual, _UNHEARD_OF):
+            if told := by_rows.far_out(fetched(key), usual, UNHEARD_OF):
                 odd[key.row] = told
     found = {row: told for one in world.all_of(odd) for row, told in one.items()}
     return verdict.on_far_out(found)
