@@ -107,8 +107,10 @@ def with_guard(model: nn.Module, accelerator: Accelerator, on_step: OnStep) -> N
 
     rows = torch.utils.data.TensorDataset(torch.randn(256, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    guard = Guard(accelerator, model, optimizer, data=rows, batch_size=8, objective=squared, clip=1.0)
-    for step, batch in enumerate(guard.batches(steps=BEFORE + COUNTED + 1), start=1):
+    guard = Guard(
+        accelerator, model, optimizer, data=rows, batch_size=8, steps=BEFORE + COUNTED + 1, objective=squared, clip=1.0
+    )
+    for step, batch in enumerate(guard.batches(), start=1):
         guard.step(batch)
         on_step(step)
     guard.close()

@@ -45,7 +45,7 @@ def run(recipe: str, seed: int, steps: int) -> tuple[list[str], int, float]:
     overrides = [*RECIPES[recipe], f"run.steps={steps}", f"run.seed={seed}", "tracking=none", "accelerate.cpu=true"]
     config = load(overrides).config
     assembled = assemble(config, World.joined(config.accelerate))
-    for batch in assembled.guard.batches(steps):
+    for batch in assembled.guard.batches():
         assembled.guard.step(batch)
     loss = evaluate(assembled)["loss"]
     reported = [f"{one.anomaly.signal} at {one.anomaly.step}" for one in assembled.guard.incidents]

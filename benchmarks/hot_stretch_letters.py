@@ -209,14 +209,15 @@ def guarded(draw: Draw, run_dir: Path) -> Ended:
         return loss
 
     guard = Guard(
-        accelerator, model, optimizer, data=rows(TRAINED_ON), batch_size=BATCH_SIZE, schedule=schedule,
+        accelerator, model, optimizer, data=rows(TRAINED_ON), batch_size=BATCH_SIZE, steps=draw.steps,
+        schedule=schedule,
         objective=watched if draw.form == "objective" else None, recovery="balanced", checks="default",
         run_dir=run_dir, clip=CLIP, seed=draw.seed, tracking=False,
     )  # fmt: skip
     model.train()
     error: Exception | None = None
     try:
-        for batch in guard.batches(draw.steps):
+        for batch in guard.batches():
             if len(losses) > ENDLESS * draw.steps:
                 raise TimeoutError("the run does not come to an end")
             if draw.form == "objective":

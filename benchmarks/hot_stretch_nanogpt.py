@@ -62,9 +62,10 @@ class Batches:
 accelerator = Accelerator(cpu=True)
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda it: get_lr(it) / learning_rate)
 model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
-guard = Guard(accelerator, model, optimizer, data=Batches(), schedule=schedule, objective=OBJECTIVE,
-              recovery='balanced', checks='default', run_dir='run', clip=grad_clip, seed=SEED, tracking=False)
-for X, Y in guard.batches(max_iters + 1):
+guard = Guard(accelerator, model, optimizer, data=Batches(), steps=max_iters + 1, schedule=schedule,
+              objective=OBJECTIVE, recovery='balanced', checks='default', run_dir='run', clip=grad_clip, seed=SEED,
+              tracking=False)
+for X, Y in guard.batches():
 """
 OBJECTIVE = """
 def objective(model, batch):

@@ -101,6 +101,7 @@ class Kit:
             rest if single is None else rest[0],
             schedule=None if single is None else rest[1],
             objective=None if job.hands_over else self.injector.objective,
+            steps=recipe.steps,
             run_dir=run_dir,
             clip=1.0,
             **common,
@@ -142,7 +143,7 @@ def by_hand(kit: Kit, *, skips: bool) -> float:
 def guarded(kit: Kit, *, hands_over: bool) -> None:
     """Train with the guard."""
     guard, injector = kit.guard, kit.injector
-    for given in guard.batches(kit.recipe.steps):
+    for given in guard.batches():
         batch: Any = injector.on_batch(given)
         if hands_over:
             loss: Tensor = injector.objective(kit.prepared, batch)

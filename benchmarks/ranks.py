@@ -180,12 +180,13 @@ def loop(case: str) -> None:
         program.optimizer(model.parameters()),
         data=program.rows,
         batch_size=program.batch_size // SLICES,
+        steps=program.steps,
         objective=program.loss,
         collate=program.collate,
         clip=program.clip,
         run_dir="run",
     )
-    for batch in guard.batches(steps=program.steps):
+    for batch in guard.batches():
         guard.step(batch)
     learned = {"weights": guard.state.weights_sha256(), "loss": guard.recent_loss}
     guard.close()

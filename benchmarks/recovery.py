@@ -143,7 +143,7 @@ def guarded(run: Run) -> Cell:
     guard, clock, steps = run.guard, run.guard.clock, run.config.run.steps
     why, gave_up = "", False
     try:
-        for batch in guard.batches(steps):
+        for batch in guard.batches():
             guard.step(batch)
             if clock.tick > ENDLESS * steps:
                 why = "does not come to an end"

@@ -123,6 +123,7 @@ def trained(fault: str | None, recovery: Any, seed: int) -> Ended:
         optimizer,
         data=program.rows,
         batch_size=32,
+        steps=STEPS,
         schedule=program.curve,
         objective=program.objective,
         recovery=recovery,
@@ -131,7 +132,7 @@ def trained(fault: str | None, recovery: Any, seed: int) -> Ended:
     )
     why, gave_up = "", False
     try:
-        for batch in guard.batches(steps=STEPS):
+        for batch in guard.batches():
             guard.step(batch)
             program.after(optimizer)
             if guard.clock.tick > 10 * STEPS:

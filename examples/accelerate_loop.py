@@ -27,7 +27,8 @@ from resilient_train import Guard  # +
 
 ROWS, ROTTEN = 6000, {100, 4510}
 SPOILED = 150  # the backward pass that goes wrong
-STEPS, BATCH_SIZE = 300, 32
+EPOCHS, BATCH_SIZE = 2, 32
+STEPS = EPOCHS * math.ceil(ROWS / BATCH_SIZE)
 
 
 class Readings(Dataset[tuple[Tensor, Tensor]]):
@@ -74,15 +75,13 @@ def plain() -> Any:
     model, optimizer, scheduler = build()
     loader = DataLoader(Readings(ROWS, seed=1, rotten=ROTTEN), batch_size=BATCH_SIZE, shuffle=True)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-    done = 0
-    while done < STEPS:
+    for _ in range(EPOCHS):
         for x, y in loader:
             loss = mse_loss(model(x), y)
             accelerator.backward(loss)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            done += 1
     return model
 
 
@@ -97,9 +96,9 @@ def guarded(run_dir: Path) -> Any:
         x, y = batch  # +
         return mse_loss(model(x), y)  # +
 
-    guard = Guard(accelerator, model, optimizer, data=dataset, batch_size=BATCH_SIZE,  # +
+    guard = Guard(accelerator, model, optimizer, data=dataset, batch_size=BATCH_SIZE, steps=STEPS,  # +
                   schedule=scheduler, objective=objective, run_dir=run_dir)  # +  # fmt: skip
-    for batch in guard.batches(STEPS):  # +
+    for batch in guard.batches():  # +
         guard.step(batch)  # +
     return model
 
@@ -112,10 +111,11 @@ def handed_over(run_dir: Path) -> Any:
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     guard = Guard(accelerator, model, optimizer, data=dataset, batch_size=BATCH_SIZE,  # +
                   schedule=scheduler, run_dir=run_dir)  # +  # fmt: skip
-    for x, y in guard.batches(STEPS):  # +
-        loss = mse_loss(model(x), y)
-        accelerator.backward(loss)
-        guard.update(loss)  # +
+    for epoch in guard.epochs(EPOCHS):  # +
+        for x, y in epoch:  # +
+            loss = mse_loss(model(x), y)
+            accelerator.backward(loss)
+            guard.update(loss)  # +
     return model
 
 

@@ -59,11 +59,12 @@ def main() -> None:
         optimizer,
         data=data,
         batch_size=32,
+        steps=STEPS,
         objective=loss,
         clip=1.0,
         run_dir="runs/culprits",
     )
-    for batch in guard.batches(steps=STEPS):
+    for batch in guard.batches():
         guard.step(batch)
     guard.close()
     print(f"{len(guard.incidents)} incidents; the last loss is {guard.newest.loss if guard.newest else math.nan:.4f}")

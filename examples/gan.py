@@ -77,8 +77,8 @@ def in_turn(run_dir: Path) -> None:
     """Hand over one loss after the other: refused with a clear line."""
     accelerator = Accelerator(cpu=True)
     model, optimizers = build(accelerator)
-    guard = Guard(accelerator, model, optimizers, data=Ring(), batch_size=BATCH_SIZE, run_dir=run_dir)
-    for real in guard.batches(STEPS):
+    guard = Guard(accelerator, model, optimizers, data=Ring(), batch_size=BATCH_SIZE, steps=STEPS, run_dir=run_dir)
+    for real in guard.batches():
         loss_of_critic, _ = model(real)
         accelerator.backward(loss_of_critic)
         guard.update(loss_of_critic)
@@ -97,10 +97,11 @@ def together(run_dir: Path) -> Any:
         optimizers,
         data=Ring(),
         batch_size=BATCH_SIZE,
+        steps=STEPS,
         objective=lambda model, real: sum(model(real)),
         run_dir=run_dir,
     )
-    for real in guard.batches(STEPS):
+    for real in guard.batches():
         guard.step(real)
     return accelerator.unwrap_model(model)
 

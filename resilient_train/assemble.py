@@ -133,6 +133,7 @@ def assemble(
         optimizers,
         data=samples,
         batch_size=config.data.batch_size,
+        steps=config.run.steps,
         schedule=schedules,
         objective=objective,
         recovery=config.recovery,

@@ -35,6 +35,7 @@ from resilient_train.state.run_state import Clock
 
 REPORT_EVERY = 10  # accepted updates of a loop of somebody's own
 
+CLOSED = "closed"  # by its program, before the planned total
 _LEFT = "ended"  # nobody said why: a break that was meant, or sys.exit(1), which leaves no trace
 _open: set[Chronicle] = set()  # of loops whose end nobody has said yet
 
@@ -182,12 +183,12 @@ class Chronicle:
                 log.info("%s", line)
             self._finish_tracking(self._ending)
 
-    def closed(self, error: BaseException | None) -> None:
+    def closed(self, error: BaseException | None, planned: int | None) -> None:
         """Take note that the program ends the loop, at a step of its choice, or because of the error it deals with."""
         with self._lock:
             if error is not None and not isinstance(error, GeneratorExit):
                 self.fail(error)
-            self.end("completed")
+            self.end("completed" if planned is None or self.clock.step >= planned else CLOSED)
             self.conclude()
             self.let_go()
 

@@ -87,6 +87,17 @@ class _InFlight:
     held: Held | None = None  # the snapshot of the state after it, if one was taken
 
 
+@dataclass(frozen=True)
+class Epoch:
+    """An epoch, or what is left of it: iterate over it for its micro-batches."""
+
+    number: int  # from 0 on
+    batches: Callable[[], Iterator[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.batches()
+
+
 class Guard:
     """Gate, checks, rewinds, remedies and journal around a training loop."""
 
@@ -100,6 +111,7 @@ class Guard:
         *,
         data: Any,
         batch_size: int | None = None,
+        steps: int | None = None,
         schedule: Any = None,
         objective: Objective | None = None,
         recovery: Any = "balanced",
@@ -122,7 +134,9 @@ class Guard:
     ) -> None:
         """Take what a loop has: the model as Accelerate prepared it, the optimizer or several, a data set or a loader.
 
-        `objective` is `(model, batch) -> loss`. Without one the loop makes the loss, and hands it to `update`.
+        `steps` is the planned total: a run is complete when so many updates are accepted, over all processes that
+        worked on it. `objective` is `(model, batch) -> loss`. Without one the loop makes the loss, and hands it to
+        `update`.
         `quarantine` is the quarantine.json of another run on the same data: its rows are left out. `disk` says
         after how many updates a proven state is written to the run directory, and with `resume` a run goes on from
         the newest one there. `stop` is asked before every update. `tracking` is the address of the MLflow that is to
@@ -130,9 +144,10 @@ class Guard:
         """
         self.world = fitting.world(accelerator)
         self.model, self.clock, self.seed, self.drill = model, Clock(), seed, drill
-        if book is None:  # it is the loop of a user's own
+        is_own = book is None  # it is the loop of a user's own
+        if is_own:
             fitting.speak_up(self.world)
-        self.objective = fitting.objective(objective)
+        self.objective, self.steps = fitting.objective(objective), fitting.steps(steps)
         batch_size = fitting.batch_size(batch_size, data, self.world)
         slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, self.world.rank, self.world.size)
         device, scaler = self.world.device, accelerator.scaler
@@ -213,6 +228,7 @@ class Guard:
         self.beat: Callable[[], None] = lambda: None  # called whenever a diagnosis has got on
         self.newest: Vitals | None = None  # the newest update that was heard of
         self._turn = fitting.Turn(optimizers)
+        self._unused = fitting.warn_if_unused(self, self.world) if is_own else None
         self._has_begun = False
         self._begun: _Begun | None = None
         self._newest_begun: _Begun | None = None
@@ -266,15 +282,41 @@ class Guard:
         self.chronicle.left_state(self._left)
         return self._left
 
-    def batches(self, steps: int) -> Iterator[Any]:
-        """Yield micro-batches, on the device, until `steps` updates are accepted and the last of them is sound.
+    def epochs(self, count: int) -> Iterator[Epoch]:
+        """Yield the epochs that are left of `count`, each of which yields its micro-batches; the first may be cut.
 
-        Or until `stopped`.
+        An epoch is as many updates as it takes to see all the data once. Without `steps` this plans the total.
         """
+        length = fitting.steps_per_epoch(self.samples, self.slicing)
+        self._start()
+        self.steps = self.steps or count * length
+        numbers = range(self.attempted_step // length, min(count, -(-self.steps // length)))
+        if not numbers:
+            yield from self.batches()  # says why there are none
+        for number in numbers:
+            if not self.stopped:
+                yield Epoch(number, partial(self._batches_until, min((number + 1) * length, self.steps)))
+
+    def batches(self, steps: int | None = None) -> Iterator[Any]:
+        """Yield micro-batches, on the device, until `steps` more updates are accepted; else the rest of the plan.
+
+        The last of them is sound then. It ends sooner once the loop is `stopped`.
+        """
+        steps = fitting.steps(steps)
+        self._start()
+        if steps is None and self.steps is None:
+            raise TrainError(_NO_TOTAL)
+        last = math.inf if steps is None else self.attempted_step + steps
+        yield from self._batches_until(int(min(last, self.steps or math.inf)))
+
+    def _batches_until(self, last: int) -> Iterator[Any]:
         self._start()
         self._left = None
-        self.chronicle.begin(steps, {"steps": steps, **self._given})
-        while self._goes_on(steps):
+        planned = self.steps or last
+        self.chronicle.begin(planned, {"steps": planned, **self._given})
+        if self.attempted_step >= last and not self.stopped:
+            log.info("no batches: all %s steps of the plan are made", f"{planned:,}")
+        while self._goes_on(last):
             if self.drill is not None and self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
                 continue  # the fault strikes once, so not in an update that is dropped for the sake of the last one
             self._snapshot()
@@ -288,11 +330,12 @@ class Guard:
                     break  # dropped, or made to the end
                 if len(self._losses) < number:
                     raise TrainError("a batch was not handed back: call guard.step(batch), or guard.update(loss)")
-        if not self.stopped:
-            self._treatment.finish()
         numerics.raise_eps(1.0)  # a knob of this run, and of the process
-        if self.chronicle.place.directory is not None:
-            self._tell_end()
+        if self.stopped:
+            self.chronicle.end("preempted", Stopped.exit_code)
+        elif last == self.steps:
+            self._treatment.finish()
+            self._complete()
 
     def step(self, batch: Any) -> bool:
         """Forward, backward, gate, update. Says whether an update was attempted: not while gradients accumulate."""
@@ -346,19 +389,24 @@ class Guard:
     def close(self) -> None:
         """End a run before its last step: hear the last verdict, close what has healed, let go of worker processes."""
         self._put_back_batch()
-        error = sys.exc_info()[1]
+        error, gave_up = sys.exc_info()[1], None
         if self.settle() and self._examination.now() is None:
             if error is None and self._treatment.has_to_return():
-                error = self._treatment.return_unrecovered()
+                gave_up = self._treatment.return_unrecovered()
             else:
                 self._treatment.finish()
+                if error is None and self.steps is None and not self.stopped and self._left is None:
+                    self._complete()
         self.ended()
-        self.chronicle.closed(error)
+        self.chronicle.closed(gave_up or error, self.steps)
         self.let_go()
+        if gave_up is not None:
+            raise gave_up
 
     def let_go(self) -> None:
         """Give back what is the process's: worker processes, the code that wears armor, the knob of safe operations."""
         self._treatment.disarm()
+        self._turn.end()
         numerics.raise_eps(1.0)
         self.samples.close()
         self._durable.let_go()
@@ -444,6 +492,8 @@ class Guard:
         if self._owes_resume and self.resume():
             log.info("goes on from step %d", self.clock.step)
         self._has_begun = True
+        if self._unused is not None:
+            self._unused.detach()
         self._put_back_batch()
         self._seed_between(self.samples.position)
         if not self._ring.held and self._in_flight is None:
@@ -455,10 +505,9 @@ class Guard:
             if self._panel.probation.is_open:  # since before the process ended
                 self._ring.pin(self.clock.step)
 
-    def _tell_end(self) -> None:
-        """Write down how a loop of somebody's own came to its end. Every rank comes here: weights may be spread."""
-        if self.stopped:
-            self.chronicle.end("preempted", Stopped.exit_code)
+    def _complete(self) -> None:
+        """Write the end state of a loop of somebody's own. Every rank comes here: weights may be spread."""
+        if self.chronicle.place.directory is None:
             return
         # What follows may be an evaluation, or more steps: the last words are said by `leave`, `close`, or at the exit.
         self._left = self._durable.finish(healthy=True)
@@ -466,7 +515,10 @@ class Guard:
         self.chronicle.end("completed", digests=(self.state.weights_sha256(), self.state.sha256()))
 
     def _goes_on(self, steps: int) -> bool:
-        """Say whether another update is wanted; at the end the last one is heard and scanned first."""
+        """Say whether another update is wanted up to a step; there the last one is heard and scanned first.
+
+        Whether what happened is overcome is asked only at the end of the plan: before it, there is time.
+        """
         if self._stop():
             self._updater.ask_to_stop()
             if self.world.size == 1:
@@ -479,10 +531,10 @@ class Guard:
         if not (self.settle() and self.clock.step >= steps):
             return self.clock.step < steps
         anomaly = self._examination.now()
-        if anomaly is None and self.newest is not None:
+        if anomaly is None and self.newest is not None and steps == self.steps:
             anomaly = self._panel.unsettled(self.newest)
-        if anomaly is None and self.newest is not None and self._treatment.has_to_return():
-            anomaly = self._panel.not_recovered(self.newest)
+            if anomaly is None and self._treatment.has_to_return():
+                anomaly = self._panel.not_recovered(self.newest)
         if anomaly is not None:
             place = self.samples.position
             update = self._newest_begun.update if self._newest_begun else Update(place, place, [])
@@ -526,9 +578,7 @@ class Guard:
     def _require_batch(self, verb: str) -> _Begun:
         """Return the update whose batch the loop is handing back; raise where there is none."""
         if not self._has_begun:
-            raise TrainError(
-                f"guard.{verb} before the loop: iterate over guard.batches(steps=...), which makes the batches"
-            )
+            raise TrainError(f"guard.{verb} before the loop: iterate over guard.batches(), which makes the batches")
         if self._begun is None or len(self._losses) >= len(self._begun.fed):
             raise TrainError(_TWICE.format(verb=verb))
         if Guard._newest != id(self._begun):
@@ -683,6 +733,8 @@ class Guard:
             self._durable.verified(any_busy=vitals.any_busy)
         if vitals.accepted and self.clock.step == 1 and not self._described:
             self._described = True
+            if self.objective is None:
+                fitting.warn_of_scalers(self._updater.scaler)
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
             self._examination.note_first(flight.begun.fed)
 
@@ -712,6 +764,10 @@ class Guard:
 
 
 _MOST_REPEATS = 2
+_NO_TOTAL = (
+    "guard.batches() yields the rest of a planned total: give one with Guard(steps=...), or ask for n more with "
+    "guard.batches(n)"
+)
 _IN_TURN = (
     "losses that are stepped in turn, as in a GAN, are not supported; "
     "add them up and give one guard all optimizers, which then step together"

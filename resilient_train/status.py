@@ -56,6 +56,8 @@ class Status:
                 return f"{run_dir}: {self.why or 'gave up: the end of its train.log says why'}"
             case "killed":
                 return f"{run_dir}: killed without a word at {at}; {self.onward}"
+            case "closed":
+                return f"{run_dir}: closed by its program at {at}; {self.onward}"
             case "ended":
                 return f"{run_dir}: left at {at}, and nothing said that it was the end (guard.close()); {self.onward}"
             case "refused":

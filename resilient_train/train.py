@@ -28,7 +28,7 @@ def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None]
     if run.owes_evaluation(guard.clock.step):
         evaluate_and_report(run, tracker, beat)
     run.tally.start_lap()
-    for batch in guard.batches(settings.steps):
+    for batch in guard.batches():
         attempted = guard.step(batch)
         beat()
         if not attempted:

@@ -189,7 +189,10 @@ class Treatment:
                 panel.probation.end()
             return  # a rewind makes the same updates again, to the last bit
         if anomaly.is_in_weights:
-            panel.hold(anomaly.since, reached(anomaly), is_only_reported=bool(actions) and passes_over(actions))
+            rungs = self.policy.ladder(diagnosis.cause)  # where one of them does more, alarms lead there
+            is_all = all(passes_over(one.action for one in rung.remedies) for rung in rungs)
+            is_reported = is_all and bool(actions) and passes_over(actions)
+            panel.hold(anomaly.since, reached(anomaly), is_only_reported=is_reported)
             if panel.probation.is_open:
                 self.ward.ring.pin(anomaly.since)
 

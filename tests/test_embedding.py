@@ -108,7 +108,8 @@ class Loops:
         """The guard makes forward and backward."""
         guard = self.guard(objective=mse, **given)
         guard.keep(average=self.average)
-        for batch in guard.batches(steps):
+        guard.steps = steps
+        for batch in guard.batches():
             if guard.step(batch):
                 self.average.update_parameters(self.model)
         return guard
@@ -117,7 +118,8 @@ class Loops:
         """The loop makes them."""
         guard = self.guard(**given)
         guard.keep(average=self.average)
-        for batch in guard.batches(steps):
+        guard.steps = steps
+        for batch in guard.batches():
             loss = mse(self.model, batch)
             self.accelerator.backward(loss)
             if guard.update(loss):
@@ -608,7 +610,7 @@ def test_two_guards_in_turn_are_refused() -> None:
 def test_update_outside_of_the_loop_is_refused() -> None:
     """There is no batch that it could be about."""
     guard = Loops().guard(objective=mse)
-    with pytest.raises(TrainError, match=r"iterate over guard.batches\(steps=...\)"):
+    with pytest.raises(TrainError, match=r"iterate over guard.batches\(\)"):
         guard.step([torch.zeros(16, 6), torch.zeros(16, 1)])
 
 
@@ -623,17 +625,17 @@ def test_after_the_loop_everybody_may_step() -> None:
 def test_a_loop_that_was_left_is_entered_again() -> None:
     """With a batch in hand, too: it comes again, and the end is the same."""
     whole = Loops()
-    expected = whole.guard(objective=mse)
-    for batch in expected.batches(10):
+    expected = whole.guard(objective=mse, steps=10)
+    for batch in expected.batches():
         expected.step(batch)
     loops = Loops()
-    guard = loops.guard(objective=mse)
-    for batch in guard.batches(10):
+    guard = loops.guard(objective=mse, steps=10)
+    for batch in guard.batches():
         if guard.attempted_step == 6:
             loops.accelerator.backward(mse(loops.model, batch))
             break
         guard.step(batch)
-    for batch in guard.batches(10):
+    for batch in guard.batches():
         guard.step(batch)
     assert guard.state.sha256() == expected.state.sha256()
 
@@ -716,9 +718,9 @@ model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 x = torch.randn(64, 2)
 x[5] = float("nan")
-guard = Guard(accelerator, model, optimizer, data=torch.utils.data.TensorDataset(x), batch_size=8, run_dir="here",
-              objective=lambda model, batch: model(batch[0]).square().mean())
-for batch in guard.batches(12):
+guard = Guard(accelerator, model, optimizer, data=torch.utils.data.TensorDataset(x), batch_size=8,
+              steps=12, run_dir="here", objective=lambda model, batch: model(batch[0]).square().mean())
+for batch in guard.batches():
     guard.step(batch)
 print({"hydra", "omegaconf", "mlflow"} & sys.modules.keys())
 """
@@ -781,9 +783,9 @@ numbers = torch.Generator().manual_seed(0)
 x = torch.randn(128, 6, generator=numbers)
 data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 policy = {"ladders": {"default": [["rewind", {"lower_lr": {"factor": 0.5}}], ["skip"]]}, "strikes": 1}
-guard = Guard(accelerator, model, optimizer, data=data, batch_size=8, schedule=schedule, run_dir="here",
+guard = Guard(accelerator, model, optimizer, data=data, batch_size=8, steps=30, schedule=schedule, run_dir="here",
               recovery=policy, verify_after=3)
-for number, (x, y) in enumerate(guard.batches(30)):
+for number, (x, y) in enumerate(guard.batches()):
     if rank == 1 and number in (7, 19):
         x = x * float("nan")
     loss = nn.functional.mse_loss(model(x), y)

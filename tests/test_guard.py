@@ -35,7 +35,8 @@ class At:
 
 
 def trained(guard: Guard, steps: int) -> Guard:
-    for batch in guard.batches(steps):
+    guard.steps = steps
+    for batch in guard.batches():
         guard.step(batch)
     return guard
 
@@ -118,7 +119,8 @@ def weights(guard: Guard) -> dict[str, torch.Tensor]:
 
 
 def handed_over(guard: Guard, objective: Any, steps: int) -> Guard:
-    for batch in guard.batches(steps):
+    guard.steps = steps
+    for batch in guard.batches():
         loss = objective(guard.model, batch)
         guard.world.accelerator.backward(loss)
         guard.update(loss)

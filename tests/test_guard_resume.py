@@ -84,6 +84,7 @@ def loop(run_dir: Path, killed_at: int = NEVER, asked_at: int = NEVER, killer: i
         *(accelerator, prepared, optimizer),
         data=Rows(killer),
         batch_size=BATCH,
+        steps=STEPS,
         objective=mse,
         run_dir=run_dir,
         memory=MemoryConfig(every=2, keep=4, max_gib=None),
@@ -94,7 +95,7 @@ def loop(run_dir: Path, killed_at: int = NEVER, asked_at: int = NEVER, killer: i
     )
     guard.keep(average=average)
     began = None
-    for batch in guard.batches(STEPS):
+    for batch in guard.batches():
         began = guard.clock.step if began is None else began
         if guard.step(batch):
             average.update()
@@ -168,6 +169,7 @@ def ranks(run_dir: Path, killed_at: int) -> list[Any]:
         *(accelerator, accelerator.prepare(model), optimizer),
         data=Rows(),
         batch_size=4,
+        steps=STEPS,
         objective=mse,
         run_dir=run_dir,
         recovery=TWICE,
@@ -177,7 +179,7 @@ def ranks(run_dir: Path, killed_at: int) -> list[Any]:
         drill=drill,
         resume=True,
     )
-    for batch in guard.batches(STEPS):
+    for batch in guard.batches():
         guard.step(batch)
         if guard.clock.tick == killed_at:
             guard.world.all_of(None)  # neither is gone before the other is here

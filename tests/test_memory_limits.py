@@ -70,7 +70,8 @@ def guarded(objective: Any, batch_size: int = 32, accumulation: int = 1, **more:
 
 
 def trained(guard: Guard, steps: int = STEPS) -> Guard:
-    for batch in guard.batches(steps):
+    guard.steps = steps
+    for batch in guard.batches():
         guard.step(batch)
     return guard
 

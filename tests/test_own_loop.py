@@ -39,11 +39,11 @@ data = torch.utils.data.TensorDataset(x, x.nan_to_num().sum(1, keepdim=True))
 
 
 def main():
-    guard = Guard(accelerator, model, optimizer, data=data, batch_size=16, run_dir="mine",
+    guard = Guard(accelerator, model, optimizer, data=data, batch_size=16, steps=120, run_dir="mine",
                   objective=lambda model, batch: mse_loss(model(batch[0]), batch[1]),
                   stop=lambda: how == "stop" and guard.clock.step >= 70, **more)
     for end in (35, 64, 1000) if how == "again" else (1000,):
-        for batch in guard.batches(steps=120):
+        for batch in guard.batches():
             guard.step(batch)
             if guard.clock.step >= 70 and how in ACTS:
                 ACTS[how]()
@@ -98,7 +98,7 @@ ANEW = "; the same command begins anew, in a directory beside it"
     ("how", "more", "ends", "code", "line", "verdict"),
     [
         ("end", {}, 0, 0, "completed, 120 steps", "120 steps"),
-        ("close", {}, 0, 0, "completed, 71 steps", "71 steps"),
+        ("close", {}, 0, 0, f"closed by its program at step 71 of 120{ANEW}", "closed at step 71 of 120"),
         (
             *(
                 "break",

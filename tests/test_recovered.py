@@ -80,7 +80,8 @@ class Loop:
         given = None if hands_over else objective
         self.guard = Guard(accelerator, prepared, optimizer, schedule=schedule, objective=given, **more)
 
-    def train(self, steps: int, after: Callable[[int], None] = lambda tick: None) -> Loop:
+    def train(self, steps: int, after: Callable[[int], None] = lambda tick: None, is_planned: bool = True) -> Loop:
+        self.guard.steps = steps if is_planned else None
         for batch in self.guard.batches(steps):
             if self.hands_over:
                 loss = self.objective(self.guard.model, batch)
@@ -194,6 +195,19 @@ def test_a_run_that_ends_in_the_midst_of_it_is_not_recovered(tmp_path: Path) -> 
         made[0].train(158)
     assert made[0].guard.clock.step < 150
     assert made[0].told()[-1][2] in ("unrecovered", "gave_up")
+
+
+def test_a_loop_that_is_closed_in_the_midst_of_it_returns() -> None:
+    """Without a plan only its close is the end: the weights are those of before, and it raises to say so."""
+    made: list[Loop] = []
+    one_chance = {"ladders": {"default": [["rewind"]]}, "strikes": 1}
+    made.append(Loop(objective=shuffled_from(150, made), hands_over=True, recovery=one_chance))
+    made[0].train(158, is_planned=False)
+    assert made[0].guard.clock.step == 158
+    with pytest.raises(GaveUp):
+        made[0].guard.close()
+    assert made[0].guard.clock.step < 150
+    assert made[0].told()[-1][2] == "unrecovered"
 
 
 def test_skipping_alone_reports_it_and_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -373,7 +387,8 @@ def test_what_differs_in_evaluation_mode_is_told(caplog: pytest.LogCaptureFixtur
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     guard = Guard(accelerator, accelerator.prepare(model), optimizer, data=blobs(), batch_size=16,
                   objective=cross_entropy)  # fmt: skip
-    for batch in guard.batches(1001):
+    guard.steps = 1001
+    for batch in guard.batches():
         guard.step(batch)
         if guard.clock.tick == 900:
             model.scale.fill_(-40.0)  # type: ignore[operator]

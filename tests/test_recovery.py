@@ -72,7 +72,8 @@ class Program:
     def between_updates(self) -> None: ...
 
     def trained(self) -> Program:
-        for batch in self.guard.batches(STEPS):
+        self.guard.steps = STEPS
+        for batch in self.guard.batches():
             self.guard.step(batch)
             with torch.no_grad():
                 self.between_updates()
@@ -238,7 +239,8 @@ def test_a_loop_that_hands_its_loss_over_is_cured_as_well(healthy_loss: float) -
     class HandedOver(NanGradient):
         def trained(self) -> Program:
             self.guard.objective = self.guard._treatment.ward.search = None
-            for features, labels in self.guard.batches(STEPS):
+            self.guard.steps = STEPS
+            for features, labels in self.guard.batches():
                 self.attempts += 1
                 loss = F.cross_entropy(self.model(features), labels)
                 self.guard.world.accelerator.backward(loss)

@@ -61,6 +61,7 @@ def guarded(program: Program, seed: int, run: Run, recovery: Recovery) -> None:
         program.optimizer(model.parameters()),
         data=program.rows,
         batch_size=program.batch_size,
+        steps=program.steps,
         objective=under_autocast if program.bf16 else program.loss,
         collate=program.collate,
         recovery=recovery,
@@ -68,7 +69,7 @@ def guarded(program: Program, seed: int, run: Run, recovery: Recovery) -> None:
         seed=seed,
     )
     try:
-        for batch in guard.batches(steps=program.steps):
+        for batch in guard.batches():
             guard.step(batch)
             if guard.clock.tick > ENDLESS * program.steps:
                 run.why = f"is at step {guard.clock.step} after {guard.clock.tick} attempts"

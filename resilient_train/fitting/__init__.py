@@ -25,7 +25,7 @@ from resilient_train.errors import ConfigError, TrainError, unusable
 from resilient_train.fitting.place import Place, place
 from resilient_train.fitting.rates import schedules
 from resilient_train.fitting.speech import speak_up
-from resilient_train.fitting.turn import Turn
+from resilient_train.fitting.turn import Turn, warn_if_unused, warn_of_scalers
 from resilient_train.objective import Measured
 from resilient_train.ranks.world import World
 from resilient_train.record.quarantine import Quarantine, Quarantined
@@ -36,7 +36,7 @@ from resilient_train.update.clip import ClipConfig
 from resilient_train.watch import config as checks_config
 from resilient_train.watch.config import ChecksConfig
 
-__all__ = ["Place", "Turn", "place", "schedules", "speak_up"]
+__all__ = ["Place", "Turn", "place", "schedules", "speak_up", "warn_if_unused", "warn_of_scalers"]
 
 
 def world(accelerator: Any) -> World:
@@ -197,6 +197,24 @@ def samples(
         value = error.value if error.key.endswith("num_workers") else name
         raise ConfigError("num_workers" if value is not name else "data", value, error.why) from error
     return fitted, None
+
+
+def steps(given: int | None) -> int | None:
+    """Take a number of updates, or none."""
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+        raise unusable("steps", f"{given!r} is no number of updates, from 0")
+    return given
+
+
+def steps_per_epoch(samples: Samples, slicing: Slicing) -> int:
+    """How many updates it takes to see all the data once."""
+    counted: Any = getattr(samples, "loader", None) or getattr(samples, "dataset", ())
+    try:
+        count = samples.rows or len(counted)
+    except TypeError:
+        why = "this data has no len(), so the length of one is not known: use guard.batches(n)"
+        raise TrainError(f"epochs: {why}") from None
+    return -(-count // (slicing.accumulation if isinstance(samples, ForeignSamples) else slicing.samples)) or 1
 
 
 def clipping(given: ClipConfig | float | None) -> ClipConfig:

@@ -90,9 +90,9 @@ def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:
 def _where(story: Story) -> str:
     if story.is_complete:
         return counted(story.step, "step")
-    was_left = story.summary is not None and story.summary.get("status") == "ended"  # by its program, without a word
+    status = None if story.summary is None else story.summary.get("status")
     at = f"at step {story.step:,}" + (f" of {story.steps:,}" if story.steps is not None else "")
-    return f"left {at}" if was_left else at
+    return {"ended": f"left {at}", "closed": f"closed {at}"}.get(str(status), at)
 
 
 def incidents_met(incidents: Sequence[Incident]) -> str:

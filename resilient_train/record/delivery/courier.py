@@ -28,7 +28,7 @@ from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, OUTBOX, entries, seal_before
 
 ENTRIES_AT_ONCE = 200
-ENDINGS = {"completed": "FINISHED", "ended": "FINISHED", "failed": "FAILED", "gave_up": "FAILED"}
+ENDINGS = {"completed": "FINISHED", "ended": "FINISHED", "closed": "FINISHED", "failed": "FAILED", "gave_up": "FAILED"}
 ENDINGS |= {"preempted": "KILLED", "killed": "KILLED"}
 
 

@@ -1,0 +1,228 @@
+"""A planned total, epochs, what counts as complete; and loops that are not protected."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from group import alone
+from test_guard_resume import die_with_checkpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from resilient_train.errors import ConfigError, TrainError
+from resilient_train.guard import Guard
+from resilient_train.state.ring import MemoryConfig
+from resilient_train.status import status_of
+
+ROWS, BATCH = 70, 8  # nine updates see all the rows, the last of them some for the second time
+LENGTH = 9
+
+
+def rows() -> TensorDataset:
+    x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def squared(model: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def build(accelerator: Accelerator) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = accelerator.prepare(nn.Linear(4, 1))
+    return model, torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+
+
+def guard_of(run_dir: Path | None = None, **more: Any) -> Guard:
+    accelerator = Accelerator(cpu=True)
+    data = {"data": rows(), "batch_size": BATCH, "objective": squared, "run_dir": run_dir}
+    return Guard(accelerator, *build(accelerator), **{**data, **more})
+
+
+def steps_of(guard: Guard, batches: Any) -> int:
+    return sum(guard.step(batch) for batch in batches)
+
+
+# ------------------------------------------------------------------------------------------------- how many there are
+
+
+def test_an_epoch_loop_trains_all_its_epochs(tmp_path: Path) -> None:
+    """As everybody writes it: so many updates, again and again."""
+    guard = guard_of(tmp_path / "run")
+    assert [steps_of(guard, guard.batches(20)) for _ in range(3)] == [20, 20, 20]
+    guard.close()
+    found = status_of(tmp_path / "run")
+    assert (found.state, found.step) == ("completed", 60)
+
+
+def test_the_rest_of_a_plan_is_what_is_left_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever was made of it before; and a call that has nothing to yield says why."""
+    caplog.set_level(logging.INFO, "resilient_train")
+    guard = guard_of(steps=50)
+    made = [steps_of(guard, guard.batches(20)), steps_of(guard, guard.batches()), steps_of(guard, guard.batches(20))]
+    assert made == [20, 30, 0]
+    assert "no batches: all 50 steps of the plan are made" in caplog.text
+
+
+def test_what_has_no_plan_cannot_ask_for_its_rest() -> None:
+    with pytest.raises(TrainError, match=r"Guard\(steps=...\), or ask for n more"):
+        next(guard_of().batches())
+    for bad in (-1, 2.5, True):
+        with pytest.raises(ConfigError, match="no number of updates"):
+            guard_of(steps=bad)
+
+
+@pytest.mark.parametrize("kind", ["data set", "loader"])
+def test_epochs_are_as_long_as_the_data(kind: str) -> None:
+    """Each has its number, and its micro-batches are those of the whole data."""
+    loader = DataLoader(rows(), BATCH)
+    guard = guard_of() if kind == "data set" else guard_of(data=loader, batch_size=None)
+    assert [(epoch.number, steps_of(guard, epoch)) for epoch in guard.epochs(3)] == [
+        (0, LENGTH),
+        (1, LENGTH),
+        (2, LENGTH),
+    ]
+    assert guard.steps == 3 * LENGTH
+
+
+def test_a_plan_ends_in_the_midst_of_an_epoch() -> None:
+    guard = guard_of(steps=12)
+    assert [steps_of(guard, epoch) for epoch in guard.epochs(3)] == [LENGTH, 12 - LENGTH]
+
+
+def test_data_without_a_length_has_no_epochs() -> None:
+    guard = guard_of(data=(batch for batch in DataLoader(rows(), BATCH)), batch_size=BATCH)
+    with pytest.raises(TrainError, match=r"no len\(\)"):
+        next(guard.epochs(2))
+
+
+# ---------------------------------------------------------------------------------------------------- what it comes to
+
+
+def epochs(run_dir: Path, killed_at: int = -1, between: int = 0) -> Any:
+    """Two epochs; killed after some update of the whole run, or behind some epoch, while it is evaluated."""
+    memory = MemoryConfig(every=2, keep=4, max_gib=None)
+    guard, made = guard_of(run_dir, disk=2, memory=memory, verify_after=3, resume=True), []
+    for epoch in guard.epochs(3):
+        steps = 0
+        for batch in epoch:
+            steps += guard.step(batch)
+            if guard.clock.step == killed_at:
+                die_with_checkpoint(run_dir)
+        made.append((epoch.number, steps))
+        if epoch.number + 1 == between:
+            os.kill(os.getpid(), signal.SIGKILL)
+    guard.close()
+    return made, guard.state.weights_sha256()
+
+
+def test_a_kill_in_the_second_epoch_resumes_there(tmp_path: Path) -> None:
+    """The first is not made again, the second is cut to its rest, and the end is the same to the last bit."""
+    _, (made, weights) = alone(epochs, tmp_path / "unharmed")
+    assert made == [(0, LENGTH), (1, LENGTH), (2, LENGTH)]
+    assert alone(epochs, tmp_path / "run", LENGTH + 7)[0] == -signal.SIGKILL
+    _, (made, again) = alone(epochs, tmp_path / "run")
+    assert [number for number, _ in made] == [1, 2]
+    assert 0 < made[0][1] < LENGTH
+    assert made[1][1] == LENGTH
+    assert again == weights
+
+
+def test_killed_between_two_epochs_is_killed(tmp_path: Path) -> None:
+    assert alone(epochs, tmp_path / "run", -1, 2)[0] == -signal.SIGKILL
+    found = status_of(tmp_path / "run")
+    assert (found.state, found.exit_code, found.steps) == ("killed", 1, 3 * LENGTH)
+    alone(epochs, tmp_path / "run")
+    assert status_of(tmp_path / "run").state == "completed"
+
+
+def more_and_more(run_dir: Path) -> None:
+    """The same without a plan, which only a close can complete."""
+    guard = guard_of(run_dir)
+    for number in range(3):
+        steps_of(guard, guard.batches(20))
+        if number == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_without_a_plan_nothing_is_complete_before_it_is_closed(tmp_path: Path) -> None:
+    alone(more_and_more, tmp_path / "run")
+    assert status_of(tmp_path / "run").state == "killed"
+
+
+def test_closed_before_the_end_of_its_plan(tmp_path: Path) -> None:
+    """That is not completed, but the program says that it is over: no failure either."""
+    guard = guard_of(tmp_path / "run", steps=50)
+    steps_of(guard, guard.batches(20))
+    guard.close()
+    found = status_of(tmp_path / "run")
+    assert (found.state, found.exit_code, found.step, found.steps) == ("closed", 0, 20, 50)
+    assert "closed by its program at step 20 of 50" in found.line(tmp_path / "run")
+
+
+def test_incidents_are_not_closed_with_an_epoch(tmp_path: Path) -> None:
+    """Whether it is over is seen in the next one; at the end of the plan what is open is closed."""
+    data = rows()
+    data.tensors[0][33] = torch.nan
+    guard = guard_of(tmp_path / "run", data=data, steps=30)
+    outcomes = []
+    for _ in range(3):
+        steps_of(guard, guard.batches(10))
+        outcomes.append([one.outcome for one in guard.incidents])
+    assert outcomes[0] == [None]
+    assert outcomes[2] == ["recovered"]
+
+
+# ---------------------------------------------------------------------------------------------- what is not protected
+
+UNPROTECTED = """
+import sys
+import torch
+from accelerate import Accelerator
+from resilient_train import Guard
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+x, how = torch.randn(64, 2), sys.argv[1]
+guard = Guard(accelerator, model, optimizer, data=torch.utils.data.TensorDataset(x), batch_size=8, run_dir="here")
+scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=how == "scaler")
+if how == "behind":
+    for _ in range(3):
+        model(x).mean().backward()
+        optimizer.step()
+if how in ("scaler", "well"):
+    for batch, in guard.batches(5):
+        loss = model(batch).square().mean()
+        scaler.scale(loss).backward()
+        guard.update(loss)
+    guard.close()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("behind", ["optimizer.step() was called outside of guard.batches()", "this guard has made no update"]),
+        ("unused", ["this guard has made no update, so it has protected nothing"]),
+        ("scaler", ["a GradScaler of the program is at work"]),
+        ("well", []),
+    ],
+)
+def test_a_loop_that_is_not_protected_is_told(how: str, told: list[str], tmp_path: Path) -> None:
+    """Once, at the exit of the process at the latest, and nothing is written that would say how it went."""
+    words = [sys.executable, "-c", UNPROTECTED, how]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=240)
+    warnings = ("outside of guard.batches", "has made no update", "a GradScaler")
+    assert sum(done.stderr.count(one) for one in warnings) == len(told)
+    assert all(one in done.stderr for one in told)
+    assert (tmp_path / "here/summary.json").exists() == (how in ("scaler", "well"))
