@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 from group import alone
-from test_guard_resume import die_with_checkpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,8 +23,8 @@ from resilient_train.guard import Guard
 from resilient_train.state.ring import MemoryConfig
 from resilient_train.status import status_of
 
-ROWS, BATCH = 70, 8  # nine updates see all the rows, the last of them some for the second time
-LENGTH = 9
+ROWS, BATCH = 190, 8  # 24 updates see all the rows, two of them for the second time
+LENGTH = 24
 
 
 def rows() -> TensorDataset:
@@ -95,8 +95,8 @@ def test_epochs_are_as_long_as_the_data(kind: str) -> None:
 
 
 def test_a_plan_ends_in_the_midst_of_an_epoch() -> None:
-    guard = guard_of(steps=12)
-    assert [steps_of(guard, epoch) for epoch in guard.epochs(3)] == [LENGTH, 12 - LENGTH]
+    guard = guard_of(steps=30)
+    assert [steps_of(guard, epoch) for epoch in guard.epochs(3)] == [LENGTH, 30 - LENGTH]
 
 
 def test_data_without_a_length_has_no_epochs() -> None:
@@ -111,13 +111,15 @@ def test_data_without_a_length_has_no_epochs() -> None:
 def epochs(run_dir: Path, killed_at: int = -1, between: int = 0) -> Any:
     """Two epochs; killed after some update of the whole run, or behind some epoch, while it is evaluated."""
     memory = MemoryConfig(every=2, keep=4, max_gib=None)
-    guard, made = guard_of(run_dir, disk=2, memory=memory, verify_after=3, resume=True), []
+    guard, made = guard_of(run_dir, disk=2, memory=memory, verify_after=1, resume=True), []
     for epoch in guard.epochs(3):
         steps = 0
         for batch in epoch:
             steps += guard.step(batch)
             if guard.clock.step == killed_at:
-                die_with_checkpoint(run_dir)
+                os.kill(os.getpid(), signal.SIGKILL)
+            while guard.saving_since is not None:
+                time.sleep(0.005)  # these updates are quicker than a disk
         made.append((epoch.number, steps))
         if epoch.number + 1 == between:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -129,7 +131,7 @@ def test_a_kill_in_the_second_epoch_resumes_there(tmp_path: Path) -> None:
     """The first is not made again, the second is cut to its rest, and the end is the same to the last bit."""
     _, (made, weights) = alone(epochs, tmp_path / "unharmed")
     assert made == [(0, LENGTH), (1, LENGTH), (2, LENGTH)]
-    assert alone(epochs, tmp_path / "run", LENGTH + 7)[0] == -signal.SIGKILL
+    assert alone(epochs, tmp_path / "run", 2 * LENGTH - 1)[0] == -signal.SIGKILL
     _, (made, again) = alone(epochs, tmp_path / "run")
     assert [number for number, _ in made] == [1, 2]
     assert 0 < made[0][1] < LENGTH
@@ -173,7 +175,7 @@ def test_incidents_are_not_closed_with_an_epoch(tmp_path: Path) -> None:
     """Whether it is over is seen in the next one; at the end of the plan what is open is closed."""
     data = rows()
     data.tensors[0][33] = torch.nan
-    guard = guard_of(tmp_path / "run", data=data, steps=30)
+    guard = guard_of(tmp_path / "run", data=data, steps=30, shuffle=False)
     outcomes = []
     for _ in range(3):
         steps_of(guard, guard.batches(10))
@@ -186,6 +188,7 @@ def test_incidents_are_not_closed_with_an_epoch(tmp_path: Path) -> None:
 
 UNPROTECTED = """
 import sys
+import time
 import torch
 from accelerate import Accelerator
 from resilient_train import Guard
