@@ -162,7 +162,7 @@ class Guard:
             shuffle=shuffle,
             num_workers=num_workers,
             collate=collate,
-            pin_memory=device.type == "cuda",
+            device=device,
         )
         more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
         self._given = fitting.given(optimizers, **more)

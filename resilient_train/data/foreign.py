@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from resilient_train.data.samples import Slicing, Update, WithoutIndex
+from resilient_train.data.stream import Ranges
 from resilient_train.errors import TrainError
+from resilient_train.state.randomness import Purpose, mix, preserved, seed_all
 
 
 class _Served(NamedTuple):
@@ -32,14 +34,22 @@ class ForeignSamples(WithoutIndex):
     The last two updates are remembered and can be had once more; further back nothing can be fetched again, so after
     a rewind the run trains on what comes next. Positions count samples as if every batch were full.
 
+    A loader may draw from the global generators, which rewind. So every batch is fetched with random numbers that are
+    a function of how many were fetched before it, which never goes back and is continued by a resume: no batch comes
+    again because the run went back, and a resume draws what the run would have drawn.
+
     A loop may do with its batches what it likes. The containers it gets are its own, which costs nothing. Tensors are
     copied only once a loop was seen to change one in place: else a copy of every batch, out of pinned memory at that,
     would be the price for what hardly any loop does. What was changed before that is not served again.
     """
 
-    def __init__(self, loader: Iterable[Any], slicing: Slicing) -> None:
-        self.loader, self.slicing = loader, slicing
+    def __init__(
+        self, loader: Iterable[Any], slicing: Slicing, *, seed: int = 0, device: torch.device | None = None
+    ) -> None:
+        self.loader, self.slicing, self.seed, self.device = loader, slicing, seed, device or torch.device("cpu")
         self.position = 0
+        self._drawn = 0  # batches, by this run
+        self._skipped = Ranges()  # that the run had not reached yet
         self._gone = 0  # up to here, as positions were counted before a rewind, batches are used up
         self._batches: Iterator[Any] | None = None
         self._served = False
@@ -49,9 +59,12 @@ class ForeignSamples(WithoutIndex):
 
     @property
     def next_start(self) -> int:
-        return self.position
+        return self.position if self._ahead else self._skipped.end_at(self.position)
 
     def next_update(self) -> Update:
+        while self.position < self.next_start:
+            self._fetch()
+            self.position += self.slicing.samples
         again = self._ahead.popleft() if self._ahead else None
         latest = again or (self._recent[-1] if self._recent else None)
         is_whole = latest is None or latest.is_whole()
@@ -71,26 +84,33 @@ class ForeignSamples(WithoutIndex):
     def skip(self, start: int, stop: int) -> None:
         """Pass over what would be served again, and then over new batches.
 
-        What was used up before a rewind does not come again and counts as passed over.
+        What was used up before a rewind does not come again and counts as passed over. What lies ahead, as after a
+        resume, is passed over when it comes.
         """
         while self._ahead and start <= self._ahead[0].start < stop:
             self.position = self._ahead.popleft().stop
         at = max(self.position, self._gone)
-        while not self._ahead and start <= at < stop:
-            self._fetch()
-            at += self.slicing.samples
+        if at == self.position <= start:
+            self._skipped.add(start, stop)
+            return
+        with preserved(self.device):
+            while not self._ahead and start <= at < stop:
+                self._fetch()
+                at += self.slicing.samples
 
     def slice_as(self, slicing: Slicing) -> bool:
         return False  # its batches are what they are
 
     def passed_over(self) -> list[tuple[int, int]]:
-        return []  # what is gone does not come again
+        return list(self._skipped)  # the others are gone and do not come again
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
+        ahead = len(self._ahead) * self.slicing.accumulation  # another process has to draw them once more
+        return {"position": self.position, "drawn": self._drawn - ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
+        self._drawn = max(self._drawn, state.get("drawn", 0))  # earlier versions wrote none
         self._recent.clear()
         self._ahead.clear()
 
@@ -101,6 +121,8 @@ class ForeignSamples(WithoutIndex):
         return [self._next_batch() for _ in range(self.slicing.accumulation)]
 
     def _next_batch(self) -> Any:
+        seed_all(mix(Purpose.LOADER, self.seed, self._drawn, self.slicing.rank), self.device)
+        self._drawn += 1
         for _ in range(2):
             if self._batches is None:
                 self._batches = iter(self.loader)

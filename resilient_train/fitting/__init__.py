@@ -177,7 +177,7 @@ def samples(
     shuffle: bool,
     num_workers: int,
     collate: Collate | None,
-    pin_memory: bool,
+    device: torch.device,
 ) -> tuple[Samples, str | None]:
     """Put a cursor into a data set, or take a loader as it is and say what that costs."""
     if hasattr(given, "next_update"):
@@ -186,12 +186,15 @@ def samples(
         if not isinstance(given, Iterable):
             raise TypeError(f"data: a data set or a loader is wanted, not a {type(given).__name__}")
         told = "data: this loader is not ours and does not rewind: after a rewind come the batches that come next"
-        return ForeignSamples(given, slicing), told
+        return ForeignSamples(given, slicing, seed=seed, device=device), told
     name = type(given).__name__
     config = build.DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
     try:
         fitted = build.samples(
-            given, config, slicing, seed=seed, collate=collate or default_collate, pin_memory=pin_memory
+            *(given, config, slicing),
+            seed=seed,
+            collate=collate or default_collate,
+            pin_memory=device.type == "cuda",
         )
     except ConfigError as error:  # worded for a configuration; here the argument is called data
         value = error.value if error.key.endswith("num_workers") else name

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from resilient_train.state.tree import Tree
 
 _NUMPY_WORDS = 624
+_LATER = {"drawn"}  # counts that earlier versions did not write
 _SHAPED_OTHERWISE = {"Adafactor", "LBFGS", "Muon"}  # of torch's optimizers, which keep moments of other shapes
 
 
@@ -142,4 +143,4 @@ def _other(name: str, live: Any, saved: Any) -> str:
 
 
 def _whole(saved: Mapping[Any, Any], key: Any) -> bool:
-    return type(saved.get(key)) is int and saved[key] >= 0
+    return (key in _LATER and key not in saved) or (type(saved.get(key)) is int and saved[key] >= 0)

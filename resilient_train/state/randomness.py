@@ -21,6 +21,7 @@ class Purpose(IntEnum):
     COLLATE = 4
     PROBE = 5
     BETWEEN = 6  # two updates
+    LOADER = 7  # of a user's own: its next batch
 
 
 def mix(purpose: Purpose, *parts: int) -> int:

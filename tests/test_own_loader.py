@@ -1,0 +1,126 @@
+"""Loaders of a user's own that draw from the global generators, as nanoGPT's get_batch does."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from group import alone
+from torch import Tensor, nn
+
+from resilient_train import Guard
+from resilient_train.checkpoint.writer import DiskConfig
+from resilient_train.state.ring import MemoryConfig
+
+REWIND = {"ladders": {"default": [["rewind"]]}, "strikes": 5}
+DATA = torch.randn(512, 6, generator=torch.Generator().manual_seed(3))
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.randint(len(DATA), (16,)),
+    "numpy": lambda: torch.from_numpy(np.random.randint(0, len(DATA), 16)),
+    "python": lambda: torch.tensor([random.randrange(len(DATA)) for _ in range(16)]),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def batches(draw: Callable[[], Tensor], seen: list[tuple[int, ...]]) -> Iterator[tuple[Tensor, Tensor]]:
+    while True:
+        rows = draw()
+        seen.append(tuple(rows.tolist()))
+        yield DATA[rows], DATA[rows].sum(1, keepdim=True)
+
+
+def mse(model: Any, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def guard_over(data: Any, **given: Any) -> Guard:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    given = {"memory": MemoryConfig(every=5, keep=4, max_gib=None), "verify_after": 3, **given}
+    return Guard(accelerator, accelerator.prepare(model), optimizer, data=data, batch_size=16, **given)
+
+
+@pytest.mark.parametrize("form", ["objective", "hand-over"])
+@pytest.mark.parametrize("source", DRAWS)
+def test_a_loader_that_draws_gives_other_batches_after_a_rewind(source: str, form: str) -> None:
+    """The rewind puts the generators back, but not what the loader draws from: nothing comes a second time."""
+    seen: list[tuple[int, ...]] = []
+    guard = guard_over(batches(DRAWS[source], seen), objective=mse if form == "objective" else None, recovery=REWIND)
+    model, spoiled = guard.model, False
+    for batch in guard.batches(30):
+        if guard.clock.tick == 20 and not spoiled:
+            spoiled = True
+            batch[0].mul_(float("nan"))
+        if form == "objective":
+            guard.step(batch)
+        else:
+            loss = mse(model, batch)
+            guard.world.accelerator.backward(loss)
+            guard.update(loss)
+    assert [one.rewound_to for one in guard.incidents] == [10]
+    assert len(set(seen)) == len(seen) >= 40, "some batches came again"
+
+
+def loop(run_dir: Path, killed_at: int = 10**9, deadly: bool = False) -> dict[str, Any]:
+    """The whole program. With `deadly`, one batch ends the process, whenever it is drawn."""
+    seen: list[tuple[int, ...]] = []
+    guard = guard_over(
+        batches(DRAWS["torch"], seen),
+        objective=mse,
+        run_dir=run_dir,
+        memory=MemoryConfig(every=2, keep=4, max_gib=None),
+        disk=DiskConfig(every=6),
+        resume=True,
+    )
+    deaths = run_dir.parent / "deadly"
+    for batch in guard.batches(50):
+        if deadly and guard.clock.step >= 30 and not deaths.exists():
+            deaths.write_text(repr(seen[-1]))
+        if guard.clock.tick == killed_at or (deadly and deaths.exists() and deaths.read_text() == repr(seen[-1])):
+            while not any(run_dir.glob("checkpoints/step-*")):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        guard.step(batch)
+    guard.leave()
+    guard.close()
+    told = [(str(one.anomaly.signal), one.decision.actions[0].remedy) for one in guard.incidents]
+    return {"weights": guard.state.weights_sha256(), "told": told, "seen": seen}
+
+
+def test_a_resume_draws_what_the_run_would_have_drawn(tmp_path: Path) -> None:
+    """After a kill it ends with the very weights of a run that was never killed."""
+    code, unharmed = alone(loop, tmp_path / "unharmed")
+    assert code == 0
+    assert alone(loop, tmp_path / "mine", 30) == (-signal.SIGKILL, None)
+    code, resumed = alone(loop, tmp_path / "mine")
+    assert (code, resumed["told"]) == (0, [("crash", "go_on")])
+    assert 0 < len(resumed["seen"]) < len(unharmed["seen"])
+    assert resumed["weights"] == unharmed["weights"]
+
+
+def test_a_batch_that_ends_the_process_twice_is_passed_over_as_it_says(tmp_path: Path) -> None:
+    """It lies ahead of where the run resumes, and is passed over there."""
+    for _ in range(2):
+        assert alone(loop, tmp_path / "mine", 10**9, True) == (-signal.SIGKILL, None)
+    code, resumed = alone(loop, tmp_path / "mine", 10**9, True)
+    assert code == 0, "the batch that it says is passed over ended the process again"
+    assert [what for _, what in resumed["told"]] == ["go_on", "skip"]
+    assert repr(resumed["seen"]).count((tmp_path / "deadly").read_text()) == 1, "it was drawn, and not trained on"
