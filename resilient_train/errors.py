@@ -2,6 +2,7 @@
 
 TrainError               1  told in one line; the traceback is in train.log
 ├── DirectoryInUse       1  another live process trains there: later the same command works
+├── StorageFailed        1  the data cannot be read, again and again: later the same command goes on
 ├── RanksDiffer          1  the ranks did not decide alike: the same command goes on from the newest proven state
 ├── GaveUp               3  the policy has nothing left to try: the newest proven state is on disk
 └── ConfigError          2  the configuration is wrong: names the key, the value, and what is allowed
@@ -35,6 +36,18 @@ class DirectoryInUse(TrainError):
 
     def __str__(self) -> str:
         return f"{self.directory} is in use by {self.holder}: {self.advice}"
+
+
+class StorageFailed(TrainError):
+    """Rows could not be fetched because of the storage they lie on: they are not to blame."""
+
+    def __init__(self, what: str, error: str) -> None:
+        super().__init__(what, error)
+        self.what, self.error = what, error
+
+    def __str__(self) -> str:
+        why = "the storage of the data fails, and no row is to blame"
+        return f"data: {self.what}: {why}; once it can be read again, the same command resumes ({self.error})"
 
 
 class RanksDiffer(TrainError):

@@ -31,7 +31,7 @@ from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Refused, Search
 from resilient_train.drill import Drill, Place
 from resilient_train.durable import Durable
-from resilient_train.errors import RanksDiffer, Stopped, TrainError
+from resilient_train.errors import RanksDiffer, Stopped, StorageFailed, TrainError
 from resilient_train.events import Anomaly, Incident, Signal, Vitals
 from resilient_train.examination import Examination
 from resilient_train.fitting.memory import is_out_of_memory
@@ -322,7 +322,14 @@ class Guard:
             self._snapshot()
             start = self.samples.next_start  # known before they are fetched: that may take for ever
             self._durable.progress.updating(self.clock.tick + 1, self.clock.step, start, start + self.slicing.samples)
-            update = self.samples.next_update()
+            try:
+                update = self.samples.next_update(self.beat)
+            except StorageFailed as error:
+                if (held := self._ring.newest_proven()) is not None:
+                    self._durable.leave_alone(held)  # another rank may have its data
+                self.ended()
+                self.chronicle.fail(error)
+                raise
             self._begin(update)
             for number, batch in enumerate(update.batches, start=1):
                 yield from self._fed(batch, is_last=number == len(update.batches))

@@ -77,7 +77,7 @@ def evaluate(run: Run, beat: Callable[[], None] = _unwatched) -> dict[str, float
     rows: dict[str, int] = {}
     run.model.eval()
     with preserved(run.world.device):  # whatever evaluation draws, training goes on as if it had not happened
-        for batch, weight in run.evaluation:
+        for batch, weight in run.evaluation.batches(beat):
             beat()
             if run.world.size == 1 and run.stop():
                 run.model.train()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
-from resilient_train.data.rows import Collate
+from resilient_train.data.patience import Patience, may_pass, unwatched
+from resilient_train.data.rescue import fetched_again
+from resilient_train.data.rows import Collate, RepeatableBatches
 from resilient_train.data.samples import Slicing, loader
 from resilient_train.data.stream import Key
-from resilient_train.errors import TrainError
+from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.state.randomness import Purpose, mix, seed_host
 
 Weighted = tuple[Any, int]  # a batch and the number of its rows; 0 for a batch that only keeps ranks in step
@@ -23,12 +25,32 @@ class MapEvaluation:
         keys = [Key(seed, 0, index) for index in range(len(dataset))]
         self._plan, self._weights = _deal(_chunks(keys, slicing.batch_size), slicing)
         self._loader = loader(dataset, self._plan, collate, num_workers=num_workers, pin_memory=False)
+        self._here = RepeatableBatches(dataset, collate)
 
     def __len__(self) -> int:
         return len(self._plan)
 
     def __iter__(self) -> Iterator[Weighted]:
-        return zip(self._loader, self._weights, strict=True)
+        return self.batches()
+
+    def batches(self, beat: Callable[[], None] = unwatched) -> Iterator[Weighted]:
+        """Yield every batch; one that fails for a moment is fetched again, and `beat` called meanwhile."""
+        batches = iter(self._loader)
+        for keys, weight in zip(self._plan, self._weights, strict=True):
+            try:
+                batch = next(batches)
+            except Exception as error:
+                if not may_pass(error):
+                    raise
+                batch = self._fetched_again(keys, Patience(beat))
+            yield batch, weight
+
+    def _fetched_again(self, keys: Sequence[Any], patience: Patience) -> Any:
+        rows, raised = fetched_again(keys, self._here, patience)
+        for error in raised.values():
+            what = f"{len(raised)} of {len(keys)} rows of an evaluation could not be fetched"
+            raise StorageFailed(what, in_one_line(error)) from error
+        return self._here.of_rows(rows, keys)
 
     def close(self) -> None:
         """Let go of worker processes."""
@@ -44,6 +66,10 @@ class IterableEvaluation:
         self._pristine = copy.deepcopy(dataset.state_dict()) if self._can_rewind else None
 
     def __iter__(self) -> Iterator[Weighted]:
+        return self.batches()
+
+    def batches(self, beat: Callable[[], None] = unwatched) -> Iterator[Weighted]:
+        """Yield every batch."""
         if self._can_rewind:
             self.dataset.load_state_dict(copy.deepcopy(self._pristine))
         rows = self._seeded()

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from resilient_train.data.patience import Patience, unwatched
 from resilient_train.data.samples import Slicing, Update, WithoutIndex
 from resilient_train.data.stream import Ranges
-from resilient_train.errors import TrainError
+from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.state.randomness import Purpose, mix, preserved, seed_all
 
 
@@ -50,6 +51,7 @@ class ForeignSamples(WithoutIndex):
         self.position = 0
         self._drawn = 0  # batches, by this run
         self._skipped = Ranges()  # that the run had not reached yet
+        self._beat: Callable[[], None] = unwatched
         self._gone = 0  # up to here, as positions were counted before a rewind, batches are used up
         self._batches: Iterator[Any] | None = None
         self._served = False
@@ -61,7 +63,8 @@ class ForeignSamples(WithoutIndex):
     def next_start(self) -> int:
         return self.position if self._ahead else self._skipped.end_at(self.position)
 
-    def next_update(self) -> Update:
+    def next_update(self, beat: Callable[[], None] = unwatched) -> Update:
+        self._beat = beat
         while self.position < self.next_start:
             self._fetch()
             self.position += self.slicing.samples
@@ -123,16 +126,26 @@ class ForeignSamples(WithoutIndex):
     def _next_batch(self) -> Any:
         seed_all(mix(Purpose.LOADER, self.seed, self._drawn, self.slicing.rank), self.device)
         self._drawn += 1
-        for _ in range(2):
-            if self._batches is None:
-                self._batches = iter(self.loader)
+        patience, failed = Patience(self._beat), ""
+        ends = 0
+        while ends < 2:
             try:
+                if self._batches is None:
+                    self._batches = iter(self.loader)
                 batch = next(self._batches)
             except StopIteration:
-                self._batches = None
+                self._batches, ends = None, ends + 1
+            except Exception as error:  # most loaders go on behind it; a generator has ended, and is iterated again
+                failed = in_one_line(error)
+                if not patience.waits(error, "a batch of the loader"):
+                    if patience.pauses:
+                        raise StorageFailed("a batch of the loader could not be fetched", failed) from error
+                    raise
             else:
                 self._served = True
                 return batch
+        if failed:
+            raise StorageFailed("a batch of the loader could not be fetched, and it cannot be iterated again", failed)
         if self._served:
             raise TrainError("data: the loader has ended and cannot be iterated again: give one that can")
         raise TrainError("data: the loader is empty: it has no batches")

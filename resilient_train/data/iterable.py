@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
+from resilient_train.data.patience import Patience, unwatched
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing, Update, WithoutIndex
 from resilient_train.data.stream import Ranges
-from resilient_train.errors import TrainError
+from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.state.randomness import Purpose, mix, seed_host
 from resilient_train.state.tree import sha256
 
@@ -58,8 +59,8 @@ class IterableSamples(WithoutIndex):
     def next_start(self) -> int:
         return self._ahead[0].start if self._ahead else self.skipped.end_at(self.position)
 
-    def next_update(self) -> Update:
-        read = self._ahead.popleft() if self._ahead else self._read_update()
+    def next_update(self, beat: Callable[[], None] = unwatched) -> Update:
+        read = self._ahead.popleft() if self._ahead else self._read_update(Patience(beat))
         self._recent.append(read)
         start, self.position = read.start, read.stop
         batches = []
@@ -111,7 +112,7 @@ class IterableSamples(WithoutIndex):
     def close(self) -> None:
         del self._rows
 
-    def _read_update(self) -> _Read:
+    def _read_update(self, patience: Patience) -> _Read:
         place, epoch, row = self.position, self._epoch, self._row
         start = at = self.skipped.end_at(place)
         wanted: list[int] = []  # positions, between which skipped ones lie
@@ -121,7 +122,7 @@ class IterableSamples(WithoutIndex):
             wanted += range(at, at + missing if low is None else min(low, at + missing))
             at = high
         stop = wanted[-1] + 1
-        rows = self._read(stop - place)
+        rows = self._read_patiently(epoch, row, stop - place, patience)
         digest = _digest(rows)
         known = self._first_rows.setdefault((place, stop), digest)
         if known != digest:
@@ -132,6 +133,19 @@ class IterableSamples(WithoutIndex):
 
     def _read(self, count: int) -> list[Any]:
         return [self._next_row() for _ in range(count)]
+
+    def _read_patiently(self, epoch: int, row: int, count: int, patience: Patience) -> list[Any]:
+        """Where reading fails for a moment the epoch is read again: an iterator that has raised has ended."""
+        while True:
+            try:
+                if patience.pauses:
+                    self._begin_by_reading(epoch, row)
+                return self._read(count)
+            except Exception as error:
+                if not patience.waits(error, f"reading row {row} of epoch {epoch}"):
+                    if patience.pauses:
+                        raise StorageFailed("the data set could not be read on", in_one_line(error)) from error
+                    raise
 
     def _next_row(self) -> Any:
         while True:

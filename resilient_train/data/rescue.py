@@ -5,16 +5,21 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
+from resilient_train.data.patience import Patience, may_pass
 from resilient_train.data.rows import RepeatableBatches
 from resilient_train.data.stream import Key, Stream
+from resilient_train.errors import StorageFailed, in_one_line
 from resilient_train.secrets import masked
 
 _DRAWS = 5  # of others to put in; after that the data set, or the collate function, is broken as a whole
 _FEW = 3  # others in all draws but the first: the fewer, the likelier that none of them is odd itself
 _LONGEST = 300  # characters of an error
+_STORM = 4  # rows of a micro-batch that the storage fails to give; if they are a quarter of it, no row is to blame
 
 # Whose frames are not the user's. By package: a user's own code may well be installed.
 _LIBRARIES = sys.stdlib_module_names | {
@@ -31,6 +36,7 @@ class FailedRow:
     error: str  # in one line: "FileNotFoundError: [Errno 2] ..."
     file: str | None = None  # the user's innermost line; None where only libraries were at work
     line: int | None = None
+    may_pass: bool = False  # it was an error of the storage or a connection
 
     def __str__(self) -> str:
         return self.error if self.file is None else f"{self.error} ({self.file}:{self.line})"
@@ -45,17 +51,55 @@ class Rescued:
     failed: tuple[FailedRow, ...] = ()
 
 
-def rescued(keys: Sequence[Key], rows: RepeatableBatches, stream: Stream) -> Rescued:
-    """Make a micro-batch, with others in the places of rows that raise. Where none helps, the error is raised."""
+def rescued(keys: Sequence[Key], rows: RepeatableBatches, stream: Stream, patience: Patience) -> Rescued:
+    """Make a micro-batch, with others in the places of rows that raise. Where none helps, the error is raised.
+
+    Before rows are blamed, they are fetched again one by one, with pauses where that may help.
+    """
     try:
         return Rescued(rows.collated(keys), keys)
     except Exception:
-        raised = {key.row: error for key in keys if (error := _error(rows.fetch, key)) is not None}
+        fetched, raised = fetched_again(keys, rows, patience)
+        if not raised:
+            with suppress(Exception):
+                return Rescued(rows.of_rows(fetched, keys), keys)
+        of_storage = [row for row, error in raised.items() if may_pass(error)]
+        if len(of_storage) >= max(_STORM, len(keys) / 4):
+            raise _storage_failed(of_storage, raised, keys) from raised[of_storage[0]]
+        patience = Patience(patience.beat)
         for draw in range(_DRAWS):
             spares = stream.others(keys, draw, without=raised)[: len(keys) if draw == 0 else _FEW]
-            if spares and (found := _Trial(keys, spares, rows).without_the_guilty(raised)) is not None:
+            if spares and (found := _Trial(keys, spares, rows, patience).without_the_guilty(raised)) is not None:
                 return found
+        if of_storage:
+            raise _storage_failed(of_storage, raised, keys) from raised[of_storage[0]]
         raise
+
+
+def fetched_again(
+    keys: Sequence[Key], rows: RepeatableBatches, patience: Patience
+) -> tuple[list[Any], dict[int, Exception]]:
+    """Fetch rows one by one, those that fail for a moment several times; return what came, and what still raises."""
+    fetched: dict[int, Any] = {}  # by their places: the same row may stand at two
+    for tries in count(1):
+        raised: dict[int, Exception] = {}
+        for place, key in enumerate(keys):
+            if place not in fetched:
+                try:
+                    fetched[place] = rows.fetch(key)
+                except Exception as error:
+                    raised[key.row] = error
+                patience.beat()
+        passing = next((error for error in raised.values() if may_pass(error)), None)
+        at_once = passing is not None and tries == 1
+        if not at_once and (passing is None or not patience.waits(passing, f"{len(raised)} of {len(keys)} rows")):
+            break
+    return [fetched[place] for place in sorted(fetched)], raised
+
+
+def _storage_failed(failed: Sequence[int], raised: Mapping[int, Exception], keys: Sequence[Key]) -> StorageFailed:
+    what = f"{len(failed)} of {len(keys)} rows of a batch could not be fetched"
+    return StorageFailed(what, in_one_line(raised[failed[0]]))
 
 
 @dataclass(frozen=True)
@@ -65,6 +109,7 @@ class _Trial:
     keys: Sequence[Key]
     spares: Sequence[Key]
     rows: RepeatableBatches
+    patience: Patience
 
     def without_the_guilty(self, raised: Mapping[int, Exception]) -> Rescued | None:
         """Return the batch without rows that raise by themselves, or that do not collate. None: others do no better."""
@@ -90,8 +135,16 @@ class _Trial:
         return self._without(places)[1] is None
 
     def _without(self, places: Collection[int]) -> tuple[Any, Exception | None]:
+        keys = self._mixed(places)
         try:
-            return self.rows.collated(self._mixed(places)), None
+            return self.rows.collated(keys), None
+        except Exception as error:
+            if not may_pass(error):
+                return None, error
+        # Not of these rows: what failed for a moment would be taken for proof of their innocence, or guilt.
+        try:
+            fetched, raised = fetched_again(keys, self.rows, self.patience)
+            return (None, next(iter(raised.values()))) if raised else (self.rows.of_rows(fetched, keys), None)
         except Exception as error:
             return None, error
 
@@ -113,18 +166,10 @@ def fewest(suspects: Sequence[int], works_without: Callable[[Sequence[int]], boo
     return fewest(first, lambda more: works_without([*of_second, *more])) + of_second
 
 
-def _error(fetch: Callable[[Key], Any], key: Key) -> Exception | None:
-    try:
-        fetch(key)
-    except Exception as error:
-        return error
-    return None
-
-
 def _failed(row: int, error: Exception) -> FailedRow:
     text = masked(" ".join("".join(traceback.format_exception_only(error)).split()))
     text = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
-    return FailedRow(row, text, *users_line(error))
+    return FailedRow(row, text, *users_line(error), may_pass=may_pass(error))
 
 
 def users_line(error: BaseException) -> tuple[str | None, int | None]:

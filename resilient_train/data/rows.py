@@ -49,7 +49,12 @@ class RepeatableBatches:
             if self._probe.is_untouched():
                 return batch
             self._draws = True
-        return self.collate(self._seeded(keys))
+        return self.of_rows(self._seeded(keys), keys)
+
+    def of_rows(self, rows: list[Any], keys: Sequence[Key]) -> Any:
+        """Make one micro-batch of rows that were fetched one by one."""
+        seed_host(mix(Purpose.COLLATE, *keys[0]))
+        return self.collate(rows)
 
     def fetch(self, key: Key) -> Any:
         """Fetch one row, on the way that a batch would take."""
@@ -66,7 +71,6 @@ class RepeatableBatches:
         for key in keys:
             seed_host(mix(Purpose.ROW, *key))
             rows.append(self.dataset[key.row])
-        seed_host(mix(Purpose.COLLATE, *keys[0]))
         return rows
 
     def _watched(self, keys: Sequence[Key]) -> tuple[Any, bool]:

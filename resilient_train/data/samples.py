@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -13,16 +13,18 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from resilient_train.data.patience import Patience, may_pass, unwatched
 from resilient_train.data.rescue import FailedRow, rescued
 from resilient_train.data.rows import Collate, RepeatableBatches, only
 from resilient_train.data.stream import Key, Stream, micro_batches
-from resilient_train.errors import in_one_line
+from resilient_train.errors import StorageFailed, in_one_line
 from resilient_train.ranks.leaving import end_with_parent
 
 _log = logging.getLogger("resilient_train")
 
 
 _MOST = 2**24  # samples that a process brings to an update
+_STORM_UPDATES, _STORM_ROWS = 16, 8  # so many rows of so few updates fail of the storage: it is to blame, not they
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ class Samples(Protocol):
     def next_start(self) -> int:
         """Where the next update's samples begin."""
 
-    def next_update(self) -> Update:
-        """Fetch the next update's samples and move behind them."""
+    def next_update(self, beat: Callable[[], None] = unwatched) -> Update:
+        """Fetch the next update's samples and move behind them. `beat` is called while fetches are tried again."""
 
     def go_back(self, update: Update) -> None:
         """Fetch this update, one of the last two, once more."""
@@ -181,12 +183,13 @@ class MapSamples:
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
         self._mishap: int | None = None  # where the last update ended that could not be fetched, and then could
+        self._failed: dict[int, int] = {}  # rows that the storage has failed to give, and where they were wanted last
 
     @property
     def next_start(self) -> int:
         return self.stream.skipped.end_at(self.position)
 
-    def next_update(self) -> Update:
+    def next_update(self, beat: Callable[[], None] = unwatched) -> Update:
         """Fetch the next update's samples and move behind them; rows that raise are told, with others in their places.
 
         Workers hand an error over that has lost its rows: that one update is made again here.
@@ -197,12 +200,14 @@ class MapSamples:
             batches = [next(self._batches) for _ in range(self.slicing.accumulation)]
         except Exception as error:
             told = in_one_line(error)  # not the error itself: it would keep workers alive that are to go
+            workers = getattr(self._batches, "_workers", [])
+            is_of_rows = may_pass(error) and all(one.is_alive() for one in workers)
         else:
             planned = self._plan.ahead.popleft()
             assert planned.start >= self.position
             self.position = planned.stop
             return Update(planned.start, planned.stop, batches, planned.keys)
-        return self._fetched_here(told)
+        return self._fetched_here(told, Patience(beat), is_of_rows=is_of_rows)
 
     def go_back(self, update: Update) -> None:
         self.load_state_dict({"position": update.start})
@@ -267,27 +272,40 @@ class MapSamples:
             )
         return _undisturbed(iter(self._loader))
 
-    def _fetched_here(self, trouble: str) -> Update:
+    def _fetched_here(self, trouble: str, patience: Patience, *, is_of_rows: bool) -> Update:
         """Make the next update in this process, row by row if need be; workers begin anew behind it."""
         self._batches = None
         span = self.stream.take(self.position, self.slicing.samples)
-        made = [rescued(keys, self._here, self.stream) for keys in self.slicing.of_this_rank(span.keys)]
+        made = [rescued(keys, self._here, self.stream, patience) for keys in self.slicing.of_this_rank(span.keys)]
         failed = {row.row: row for one in made for row in one.failed}
+        self._require_storage([row for row in failed.values() if row.may_pass], span.start)
         if not failed:
-            self._note_mishap(trouble, span.start, span.stop)
+            self._note_mishap(trouble, span.start, span.stop, patience.pauses, is_of_rows=is_of_rows)
         self.position = span.stop
         batches, keys = [one.batch for one in made], [one.keys for one in made]
         return Update(span.start, span.stop, batches, keys, tuple(failed.values()))
 
-    def _note_mishap(self, trouble: str, start: int, stop: int) -> None:
+    def _require_storage(self, failed: Sequence[FailedRow], start: int) -> None:
+        """Raise where so many rows fail within a few updates that it is not the rows."""
+        first = start - _STORM_UPDATES * self.slicing.samples
+        self._failed = {row: at for row, at in self._failed.items() if first < at <= start}
+        self._failed |= {row.row: start for row in failed}
+        if failed and len(self._failed) >= max(_STORM_ROWS, self.slicing.batch_size * self.slicing.accumulation // 2):
+            what = f"{len(self._failed)} rows could not be fetched within {_STORM_UPDATES} updates"
+            raise StorageFailed(what, failed[0].error)
+
+    def _note_mishap(self, trouble: str, start: int, stop: int, pauses: int, *, is_of_rows: bool) -> None:
         """Go on after trouble that no row is to blame for: a worker that died, a disk that was away for a moment."""
-        if self._mishap is None:
-            _log.warning("data: %s; the same rows came at the second try, and training goes on", trouble)
+        if self._mishap is None or pauses:
+            tried = f"try {pauses + 2}" if pauses else "the second try"
+            _log.warning("data: %s; the same rows came at %s, and training goes on", trouble, tried)
+        is_again, self._mishap = self._mishap == start, stop
+        if is_of_rows:
+            return
         self._loader = None  # one that has lost a worker cannot be iterated again
-        if self._mishap == start and self.num_workers:
+        if is_again and self.num_workers:
             self.num_workers = 0
             _log.warning("data: workers fail at once, such as for want of shared memory: rows are fetched without them")
-        self._mishap = stop
 
 
 class _Planned(NamedTuple):

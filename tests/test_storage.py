@@ -1,0 +1,200 @@
+"""Data that cannot be read for a moment, or for good: what is waited for, and that no row is blamed for it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from group import alone
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from resilient_train import Guard
+from resilient_train.checkpoint.writer import DiskConfig
+from resilient_train.errors import TrainError
+from resilient_train.state.ring import MemoryConfig
+
+STEPS, BATCH = 40, 16
+INPUTS = torch.randn(200, 6, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+class Rows:
+    """Rows on a storage that fails as `fails`, asked with each row, says: an error, or none."""
+
+    def __init__(self, fails: Callable[[int], Exception | None] = lambda row: None) -> None:
+        self.fails = fails
+
+    def __len__(self) -> int:
+        return len(INPUTS)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        if (error := self.fails(row)) is not None:
+            raise error
+        return INPUTS[row], INPUTS[row].sum().reshape(1)
+
+
+class Stream:
+    """The same rows in order, from a place that a state holds."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows, self.at = rows, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < len(self.rows):
+            row = self.rows[self.at]
+            self.at += 1
+            yield row
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def io_error() -> OSError:
+    return OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+class Away:
+    """All rows fail for a third of a second, from the `first` fetch on."""
+
+    def __init__(self, first: int) -> None:
+        self.left, self.until = first, 0.0
+
+    def __call__(self, row: int) -> Exception | None:
+        self.left -= 1
+        if self.left == 0:
+            self.until = time.monotonic() + 0.35
+        return io_error() if self.left <= 0 and time.monotonic() < self.until else None
+
+
+class Now:
+    """Every 7th fetch fails, whatever row it is of."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, row: int) -> Exception | None:
+        self.count += 1
+        return io_error() if self.count % 7 == 0 else None
+
+
+def mse(model: Any, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def guard_over(data: Any, **given: Any) -> Guard:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    own_size = {} if isinstance(data, DataLoader) else {"batch_size": BATCH}
+    given = {"objective": mse, "memory": MemoryConfig(every=5, keep=4, max_gib=None), **own_size, **given}
+    return Guard(accelerator, accelerator.prepare(model), optimizer, data=data, verify_after=3, **given)
+
+
+def trained(data: Any, **given: Any) -> Guard:
+    guard = guard_over(data, **given)
+    for batch in guard.batches(STEPS):
+        guard.step(batch)
+    guard.close()
+    return guard
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("how", [lambda: Away(100), Now], ids=["away", "now and then"])
+def test_what_fails_for_a_moment_costs_nothing(
+    how: Callable[[], Any], workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No row is blamed, no sample lost: the weights are those of a run whose storage never failed."""
+    unharmed = trained(Rows()).state.weights_sha256()
+    with caplog.at_level(logging.WARNING, "resilient_train"):
+        guard = trained(Rows(how()), num_workers=workers)
+    assert guard.incidents == []
+    assert guard.state.weights_sha256() == unharmed
+    assert "Input/output error" in caplog.text, "not a word of it"
+
+
+def test_a_stream_that_fails_for_a_moment_is_read_on() -> None:
+    """Its iterator has ended with the error, so its place is found again."""
+    unharmed = trained(Stream(Rows())).state.weights_sha256()
+    guard = trained(Stream(Rows(Away(100))))
+    assert guard.incidents == []
+    assert guard.state.weights_sha256() == unharmed
+
+
+def test_a_loader_of_ones_own_that_fails_for_a_moment_goes_on() -> None:
+    """With its next batch: what it has failed to give does not come again."""
+    guard = trained(DataLoader(Rows(Away(100)), batch_size=BATCH))  # type: ignore[arg-type]
+    assert (guard.clock.step, guard.incidents) == (STEPS, [])
+
+
+def test_the_watchdog_hears_of_pauses() -> None:
+    """Nobody takes waiting for the storage for a hang."""
+    beats: list[float] = []
+    away = Away(100)
+    guard = guard_over(Rows(away))
+    guard.beat = lambda: beats.append(time.monotonic())
+    for batch in guard.batches(STEPS):
+        guard.step(batch)
+    assert [beat for beat in beats if beat < away.until], "no beat while it waited"
+
+
+def program(run_dir: Path, share: float) -> dict[str, Any]:
+    """A whole program, on a storage of which a share fails for good from the 400th fetch on."""
+    fetches = iter(range(10**9))
+
+    def fails(row: int) -> Exception | None:
+        return io_error() if next(fetches) > 400 and row % 100 < 100 * share else None
+
+    guard = guard_over(Rows(fails), run_dir=run_dir, disk=DiskConfig(every=1000), resume=True)
+    began = None
+    try:
+        for batch in guard.batches(STEPS):
+            began = guard.clock.step if began is None else began
+            guard.step(batch)
+    except (TrainError, OSError) as error:
+        return {"code": getattr(error, "exit_code", 1), "words": str(error)}
+    guard.close()
+    return {"began": began, "incidents": len(guard.incidents), "weights": guard.state.weights_sha256()}
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4])
+def test_a_storage_that_fails_for_good_ends_the_run_in_words(share: float, tmp_path: Path) -> None:
+    """With code 1 and no row in quarantine; where it can be read again, the run resumes, and loses nothing."""
+    code, failed = alone(program, tmp_path / "run", share)
+    assert (code, failed["code"]) == (0, 1)
+    assert "the storage of the data fails" in failed["words"]
+    assert not (tmp_path / "run" / "quarantine.json").exists()
+    code, resumed = alone(program, tmp_path / "run", 0.0)
+    assert code == 0
+    unharmed = trained(Rows()).state.weights_sha256()
+    assert resumed == {"began": 20, "incidents": 0, "weights": unharmed}, "the newest proven state was on disk"
+
+
+def test_rows_that_always_raise_are_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """A row that cannot be parsed, or whose file is missing, raises again at once."""
+
+    def fails(row: int) -> Exception | None:
+        return {17: ValueError("not a number"), 90: FileNotFoundError(errno.ENOENT, "none")}.get(row)
+
+    guard = trained(Rows(fails))
+    assert {row for one in guard.incidents for row in one.diagnosis.rows} == {17, 90}
+    assert "tried again in" not in caplog.text
