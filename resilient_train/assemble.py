@@ -143,6 +143,7 @@ def assemble(
         verify_after=config.checkpoint.verify_after,
         seed=seed,
         quarantine=config.data.quarantine,
+        data_changed=config.run.data_changed,
         disk=config.checkpoint.disk,
         drill=drill,
         book=book,

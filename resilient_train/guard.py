@@ -25,13 +25,14 @@ from torch import nn
 from resilient_train import fitting, numerics
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.chronicle import REPORT_EVERY, Chronicle, Told
+from resilient_train.data.fingerprint import sampled
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing, Update
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Refused, Search
 from resilient_train.drill import Drill, Place
 from resilient_train.durable import Durable
-from resilient_train.errors import RanksDiffer, Stopped, StorageFailed, TrainError
+from resilient_train.errors import ConfigError, RanksDiffer, Stopped, StorageFailed, TrainError
 from resilient_train.events import Anomaly, Incident, Signal, Vitals
 from resilient_train.examination import Examination
 from resilient_train.fitting.memory import is_out_of_memory
@@ -125,6 +126,7 @@ class Guard:
         num_workers: int = 0,
         collate: Collate | None = None,
         quarantine: str | Path | None = None,
+        data_changed: str = "refuse",
         disk: DiskConfig | int | None = None,
         drill: Drill | None = None,
         book: IncidentBook | None = None,
@@ -137,7 +139,8 @@ class Guard:
         `steps` is the planned total: a run is complete when so many updates are accepted, over all processes that
         worked on it. `objective` is `(model, batch) -> loss`. Without one the loop makes the loss, and hands it to
         `update`.
-        `quarantine` is the quarantine.json of another run on the same data: its rows are left out. `disk` says
+        `quarantine` is the quarantine.json of another run on the same data: its rows are left out. `data_changed`:
+        refuse to resume where the data set changed, or accept it as it is. `disk` says
         after how many updates a proven state is written to the run directory, and with `resume` a run goes on from
         the newest one there. `stop` is asked before every update. `tracking` is the address of the MLflow that is to
         show the run, or True for the one that MLFLOW_TRACKING_URI names, else for a database beside the run directory.
@@ -194,10 +197,18 @@ class Guard:
             search=None if self.objective is None else self._search(called, self.objective),
             beat=lambda: self.beat(),
         )
-        key = "data.quarantine" if book else "quarantine"
+        key, data_key = ("data.quarantine", "run.data_changed") if book else ("quarantine", "data_changed")
         place = fitting.Place(book) if book else fitting.place(run_dir, self.world, bool(resume), tracking)
         book = place.book
-        listed = fitting.quarantine(quarantine, self.samples, book.directory, self.world, key=key)
+        try:
+            differs = fitting.same_data(self.samples, book, self.world, data_changed, key=data_key)
+            listed = fitting.quarantine(
+                *(quarantine, self.samples, book.directory, self.world), key=key, data_may_differ=differs
+            )
+        except ConfigError:
+            if place.lock is not None:
+                place.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
+            raise
         self._treatment = Treatment(
             *(ward, fitting.policy(recovery), book, listed),
             recovered_after=max(verify_after, 50),
@@ -738,6 +749,10 @@ class Guard:
             is_back = self._panel.is_only_reported or self._panel.probation.allows_proof(self.clock.step)
             self._ring.verify(healthy_until=self.clock.step, scanned_until=scanned, after=after, is_back=is_back)
             self._durable.verified(any_busy=vitals.any_busy)
+        book = self._treatment.book
+        if vitals.accepted and book.directory is not None and book.data is None and flight.begun.update.keys:
+            rows = [key.row for keys in flight.begun.update.keys for key in keys]
+            book.knows_data(sampled(self.samples.dataset, rows))  # type: ignore[attr-defined]
         if vitals.accepted and self.clock.step == 1 and not self._described:
             self._described = True
             if self.objective is None:

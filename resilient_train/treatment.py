@@ -305,7 +305,8 @@ class Treatment:
 
     def _recall_rows(self, rows: frozenset[int]) -> None:
         """Keep rows in quarantine whose list is lost or damaged."""
-        if lost := sorted(rows - self.quarantined.rows.keys()):
+        known = {row for row in rows if row < self.ward.samples.rows}  # there may be fewer than there were
+        if lost := sorted(known - self.quarantined.rows.keys()):
             self.ward.samples.quarantine(lost)
             self.quarantined.add(lost, "its list was lost; a checkpoint or the journal had it", self.ward.clock.step, 0)
 

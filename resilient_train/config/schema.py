@@ -24,6 +24,7 @@ class RunConfig:
     log_every: int = field(metadata={"at_least": 1})
     eval_every: int = field(metadata={"at_least": 0})
     resume: str
+    data_changed: str = field(metadata={"one_of": ("refuse", "accept")})
     init_from: str | None
     max_hours: float | None = field(metadata={"above": 0})
     deterministic: bool

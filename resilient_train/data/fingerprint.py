@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,27 @@ def fingerprint(dataset: Any) -> dict[str, Any]:
     with preserved(torch.device("cpu")):
         digests = {str(row): _digest(dataset, row) for row in looked_at}
     return {"dataset": type(dataset).__name__, "rows": rows, "digests": digests}
+
+
+def sampled(dataset: Any, rows: Iterable[int]) -> dict[str, Any]:
+    """Return what a data set is compared with when the run resumes: its number of rows, and digests of these.
+
+    They are rows that training has fetched already: to read others might end the process, or never come back.
+    """
+    some = sorted(set(rows))
+    looked_at = {some[len(some) * number // _LOOKED_AT] for number in range(_LOOKED_AT)} if some else set()
+    with preserved(torch.device("cpu")):
+        digests = {str(row): (_digest(dataset, row) or "")[:16] or None for row in sorted(looked_at)}
+    return {"rows": len(dataset), "digests": digests}
+
+
+def change(known: Mapping[str, Any], dataset: Any) -> str:
+    """Say how a data set differs from what it was when it was sampled; empty where it does not."""
+    if len(dataset) != known["rows"]:
+        return f"it has {len(dataset):,} rows, and had {known['rows']:,}"
+    now = sampled(dataset, map(int, known["digests"]))["digests"]
+    odd = [row for row, was in known["digests"].items() if was and now.get(row) and now[row] != was]
+    return f"row {min(odd, key=int)} is not what it was" if odd else ""
 
 
 def _digest(dataset: Any, row: int) -> str | None:

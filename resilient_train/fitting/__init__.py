@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.data import build
-from resilient_train.data.fingerprint import fingerprint
+from resilient_train.data.fingerprint import change, fingerprint
 from resilient_train.data.foreign import ForeignSamples
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
@@ -28,6 +28,8 @@ from resilient_train.fitting.speech import speak_up
 from resilient_train.fitting.turn import Turn, warn_if_unused, warn_of_scalers
 from resilient_train.objective import Measured
 from resilient_train.ranks.world import World
+from resilient_train.record.console import log
+from resilient_train.record.incidents import IncidentBook
 from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover import policy as policies
 from resilient_train.recover.policy import Policy
@@ -249,8 +251,38 @@ def disk(given: DiskConfig | int | None) -> DiskConfig:
     return DiskConfig(every=given or 0)
 
 
+def same_data(samples: Samples, book: IncidentBook, world: World, given: str, *, key: str) -> bool:
+    """Refuse to resume on data that changed under its name, unless that is accepted; say whether it is.
+
+    `key` is what the setting is called where it was given.
+    """
+    if given not in ("refuse", "accept"):
+        raise ConfigError(key, given, "is not refuse or accept")
+    if not samples.rows:
+        return False
+
+    def changed() -> str:
+        dataset = samples.dataset  # type: ignore[attr-defined]
+        how = change(book.data, dataset) if book.data is not None else ""
+        if how and book.has_saved and given == "refuse":
+            why = f"{how}: give the run its own data, or begin another run; {key}=accept resumes with the data as it is"
+            raise unusable("data", f"the data set changed since the run began: {why}")
+        return how
+
+    if how := world.on_main(changed):
+        log.warning("data: the data set changed since the run began, and is taken as it is: %s", how)
+        book.data = None  # it is sampled again
+    return bool(how)
+
+
 def quarantine(
-    given: str | Path | None, samples: Samples, directory: Path | None, world: World, *, key: str
+    given: str | Path | None,
+    samples: Samples,
+    directory: Path | None,
+    world: World,
+    *,
+    key: str,
+    data_may_differ: bool = False,
 ) -> Quarantine:
     """Recall which rows the run has in quarantine, take up a list that is given, and keep the data free of them.
 
@@ -265,7 +297,8 @@ def quarantine(
 
     def recalled() -> tuple[dict[int, Quarantined], int]:
         nonlocal listed
-        listed = Quarantine(directory, lambda: fingerprint(samples.dataset))  # type: ignore[attr-defined]
+        dataset = samples.dataset  # type: ignore[attr-defined]
+        listed = Quarantine(directory, lambda: fingerprint(dataset), data_may_differ=data_may_differ)
         if given is not None:
             listed.load(Path(given), key)
         return dict(listed.rows), listed.given

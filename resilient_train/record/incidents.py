@@ -42,6 +42,7 @@ _GOES_ON = {Signal.DISK_FULL}  # in spite of these training never stood still
 _TAKEN_FROM = "taken_up_from"
 _BEGAN, _MADE_OF, _MOST = "began", ("processes", "samples"), 2**40
 FIRED = "drill_fired"
+_DATA = "data_seen"
 _SAVED, _ENDED = "checkpoint_saved", "process_ended"
 
 
@@ -63,6 +64,7 @@ class IncidentBook:
         self.has_saved = False  # a checkpoint, ever
         self.sources: set[str] = set()  # that the run was taken up from by name
         self.began_with: tuple[int, int] | None = None  # processes, and samples of an update
+        self.data: Mapping[str, Any] | None = None  # what the data set is known by
         self._endings: list[tuple[int, int]] = []  # samples that were at work when processes ended
         self._were_treated: set[int] = set()
         self._stands_since: dict[int, int] = {}  # when incidents were treated that no update was accepted after, in ms
@@ -153,6 +155,12 @@ class IncidentBook:
         if self._journal is not None:
             self._journal.write(_BEGAN, processes=processes, samples=samples)
 
+    def knows_data(self, sample: Mapping[str, Any]) -> None:
+        """Note what the data set is known by, for a process that resumes."""
+        self.data = sample
+        if self._journal is not None:
+            self._journal.write(_DATA, sample=sample)
+
     def began_from(self, source: str) -> None:
         """Note that the run was taken up from a place that was named."""
         self.sources.add(source)
@@ -190,6 +198,8 @@ class IncidentBook:
             self.remedies = entry["remedies"]
         elif kind == _BEGAN and all(type(entry.get(key)) is int and 0 < entry[key] <= _MOST for key in _MADE_OF):
             self.began_with = (entry["processes"], entry["samples"])
+        elif kind == _DATA and _is_sample(entry.get("sample")):
+            self.data = entry["sample"]
         elif kind == _TAKEN_FROM and isinstance(entry.get("source"), str):
             self.sources.add(entry["source"])
         elif kind == _SAVED:
@@ -244,6 +254,13 @@ class IncidentBook:
             why = error.strerror or error
             _log.warning("%s cannot be written (%s): it is made anew from the journal later", self._file, why)
         self._is_failing = True
+
+
+def _is_sample(node: Any) -> bool:
+    if not isinstance(node, dict) or type(node.get("rows")) is not int or not isinstance(node.get("digests"), dict):
+        return False
+    digests = node["digests"]
+    return all(row.isdecimal() and (one is None or isinstance(one, str)) for row, one in digests.items())
 
 
 def recalled(entries: Iterable[Entry]) -> list[Incident]:

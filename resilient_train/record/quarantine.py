@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -35,8 +36,12 @@ class Quarantined:
 class Quarantine:
     """The rows in quarantine, and the file that lists them; on ranks without the run directory only in memory."""
 
-    def __init__(self, directory: Path | None, fingerprint: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self, directory: Path | None, fingerprint: Callable[[], Mapping[str, Any]], *, data_may_differ: bool = False
+    ) -> None:
         """Recall what the directory lists. Raises ConfigError where those are rows of another data set.
+
+        Unless they may differ: then the rows keep their numbers, as far as there are as many.
 
         The fingerprint is asked for only where there is something to list: it costs fetching some rows.
         """
@@ -46,7 +51,7 @@ class Quarantine:
         self.given = 0  # of the rows were another run's
         self._is_behind = False  # the file, because it could not be written
         if self._file is not None and self._file.exists():
-            self._recall(self._file)
+            self._recall(self._file, data_may_differ=data_may_differ)
 
     @property
     def rows(self) -> Mapping[int, Quarantined]:
@@ -76,10 +81,14 @@ class Quarantine:
         self.adopt(rows)
         self.given += len(self._rows) - before
 
-    def _recall(self, file: Path) -> None:
+    def _recall(self, file: Path, *, data_may_differ: bool) -> None:
         """Take up the run's own list; without one that is damaged the run goes on all the same."""
+        here = self._fingerprint()
         try:
-            self._rows = _read(file, self._fingerprint())
+            listed = _read(file, None if data_may_differ else here)
+            self._rows = {row: why for row, why in listed.items() if row < here["rows"]}
+            if data_may_differ:
+                self._write()
         except Foreign as error:
             raise unusable(str(file), f"{error}; give the run its own data, or another directory") from error
         except (OSError, ValueError) as error:
@@ -91,9 +100,10 @@ class Quarantine:
         if self._file is None:
             return
         rows = [{"row": row, **asdict(why)} for row, why in self._rows.items()]
-        content = {"format": _FORMAT, "data": dict(self._fingerprint()), "rows": rows}
+        content = masked_tree({"format": _FORMAT, "data": dict(self._fingerprint()), "rows": rows})
+        content["sha256"] = _digest(content)
         try:
-            commit_text(self._file, json.dumps(masked_tree(content), indent=2) + "\n")
+            commit_text(self._file, json.dumps(content, indent=2) + "\n")
         except OSError as error:
             if not self._is_behind:
                 _log.error("%s could not be written, and is tried again with the next row: %s", self._file, error)
@@ -114,7 +124,11 @@ class Foreign(ValueError):
     """A list of rows of another data set."""
 
 
-def _read(file: Path, fingerprint: Mapping[str, Any]) -> dict[int, Quarantined]:
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read(file: Path, fingerprint: Mapping[str, Any] | None) -> dict[int, Quarantined]:
     """Read a list of rows of this data set. Raises ValueError where anything in it is not what it should be."""
     try:
         content = json.loads(read_plain(file).decode("utf-8"))
@@ -123,6 +137,9 @@ def _read(file: Path, fingerprint: Mapping[str, Any]) -> dict[int, Quarantined]:
     form = content.get("format") if isinstance(content, dict) else None
     if type(form) is int and form != _FORMAT:
         raise ValueError(f"is of format {form}, where this version reads {_FORMAT}")
+    # Lists of earlier versions have none, nor has one whose reader took it out to edit the rest.
+    if isinstance(content, dict) and "sha256" in content and content.pop("sha256") != _digest(content):
+        raise ValueError("is damaged: it is not what was written (its sha256 is that of another list)")
     if not _fits(content, {"format": int, "data": dict, "rows": list}) or not _is_fingerprint(content["data"]):
         raise ValueError("is damaged: it is no list of rows in quarantine")
     wanted = {"row": int, "reason": str, "step": int, "incident": int}
@@ -130,7 +147,7 @@ def _read(file: Path, fingerprint: Mapping[str, Any]) -> dict[int, Quarantined]:
     for entry in content["rows"]:
         if not _fits(entry, wanted) or not 0 <= entry["row"] < count:
             raise ValueError(f"is damaged: {json.dumps(entry)[:100]} is no row in quarantine")
-    if why := _other(content["data"], fingerprint):
+    if fingerprint is not None and (why := _other(content["data"], fingerprint)):
         raise Foreign(why)
     return {entry.pop("row"): Quarantined(**entry) for entry in content["rows"]}
 

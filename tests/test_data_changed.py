@@ -1,0 +1,170 @@
+"""Data that changed under its name since a run began, and a list of rows in quarantine that was damaged."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from command import command
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from resilient_train import Guard
+from resilient_train.checkpoint.writer import DiskConfig
+from resilient_train.errors import ConfigError
+from resilient_train.record.quarantine import QUARANTINE
+from resilient_train.state.ring import MemoryConfig
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def rows(count: int = 512, seed: int = 3, bad: tuple[int, ...] = ()) -> TensorDataset:
+    x = torch.randn(count, 6, generator=torch.Generator().manual_seed(seed))
+    y = x.sum(1, keepdim=True)
+    x[list(bad)] = float("nan")
+    return TensorDataset(x, y)
+
+
+def mse(model: Any, batch: Any) -> Any:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def trained(run_dir: Path, steps: int, data: Any, **given: Any) -> Guard:
+    """A whole program, which resumes if there is something to resume."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)))
+    guard = Guard(
+        *(accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)),
+        data=data,
+        batch_size=16,
+        objective=mse,
+        run_dir=run_dir,
+        memory=MemoryConfig(every=5, keep=4, max_gib=None),
+        disk=DiskConfig(every=5),
+        verify_after=3,
+        resume=True,
+        **given,
+    )
+    try:
+        for batch in guard.batches(steps):
+            guard.step(batch)
+    finally:
+        guard.close()
+    return guard
+
+
+OTHERS = {"fewer rows": rows(400), "more rows": rows(520), "other rows": rows(seed=4)}
+
+
+@pytest.mark.parametrize("bad", [(), (7, 450)], ids=["", "with rows in quarantine"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_data_that_changed_is_refused_or_accepted(other: str, bad: tuple[int, ...], tmp_path: Path) -> None:
+    """In one line with code 2, which says how it is accepted; then the run resumes, and later as always."""
+    trained(tmp_path / "run", 40, rows(bad=bad))
+    with pytest.raises(ConfigError) as refused:
+        trained(tmp_path / "run", 60, OTHERS[other])
+    said = str(refused.value)
+    assert refused.value.exit_code == 2
+    assert "changed" in said
+    assert "data_changed=accept" in said
+    assert "\n" not in said
+    assert re.search(r"400 rows, and had 512|520 rows, and had 512|row \d+ is not what it was", said)
+    assert trained(tmp_path / "run", 60, OTHERS[other], data_changed="accept").clock.step == 60
+    again = trained(tmp_path / "run", 80, OTHERS[other])
+    assert again.clock.step == 80
+    assert set(again._treatment.quarantined.rows) <= set(bad)
+
+
+def test_the_same_data_is_never_refused(tmp_path: Path) -> None:
+    """Nor are rows that are another each time they are fetched: they tell nothing."""
+
+    class Noisy:
+        def __init__(self) -> None:
+            self.numbers = random.Random()
+
+        def __len__(self) -> int:
+            return 512
+
+        def __getitem__(self, row: int) -> Any:
+            x = torch.full((6,), self.numbers.random())
+            return x, x.sum().reshape(1)
+
+    for steps in (20, 40):
+        assert trained(tmp_path / "same", steps, rows()).clock.step == steps
+        assert trained(tmp_path / "noisy", steps, Noisy()).clock.step == steps
+
+
+def test_a_run_without_a_checkpoint_takes_the_data_as_it_is(tmp_path: Path) -> None:
+    """Nothing is resumed: it begins again."""
+    trained(tmp_path / "run", 3, rows())
+    for file in (tmp_path / "run" / "checkpoints").glob("*/*"):
+        file.unlink()
+    journal = tmp_path / "run" / "journal.jsonl"
+    journal.write_text(
+        "".join(line for line in journal.read_text().splitlines(True) if '"checkpoint_saved"' not in line)
+    )
+    for directory in (tmp_path / "run" / "checkpoints").iterdir():
+        directory.rmdir()
+    assert trained(tmp_path / "run", 6, rows(400)).clock.step == 6
+
+
+def test_a_flipped_bit_in_a_digest_is_damage_of_the_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The data is right, so the run resumes, with the same rows in quarantine: the journal knows them as well."""
+    data = rows(bad=(7, 450))
+    assert set(trained(tmp_path / "run", 40, data)._treatment.quarantined.rows) == {7, 450}
+    file = tmp_path / "run" / QUARANTINE
+    digests = json.loads(file.read_text())["data"]["digests"]
+    flipped = next(digest for digest in digests.values() if digest)
+    file.write_text(file.read_text().replace(flipped, chr(ord(flipped[0]) ^ 1) + flipped[1:]))
+    resumed = trained(tmp_path / "run", 60, data)
+    assert resumed.clock.step == 60
+    assert set(resumed._treatment.quarantined.rows) == {7, 450}
+    assert "is put aside: is damaged" in caplog.text
+    assert set(trained(tmp_path / "run", 80, data)._treatment.quarantined.rows) == {7, 450}
+
+
+PROGRAM = """
+import os, torch
+from torch.utils.data import TensorDataset
+def rows():
+    x = torch.randn(int(os.environ["ROWS_OF_TEST"]), 6, generator=torch.Generator().manual_seed(3))
+    return TensorDataset(x, x.sum(1, keepdim=True))
+"""
+
+
+def test_the_command_has_a_key_for_it(run_command: command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused with code 2 and the key in the line; taken with it."""
+    (tmp_path / "changing.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    words = [
+        "model=mlp",
+        "model.in_features=6",
+        "model.out_features=1",
+        "data=custom",
+        "data.train._target_=changing.rows",
+    ]
+    words += ["objective=regression", "tracking=none", "checkpoint.disk.every=5", "checkpoint.memory.every=5"]
+    words += ["checkpoint.verify_after=3", f"run.dir={tmp_path / 'run'}", "data.batch_size=16"]
+    monkeypatch.setenv("ROWS_OF_TEST", "512")
+    assert run_command([*words, "run.steps=20"]).code == 0
+    monkeypatch.setenv("ROWS_OF_TEST", "400")
+    refused = run_command([*words, "run.steps=30"])
+    assert (refused.code, "run.data_changed=accept" in refused.stderr + refused.stdout) == (2, True)
+    assert run_command([*words, "run.steps=30", "run.data_changed=accept"]).code == 0
+    assert run_command([*words, "run.steps=40"]).code == 0
+    assert run_command([*words, "run.steps=50", "run.data_changed=no"]).code == 2
