@@ -203,7 +203,9 @@ class Guard:
         try:
             differs = fitting.same_data(self.samples, book, self.world, data_changed, key=data_key)
             listed = fitting.quarantine(
-                *(quarantine, self.samples, book.directory, self.world), key=key, data_may_differ=differs
+                *(quarantine, self.samples, book.directory, self.world),
+                key=key,
+                data_may_differ=differs or data_changed == "accept",
             )
         except ConfigError:
             if place.lock is not None:

@@ -195,6 +195,42 @@ def test_a_rotten_batch_while_a_scan_looks_is_a_rotten_batch() -> None:
     assert loops.is_whole()
 
 
+def batch_encoding(x: Tensor, y: Tensor) -> Any:
+    from transformers import BatchEncoding
+
+    return BatchEncoding({"x": x, "y": y})
+
+
+def batch_feature(x: Tensor, y: Tensor) -> Any:
+    from transformers import BatchFeature
+
+    return BatchFeature({"x": x, "y": y})
+
+
+def keyed(model: Any, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+
+
+@pytest.mark.parametrize("wrapped", [lambda x, y: UserDict(x=x, y=y), batch_encoding, batch_feature])
+def test_a_nan_is_seen_in_batches_of_any_class(wrapped: Callable[..., Any]) -> None:
+    """To torch they are one leaf: the batch is to blame all the same, and its row named, as in a dict."""
+    loops = Loops()
+    data = rows(64, rotten=(17,))
+    guard = Guard(
+        *(loops.accelerator, loops.model, loops.optimizer),
+        data=[wrapped(x, y) for x, y in data],
+        batch_size=16,
+        collate=lambda some: wrapped(*(torch.stack([row[key] for row in some]) for key in "xy")),
+        objective=keyed,
+        memory=OFTEN,
+    )
+    for batch in guard.batches(8):
+        guard.step(batch)
+    told = [(one.anomaly.signal, one.diagnosis.cause, one.diagnosis.rows) for one in guard.incidents]
+    assert told == [("nonfinite_batch", "data", (17,))]
+    assert "x" in guard.incidents[0].diagnosis.advice
+
+
 def test_giving_up_leaves_the_last_good_weights(tmp_path: Path) -> None:
     """The exception is public, the weights are finite, and lie on disk as well."""
     loops = Loops()

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten_with_path
 
+from resilient_train.state.tree import with_dicts
+
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
 _MANY = 0.5  # of a batch: where as many rows are guilty it is not the rows
 
@@ -42,7 +44,7 @@ def guilty(count: int) -> Generator[Sequence[int], bool, tuple[int, ...]]:
 def rotten_fields(row: Any) -> list[str]:
     """Name the fields of a row that hold values that are not finite, and where: `[0][3, 17] is nan`."""
     told = []
-    for path, leaf in tree_flatten_with_path(row)[0]:
+    for path, leaf in tree_flatten_with_path(with_dicts(row))[0]:
         values = _numbers(leaf)
         if values is None or bool(values.isfinite().all()):
             continue
@@ -57,7 +59,7 @@ def rotten_fields(row: Any) -> list[str]:
 def sizes(row: Any) -> dict[str, float]:
     """The largest absolute value of each field of a row that holds numbers with a fraction."""
     found = {}
-    for path, leaf in tree_flatten_with_path(row)[0]:
+    for path, leaf in tree_flatten_with_path(with_dicts(row))[0]:
         values = _numbers(leaf)
         if values is not None and values.numel():
             found[_spoken(path)] = float(values.abs().max())

@@ -90,7 +90,8 @@ class Quarantine:
             if data_may_differ:
                 self._write()
         except Foreign as error:
-            raise unusable(str(file), f"{error}; give the run its own data, or another directory") from error
+            why = f"{error}; give the run its own data, or take it as it is (data_changed=accept)"
+            raise unusable(str(file), why) from error
         except (OSError, ValueError) as error:
             _log.error("%s cannot be used and is put aside: %s", file, error)
             with contextlib.suppress(OSError):

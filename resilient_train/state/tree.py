@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from resilient_train.state.spread import Share, Spread, is_spread, own, spread_of, whole
 
@@ -122,6 +123,18 @@ def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Overwrite `targets` with `sources`: one call for many tensors, at the price of a plain memory copy."""
     if targets:
         torch._foreach_copy_(targets, sources)
+
+
+def with_dicts(tree: Any) -> Any:
+    """Put a dict for each mapping that torch takes for one leaf, as it does any UserDict: transformers' batches are."""
+    if not any(isinstance(leaf, Mapping) for leaf in tree_leaves(tree)):
+        return tree
+    return tree_map(lambda leaf: with_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf, tree)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Flatten a batch, or a row, of any shape."""
+    return tree_leaves(with_dicts(tree))  # type: ignore[no-any-return]
 
 
 def sha256(tree: Tree) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from resilient_train.events import Signal, Vitals
+from resilient_train.state.tree import leaves
 
 
 def vitals(
@@ -74,13 +74,13 @@ def why_refused(loss: float, grad_norm: float, limits: tuple[float, float]) -> S
 
 def all_finite(batches: Iterable[Any]) -> bool:
     """Look through batches of any shape. Asked after trouble only: batches with a masked NaN are no trouble."""
-    tensors = [leaf for leaf in tree_leaves(list(batches)) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in leaves(list(batches)) if isinstance(leaf, torch.Tensor)]
     return all(bool(one.isfinite().all()) for one in tensors if one.is_floating_point() or one.is_complex())
 
 
 def largest(batches: Sequence[Any]) -> torch.Tensor:
     """The largest absolute value of each field, over batches of one shape; nothing waits for the device."""
-    fields = zip(*map(tree_leaves, batches), strict=False)
+    fields = zip(*map(leaves, batches), strict=False)
     tensors = [some for some in fields if all(isinstance(one, torch.Tensor) for one in some)]
     sizes = [
         torch.stack([one.detach().abs().amax().float() for one in some])
@@ -92,7 +92,7 @@ def largest(batches: Sequence[Any]) -> torch.Tensor:
 
 def versions(batch: Any) -> list[int]:
     """Count what was written into the tensors of a batch so far, to notice what is written later."""
-    return [leaf._version for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+    return [leaf._version for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
 
 def mean(values: Sequence[torch.Tensor | float]) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from resilient_train.state.spread import is_spread, own
+from resilient_train.state.tree import leaves
 
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
 _COARSE = {torch.float16, torch.bfloat16}
@@ -101,10 +102,4 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype | None:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """All tensors of numbers in nested dicts, lists and tuples."""
-    if isinstance(tree, Tensor):
-        return [tree] if is_number(tree) and is_measurable(tree) else []
-    if isinstance(tree, dict):
-        return [one for value in tree.values() for one in tensors_in(value)]
-    if isinstance(tree, list | tuple):
-        return [one for value in tree for one in tensors_in(value)]
-    return []
+    return [one for one in leaves(tree) if isinstance(one, Tensor) and is_number(one) and is_measurable(one)]
