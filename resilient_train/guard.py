@@ -228,6 +228,9 @@ class Guard:
         self._examination.convict = self._treatment.convict
         self._stop, self.stopped = stop, False  # before its last update, because somebody asked
         self._cautions = [caution] if caution else []
+        if 0 < self.samples.rows < slicing.samples:
+            many = f"an update takes {slicing.samples:,} rows, and the data set has {self.samples.rows:,}"
+            self._cautions.append(f"data: {many}: each update takes rows more than once")
         if fitting.disk(disk).every and memory is not None and not memory.every:
             self._cautions.append(
                 "checkpoints come from snapshots in memory, and there are none: one is left at the end"

@@ -35,6 +35,7 @@ from resilient_train.state.determinism import set_deterministic
 from resilient_train.train import train
 
 _BEHIND_WATCHDOG_S = 60.0  # a collective that fails tells less than a watchdog
+_LOADER = "torch/utils/data/dataloader.py"
 _FOR_OTHERS_S = 1.2  # until the watchdogs of other ranks have looked at their clocks, too
 
 
@@ -264,9 +265,7 @@ class _Session:
         """Write down where a run stands that does not go on; called in another thread, just before the end."""
         asked = "it was asked to stop, and " if hang.stop_asked else ""
         where = next((f for f in reversed(called_by_us(hang.frames)) if is_users(f.f_code.co_filename)), None)
-        place = (
-            f"{where.f_code.co_filename}:{where.f_lineno}, in {where.f_code.co_name}" if where else "no line of yours"
-        )
+        place = f"{where.f_code.co_filename}:{where.f_lineno}, in {where.f_code.co_name}" if where else _elsewhere(hang)
         evidence = f"{asked}no {hang.phase} was finished for {hang.seconds:.0f} s; it stands in {place}"
         # Of the many that wait for one, rank 0 speaks; where the user's own code stands is for everybody's eyes.
         level = logging.ERROR if self.world.is_main or where else logging.INFO
@@ -297,6 +296,15 @@ class _Session:
         if evidence != mine.evidence:
             log.error("%s", evidence)
         return evidence
+
+
+def _elsewhere(hang: Hang) -> str:
+    """Where it stands if not in the user's code; what that code waits for in a worker of a data loader is there."""
+    for frame in hang.frames:
+        if frame.f_code.co_filename.endswith(_LOADER) and (found := getattr(frame.f_locals.get("self"), "_workers", [])):
+            pids = ", ".join(str(one.pid) for one in found)
+            return f"no line of yours: it waits for a batch from the workers of the data loader (processes {pids})"
+    return "no line of yours"
 
 
 def _write(summary: Summary, directory: RunDirectory) -> None:

@@ -195,6 +195,17 @@ def test_a_rotten_batch_while_a_scan_looks_is_a_rotten_batch() -> None:
     assert loops.is_whole()
 
 
+def test_an_update_larger_than_the_data_set_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Rows come more than once in it, which hardly anybody means."""
+    loops = Loops()
+    with caplog.at_level("INFO", "resilient_train"):
+        loops.run("objective", 3, data=rows(40), batch_size=64)
+        assert "an update takes 64 rows, and the data set has 40" in caplog.text
+        caplog.clear()
+        Loops().run("objective", 3, data=rows(40), batch_size=40)
+        assert "an update takes" not in caplog.text
+
+
 def batch_encoding(x: Tensor, y: Tensor) -> Any:
     from transformers import BatchEncoding
 

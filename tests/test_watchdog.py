@@ -140,6 +140,15 @@ def test_a_row_that_never_comes_ends_the_process(nursery: Nursery) -> None:
     assert left_overs(run_dir) == []
 
 
+def test_a_row_that_never_comes_in_a_worker_names_the_worker(nursery: Nursery) -> None:
+    """No line of the process that waits is the user's: what it waits for is another process, and which."""
+    arguments = [*OWN, "data.train._target_=test_watchdog.Endless", "data.num_workers=1", "run.dir=worker"]
+    started = hangs(nursery, *arguments)
+    assert started.wait() == 1, started.output
+    opened = [entry["incident"] for entry in in_journal(nursery.place / "worker", "incident_opened")]
+    assert re.search(r"waits for a batch from the workers of the data loader \(processes \d+\)", opened[-1]["evidence"])
+
+
 def test_code_that_keeps_pythons_lock_is_ended_from_c(nursery: Nursery) -> None:
     """No Python runs any more; the stack of the main thread is in the log all the same."""
     run_dir, arguments = nursery.place / "greedy", [*OWN, "data.train._target_=test_watchdog.Greedy", "run.dir=greedy"]
