@@ -301,8 +301,9 @@ class _Session:
 def _elsewhere(hang: Hang) -> str:
     """Where it stands if not in the user's code; what that code waits for in a worker of a data loader is there."""
     for frame in hang.frames:
-        if frame.f_code.co_filename.endswith(_LOADER) and (found := getattr(frame.f_locals.get("self"), "_workers", [])):
-            pids = ", ".join(str(one.pid) for one in found)
+        workers = getattr(frame.f_locals.get("self"), "_workers", [])
+        if workers and frame.f_code.co_filename.endswith(_LOADER):
+            pids = ", ".join(str(one.pid) for one in workers)
             return f"no line of yours: it waits for a batch from the workers of the data loader (processes {pids})"
     return "no line of yours"
 

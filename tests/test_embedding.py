@@ -229,7 +229,7 @@ def test_a_nan_is_seen_in_batches_of_any_class(wrapped: Callable[..., Any]) -> N
     data = rows(64, rotten=(17,))
     guard = Guard(
         *(loops.accelerator, loops.model, loops.optimizer),
-        data=[wrapped(x, y) for x, y in data],
+        data=[wrapped(*data[row]) for row in range(64)],
         batch_size=16,
         collate=lambda some: wrapped(*(torch.stack([row[key] for row in some]) for key in "xy")),
         objective=keyed,

@@ -134,7 +134,7 @@ def with_dicts(tree: Any) -> Any:
 
 def leaves(tree: Any) -> list[Any]:
     """Flatten a batch, or a row, of any shape."""
-    return tree_leaves(with_dicts(tree))  # type: ignore[no-any-return]
+    return tree_leaves(with_dicts(tree))
 
 
 def sha256(tree: Tree) -> str:
