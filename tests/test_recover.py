@@ -528,8 +528,8 @@ def test_a_remedy_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "my_remedies.Half": "[0][0]: my_remedies.Half cannot be imported: my_remedies has no Half; did you mean Halve?",
         "my_remedy.Halve": "[0][0]: my_remedy.Halve cannot be imported: there is no module my_remedy on the path",
         "my_remedies.Useless": "[0][0]: my_remedies.Useless is not a remedy: it lacks applies, undo, name, about;",
-        "json.dumps": "[0][0]: json.dumps failed with TypeError:",
-        "sys.path": "[0][0]: sys.path is a list, not a class",
+        "json.dumps": "[0][0]: json.dumps is not a remedy: it is a function, not a class; inherit from",
+        "sys.path": "[0][0]: sys.path is not a remedy: it is a list, not a class",
     }.items():
         with pytest.raises(ConfigError) as error:
             parse({"ladders": {"default": [[entry]]}})
@@ -537,6 +537,21 @@ def test_a_remedy_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match=r"my_remedies\.Halve\.times=0: must be at least 1"):
         parse({"ladders": {"default": [[{"my_remedies.Halve": {"times": 0}}]]}})
     sys.modules.pop("my_remedies")
+
+
+def test_a_policy_in_a_run_directory_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To import a module is to execute it: of what lies in a run directory nothing is."""
+    (tmp_path / "harmful_module.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "run" / "policy.yaml"
+    file.parent.mkdir()
+    file.write_text("ladders: {default: [[skip, harmful_module.Remedy]]}")
+    (file.parent / "journal.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"run directory.*names harmful_module\.Remedy: copy it"):
+        named(file)
+    assert not (tmp_path / "imported").exists()
+    file.write_text("ladders: {default: [[skip, {lower_lr: {factor: 0.5}}]]}")
+    assert named(file).ladders
 
 
 def test_every_remedy_says_what_it_does() -> None:

@@ -10,11 +10,22 @@ from resilient_train.imports import Unimportable, find, similar
 
 
 def imported(key: str, path: str) -> Any:
-    """Import what a dotted path names, or raise with the place in the policy where it stands."""
+    """Import the remedy that a dotted path names, or raise with the place in the policy where it stands.
+
+    Whatever else it names, such as `os.system`, is refused here, where nothing has called it yet.
+    """
     try:
-        return find(path)
+        kind = find(path)
     except Unimportable as error:
         raise unusable(key, f"{path} cannot be imported: {error}") from error.__cause__
+    inherit = "inherit from resilient_train.recover.remedies.Remedy"
+    if not isinstance(kind, type):
+        raise unusable(key, f"{path} is not a remedy: it is a {type(kind).__name__}, not a class; {inherit}")
+    lacking = [what for what in ("applies", "apply", "undo") if not callable(getattr(kind, what, None))]
+    lacking += [what for what in ("name", "about") if not isinstance(getattr(kind, what, None), str)]
+    if lacking:
+        raise unusable(key, f"{path} is not a remedy: it lacks {', '.join(lacking)}; {inherit}")
+    return kind
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from resilient_train.recover.own import unknown
 from resilient_train.recover.prescription import Prescribed, number, prescribed
 
 SHIPPED = Path(__file__).parent.parent / "conf" / "recovery"
+_JOURNAL = "journal.jsonl"  # by which a run directory is known
 UNLIMITED = sys.maxsize  # strikes: null; the budget is the only limit
 
 
@@ -83,7 +84,23 @@ def named(name: str | Path) -> Policy:
         raise ConfigError("recovery", name, f"cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError("recovery", name, f"is not YAML: {' '.join(str(error).split())}") from error
+    if (path.parent / _JOURNAL).exists() and (own := next(_own_names(tree), None)) is not None:
+        why = f"lies in a run directory, from which nothing is imported, and names {own}: copy it to another place"
+        raise ConfigError("recovery", name, why)
     return parse(tree)
+
+
+def _own_names(tree: Any) -> Iterator[str]:
+    """What in a policy looks like a remedy of a user's own."""
+    if isinstance(tree, Mapping):
+        for key, one in tree.items():
+            yield from _own_names(key)
+            yield from _own_names(one)
+    elif _is_list(tree):
+        for one in tree:
+            yield from _own_names(one)
+    elif isinstance(tree, str) and "." in tree:
+        yield tree
 
 
 def shipped() -> list[str]:

@@ -48,7 +48,6 @@ def prescribed(key: str, node: Any) -> Prescribed:
         remedy = kind(**settings)
     except Exception as error:
         raise unusable(key, f"{name} failed with {in_one_line(error)}") from error
-    _is_one(key, name, remedy)
     return Prescribed(Action(name, _said(remedy, settings)), remedy)
 
 
@@ -56,18 +55,7 @@ def _own(key: str, name: str) -> Any:
     if "." not in name:
         hint = "one of your own is named by its import path, such as mine.Remedy"
         raise unusable(key, f"{unknown('remedy', name, KNOWN)}; {hint}")
-    kind = imported(key, name)
-    if not callable(kind):
-        raise unusable(key, f"{name} is a {type(kind).__name__}, not a class")
-    return kind
-
-
-def _is_one(key: str, name: str, remedy: Any) -> None:
-    lacking = [what for what in ("applies", "apply", "undo") if not callable(getattr(remedy, what, None))]
-    lacking += [what for what in ("name", "about") if not isinstance(getattr(remedy, what, None), str)]
-    if lacking:
-        inherit = "inherit from resilient_train.recover.remedies.Remedy"
-        raise unusable(key, f"{name} is not a remedy: it lacks {', '.join(lacking)}; {inherit}")
+    return imported(key, name)
 
 
 def _said(remedy: Remedy, settings: Mapping[str, Any]) -> dict[str, Any]:
