@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,10 @@ from resilient_train.objective import Measured
 from resilient_train.ranks import sharding
 from resilient_train.ranks.world import World
 from resilient_train.record.console import log
+from resilient_train.record.delivery.store import locate
 from resilient_train.record.incidents import IncidentBook
 from resilient_train.record.summary import Tally
+from resilient_train.recover import policy
 from resilient_train.resumption import Resume
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.spread import own_class
@@ -163,6 +165,19 @@ def assemble(
     )
     guard.remember("run", run)
     return run
+
+
+def validate(config: Config, changed: Collection[str], home: Path) -> None:
+    """Refuse what a start would refuse, as far as that can be said without building a model and data.
+
+    `changed` are the keys that a run is configured otherwise by than it was.
+    """
+    policy.parse(config.recovery)
+    parse(config.drill, steps=config.run.steps)
+    if (source := config.run.init_from) is not None and "run.init_from" in changed and not Path(source).exists():
+        raise ConfigError("run.init_from", source, "there is no such file or directory")
+    if config.tracking.kind != "none":
+        locate(config.tracking.uri, home)
 
 
 def _model(config: Config) -> nn.Module:

@@ -12,8 +12,10 @@ Stopped                 75  no error: somebody asked for it; the state is on dis
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -98,6 +100,23 @@ def unusable(key: str, why: str) -> ConfigError:
     """Build a ConfigError about a key whose value is no use in the message."""
     return ConfigError(key, _NO_VALUE, why)
 
+
+def require_finite(key: str, value: Any) -> None:
+    """Refuse NaN and infinities, however deep they lie; what the arguments of a user's own target mean is theirs."""
+    match value:
+        case float() if not math.isfinite(value):
+            raise ConfigError(key, value, "must be a finite number")
+        case Mapping() if str(value.get("_target_") or "torch.").startswith(("resilient_train.", "torch.")):
+            for name, one in value.items():
+                path = f"{key}.{name}" if key else str(name)
+                if not (path.startswith("drill.") and name in _OF_FAULTS):
+                    require_finite(path, one)
+        case list() | tuple():
+            for place, one in enumerate(value):
+                require_finite(f"{key}[{place}]", one)
+
+
+_OF_FAULTS = ("value", "what")  # what a drill puts in on purpose
 
 _PLUMBING = {"hydra", "omegaconf", "importlib", "torch", "accelerate"}
 

@@ -150,6 +150,8 @@ class Guard:
         is_own = book is None  # it is the loop of a user's own
         if is_own:
             fitting.speak_up(self.world)
+            numbers = {"clip": clip, "verify_after": verify_after, "seed": seed, "num_workers": num_workers}
+            fitting.check(run_dir, **numbers, disk=disk, memory=memory, checks=checks)
         self.objective, self.steps = fitting.objective(objective), fitting.steps(steps)
         batch_size = fitting.batch_size(batch_size, data, self.world)
         slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, self.world.rank, self.world.size)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train import __version__
-from resilient_train.assemble import Run, assemble
+from resilient_train.assemble import Run, assemble, validate
 from resilient_train.checkpoint import export, weights
 from resilient_train.config.compose import Composed, is_fixed, told_changes
 from resilient_train.diagnose.frames import called_by_us, is_users
@@ -36,6 +36,7 @@ from resilient_train.train import train
 
 _BEHIND_WATCHDOG_S = 60.0  # a collective that fails tells less than a watchdog
 _LOADER = "torch/utils/data/dataloader.py"
+_HOME = Path("runs")  # of MLflow's database, where no other is named
 _FOR_OTHERS_S = 1.2  # until the watchdogs of other ranks have looked at their clocks, too
 
 
@@ -131,7 +132,7 @@ class _Session:
         """Build, take up where the run ended, train, and leave what has to be left."""
         settings, directory, composed = self.config.run, self.directory, self.composed
         if self.world.is_main:
-            self.tracker = tracking.build(self.config.tracking, directory.path, Path("runs").absolute())
+            self.tracker = tracking.build(self.config.tracking, directory.path, _HOME.absolute())
         _greet(directory, self.world)
         self.book = IncidentBook(directory.path if self.world.is_main else None, place=directory.path)
         source = None if settings.resume in ("auto", "never") else Path(settings.resume)
@@ -335,6 +336,8 @@ def _greet(directory: RunDirectory, world: World) -> None:
 
 
 def _already_complete(composed: Composed, directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
+    changes = composed.changes(directory.config)
+    validate(composed.config, changes, _HOME.absolute())  # a mistake is one, also where there is nothing to do
     if summary["status"] == "gave_up" and not world.is_main:
         return Ending(int(summary["exit_code"]), None)
     if summary["status"] == "gave_up":
@@ -344,7 +347,7 @@ def _already_complete(composed: Composed, directory: RunDirectory, summary: dict
         log.error("with another configuration it goes on from there; with run.resume=never it starts anew")
         return Ending(int(summary["exit_code"]), None)
     log.info("%s is complete: %s steps, loss %s", directory.path, summary["steps"], _rounded(summary.get("final_loss")))
-    for line in told_changes(composed.changes(directory.config)):
+    for line in told_changes(changes):
         log.info("other than asked for now: %s", line)
     log.info("nothing is left to train; run.resume=never trains another one beside it")
     if world.is_main and (left := left_in(directory.path)):

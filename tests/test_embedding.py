@@ -38,10 +38,12 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from resilient_train import GaveUp, Guard
+from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.data.foreign import ForeignSamples
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import ConfigError, TrainError
 from resilient_train.state.ring import MemoryConfig
+from resilient_train.update.clip import ClipConfig
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -713,6 +715,19 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"clip": "tight"}, "clip: 'tight' is no number above 0"),
     ({"clip": 0}, "clip: 0 is no number above 0"),
     ({"run_dir": __file__}, "is a file, where a directory is wanted"),
+    ({"disk": 10}, "disk: needs a run_dir"),
+    ({"disk": DiskConfig(every=10)}, "disk: needs a run_dir"),
+    (
+        {"data": DataLoader([torch.zeros(7)] * 64, batch_size=8)},
+        "batch_size=16: the loader makes batches of 8 rows itself: leave batch_size out",
+    ),
+    ({"clip": math.inf}, "clip=inf: must be a finite number"),
+    ({"clip": ClipConfig(None, math.nan)}, r"clip\.max_value=nan: must be a finite number"),
+    ({"memory": MemoryConfig(every=5, keep=2, max_gib=math.nan)}, r"memory\.max_gib=nan: must be a finite number"),
+    ({"verify_after": math.nan}, "verify_after=nan: must be a finite number"),
+    ({"seed": math.nan}, "seed=nan: must be a finite number"),
+    ({"recovery": {"ladders": {"default": []}, "budget": {"share": math.nan}}}, r"recovery\.budget\.share=nan"),
+    ({"recovery": {"ladders": {"default": [["json.dumps"]]}}}, "json.dumps is not a remedy: it is a function"),
 ]
 
 

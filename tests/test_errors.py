@@ -133,6 +133,33 @@ TABLE: dict[str, tuple[list[str], int, list[str]]] = {
         2,
         ["schedule._target_", "ValueError"],
     ),
+    "a rate of nan": (["optimizer.lr=nan"], 2, ["optimizer.lr=nan", "finite"]),
+    "an infinite rate": (["optimizer.lr=inf"], 2, ["optimizer.lr=inf", "finite"]),
+    "a beta of nan": (["optimizer.betas=[0.9,nan]"], 2, ["optimizer.betas[1]=nan", "finite"]),
+    "a clip of nan": (["clip.max_norm=nan"], 2, ["clip.max_norm=nan", "finite"]),
+    "a timeout of nan": (["run.step_timeout=nan"], 2, ["run.step_timeout=nan", "finite"]),
+    "an endless timeout": (["run.save_timeout=inf"], 2, ["run.save_timeout=inf", "finite"]),
+    "a grace of nan": (["run.grace=nan"], 2, ["run.grace=nan", "finite"]),
+    "nan hours": (["run.max_hours=nan"], 2, ["run.max_hours=nan", "finite"]),
+    "nan gigabytes": (["checkpoint.memory.max_gib=nan"], 2, ["checkpoint.memory.max_gib=nan", "finite"]),
+    "an endless wait": (["tracking.drain_s=inf"], 2, ["tracking.drain_s=inf", "finite"]),
+    "a threshold of nan": (["checks.jump.sigmas=nan"], 2, ["checks.jump.sigmas=nan", "finite"]),
+    "a factor of nan": (["schedule=cosine", "schedule.final_factor=nan"], 2, ["schedule.final_factor=nan", "finite"]),
+    "a budget of nan": (["recovery.budget.share=nan"], 2, ["recovery.budget.share=nan", "finite"]),
+    "a drill of nan": (["drill=nan_batch", "drill.rate=nan"], 2, ["drill.rate=nan", "finite"]),
+    "a rate below zero": (["optimizer.lr=-1e-3"], 2, ["error: optimizer.lr=-0.001: ", "AdamW", "learning rate"]),
+    "a beta above one": (["optimizer.betas=[1.5,0.9]"], 2, ["error: optimizer.betas=[1.5, 0.9]: ", "AdamW"]),
+    "an address of no kind": (["tracking=mlflow", "tracking.uri=htp://x"], 2, ["tracking.uri=htp://x", "http://"]),
+    "a function for a remedy": (
+        ["recovery.ladders.default=[[{os.system:{command:'touch called'}}]]"],
+        2,
+        ["recovery.ladders.default[0][0]: os.system is not a remedy"],
+    ),
+    "a class for a remedy": (
+        ["recovery.ladders.default=[[{subprocess.Popen:{args:[touch,called]}}]]"],
+        2,
+        ["recovery.ladders.default[0][0]: subprocess.Popen is not a remedy"],
+    ),
     "a log file that is none": (["run.dir=crooked"], 1, ["IsADirectoryError", "train.log"]),
     "rows that cannot be read": (
         ["data.train._target_=strangers.Rotten"],
@@ -196,6 +223,30 @@ def test_each_mistake_is_told_in_one_line(case: str, place: Path, run_command: c
     assert line.startswith("error: ")
     for words in said:
         assert words in line
+    assert not (place / "called").exists(), "what a policy names was called to see what it is"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["recovery.budget.window=-1"], "recovery.budget.window=-1: must be at least 1"),
+        (["recovery.ladders.default=[[rewnd]]"], "recovery.ladders.default[0][0]: no such remedy rewnd"),
+        (["tracking=mlflow", "tracking.uri=htp://x"], "tracking.uri=htp://x: "),
+        (["run.init_from=absent"], "run.init_from=absent: "),
+        (["run.resume=absent"], "run.resume=absent: "),
+        (["run.grace=nan"], "run.grace=nan: must be a finite number"),
+    ],
+    ids=lambda one: one[-1] if isinstance(one, list) else "",
+)
+def test_a_complete_run_excuses_no_mistake(overrides: list[str], said: str, place: Path, run_command: command) -> None:
+    """What a start would refuse is refused where nothing is left to do as well, and the run stays complete."""
+    assert run_command([*OWN, "run.name=done"]).code == 0
+    before = Path("runs/done/summary.json").read_bytes()
+    wrong = run_command([*OWN, "run.name=done", *overrides])
+    assert wrong.code == 2, wrong.stdout
+    assert only_line(wrong).startswith(f"error: {said}")
+    assert Path("runs/done/summary.json").read_bytes() == before
+    assert run_command([*OWN, "run.name=done"]).code == 0
 
 
 def test_what_failed_before_its_first_update_is_no_obstacle(place: Path, run_command: command) -> None:

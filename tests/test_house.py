@@ -68,8 +68,8 @@ MAY_KNOW: dict[str, set[str]] = {
     },
     "config": {"checkpoint", "data", "ranks", "record", "state", "update", "watch"},
     "assemble": {
-        *("checkpoint", "config", "data", "drill", "guard", "objective", "ranks", "record", "resumption", "state"),
-        *("update", "watch"),
+        *("checkpoint", "config", "data", "drill", "guard", "objective", "ranks", "record", "recover", "resumption"),
+        *("state", "update", "watch"),
     },
     "train": {"assemble", "record", "state"},
     "session": {

@@ -21,7 +21,7 @@ from yaml import AliasEvent
 from resilient_train.config.compared import compared
 from resilient_train.config.explain import composed_raw, explained
 from resilient_train.config.schema import Config, broken_limit
-from resilient_train.errors import ConfigError, unusable
+from resilient_train.errors import ConfigError, require_finite, unusable
 from resilient_train.files import read_plain
 from resilient_train.secrets import learn, masked_tree
 
@@ -123,6 +123,7 @@ def composed(
         raise explained(error, [f"{key}={_shown(_at(OmegaConf.to_container(raw), key))}"]) from error  # type: ignore[arg-type]
     assert isinstance(config, Config)
     assert isinstance(resolved, dict)
+    require_finite("", OmegaConf.to_container(checked))
     _check_limits(config)
     learn(resolved)
     hidden = masked_tree(resolved)

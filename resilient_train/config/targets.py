@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -79,11 +80,26 @@ def build(key: str, node: Node, *given: Any) -> Any:
         built = instantiate(OmegaConf.create(dict(node)), *given, _convert_="all")
     except Exception as error:
         cause = error.__cause__ or error
-        raise ConfigError(f"{key}._target_", node["_target_"], f"failed with {in_one_line(cause)}") from cause
+        name = _blamed(node, cause)
+        failed = "failed with" if name == "_target_" else f"{node['_target_']} failed with"
+        raise ConfigError(f"{key}.{name}", node[name], f"{failed} {in_one_line(cause)}") from cause
     if node.get("_partial_") and isinstance(built, partial):
         # Hydra's own partial asks its policy at every call: 0.2 ms, and a step calls two, the objective and the curve.
         return partial(built.func, *built.args, **built.keywords)
     return built
+
+
+def _blamed(node: Node, error: BaseException) -> str:
+    """The one key whose value the error repeats, as torch does: `Invalid learning rate: -0.001`."""
+
+    def is_said(value: Any) -> bool:
+        if isinstance(value, list):
+            return any(map(is_said, value))
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and re.search(rf"(?<![\w.]){re.escape(str(value))}(?!\w|\.\d)", str(error)) is not None
+
+    said = [name for name, value in node.items() if is_said(value)] if isinstance(error, ValueError) else []
+    return said[0] if len(said) == 1 else "_target_"
 
 
 def described(key: str, node: Node, thing: Any, wanted: str) -> ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from resilient_train.data.fingerprint import change, fingerprint
 from resilient_train.data.foreign import ForeignSamples
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
-from resilient_train.errors import ConfigError, TrainError, unusable
+from resilient_train.errors import ConfigError, TrainError, require_finite, unusable
 from resilient_train.fitting.place import Place, place
 from resilient_train.fitting.rates import schedules
 from resilient_train.fitting.speech import speak_up
@@ -33,6 +34,7 @@ from resilient_train.record.incidents import IncidentBook
 from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover import policy as policies
 from resilient_train.recover.policy import Policy
+from resilient_train.state.ring import MemoryConfig
 from resilient_train.state.spread import is_spread
 from resilient_train.update.clip import ClipConfig
 from resilient_train.watch import config as checks_config
@@ -153,14 +155,19 @@ _PLAIN = (str, int, float, Path)
 
 def batch_size(given: int | None, data: Any, world: World) -> int:
     """Take the number of rows in a batch; loaders bring their own."""
-    if given is None and is_foreign(data):
+    own = None
+    if is_foreign(data):
         over_all = getattr(data, "total_batch_size", None)  # of a loader that Accelerate has prepared
         own = over_all // world.size if isinstance(over_all, int) else getattr(data, "batch_size", None)
-        return own if isinstance(own, int) and own > 0 else 1
+        own = own if isinstance(own, int) and own > 0 else None
+        if given is None:
+            return own or 1
     if given is None:
         raise TypeError("batch_size: has to be given for a data set: how many rows are a batch of one process")
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise unusable("batch_size", f"{given!r} is no whole number of at least 1")
+    if own is not None and given != own:
+        raise ConfigError("batch_size", given, f"the loader makes batches of {own} rows itself: leave batch_size out")
     return given
 
 
@@ -315,6 +322,15 @@ def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
     if isinstance(given, Policy):
         return given
     return policies.parse(given) if isinstance(given, Mapping) else policies.named(str(given))
+
+
+def check(run_dir: str | Path | None, /, **given: Any) -> None:
+    """Refuse what a guard cannot work with, by the name of the argument: NaN, infinities, checkpoints to nowhere."""
+    if run_dir is None and disk(given["disk"]).every:
+        raise unusable("disk", "needs a run_dir: checkpoints are written there")
+    for name, value in given.items():
+        is_config = isinstance(value, ClipConfig | MemoryConfig | DiskConfig | ChecksConfig)
+        require_finite(name, asdict(value) if is_config else value)
 
 
 def checks(given: ChecksConfig | Mapping[str, Any] | str) -> ChecksConfig:

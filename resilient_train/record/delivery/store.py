@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 from dataclasses import asdict, dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -132,10 +133,23 @@ def locate(uri: str | None, home: Path) -> Store:
     if urlsplit(uri).scheme in ("", "file") and uri not in _SCHEMELESS:
         why = "MLflow no longer takes a plain directory: give sqlite:///mlflow.db or the address of a server"
         raise ConfigError(key, uri, why)
+    if not _is_known(urlsplit(uri).scheme) and uri not in _SCHEMELESS:
+        why = (
+            "MLflow has no such kind of store: give http://host:5000, https://..., sqlite:///file.db, postgresql://..."
+        )
+        raise ConfigError(key, uri, why)
     if file := _SQLITE_FILE.fullmatch(uri):
         path = Path(file["path"]).expanduser().absolute()
         return Store(f"{file['scheme']}:///{path}{file['options'] or ''}", path, path.parent)
     return Store(uri, home=home.absolute() if urlsplit(uri).scheme.startswith(_DATABASES) else None)
+
+
+def _is_known(scheme: str) -> bool:
+    """Say whether MLflow knows such addresses, by itself or by a plugin."""
+    known = ("http", "https", *_SCHEMELESS, *_DATABASES)
+    return scheme.partition("+")[0] in known or any(
+        one.name == scheme for one in entry_points(group="mlflow.tracking_store")
+    )
 
 
 def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
