@@ -15,6 +15,7 @@ from resilient_train.events import Incident, Signal
 from resilient_train.record import hangs
 from resilient_train.record.console import log
 from resilient_train.record.progress import Doing, Progress
+from resilient_train.secrets import masked
 from resilient_train.state.run_state import Snapshot, Stateful
 from resilient_train.treatment import Treatment, Trouble
 from resilient_train.update.updater import LR_OF_GUARD
@@ -178,7 +179,7 @@ class Resumption:
     def _from_named(self) -> Path | None:
         """The checkpoint that was asked for by name, the first time: a restart goes on from where that has led."""
         source, book = self.how.source, self.treatment.book
-        if source is None or (str(source) in book.sources and book.has_saved):
+        if source is None or (masked(str(source)) in book.sources and book.has_saved):
             return None
         if not source.is_dir():
             why = "is not auto, never, or the directory of a checkpoint or of a run"

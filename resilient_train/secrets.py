@@ -1,8 +1,9 @@
 """What nobody is to read, hidden wherever something is written down, printed or sent.
 
 Hidden are: who one is in an address (`scheme://user:password@host`, `scheme://token@host`); what is said of a password
-or token by name (`?token=...`, `password=...`); and, wherever they turn up, the values of environment variables such as
-HF_TOKEN and AWS_SECRET_ACCESS_KEY, and of settings whose names say that they are secret.
+or token by name (`?token=...`, `password=...`); tokens of well-known services, by their form; and, wherever they turn
+up, the values of environment variables such as HF_TOKEN and DB_PASSWORD, and of settings whose names say that they are
+secret. Those may be plain words or numbers: they are hidden where they stand as a whole word.
 """
 
 from __future__ import annotations
@@ -18,11 +19,37 @@ from urllib.parse import quote, unquote
 
 MASK = "***"
 
-_LEAST = 8  # characters: what is shorter stands in ordinary text as well
+_LEAST = 4  # characters: what is shorter stands in ordinary text as well
+_EVERYDAY = {"true", "false", "none", "null", "test", "auto", "default"}  # to hide these would hide nothing
 
 _VARIABLES = (
-    *("TOKEN", "PASSWORD", "PASSWD", "PASSPHRASE", "SECRET"),
-    *("API_KEY", "APIKEY", "ACCESS_KEY", "PRIVATE_KEY", "SECRET_KEY"),
+    *("TOKEN", "PASSWORD", "PASSWD", "PASSPHRASE", "SECRET", "APIKEY", "ACCESSKEY", "PRIVATEKEY", "SECRETKEY"),
+    *("_KEY", "_PIN", "_PASS", "_PWD", "CREDENTIAL", "CREDENTIALS"),
+)
+_WHOLE_NAMES = ("KEY", "PIN")  # of variables
+
+# The tokens of services that training programs talk to, in the forms that the services document. There are packages
+# with such lists (detect-secrets): they bring an HTTP client along, take 0.3 s to import, their expressions can be made
+# to take for ever, and they know neither Hugging Face's tokens nor the newer ones of GitHub and OpenAI.
+_FORMATS = re.compile(
+    r"""(?<![A-Za-z0-9])(?:
+      hf_(?=[a-z]{0,40}+[A-Z0-9])[A-Za-z0-9]{16,200}+          # Hugging Face
+    | (?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}(?![A-Za-z0-9])       # AWS: who one is
+    | gh[oprsu]_[A-Za-z0-9]{20,255}+ | github_pat_[A-Za-z0-9_]{22,255}+
+    | gl(?:pat|dt|rt|ptt|soat|ft|imt|agent|oas)-[\w-]{20,300}+  # GitLab
+    | xox[a-z]-[A-Za-z0-9-]{10,300}+ | xapp-[A-Za-z0-9-]{20,300}+ | hooks\.slack\.com/services/[\w/]{20,200}+
+    | sk-(?=[A-Za-z_-]{0,60}+\d)[\w-]{16,300}+                  # OpenAI, Anthropic and others
+    | [sr]k_(?:live|test)_[A-Za-z0-9]{16,200}+                  # Stripe
+    | AIza[\w-]{35} | ya29\.[\w-]{20,2000}+ | GOCSPX-[\w-]{20,100}+  # Google
+    | npm_[A-Za-z0-9]{36} | pypi-AgE[\w-]{30,1000}+ | dapi[0-9a-f]{32} | r8_[A-Za-z0-9]{37} | gsk_[A-Za-z0-9]{40,100}+
+    | nvapi-[\w-]{40,200}+ | wandb_v\d_[\w-]{20,200}+ | SG\.[\w-]{16,100}+\.[\w-]{16,100}+
+    | eyJ[\w+/-]{20,8000}+(?:\.[\w-]{0,8000}+){0,4}+={0,2}      # JSON in base 64, as in a JWT
+    )""",
+    re.VERBOSE,
+)
+_PEM = re.compile(
+    r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
+    r"(?:[^-]|-(?!----)){1,20000}+(?:-----END [A-Z0-9 ]{0,50}-----)?"
 )
 
 # Repetitions are bounded and give nothing back: nobody's text makes them take long.
@@ -39,7 +66,10 @@ _HEADER = re.compile(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?(?:basic|bearer|t
 _QUOTED = re.compile(
     r"""(?P<head>(?P<q>['"])(?P<name>[\w.\-]++)(?P=q)\s*:\s*(?P<w>['"]))(?P<value>(?:\\.|(?!(?P=w))[^\\])*)(?P=w)"""
 )
-_ASSIGNED = re.compile(r"""(?P<head>(?:[?&]|(?<![\w.\-]))(?P<name>[\w.\-]++)=)(?P<value>'[^']*'|"[^"]*"|[^\s&;"']+)""")
+_ASSIGNED = re.compile(
+    r"""(?P<head>(?:[?&]|(?<![\w.\-]))(?P<name>[\w.\-]++)(?:=|[ ]=[ ]))"""
+    r"""(?P<value>'[^']*'|"[^"]*"|[^\s=&;"'][^\s&;"']*)"""
+)
 
 _LINE = re.compile(r"(?m)^(\s*(?:- )*([\w.\-]++): )(\S.*)$")
 
@@ -68,9 +98,12 @@ _OF_A_VOCABULARY = {  # these tokens are pieces of text
 }
 _LIKE_A_TOKEN = re.compile(r"[^\s<\[{|$][^\s]{7,}")
 
-_PLAIN_WORD = re.compile(r"[a-z]{1,15}|[A-Z]{1,15}|\d{1,9}")
-
+_LONG = 12  # characters: what is shorter, or of letters alone, may be a part of another word
+_SHORT = 8
 _MAY_BE_WORDS = re.compile(r"[A-Za-z _.\-]+|\d+")
+
+# Fields of our own files that programs read, the next process of the run above all: each holds one of a few words.
+_OF_OUR_OWN = {"kind", "status", "signal", "cause", "outcome", "phase", "op", "remedy", "doing"}
 
 _learned: set[str] = set()
 _looked_at: set[str] = set()  # values of the environment
@@ -80,6 +113,9 @@ def masked(text: str) -> str:
     """Return the text with its secrets hidden; anything else stays as it is."""
     if (known := _forms(_known())) is not None:
         text = known.sub(MASK, text)
+    text = _FORMATS.sub(MASK, text)
+    if "PRIVATE KEY" in text:
+        text = _PEM.sub(MASK, text)
     if "://" in text:
         text = _USERINFO.sub(_without_userinfo, text)
     if "=" in text:
@@ -95,10 +131,18 @@ def masked_tree(tree: Any) -> Any:
         case str():
             return masked(tree)
         case Mapping():
-            return {key: MASK if is_secret(str(key), one) else masked_tree(one) for key, one in tree.items()}
+            return {key: one if _is_our_own(key, one) else _masked_value(key, one) for key, one in tree.items()}
         case list() | tuple():
             return [masked_tree(one) for one in tree]
     return tree
+
+
+def _masked_value(key: Any, value: Any) -> Any:
+    return MASK if is_secret(str(key), value) else masked_tree(value)
+
+
+def _is_our_own(key: Any, value: Any) -> bool:
+    return key in _OF_OUR_OWN and isinstance(value, str) and value.isidentifier() and value.islower()
 
 
 def masked_override(word: str) -> str:
@@ -123,7 +167,7 @@ def is_secret(name: str, value: Any) -> bool:
 
 def learn(tree: Any) -> None:
     """Take note of the secrets in a configuration: from now on they are hidden wherever they turn up."""
-    _learned.update(value for value in _secrets_in(tree) if len(value) >= _LEAST and MASK not in value)
+    _learned.update(filter(_can_be_hidden, _secrets_in(tree)))
 
 
 class Masking(logging.Filter):
@@ -147,14 +191,27 @@ logging.getLogger("resilient_train").addFilter(Masking())  # the one that all of
 def _known() -> frozenset[str]:
     """The secrets of the environment as it is now, and as it was when it was last looked at."""
     for name in os.environ:
-        if name.upper().endswith(_VARIABLES):
+        if is_secret_variable(name):
             value = os.environ.get(name, "")
             if value not in _looked_at:
                 _looked_at.add(value)
-                # Some name a file that holds it, and a plain word (POSTGRES_PASSWORD=postgres) stands everywhere.
-                if len(value) >= _LEAST and not _PLAIN_WORD.fullmatch(value) and not os.path.exists(value):
+                if _can_be_hidden(value) and not (os.sep in value and os.path.exists(value)):  # a file that holds it
                     _learned.add(value)
     return frozenset(_learned)
+
+
+@lru_cache(maxsize=4096)
+def is_secret_variable(name: str) -> bool:
+    """Say whether what an environment variable holds is secret, whatever it looks like."""
+    name = name.upper()
+    words = _words(name)
+    if words[-1] == "token" and {*words[-2:-1]} & _OF_A_VOCABULARY:
+        return False
+    return name.endswith(_VARIABLES) or name in _WHOLE_NAMES or "CREDENTIAL" in name
+
+
+def _can_be_hidden(value: str) -> bool:
+    return len(value) >= _LEAST and MASK not in value and value.lower() not in _EVERYDAY
 
 
 @lru_cache(maxsize=4)
@@ -165,11 +222,19 @@ def _forms(values: frozenset[str]) -> re.Pattern[str] | None:
         for value in values
         for form in (value, quote(value, safe=""), quote(value), repr(value)[1:-1], json.dumps(value)[1:-1])
     }
-    ordered = [
-        rf"(?<![A-Za-z0-9]){re.escape(form)}(?![A-Za-z0-9])" if _MAY_BE_WORDS.fullmatch(form) else re.escape(form)
-        for form in sorted(forms, key=len, reverse=True)
-    ]
-    return re.compile("|".join(ordered)) if forms else None
+    return re.compile("|".join(map(_as_a_word, sorted(forms, key=len, reverse=True)))) if forms else None
+
+
+def _as_a_word(form: str) -> str:
+    """The shorter it is and the plainer, the more has to be around it: 4711 is no part of 2.4711, 1,4711 or a_4711."""
+    escaped = re.escape(form)
+    if len(form) < _SHORT and form.isdigit():
+        return rf"(?<![\w.,]){escaped}(?!\w|[.,]\d)"
+    if len(form) < _SHORT and form.isalnum():
+        return rf"(?<!\w){escaped}(?!\w)"
+    if len(form) < _LONG or _MAY_BE_WORDS.fullmatch(form):
+        return rf"(?<![A-Za-z0-9]){escaped}(?![A-Za-z0-9])"
+    return escaped
 
 
 def _without_userinfo(found: re.Match[str]) -> str:
@@ -188,8 +253,11 @@ def _without_value(found: re.Match[str]) -> str:
         return found[0]
     if head.startswith(("?", "&")):
         hidden = _is_secret_name(name) or _words(name)[-1] in _IN_QUERIES
-    elif head.endswith("="):  # `token=` may be an argument in a line of code, `data.train.token=` is a setting
-        hidden = _is_secret_name(name) or ((("." in name) or name.isupper()) and is_secret(name, value.strip("'\"")))
+    elif head.rstrip().endswith("="):  # `token=` may be an argument in a line of code, `data.train.token=` is a setting
+        plain = value.strip("'\"")
+        is_setting = "." in name or name.isupper() or _is_key_name(name)
+        hidden = _is_secret_name(name) or (is_setting and is_secret(name, plain))
+        hidden = hidden or (name.isupper() and is_secret_variable(name) and _can_be_hidden(plain))
     else:
         hidden = is_secret(name, value)
     end = head[-1] if head[-1] in "'\"" else ""

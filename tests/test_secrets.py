@@ -58,6 +58,20 @@ HIDDEN = [
     ("{'Authorization': 'Basic YTpi'}", "{'Authorization': 'Basic ***'}"),
     ("data.train.token=hf_abcdefgh", "data.train.token=***"),
     ("HF_TOKEN=hf_abcdefgh", "HF_TOKEN=***"),
+    # In the forms that the services document; none of them was ever given out.
+    ("cannot use hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH here", "cannot use *** here"),
+    ("AKIAIOSFODNN7EXAMPLE is unknown", "*** is unknown"),
+    ("aws_secret_access_key=wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "aws_secret_access_key=***"),
+    ("aws_secret_access_key = wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "aws_secret_access_key = ***"),
+    (f"AccountName=a;AccountKey={'aB3+' * 21}aA==;B=c", "AccountName=a;AccountKey=***;B=c"),
+    ("login(api_key='k3y4me2c', user='me')", "login(api_key=***, user='me')"),
+    (f"ghp_{'aB3' * 12}, github_pat_{'aB3' * 9}, glpat-{'aB3' * 8}", "***, ***, ***"),
+    ("xoxb-123456789012-abcdefABCDEF", "***"),
+    (f"sk-proj-{'aB3_' * 9} sk-ant-api03-{'aB3-' * 9}x", "*** ***"),
+    (f"Bearer: eyJ{'hbGciOiJI' * 3}.eyJ{'zdWIiOiIx' * 3}.{'aB3-' * 9}", "Bearer: ***"),
+    (f"AIza{'aB3-_' * 7} npm_{'aB3' * 12} dapi{'0a1b' * 8}", "*** *** ***"),
+    ("-----BEGIN RSA PRIVATE KEY-----\nMIIB\nq3==\n-----END RSA PRIVATE KEY----- of a", "*** of a"),
+    ("DB_PASSWORD=trustnoone PIN=4711 OPENAI_KEY=plain", "DB_PASSWORD=*** PIN=*** OPENAI_KEY=***"),
 ]
 
 
@@ -84,6 +98,8 @@ def test_secrets_are_hidden(text: str, shown: str) -> None:
         "basic functionality of the bearer, authorization of the token",
         "{'pad_token': '<pad>', 'token_type_ids': 'x', 'tokens': 'abcdefghij'}",
         "token=${oc.env:HF_TOKEN} @://: ://@ a=b== :// = ' \" 'a': '",
+        "hf_causal_lm hf_transformerstokenizer sk-learn-and-others ghp_short eyJhbGci -----BEGIN CERTIFICATE-----",
+        "sort_key = name; if a.key == b.key: EOS_TOKEN=50256 account_key=customer",
         "",
     ],
 )
@@ -98,7 +114,14 @@ def test_what_was_hidden_once_is_not_changed_again(text: str) -> None:
     assert masked(masked(text)) == masked(text)
 
 
-@pytest.mark.parametrize("hostile", ["://a:", "'a':'", "@://:", "a=", "'a'", "token=", "://a@", "a.", "?a=&"])
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        *("://a:", "'a':'", "@://:", "a=", "'a'", "token=", "://a@", "a.", "?a=&", " = ", "a = ", "hf_a"),
+        *("sk-", "eyJ-", "xoxa-"),
+        *("eyJ.", "eyJaaaaaaaaaaaaaaaaaaaaaaa.", "SG.a", "-----BEGIN PRIVATE KEY-----", "-----BEGIN PRIVATE KEY-----a"),
+    ],
+)
 @pytest.mark.timeout(20)
 def test_no_text_takes_long(hostile: str) -> None:
     """Nor does one of a hundred thousand characters that somebody made for it."""
@@ -112,14 +135,14 @@ def test_values_of_secret_variables_are_hidden_wherever_they_turn_up(
     value = 'hf_it\'s/"quoted"+\\x'
     monkeypatch.setenv("HF_TOKEN", value)
     monkeypatch.setenv("my_password", "correct horse")
-    monkeypatch.setenv("API_TOKEN", "short")
+    monkeypatch.setenv("API_TOKEN", "abc")
     monkeypatch.setenv("SSH_PRIVATE_KEY", str(tmp_path))
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "parallelism")
     for text in (value, repr(value), json.dumps({"a": value}), f"https://host/{value}", f"%2F{value}b"):
         assert value not in masked(text)
         assert "quoted" not in masked(text)
     assert masked("correct horse! incorrect horses") == f"{MASK}! incorrect horses"
-    assert masked(f"short {tmp_path} parallelism") == f"short {tmp_path} parallelism"
+    assert masked(f"abc {tmp_path} parallelism") == f"abc {tmp_path} parallelism"
     monkeypatch.delenv("HF_TOKEN")
     assert masked(value) == MASK, "whoever took it out of the environment has it all the same"
 
@@ -152,6 +175,47 @@ def test_settings_are_secret_by_their_names(name: str, value: Any, expected: boo
         assert masked_override(f"+{name}={value}") == f"+{name}={MASK if expected else value}"
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DB_PASSWORD", "trustnoone"),
+        ("PIN_PASSWORD", "20240131"),
+        ("MY_PIN", "4711"),
+        ("SMTP_PASS", "tulip"),
+        ("SIGNING_KEY", "Winter"),
+        ("AZURE_CREDENTIAL_ID", "hunter2"),
+        ("CLIENT_SECRET", "data"),
+    ],
+)
+def test_what_is_secret_by_its_name_is_hidden_whatever_it_looks_like(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A plain word or a short number, too; where it is a part of another word or number, it is not the secret."""
+    monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / value).touch()  # the name of a file is a word as well
+    for around in ("{}", "it is {}.", "'{}'", "f({}, 1)", "me:{}@host", "{}/x"):
+        assert masked(around.format(value)) == around.format(MASK)
+    for other in (f"x{value}x", f"1{value}1", f"{value}s", "2.4711", "4711.5", "a_4711"):
+        assert masked(other) == other
+    entry = {"cause": value, "note": value} if value.islower() else {"note": value}
+    assert masked_tree(entry) == {**entry, "note": MASK}, "what programs read there stays what it is"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("APP_SECRET", value) for value in ("1", "yes", "true", "test", "None", "")),
+        *(("PAD_TOKEN", "word"), ("MONKEY", "tulip"), ("PWD", "tulip"), ("TOKENS_PER_BATCH", "4096")),
+    ],
+)
+def test_what_hides_nothing_leaves_the_log_readable(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A switch is no secret, and a variable may only sound like one."""
+    monkeypatch.setenv(name, value)
+    text = "step 1/4096 of tulip: test is true, None, yes, one more word"
+    assert masked(text) == text
+
+
 def test_what_a_configuration_holds_is_known_from_then_on() -> None:
     """A library that repeats it in a message gives nothing away."""
     learn({"tracking": {"uri": "http://me:pass%2Fword@host"}, "data": [{"token": "hf_abcdefgh", "name": "longenough"}]})
@@ -180,6 +244,11 @@ def test_the_journal_hides_them(tmp_path: Path) -> None:
     )
     assert "s3cr3tpass" not in journal.path.read_text()
     assert entry["incident"] == {"evidence": "http://me:***@h", "of": [{"token": MASK}]}
+    for kind in ("remedies_in_force", "taken_up_from"):
+        journal.write(
+            kind, remedies={"armor": [{"text": "f('http://me:s3cr3tpass@h')"}]}, source="http://me:s3cr3tpass@h"
+        )
+    assert "s3cr3tpass" not in journal.path.read_text()
 
 
 def test_a_token_makes_no_other_run(tmp_path: Path) -> None:
@@ -240,6 +309,54 @@ def test_a_run_gives_no_secret_away(
     assert "row=3" in asked.out
     said = [one for outcome in (done, failed, wrong) for one in (outcome.stdout, outcome.stderr)]
     assert not found_in(tmp_path, *said, asked.out, asked.err)
+
+
+NEVER_LEARNED = ("hf_aBcDeFgHiJkLmNoPqRsTuVwXyZaBcDeFgH", "AKIAIOSFODNN7EXAMPLE", "k3y4me2cabcdef")
+PLAIN = {"DB_PASSWORD": "trustnoone", "PIN_PASSWORD": "20240131"}
+TALKATIVE = f"""
+import os
+import torch
+from test_resume import Singular, WithZeros
+
+class Net(Singular):
+    def forward(self, x):
+        scale = torch.log(x.abs() + 0.0 * len("trustnoone")).mean(1, keepdim=True)
+        return self.body(x) + 0.01 * scale
+
+class Rows(WithZeros):
+    def __getitem__(self, index):
+        if index == 3:
+            words = os.environ["DB_PASSWORD"], int(os.environ["PIN_PASSWORD"])
+            tokens = "{NEVER_LEARNED[0]}, {NEVER_LEARNED[1]}, api_key='{NEVER_LEARNED[2]}'"
+            raise OSError(f"row=3: no login with {{words}}, {{tokens}}")
+        return super().__getitem__(index)
+"""
+
+
+def test_plain_words_and_unknown_tokens_are_in_no_file_and_on_no_terminal(tmp_path: Path) -> None:
+    """Nor in the journal's remedies: a line in armor that holds a password has its armor again after a resume."""
+    (tmp_path / "talkative.py").write_text(TALKATIVE)
+    own = ["model=custom", "model._target_=talkative.Net", "data=custom", "data.train._target_=talkative.Rows"]
+    own += ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
+    own += ["schedule=constant", "run.dir=run", "checkpoint.disk.every=10", "checkpoint.verify_after=2"]
+
+    def trained(steps: int) -> str:
+        start = [sys.executable, "-m", "resilient_train", *own, f"run.steps={steps}"]
+        done = subprocess.run(start, env={**ENVIRONMENT, **PLAIN}, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    said = [trained(100), trained(110)]
+    assert "row=3: no login" in said[0]
+    (tmp_path / "talkative.py").unlink()  # what a person has written is there to be read
+    texts = {str(file): file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    texts |= {f"output {number}": text.encode() for number, text in enumerate(said)}
+    secrets_ = (*PLAIN.values(), *NEVER_LEARNED)
+    assert not [f"{name}: {one}" for name, text in texts.items() for one in secrets_ if one.encode() in text]
+    entries = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
+    armor = [one["remedies"]["armor"] for one in entries if one["kind"] == "remedies_in_force"]
+    assert f'len("{MASK}")' in armor[-1][0]["text"]
+    assert "no armor around" not in said[1]
 
 
 def test_a_sweep_gives_no_secret_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command) -> None:

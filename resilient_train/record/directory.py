@@ -15,6 +15,7 @@ from resilient_train.errors import ConfigError, DirectoryInUse
 from resilient_train.files import commit_text, is_left_over, read_json, read_plain, remove, sync_directory
 from resilient_train.ranks.lock import LOCK, DirectoryLock
 from resilient_train.record.journal import JOURNAL, read
+from resilient_train.secrets import masked
 
 _OURS = "config.yaml"
 _LAUNCH = ".launch"
@@ -99,7 +100,7 @@ def claim(
             is_complete = isinstance(done, int) and done >= steps and summary.get("status") == "completed"
             gave_up = isinstance(summary, dict) and summary.get("status") == "gave_up"
             is_finished = is_complete or (gave_up and is_unchanged(directory.config))
-            if is_finished and (resume == "auto" or resume in _sources(directory.path)):
+            if is_finished and (resume == "auto" or masked(resume) in _sources(directory.path)):
                 directory.finished = summary
         if resume != "never" or directory.is_of_this_launch():
             directory.goes_on = directory.finished is None

@@ -17,7 +17,7 @@ from resilient_train.files import commit_text, open_to_append, read_plain
 from resilient_train.record.journal import JOURNAL, Entry, Journal, plain
 from resilient_train.record.phases import RESUME, Timed
 from resilient_train.record.telling import farewell, outcome_told, tags, told
-from resilient_train.secrets import masked_tree
+from resilient_train.secrets import masked, masked_tree
 
 __all__ = [
     "INCIDENTS",
@@ -163,7 +163,7 @@ class IncidentBook:
 
     def began_from(self, source: str) -> None:
         """Note that the run was taken up from a place that was named."""
-        self.sources.add(source)
+        self.sources.add(masked(source))
         if self._journal is not None:
             self._journal.write(_TAKEN_FROM, source=source)
 

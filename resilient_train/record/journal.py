@@ -37,10 +37,6 @@ Entry = dict[str, Any]
 _log = logging.getLogger("resilient_train")
 
 _OURS = {"n", "at", "kind", "crc"}
-_READ_AGAIN = {
-    "remedies_in_force",
-    "taken_up_from",
-}  # places of files and lines of code, which have to stay what they are
 _SEALED = re.compile(rb'(?P<body>\{.*), "crc": "(?P<crc>[0-9a-f]{8})"\}')
 
 
@@ -80,8 +76,8 @@ class Journal:
         assert not _OURS & fields.keys(), f"the journal itself sets {', '.join(sorted(_OURS & fields.keys()))}"
         with self._lock:
             number = self.entries[-1]["n"] + 1 if self.entries else 1
-            told = plain(fields) if kind in _READ_AGAIN else masked_tree(plain(fields))
-            text = json.dumps({"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, **told})
+            told = {"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, **masked_tree(plain(fields))}
+            text = json.dumps(told)
             entry: Entry = json.loads(text)  # the same in memory as when it is read back
             self.entries.append(entry)
             self._waiting.append(seal(text))

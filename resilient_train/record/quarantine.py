@@ -100,8 +100,8 @@ class Quarantine:
     def _write(self) -> None:
         if self._file is None:
             return
-        rows = [{"row": row, **asdict(why)} for row, why in self._rows.items()]
-        content = masked_tree({"format": _FORMAT, "data": dict(self._fingerprint()), "rows": rows})
+        rows = masked_tree([{"row": row, **asdict(why)} for row, why in self._rows.items()])
+        content = {"format": _FORMAT, "data": dict(self._fingerprint()), "rows": rows}
         content["sha256"] = _digest(content)
         try:
             commit_text(self._file, json.dumps(content, indent=2) + "\n")

@@ -22,6 +22,7 @@ from resilient_train.record.delivery.rows import cut
 from resilient_train.record.delivery.store import Store, TrackedRun, left_in, locate, shown, ui_command, url
 from resilient_train.record.doors import command
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
+from resilient_train.secrets import masked
 
 __all__ = ["NullTracker", "OutboxTracker", "TrackedRun", "Tracker", "TrackingConfig", "build", "ui_command", "url"]
 
@@ -121,7 +122,7 @@ class OutboxTracker:
         self._outbox.put(METRICS, tick=tick, values=dict(values), **at)
 
     def params(self, values: Mapping[str, Any]) -> None:
-        self._outbox.put(PARAMS, values={key: str(value) for key, value in values.items()})
+        self._outbox.put(PARAMS, values={key: masked(str(value)) for key, value in values.items()})
 
     def artifact(self, path: Path) -> None:
         self._outbox.put(ARTIFACT, path=str(path.absolute().relative_to(self._directory.absolute())))

@@ -23,6 +23,7 @@ import torch
 
 from resilient_train.numerics.armor.errors import CannotArmor
 from resilient_train.numerics.armor.seams import PREFIX, Seam, sew, stand_in
+from resilient_train.secrets import MASK, masked
 
 _FUTURE = reduce(or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
 
@@ -69,7 +70,7 @@ class Source:
         return [
             number
             for number, line in enumerate(self.lines, start=1)
-            if line.strip() == text and any(number in span for span in spans)
+            if _reads(line.strip(), text) and any(number in span for span in spans)
         ]
 
     def pairs(self, seams: Sequence[Seam], functions: Sequence[FunctionType]) -> list[Pair]:
@@ -163,16 +164,22 @@ def _alive(file: str) -> list[FunctionType]:
     return [function for function, code in codes if code.co_name != "<module>" and is_from(code.co_filename)]
 
 
+def _reads(line: str, text: str) -> bool:
+    """Say whether a line reads so, also where the text comes out of a file, without its secrets."""
+    return line == text or (MASK in text and masked(line) == text)
+
+
 class _SameFile:
     """Tells whether the name of a file is another one's."""
 
     def __init__(self, file: str) -> None:
-        self.real = Path(file).resolve()
+        self.file, self.real = file, Path(file).resolve()
         self.known = {file: True}
 
     def __call__(self, name: str) -> bool:
         if name not in self.known:
-            self.known[name] = name.endswith(self.real.name) and Path(name).resolve() == self.real
+            is_same = name.endswith(self.real.name) and Path(name).resolve() == self.real
+            self.known[name] = is_same or (MASK in self.file and masked(name) == self.file)
         return self.known[name]
 
 

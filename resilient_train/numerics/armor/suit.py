@@ -53,7 +53,7 @@ class Armor:
         lines = source.lines_with(plate.function, plate.text)
         if plate.count >= len(lines):
             raise CannotArmor(f"{plate.function} in {plate.file} has no such line any more: {plate.text}")
-        return self.put_on(plate.file, lines[plate.count], plate.op)
+        return self.put_on(source.filename, lines[plate.count], plate.op)
 
     def take_off(self, plate: Plate | None = None) -> None:
         """Take one plate off, or all of them."""
