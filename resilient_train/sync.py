@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from resilient_train.errors import ConfigError
 from resilient_train.record.console import counting
@@ -34,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m resilient_train.sync",
         description="Deliver to MLflow what could not be delivered while the run lasted. Nothing is delivered twice.",
         epilog="The address of the run is used unless another is given. Where it holds a token or a password, which is "
-        "not written down, give it again by --uri or MLFLOW_TRACKING_URI, or use MLflow's own variables for them.",
+        "not written down, give it again by --uri or MLFLOW_TRACKING_URI, or use MLflow's own variables for them. "
+        "Those, and ~/.mlflow/credentials, are sent to no address that only the directory names: give it by --uri.",
     )
     parser.add_argument("run_dir", type=Path, help="the directory of the run")
     parser.add_argument(
@@ -80,17 +83,26 @@ def _place(run_dir: Path, uri: str | None, experiment: str | None) -> tuple[Stor
     if "***" in asked:
         raise _Nowhere(f"the secret in {asked} is not written down: give the address by --uri or MLFLOW_TRACKING_URI")
     store = locate(asked, run_dir.parent)
-    if uri is None and asked != around and store.database is None and (names := _credentials()):
-        why = f"only the directory says to send it to {shown(asked)}, with {' and '.join(names)}: confirm that by --uri"
-        raise _Nowhere(why)
+    if uri is None and asked != around and store.database is None and (names := _credentials(store.uri)):
+        why = f"only the directory names {shown(asked)}, and {' and '.join(names)} would be sent there"
+        raise _Nowhere(
+            f"{why}: if that is your server, add --uri {shlex.quote(shown(asked))}, or set MLFLOW_TRACKING_URI to it"
+        )
     if uri is None and store.database is not None and not store.database.parent.is_dir():
         raise _Nowhere(f"{store.database} cannot be here, where {store.database.parent} is missing: give --uri")
     return store, experiment
 
 
-def _credentials() -> list[str]:
-    """What MLflow would send along, to whatever address a stranger's directory names."""
-    return [name for name in ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD") if os.environ.get(name)]
+def _credentials(uri: str) -> list[str]:
+    """What would be sent along, to whatever address a stranger's directory names.
+
+    Where there is nothing, there is nothing to ask. A server on this host is asked for as well: others may run it.
+    """
+    if urlsplit(uri).scheme.startswith(("postgresql", "mysql")):
+        return [name for name in ("PGPASSWORD", "MYSQL_PWD") if os.environ.get(name)]
+    names = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4")
+    file = Path("~/.mlflow/credentials").expanduser()
+    return [*(name for name in names if os.environ.get(name)), *([str(file)] if file.exists() else [])]
 
 
 def _sync(run_dir: Path, store: Store, experiment: str) -> int:

@@ -10,13 +10,16 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from moody import Door, Mood, mlflow_server
+from warm import ENVIRONMENT
 
 from resilient_train import sync
 from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
@@ -310,6 +313,7 @@ def test_what_a_server_refuses_for_good_is_said_and_holds_up_nothing(tmp_path: P
 
 LIVE = """
 import os, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
 from resilient_train.record.tracking import TrackingConfig, build
@@ -462,3 +466,48 @@ def test_sync_says_in_one_line_what_it_lacks(
     told = capsys.readouterr().err
     assert said in told
     assert told.count("\n") == 1
+
+
+class Listening(BaseHTTPRequestHandler):
+    """Notes who comes to it with what, and has nothing for anybody."""
+
+    came: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:
+        self.came.append(self.headers.get("Authorization"))
+        self.send_error(500)
+
+    do_POST = do_GET
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("scheme", ["http", "HTTP"])
+def test_sync_sends_credentials_only_where_a_person_says(tmp_path: Path, scheme: str) -> None:
+    """An address that only the directory names gets none, from a file neither; named by --uri it gets them."""
+    home = tmp_path / "home"
+    (home / ".mlflow").mkdir(parents=True)
+    (home / ".mlflow/credentials").write_text("[mlflow]\nmlflow_tracking_username=me\nmlflow_tracking_password=mine\n")
+    environment = {**ENVIRONMENT, "HOME": str(home)}
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    with HTTPServer(("127.0.0.1", 0), Listening) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        uri = f"{scheme}://127.0.0.1:{server.server_port}"
+        run_dir = tmp_path / "run"
+        run_dir.mkdir()
+        box = Outbox(run_dir / OUTBOX)
+        box.put(BEGAN, name="run", tracking_uri=uri, experiment="e")
+        assert box.close(30)
+        start = [sys.executable, "-m", "resilient_train.sync", str(run_dir)]
+        Listening.came.clear()
+        refused = subprocess.run(start, env=environment, capture_output=True, text=True)
+        assert not any(Listening.came), "its server has got the password"
+        assert refused.returncode == 2
+        assert f"add --uri {uri}" in refused.stderr
+        assert refused.stderr.count("\n") == 1
+        with subprocess.Popen([*start, "--uri", uri], env=environment, stderr=subprocess.DEVNULL) as confirmed:
+            while not any(Listening.came) and confirmed.poll() is None:
+                time.sleep(0.1)
+            confirmed.kill()
+        assert Listening.came[-1] == "Basic bWU6bWluZQ=="
+        server.shutdown()

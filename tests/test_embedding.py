@@ -718,7 +718,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"disk": 10}, "disk: needs a run_dir"),
     ({"disk": DiskConfig(every=10)}, "disk: needs a run_dir"),
     (
-        {"data": DataLoader([torch.zeros(7)] * 64, batch_size=8)},
+        {"data": DataLoader(TensorDataset(torch.zeros(64, 7)), batch_size=8)},
         "batch_size=16: the loader makes batches of 8 rows itself: leave batch_size out",
     ),
     ({"clip": math.inf}, "clip=inf: must be a finite number"),
