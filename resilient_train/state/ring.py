@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from resilient_train.state.available import available_memory
 from resilient_train.state.copier import Copier
 from resilient_train.state.frozen import Frozen
 from resilient_train.state.run_state import RunState, Snapshot
@@ -84,13 +85,17 @@ class Ring:
             return "no snapshots in memory (checkpoint.memory.every=0): this run cannot rewind"
         size = self._settle_slots(nbytes(self._state.live()))
         if not self._slots:
-            assert self._allowed is not None
-            return (
-                f"no snapshots in memory: one takes {_spoken(size)}, two are needed and {_spoken(self._allowed)} "
-                "allowed: this run cannot rewind"
-            )
+            return f"no snapshots in memory: this run cannot rewind; two take {_spoken(2 * size)}, of {self._budget()}"
         often = f"taken every {self._config.every} steps"
-        return f"rewinds to one of {self._slots} snapshots, {often}: {_spoken(self._slots * size)} of memory"
+        needed = _spoken(self._slots * size)
+        return f"rewinds to one of {self._slots} snapshots, {often}: {needed} of memory, of {self._budget()}"
+
+    def _budget(self) -> str:
+        """What snapshots may take, and why no more."""
+        assert self._allowed is not None
+        is_given = self._config.max_gib is not None
+        why = "checkpoint.memory.max_gib" if is_given else "half of what was available at the start"
+        return f"{_spoken(self._allowed)} allowed ({why})"
 
     def is_due(self, step: int) -> bool:
         """Say whether the state after `step` accepted updates should be kept."""
@@ -253,11 +258,11 @@ class Ring:
 
 
 def _allowed_bytes(config: MemoryConfig) -> float:
-    """Half of the memory that is free, unless it was said how much, shared with the ranks of this machine."""
+    """Half of the memory that is available, unless it was said how much, shared with the ranks of this machine."""
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if config.max_gib is not None:
         return config.max_gib * _GIB / neighbours
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2 / neighbours
+    return available_memory() / 2 / neighbours
 
 
 def to_let_go(verified: Sequence[bool], steps: Sequence[int], now: int) -> int | None:

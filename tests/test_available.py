@@ -1,0 +1,130 @@
+"""The memory for snapshots: half of what is available, by the machine and by every cgroup that the run is in."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from test_state import Bench
+
+CGROUPS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+GIB = 2**30
+
+MEMINFO = """MemTotal: 25165824 kB
+MemFree: {free} kB
+MemAvailable: {available} kB
+Buffers: 100 kB
+Cached: 20000000 kB
+Active: 100 kB
+Inactive: 100 kB
+Shmem: 100 kB
+Slab: 100 kB
+SReclaimable: 100 kB
+"""
+
+
+@pytest.mark.parametrize(
+    ("free", "available", "expected"),
+    [(40, 4 * 2**20, r"one of 4 snapshots.* 2 GiB allowed"), (4 * 2**20, 40, "cannot rewind.* 20 KiB allowed")],
+)
+def test_what_counts_is_available_not_free(
+    free: int, available: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page cache takes nearly all free memory once a data set was read, and gives it back when it is asked for."""
+    (tmp_path / "meminfo").write_text(MEMINFO.format(free=free, available=available))
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    bench = Bench()
+    bench.state.model.register_buffer("large", bench.net.norm.weight.new_zeros(10_000))
+    assert re.search(expected, bench.ring.describe())
+
+
+@pytest.fixture
+def cgroup(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A cgroup of the kernel, of 1.5 GiB."""
+    for root, limit in zip(CGROUPS, ("memory.limit_in_bytes", "memory.max"), strict=True):
+        group = root / f"resilient-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        try:
+            (group / limit).write_text(str(GIB + GIB // 2))
+            yield group
+            return
+        except OSError:
+            continue
+        finally:
+            group.rmdir()
+    pytest.skip("a cgroup with a limit of memory cannot be made here")
+
+
+def test_a_run_keeps_to_the_limit_of_its_cgroup(cgroup: Path, tmp_path: Path) -> None:
+    """Eight snapshots of 187 MiB fit the machine, and would have the kernel kill the run."""
+    run = ["model=mlp", "model.hidden=[4000,4000]", "data=digits", "objective=classification", "tracking=none"]
+    run += ["run.steps=10", "run.dir=run", "checkpoint.memory.every=1", "checkpoint.memory.keep=8"]
+    run += ["checkpoint.verify_after=1", "checkpoint.disk.every=0", "recovery=off", "checks=off", "data.eval=null"]
+    enter = f'echo $$ > {cgroup}/cgroup.procs; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", enter, "sh", sys.executable, "-m", "resilient_train", *run],
+        cwd=tmp_path, capture_output=True, text=True, check=False, env={**os.environ, "MALLOC_ARENA_MAX": "2"},
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    slots, allowed = re.findall(r"one of (\d) snapshots.*, of ([\d.]+) MiB allowed", said)[0]
+    assert 2 <= int(slots) < 8
+    assert float(allowed) < 768, "half of the limit, less what is used already"
+
+
+def group(place: Path, **files: object) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (place / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+def left(proc: Path, cgroup: str, *mounts: str) -> list[int]:
+    from resilient_train.state.available import left_by_cgroups
+
+    (proc / "cgroup").write_text(cgroup)
+    (proc / "mountinfo").write_text("".join(f"{line}\n" for line in mounts))
+    return sorted(left_by_cgroups(proc))
+
+
+def test_of_nested_cgroups_the_tightest_counts(tmp_path: Path) -> None:
+    """Of version 2, where `max` is no limit and `high` slows a process down before it; files cached are given back."""
+    root = tmp_path / "fs"
+    stat = "anon 700\nactive_file 20\ninactive_file 80\nshmem 5"
+    group(root, memory__stat=stat)  # the first has no limits
+    group(root / "jobs", memory__max=5000, memory__high="max", memory__current=900, memory__stat=stat)
+    group(root / "jobs/7", memory__max="max", memory__high=2000, memory__current=900, memory__stat=stat)
+    group(root / "jobs/7/step", memory__max=4000, memory__current=300, memory__stat=stat)
+    assert left(tmp_path, "0::/jobs/7/step\n", f"1 2 0:3 / {root} rw - cgroup2 cgroup2 rw") == [1200, 3800, 4200]
+
+
+def test_a_container_sees_its_own_cgroup_at_the_mount(tmp_path: Path) -> None:
+    """Of version 1, without a namespace: what lies above is the host's, and the path begins there."""
+    root = tmp_path / "memory"
+    stat = "cache 9\nactive_file 1\ntotal_active_file 30\ntotal_inactive_file 70"
+    group(root, memory__limit_in_bytes=9000, memory__usage_in_bytes=1000, memory__stat=stat)
+    group(root / "own", memory__limit_in_bytes=2**63 - 4096, memory__usage_in_bytes=600, memory__stat=stat)
+    mounts = [f"1 2 0:3 /docker/af {root} rw shared:3 - cgroup cgroup rw,memory", "2 2 0:4 / /tmp rw - tmpfs none rw"]
+    mounts += [f"3 2 0:5 /docker/af {tmp_path}/cpu rw - cgroup cgroup rw,cpu"]
+    assert left(tmp_path, "4:memory:/docker/af/own\n1:cpu:/docker/af\n0::/\n", *mounts) == [8100, 2**63 - 4096 - 500]
+    assert left(tmp_path, "4:memory:/docker/af\n", *mounts) == [8100]
+    assert left(tmp_path, "4:memory:/../elsewhere\n", *mounts) == [8100]
+
+
+def test_where_there_are_no_cgroups_there_is_no_limit(tmp_path: Path) -> None:
+    """Other systems, and mounts that say nothing."""
+    from resilient_train.state.available import left_by_cgroups
+
+    assert list(left_by_cgroups(tmp_path / "none")) == []
+    root = tmp_path / "fs"
+    group(root, memory__max="many", memory__current="?", memory__stat="")
+    assert left(tmp_path, "0::/\n", f"1 2 0:3 / {root} rw - cgroup2 cgroup2 rw") == []
