@@ -18,11 +18,12 @@ from resilient_train.checkpoint.best import Best
 from resilient_train.checkpoint.manifest import CANDIDATE, VERIFIED, Manifest
 from resilient_train.checkpoint.shares import Together
 from resilient_train.checkpoint.store import Entry, Store
+from resilient_train.checkpoint.tree_files import try_tree
 from resilient_train.checkpoint.writer import DiskConfig, Job, Outcome, Writer
-from resilient_train.errors import TrainError
+from resilient_train.errors import TrainError, in_one_line, unusable
 from resilient_train.events import Signal
-from resilient_train.files import Written
-from resilient_train.record.console import log
+from resilient_train.files import Written, at_disk
+from resilient_train.record.console import IN_FILE_ONLY, log
 from resilient_train.record.progress import Doing, Progress
 from resilient_train.resumption import Resume, Resumption
 from resilient_train.state.ring import Held
@@ -67,13 +68,37 @@ class Durable:
         self._resumption = Resumption(ward, treatment, self.progress, self._store, resume)
         self._last = 0  # the newest step that is on disk for good, on the way that the run is on
         self._highest = 0  # that was written, on any
+        self._turned = (0, 0)  # tick and step of the last rewind
         self._unproven: Entry | None = None  # that the run was taken up from
-        self._is_failing, self._failing = False, 0  # number of the incident
+        self._failing: int | None = None  # number of the incident, while saving fails
         self._is_proven = True
 
     def remember(self, name: str, item: Stateful) -> None:
         """Let something that does not rewind be there again after a resume."""
         self._resumption.remembered[name] = item
+
+    def check(self) -> None:
+        """Save all that a checkpoint holds once, to nowhere. Every rank comes here.
+
+        Raises ConfigError, on all of them, where something could never be saved.
+        """
+        for name, why in filter(None, self._ward.world.all_of(self._unfit())):
+            if self._config.every:
+                raise unusable(name, why)
+            log.warning("%s: %s", name, why)
+
+    def _unfit(self) -> tuple[str, str] | None:
+        if self._writer is None:
+            return None
+        parts = dict(self._ward.state.live())
+        parts |= {f"remembered.{name}": item.state_dict() for name, item in self._resumption.remembered.items()}
+        for name, part in parts.items():
+            try:
+                try_tree(part)
+            except Exception as error:
+                called = f"keep({name.removeprefix('kept.')}=...)" if name.startswith("kept.") else name
+                return called, f"its state cannot be saved: {in_one_line(error)}"
+        return None
 
     # While the run goes on.
 
@@ -96,8 +121,7 @@ class Durable:
         writer = self._writer
         if writer is None:
             return
-        while (outcome := writer.heard()) is not None:
-            self._heard(outcome)
+        self._hear()
         held = self._ward.ring.newest_proven()
         if held is None:
             return
@@ -116,8 +140,15 @@ class Durable:
             writer.offer(self._job_of(held))
 
     def distrust(self, since: int) -> None:
-        """Take note that nothing newer than `since` is to be trusted, what is being written just now included."""
-        self.close()
+        """Take note that nothing newer than `since` is to be trusted, what is being written just now included.
+
+        Only that is waited for, and what marks others would meet while the writer removes them.
+        """
+        writing = self._writer.writing if self._writer is not None else None
+        self._hear()
+        written = self._highest, self._best.step if self._best is not None else 0
+        if writing is not None and max(writing, *written) > since:
+            self.close()
         if self._best is not None:
             self._best.distrust(since)
         if self._unproven is not None and self._unproven.manifest_step > since:
@@ -132,8 +163,9 @@ class Durable:
 
     def rewound(self, step: int) -> None:
         """Take note that the run went back to a step."""
-        self.close()
+        self._hear()
         self._last = min(self._last, step)
+        self._turned = self._ward.clock.tick, step
 
     def leave(self, held: Held) -> Path | None:
         """Leave a proven state on disk at the end of a run; None where that is not possible. Every rank comes here.
@@ -153,12 +185,13 @@ class Durable:
     def _on_all(self, first: Callable[[], Path | None], then: Callable[[], Path | None]) -> Path | None:
         """What rank 0 finds `first`, or what `then` writes: rank 0 alone, or all ranks where each has a share."""
         world = self._ward.world
-        if not self._is_spread:
-            return world.on_main(lambda: first() or then())
-        if (found := world.on_main(first)) is not None:
-            return found
-        written = then()
-        return world.on_main(lambda: written)
+        with at_disk():  # also where it is another rank's
+            if not self._is_spread:
+                return world.on_main(lambda: first() or then())
+            if (found := world.on_main(first)) is not None:
+                return found
+            written = then()
+            return world.on_main(lambda: written)
 
     def _written_already(self, held: Held) -> Path | None:
         for entry in self._store.usable() if self._store is not None else ():
@@ -185,13 +218,22 @@ class Durable:
 
         Every rank comes here, and waits for the one that writes.
         """
+        failing = self._failing
         self.close()
 
         def best() -> None:
             if healthy:
                 self._write_best()
 
-        return self._on_all(best, lambda: self._finished(healthy=healthy))
+        left = self._on_all(best, lambda: self._finished(healthy=healthy))
+        if healthy:
+            self.end_failing(failing)
+        return left
+
+    def end_failing(self, number: int | None = None) -> None:
+        """The run is complete: say what became of an incident in which saving failed, if there is one."""
+        if (number := self._failing or number) is not None:
+            self._treatment.end_lasting(number)
 
     def _write_best(self) -> None:
         best, step, tick = self._best, self._ward.clock.step, self._ward.clock.tick
@@ -212,6 +254,21 @@ class Durable:
             self._now(self._job_of(proven))  # what trouble would go back to, had the run not been stopped
         return left
 
+    def leave_newest(self) -> tuple[int, Path | None]:
+        """From another thread, as the loop cannot be waited for: leave the newest proven state, and ask no other rank.
+
+        Returns the step that the run goes on from, and where its state is; None where that is not the newest proven.
+        """
+        held = self._ward.ring.newest_proven()
+        is_newer = held is not None and held.step > max(0, self._last)
+        try:
+            is_left = not is_newer or (held is not None and self.leave_alone(held) is not None)
+            entry = next(self._store.usable(), None) if self._store is not None else None
+        except OSError as error:
+            log.error("checkpoints cannot be looked at: %s", error.strerror or error)
+            return max(0, self._last), None
+        return (0, None) if entry is None else (entry.manifest_step, entry.path if is_left else None)
+
     def hung(self, evidence: str, *, in_update: bool) -> None:
         """Write down that the run does not go on, and save what can be saved."""
         self.progress.turned_to(Doing.HUNG if in_update and self.progress.is_updating else Doing.ENDED)
@@ -227,8 +284,7 @@ class Durable:
         """Let what is being written be finished."""
         if self._writer is not None:
             self._writer.wait(seconds)
-            while (outcome := self._writer.heard()) is not None:
-                self._heard(outcome)
+            self._hear()
 
     def let_go(self) -> None:
         """End with the run. Ranks that are to write along may be gone: they are given a moment."""
@@ -268,7 +324,9 @@ class Durable:
 
     def restore(self, since: int) -> int | None:
         """Go back to the newest proven checkpoint not after `since`, where memory holds nothing. Every rank comes."""
-        path = self._ward.world.on_main(lambda: self._resumption.newest(lambda one: _is_proven(one, since), []))
+        self.close()
+        with at_disk():
+            path = self._ward.world.on_main(lambda: self._resumption.newest(lambda one: _is_proven(one, since), []))
         if path is None:
             return None
         self._put_in(Entry.of(path), resuming=False)
@@ -278,9 +336,11 @@ class Durable:
 
     def has_proven(self, since: int) -> bool:
         """Say whether `restore` has something to go back to, as far as its manifest tells."""
-        return self._ward.world.on_main(
-            lambda: self._store is not None and any(_is_proven(one, since) for one in self._store.usable())
-        )
+        self.close()
+        with at_disk():
+            return self._ward.world.on_main(
+                lambda: self._store is not None and any(_is_proven(one, since) for one in self._store.usable())
+            )
 
     def take(self, *, verified: bool) -> Held | None:
         """Keep the state as it was taken up in memory, too."""
@@ -398,6 +458,10 @@ class Durable:
         self._heard(outcome)
         return outcome.entry.path if outcome.entry is not None else None
 
+    def _hear(self) -> None:
+        while self._writer is not None and (outcome := self._writer.heard()) is not None:
+            self._heard(outcome)
+
     def _heard(self, outcome: Outcome) -> None:
         step = outcome.job.step
         if self._store is None:
@@ -405,23 +469,23 @@ class Durable:
                 log.error("this rank's share of step %d could not be written: %s", step, outcome.trouble)
         elif not outcome.trouble:
             self._heard_good(outcome)
-        elif not outcome.is_disk:
-            self._config = DiskConfig(every=0)  # it would be the same the next time
-            log.error("no checkpoints can be written: %s", outcome.trouble)
-        elif not self._is_failing:
-            self._is_failing = True
+        elif self._failing is None:
             what = f"the checkpoint of step {step:,} could not be written: {outcome.trouble}"
-            trouble = Trouble(Signal.DISK_FULL, step, step, what, "try_again")
-            self._failing = self._treatment.note(trouble, lasts=True)
+            signal = Signal.DISK_FULL if outcome.is_room else Signal.CHECKPOINT_FAILED
+            self._failing = self._treatment.note(Trouble(signal, step, step, what, "try_again"), lasts=True)
+            if not outcome.is_room:
+                log.info("the writer of checkpoints failed", exc_info=outcome.error, extra=IN_FILE_ONLY)
 
     def _heard_good(self, outcome: Outcome) -> None:
         step = outcome.job.step
         if outcome.entry is not None:
-            self._last, self._highest = max(self._last, step), max(self._highest, step)
-        if self._is_failing:
+            self._highest = max(self._highest, step)
+            turned_at, to = self._turned
+            self._last = max(self._last, step if outcome.job.tick > turned_at else min(step, to))
+        if self._failing is not None:
             log.info("checkpoints are saved again: step %d", step)
             self._treatment.over(self._failing)
-        self._is_failing = False
+            self._failing = None
 
     def _put_in(self, entry: Entry, *, resuming: bool) -> None:
         self._resumption.put_in(entry, resuming=resuming)

@@ -27,6 +27,7 @@ class Signal(StrEnum):
     HANG = "hang"
     CRASH = "crash"
     DISK_FULL = "disk_full"
+    CHECKPOINT_FAILED = "checkpoint_failed"
     CHECKPOINT_DAMAGED = "checkpoint_damaged"
     RANK_MISMATCH = "rank_mismatch"
     NOT_RECOVERED = "not_recovered"
@@ -52,7 +53,7 @@ class Outcome(StrEnum):
 
     RECOVERED = "recovered"
     RECURRED = "recurred"
-    UNRECOVERED = "unrecovered"  # the loss did not come back to where it was
+    UNRECOVERED = "unrecovered"  # the loss did not come back to where it was, or saving failed to the end
     GAVE_UP = "gave_up"
 
 

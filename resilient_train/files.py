@@ -8,11 +8,35 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 _TEMPORARY = ".resilient-tmp"
+
+
+_at_disk: dict[int, float] = {}  # by thread: since when it waits, on the monotonic clock
+
+
+@contextlib.contextmanager
+def at_disk() -> Iterator[None]:
+    """Let a watchdog know that this thread waits for the disk, which may be slow, and does not hang."""
+    thread = threading.get_ident()
+    if thread in _at_disk:
+        yield
+        return
+    _at_disk[thread] = time.monotonic()
+    try:
+        yield
+    finally:
+        del _at_disk[thread]
+
+
+def at_disk_since(thread: int | None) -> float | None:
+    """Since when a thread waits for the disk; None if it does not."""
+    return _at_disk.get(thread or 0)
 
 
 class Disk:
@@ -26,15 +50,18 @@ class Disk:
         """Open a file for reading and writing, which need not be there."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
+    @at_disk()
     def write(self, descriptor: int, data: memoryview, at: int) -> int:
         return os.pwrite(descriptor, data, at)
 
     def truncate(self, descriptor: int, size: int) -> None:
         os.ftruncate(descriptor, size)
 
+    @at_disk()
     def sync(self, descriptor: int) -> None:
         os.fsync(descriptor)
 
+    @at_disk()
     def rename(self, old: Path, new: Path) -> None:
         os.rename(old, new)
 

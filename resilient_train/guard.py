@@ -251,7 +251,7 @@ class Guard:
         self._begun: _Begun | None = None
         self._newest_begun: _Begun | None = None
         self._handed: Any = None  # the batch that the loop has got
-        self._described = False
+        self._described = self._is_checked = False
         self._repeats = 0  # of one update that was refused by mistake
         self._losses: list[torch.Tensor] = []
         self._reported: list[Metrics] = []
@@ -328,6 +328,12 @@ class Guard:
         yield from self._batches_until(int(min(last, self.steps or math.inf)))
 
     def _batches_until(self, last: int) -> Iterator[Any]:
+        try:
+            yield from self._updates_until(last)
+        finally:
+            numerics.raise_eps(1.0)  # a knob of this run, and of the process: whatever ends the loop
+
+    def _updates_until(self, last: int) -> Iterator[Any]:
         self._start()
         self._left = None
         planned = self.steps or last
@@ -355,7 +361,6 @@ class Guard:
                     break  # dropped, or made to the end
                 if len(self._losses) < number:
                     raise TrainError("a batch was not handed back: call guard.step(batch), or guard.update(loss)")
-        numerics.raise_eps(1.0)  # a knob of this run, and of the process
         if self.stopped:
             self.chronicle.end("preempted", Stopped.exit_code)
         elif last == self.steps:
@@ -422,6 +427,7 @@ class Guard:
                 self._treatment.finish()
                 if error is None and self.steps is None and not self.stopped and self._left is None:
                     self._complete()
+                self._durable.end_failing()
         self.ended()
         self.chronicle.closed(gave_up or error, self.steps)
         self.let_go()
@@ -477,6 +483,13 @@ class Guard:
         if not was_killed:
             self._durable.progress.turned_to(Doing.ENDED, self.clock.tick)
 
+    def leave_newest(self) -> tuple[int, Path | None]:
+        """From another thread, as the loop is not waited for: leave the newest proven state on disk.
+
+        Returns the step that the run goes on from, and where its state is; None where that is not the newest proven.
+        """
+        return self._durable.leave_newest()
+
     def hung(self, evidence: str, *, in_update: bool) -> None:
         """From another thread, while nothing goes on: write that down, and the newest proven state if there is time."""
         self._durable.hung(evidence, in_update=in_update)
@@ -516,6 +529,8 @@ class Guard:
                 log.info("%s", line)
         if self._owes_resume and self.resume():
             log.info("goes on from step %d", self.clock.step)
+        if not self._has_begun:
+            self._durable.check()
         self._has_begun = True
         if self._unused is not None:
             self._unused.detach()
@@ -750,6 +765,9 @@ class Guard:
             place = self.chronicle.place
             if place.directory is not None and self.clock.step % REPORT_EVERY == 0:
                 self.chronicle.went_on(self.report() if place.tracking is not None else None)
+            if not self._is_checked:  # optimizers make their state in their first step
+                self._durable.check()
+                self._is_checked = True
             if flight.held is not None:
                 flight.held.remedies = self._treatment.remedies()
             scanned, after = self._scans.clean_step, self._verify_after

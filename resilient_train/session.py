@@ -150,13 +150,17 @@ class _Session:
             try:
                 train(run, display, self.tracker, watchdog.beat)
                 watchdog.beat(Phase.SAVE)
-                left = run.guard.leave()
+                step, left = run.guard.clock.step, run.guard.leave()
+                if run.guard.stopped and left is None:  # what is proven may be there already
+                    step, left = self.world.on_main(run.guard.leave_newest)
             finally:
                 display.close()
                 run.close()
             if run.guard.stopped:
-                where = f"the state is in {left}" if left else "no state could be written"
-                raise Stopped(f"stopped at step {run.guard.clock.step:,}, asked by {requests.by or 'another'}: {where}")
+                told = f"stopped at step {run.guard.clock.step:,}, asked by {requests.by or 'another'}"
+                if left is None:
+                    raise TrainError(f"{told}: no state could be written, the run begins again at step {step:,}")
+                raise Stopped(f"{told}: the state is in {left}")
             self._save_weights(run, directory.path / weights.WEIGHTS)
 
     def _watchdog(self, requests: StopRequests) -> Watchdog:
@@ -275,7 +279,8 @@ class _Session:
         if self.world.size > 1 and not hang.stop_asked:
             evidence = self._among_others(hangs.Hung(self.world.rank, evidence, where is not None))
         for_another = hang.stop_asked and self._was_asked_for_another()
-        code = 75 if hang.stop_asked and not for_another else 1  # the same command goes on, from what was written
+        is_left = hang.stop_asked and self._leaves_newest()
+        code = 75 if is_left and not for_another else 1  # the same command goes on, from what was written
         if self.run is not None:
             if not hang.stop_asked:
                 self.run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)
@@ -285,6 +290,22 @@ class _Session:
                 status = "preempted" if code == 75 else "failed"
                 _write(_summary(status, code, time.monotonic() - self.started, self.run), self.directory)
         return code
+
+    def _leaves_newest(self) -> bool:
+        """Leave the newest proven state, while the loop is not waited for; False where updates are lost for want of it.
+
+        Rank 0 does it; the others cannot know, and let it begin before it loses them.
+        """
+        if not self.world.is_main:
+            time.sleep(_FOR_OTHERS_S)
+        if self.run is None or not self.world.is_main or not self.run.guard.clock.step:
+            return True
+        step, path = self.run.guard.leave_newest()
+        if path is None:
+            log.error("no newer state could be written: the run begins again at step %s", f"{step:,}")
+        else:
+            log.info("the state of step %s is in %s: the same command goes on from there", f"{step:,}", path)
+        return path is not None
 
     def _among_others(self, mine: hangs.Hung) -> str:
         """Have rank 0 say who hung where: the others give it the time, because their end would be all that it sees."""

@@ -23,7 +23,7 @@ _ANEW = "the same command begins anew, in a directory beside it"  # of a loop of
 
 
 _NOT_WELL = {
-    "unrecovered": "not recovered, the loss did not come back to where it was",
+    "unrecovered": "not recovered, an incident was not over at the end of the run",
     "no_progress": "the loss did not fall",
 }
 

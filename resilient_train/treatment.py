@@ -242,6 +242,10 @@ class Treatment:
         """Take note that an incident does not last any more: from now on healthy updates count."""
         self.history.lasting.discard(number)
 
+    def end_lasting(self, number: int) -> None:
+        """The run is complete: what still lasts is not got over."""
+        self._close(self.history.end_lasting(number))
+
     def note(self, trouble: Trouble, *, lasts: bool = False) -> int:
         """Write down an incident of the process, not of the training: what is done about it is done already."""
         tick = self.ward.clock.tick

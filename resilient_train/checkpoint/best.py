@@ -21,7 +21,7 @@ BEST = "best"  # its name in a run directory
 _SAYS = "best.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Pending:
     step: int
     metrics: Mapping[str, float]
@@ -41,6 +41,11 @@ class Best:
         if isinstance(loss, int | float) and abs(loss) < sys.float_info.max:
             self._loss = float(loss)
         self._step = step if type(step) is int else 0
+
+    @property
+    def step(self) -> int:
+        """The step that the weights there are of; 0 where there are none, or it is not known."""
+        return self._step
 
     def wants(self, metrics: Mapping[str, float]) -> bool:
         """Say whether an evaluation is better than any before."""
@@ -70,7 +75,8 @@ class Best:
         commit(self.path / WEIGHTS, chunks(pending.tensors, {name: str(value) for name, value in said.items()}))
         commit_text(self.path / _SAYS, json.dumps(said, indent=2) + "\n")
         self._loss, self._step = pending.metrics["loss"], pending.step
-        self._pending = [one for one in self._pending if one is not pending]  # a disk that is full is tried again
+        with contextlib.suppress(ValueError):  # it was distrusted meanwhile. A disk that is full is tried again
+            self._pending.remove(pending)
 
     def distrust(self, since: int) -> None:
         """Forget what is newer than the newest step to be trusted."""

@@ -76,6 +76,11 @@ def save_tree(directory: Path, tree: Tree) -> dict[str, Written]:
     return Planned(tree).write(directory)
 
 
+def try_tree(tree: Tree) -> None:
+    """Raise what writing `tree` would, such as a TypeError that names the path of what cannot be written."""
+    json.dumps(_Writing(is_trial=True).node(tree, ()), allow_nan=False)
+
+
 def load_tree(directory: Path, device: torch.device = _CPU) -> Tree:
     """Read what `save_tree` wrote; ValueError says in one line what is damaged.
 
@@ -98,7 +103,8 @@ def load_tree(directory: Path, device: torch.device = _CPU) -> Tree:
 class _Writing:
     """Turns a tree into JSON, and collects its tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_trial: bool = False) -> None:
+        self._is_trial = is_trial  # tensors are looked at, and not copied from a device
         self.tensors: dict[str, torch.Tensor] = {}
         self.spread: dict[str, Any] = {}
 
@@ -137,6 +143,8 @@ class _Writing:
             described["order"] = order
         if home(tensor).type != "cpu":
             described["device"] = home(tensor).type
+        if self._is_trial:
+            return described
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         if tensor.dtype not in _COMMON:
             plain = plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

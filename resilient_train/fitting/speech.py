@@ -21,7 +21,7 @@ class _LastResort(logging.Handler):
     """Prints plain lines to stderr, above tqdm's bars, and falls silent when the program sets up logging after all."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if logging.getLogger().handlers:
+        if logging.getLogger().handlers or getattr(record, "in_file_only", False):
             return
         line = f"resilient_train: {record.getMessage()}"
         if tqdm := sys.modules.get("tqdm"):

@@ -14,10 +14,12 @@ from enum import StrEnum
 from types import FrameType
 from typing import IO
 
+from resilient_train.files import at_disk_since
+from resilient_train.ranks.leaving import as_seen_by_agent
 from resilient_train.ranks.stop import StopRequests
 
 _LOOK_S = 0.5
-_LAST_WORDS_S = 3.0  # to write down where it stood, and to save what can be saved
+_LAST_WORDS_S = 3.0  # to write down where it stood, and to begin to save what can be saved
 _BACKSTOP_S = 4.0  # behind the limit: for code that never lets another thread run
 
 
@@ -84,17 +86,23 @@ class Watchdog:
                 self._end(hang)
 
     def _hang(self) -> Hang | None:
-        now, phase, since = time.monotonic(), self._phase, self._since
+        now, waiting = time.monotonic(), at_disk_since(self._main)
+        if waiting is not None:  # the disk has a limit of its own, and the time is not an update's
+            self._since = now
+        phase, since = self._phase, self._since
         limit = self._limits[phase]
         if limit and now - since > limit:
             return self._seen(phase, now - since)
-        began, limit = self._saving_since(), self._limits[Phase.SAVE]
-        if limit and began is not None and now - began > limit:
-            return self._seen(Phase.SAVE, now - began)
+        for began in (waiting, self._saving_since()):
+            if began is not None and self._is_late(now - began):
+                return self._seen(Phase.SAVE, now - began)
         asked = self._requests.since if self._requests.arrived() else None
         if asked is not None and now - asked > self._grace:
             return self._seen(phase, now - since, stop_asked=True)
         return None
+
+    def _is_late(self, saving_s: float) -> bool:
+        return 0 < self._limits[Phase.SAVE] < saving_s
 
     def _seen(self, phase: Phase, seconds: float, *, stop_asked: bool = False) -> Hang:
         threads = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -111,12 +119,16 @@ class Watchdog:
         return Hang(phase, seconds, frames, "\n".join(stacks), stop_asked)
 
     def _end(self, hang: Hang) -> None:
-        """Leave, whatever becomes of the last words."""
+        """Leave, whatever becomes of the last words; a state that they write is waited for."""
         code: list[int] = []
         words = threading.Thread(target=lambda: code.append(self._last_words(hang)), daemon=True)
         words.start()
         words.join(_LAST_WORDS_S)
-        os._exit(code[0] if code else 1)
+        while words.is_alive() and (began := self._saving_since()) is not None:
+            if self._is_late(time.monotonic() - began):
+                break
+            words.join(_LOOK_S)
+        os._exit(as_seen_by_agent(code[0]) if code else 1)
 
     def _arm_backstop(self) -> None:
         """Have C end the process should this thread never get its turn again: some code keeps Python's lock."""

@@ -26,7 +26,7 @@ _LABELS = 9  # columns
 _OUTCOMES = {
     Outcome.RECOVERED: ("recovered", "green"),
     Outcome.RECURRED: ("the same trouble came back: what was done was not enough", "yellow"),
-    Outcome.UNRECOVERED: ("unrecovered: the loss did not come back to where it was", "red"),
+    Outcome.UNRECOVERED: ("unrecovered: it was not over at the end of the run", "red"),
     Outcome.GAVE_UP: ("gave up", "red"),
     None: ("open: it counts as recovered once the run has stayed healthy", "yellow"),
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from resilient_train.events import Action, Anomaly, Culprit, Diagnosis, Incident, Outcome, Signal
+from resilient_train.events import Action, Anomaly, Cause, Culprit, Diagnosis, Incident, Outcome, Signal
 from resilient_train.secrets import masked
 
 _NOTICED = {
@@ -27,6 +27,7 @@ _NOTICED = {
     Signal.HANG: "the step hung",
     Signal.CRASH: "the process died",
     Signal.DISK_FULL: "the disk is full",
+    Signal.CHECKPOINT_FAILED: "a checkpoint could not be written",
     Signal.CHECKPOINT_DAMAGED: "a checkpoint is damaged",
     Signal.RANK_MISMATCH: "the ranks differ",
     Signal.NOT_RECOVERED: "the loss is not back where it was",
@@ -36,7 +37,7 @@ _WORTH_TELLING_S = 0.005
 
 _BESIDE_THE_WEIGHTS = {  # it makes no sense to say whether these reached the weights
     *(Signal.EXCEPTION, Signal.OUT_OF_MEMORY, Signal.HANG, Signal.CRASH),
-    *(Signal.DISK_FULL, Signal.CHECKPOINT_DAMAGED),
+    *(Signal.DISK_FULL, Signal.CHECKPOINT_FAILED, Signal.CHECKPOINT_DAMAGED),
 }
 
 
@@ -67,10 +68,17 @@ def outcome_told(incident: Incident, healthy_steps: int | None = None) -> str:
         case Outcome.RECURRED:
             return f"{name} recurred: the same trouble is back, so what was done was not enough"
         case Outcome.UNRECOVERED:
-            return f"{name} is unrecovered: the loss did not come back to where it was"
+            return f"{name} is unrecovered: {left_to_the_end(incident)}"
         case Outcome.GAVE_UP:
             return f"{name} could not be cured: {why_of(incident)}"
     return f"{name} is open: it counts as recovered once the run has stayed healthy"
+
+
+def left_to_the_end(incident: Incident) -> str:
+    """Tell what an unrecovered incident came to."""
+    if incident.diagnosis.cause is Cause.PROCESS:
+        return "no state could be saved from then on"
+    return "the loss did not come back to where it was"
 
 
 def first_sign(incident: Incident) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from resilient_train.events import Incident, Outcome
 from resilient_train.record.drills import on_purpose
 from resilient_train.record.story import Story
-from resilient_train.record.telling import counted, noticed, rows_named, why_of
+from resilient_train.record.telling import counted, left_to_the_end, noticed, rows_named, why_of
 
 
 def verdict(story: Story) -> tuple[str, str]:
@@ -28,7 +28,7 @@ def verdict(story: Story) -> tuple[str, str]:
         case "unrecovered":
             left = next(one for one in reversed(story.incidents) if one.outcome is Outcome.UNRECOVERED)
             what = f"incident {left.id:,} ({noticed(left.anomaly, by_name=False)}, step {left.anomaly.step:,})"
-            why = f"after {what} the loss did not come back to where it was"
+            why = f"after {what} {left_to_the_end(left)}"
             return "Not recovered, somebody has to look", f"{where}; {why}. In all, {met}.{cost}"
         case "no_progress":
             first, final = ((story.summary or {}).get(key) for key in ("first_loss", "final_loss"))

@@ -9,6 +9,7 @@ _PROCESS_SIGNALS = {
     Signal.HANG: "Look in train.log for where each rank stood: often one of them waits for data or for a collective.",
     Signal.CRASH: "Look at the last lines of the process that died: in train.log, or where a scheduler kept them.",
     Signal.DISK_FULL: "Make room on the disk of the run directory, or keep fewer checkpoints.",
+    Signal.CHECKPOINT_FAILED: "Look at what kept the state from being written; its traceback is in train.log.",
     Signal.CHECKPOINT_DAMAGED: "Check the disk: a file is not what was written.",
 }
 

@@ -80,9 +80,18 @@ class History:
         return step >= reached + self.recovered_after and incident.id not in self.lasting
 
     def finish(self, outcome: Outcome = Outcome.RECOVERED) -> Sequence[Incident]:
-        """Note that the run has ended; return all that were open: those that left damage have come to `outcome`."""
-        self.lasting.clear()
-        return [self._close(one, outcome if left_damage(one) else Outcome.RECOVERED) for one in self.open_ones]
+        """Note that the training has ended; return all that were open: those that left damage have come to `outcome`.
+
+        What lasts stays open until `end_lasting`.
+        """
+        over = [one for one in self.open_ones if one.id not in self.lasting]
+        return [self._close(one, outcome if left_damage(one) else Outcome.RECOVERED) for one in over]
+
+    def end_lasting(self, number: int) -> Sequence[Incident]:
+        """Note that the run has ended for an incident that lasted beyond the training; return it if it was open."""
+        outcome = Outcome.UNRECOVERED if number in self.lasting else Outcome.RECOVERED
+        self.lasting.discard(number)
+        return [self._close(self.incidents[self._places[number]], outcome)] if number in self._open else []
 
     def tally(self) -> dict[str, Any]:
         """Count them: `{"total", "recovered", "by_cause"}`."""

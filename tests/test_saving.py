@@ -1,0 +1,333 @@
+"""What keeps a state from being saved: a slow disk, an error of the writer, a state that cannot be written, no time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from group import Group, alone
+from kills import Nursery, at_tick, checkpoints, in_journal, incidents, left_overs, summary, taken_up_at
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from resilient_train.checkpoint.writer import DiskConfig
+from resilient_train.errors import ConfigError
+from resilient_train.guard import Guard
+from resilient_train.state.ring import MemoryConfig
+
+DIGITS = ["model=mlp", "data=digits", "objective=custom", "tracking=none", "run.log_every=100", "schedule=constant"]
+OFTEN = ["checkpoint.memory.every=10", "checkpoint.verify_after=5"]
+
+# ------------------------------------------------------------------------------------------------- the grace runs out
+
+STALLED = "stalled"
+_updates: list[int] = []  # that were begun in this process
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    if model.training:
+        _updates.append(1)
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def stall() -> None:
+    if not Path("go").exists():
+        Path(STALLED).touch()
+        time.sleep(600)
+
+
+def stalls_in_an_update(model: nn.Module, batch: Any) -> Tensor:
+    """On the last rank."""
+    if len(_updates) == 59 and os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1):
+        stall()
+    return loss_of(model, batch)
+
+
+def stalls_in_an_evaluation(model: nn.Module, batch: Any) -> Tensor:
+    if not model.training:
+        stall()
+    return loss_of(model, batch)
+
+
+def asked(where: str, name: str, *more: str) -> list[str]:
+    own = [*DIGITS, *OFTEN, f"objective._target_=test_saving.stalls_in_{where}", f"run.dir={name}", "run.grace=1"]
+    return [*own, "run.steps=80", "run.eval_every=59", "checkpoint.disk.every=1000", *more]
+
+
+@pytest.fixture
+def place(nursery: Nursery) -> Path:
+    for name in ("go", STALLED):
+        (nursery.place / name).unlink(missing_ok=True)
+    return nursery.place
+
+
+@pytest.mark.parametrize("where", ["an_update", "an_evaluation"])
+def test_where_grace_runs_out_the_newest_proven_state_is_left(where: str, nursery: Nursery, place: Path) -> None:
+    """75 says that a state is on disk: nothing was there before, and the same command goes on from it."""
+    arguments = asked(where, where)
+    started = nursery.start(*arguments)
+    assert started.until((place / STALLED).exists), started.output
+    started.strike(signal.SIGTERM)
+    assert started.wait(100) == 75, started.output
+    (step,) = checkpoints(place / where)
+    assert checkpoints(place / where) == {step: True}
+    assert step in (40, 50), "proven by five updates, one of which may not have been heard of"
+    assert f"the state of step {step} is in " in started.output
+    assert summary(place / where)["exit_code"] == 75
+    (place / "go").touch()
+    again = nursery.run(*arguments)
+    assert again.code == 0, again.output
+    assert taken_up_at(place / where) == [step]
+
+
+def test_where_no_state_can_be_left_it_is_no_end_on_request(nursery: Nursery, place: Path) -> None:
+    """A requeued job would begin again: 1, and the step that it begins at."""
+    started = nursery.start(*asked("an_update", "nowhere"))
+    assert started.until((place / STALLED).exists), started.output
+    (place / "nowhere/checkpoints").write_text("no directory")
+    started.strike(signal.SIGTERM)
+    assert started.wait(100) == 1, started.output
+    assert "the run begins again at step 0" in started.output
+    assert (summary(place / "nowhere")["status"], summary(place / "nowhere")["exit_code"]) == ("failed", 1)
+
+
+def test_a_stop_in_time_that_can_leave_no_state_is_none_either(nursery: Nursery, place: Path) -> None:
+    """The update is finished, and the disk takes nothing."""
+    (place / "go").touch()
+    started = nursery.start(*asked("an_update", "full", "run.steps=100000", "run.eval_every=0", "run.grace=60"))
+    assert at_tick(place / "full", 20)(started)
+    (place / "full/checkpoints").write_text("no directory")
+    started.strike(signal.SIGTERM)
+    assert started.wait(100) == 1, started.output
+    assert "no state could be written, the run begins again at step 0" in started.output
+    assert summary(place / "full")["exit_code"] == 1
+
+
+def test_one_of_several_ranks_that_stalls_takes_no_state_with_it(tmp_path: Path) -> None:
+    """The others wait for it in a collective: rank 0 leaves the state by itself."""
+    place = tmp_path / "place"
+    words = ["-m", "resilient_train", *asked("an_update", "two", "run.eval_every=0", "accelerate.cpu=true")]
+    with Group(place, 2, *words) as started:
+        started.until((place / STALLED).exists)
+        for rank in started.ranks:
+            rank.strike(signal.SIGTERM)
+        done = started.wait()
+    assert done.codes == [75, 75], done
+    (step,) = checkpoints(place / "two")
+    assert step in (40, 50)
+    assert summary(place / "two")["exit_code"] == 75
+
+
+# ------------------------------------------------------------------------------------------------------- a slow disk
+
+SLOW_S = 1.2  # of an fsync: a checkpoint takes half a dozen, an incident four, and a hang is seen after three seconds
+SLOW = [*DIGITS, "checkpoint.memory.every=5", "checkpoint.verify_after=5", "checkpoint.disk.every=20"]
+SLOW += ["run.step_timeout=3", "run.steps=90", "checks.weights.every=1"]
+
+
+_sync = os.fsync
+_is_writing, _may_go_on = threading.Event(), threading.Event()
+
+
+def stuck(descriptor: int) -> None:
+    """A disk on which what the writer syncs lasts until it may go on."""
+    if threading.current_thread().name == "checkpoint-writer":
+        _is_writing.set()
+        _may_go_on.wait()
+    _sync(descriptor)
+
+
+def slow(descriptor: int) -> None:
+    """A disk on which each sync takes long."""
+    time.sleep(SLOW_S)
+    _sync(descriptor)
+
+
+def fails(descriptor: int) -> None:
+    """What meets an error that is none of the disk's."""
+    if threading.current_thread().name == "checkpoint-writer":
+        raise MemoryError("no memory for that")
+    _sync(descriptor)
+
+
+def flips_while_written(model: nn.Module, batch: Any) -> Tensor:
+    """One bit flips as soon as a checkpoint is being written; the disk goes on when 20 more updates were made."""
+    os.fsync = stuck
+    if _is_writing.is_set() and model.training:
+        _flipped.append(1)
+        if len(_flipped) == 1:
+            weight = next(model.parameters())
+            with torch.no_grad():
+                weight.view(-1).view(torch.int32)[7] ^= 1 << 30
+        if len(_flipped) == 20:
+            _may_go_on.set()
+    return loss_of(model, batch)
+
+
+_flipped: list[int] = []
+
+
+def test_a_rewind_does_not_wait_for_a_checkpoint_that_is_to_be_trusted(nursery: Nursery) -> None:
+    """It is of an earlier state: it gets its end behind the rewind, and counts."""
+    run_dir = nursery.place / "stuck"
+    done = nursery.run(*SLOW, "objective._target_=test_saving.flips_while_written", "run.dir=stuck")
+    assert done.code == 0, done.output
+    (found,) = incidents(run_dir)
+    assert (found["cause"], found["outcome"]) == ("corruption", "recovered")
+    assert found["rewound_to"] is not None
+    treated = in_journal(run_dir, "incident_treated")[0]["n"]
+    assert in_journal(run_dir, "checkpoint_saved")[0]["n"] > treated
+    assert all(checkpoints(run_dir).values())
+    assert left_overs(run_dir) == []
+
+
+def fails_while_written(model: nn.Module, batch: Any) -> Tensor:
+    """It raises as soon as a checkpoint is being written."""
+    os.fsync = slow if len(_updates) > 5 else _sync
+    if any(thread.name == "checkpoint-writer" for thread in threading.enumerate()):
+        raise LookupError("a mistake of the user's")
+    return loss_of(model, batch)
+
+
+def test_a_run_that_ends_waits_for_what_is_being_written(nursery: Nursery) -> None:
+    """However it ends: a slow disk is no hang."""
+    run_dir = nursery.place / "ended"
+    done = nursery.run(*SLOW, "objective._target_=test_saving.fails_while_written", "run.dir=ended")
+    assert done.code == 1
+    assert "a mistake of the user's" in done.output
+    assert "the process ends; all stacks are in" not in done.output
+    assert list(checkpoints(run_dir).values()) == [True]
+    assert left_overs(run_dir) == []
+
+
+def test_incidents_on_a_slow_disk_are_no_hang(nursery: Nursery) -> None:
+    """What is written about one takes longer than an update may."""
+    run_dir, faults = nursery.place / "slow", "drill.faults=[{nan_batch:{at:[12,14]}}]"
+    target = "objective._target_=test_saving.on_a_slow_disk"
+    done = nursery.run(*SLOW, target, "run.dir=slow", f"+{faults}", "run.steps=25", "checkpoint.disk.every=0")
+    assert done.code == 0, done.output
+    assert [one["cause"] for one in incidents(run_dir)] == ["data", "data"]
+
+
+def on_a_slow_disk(model: nn.Module, batch: Any) -> Tensor:
+    os.fsync = slow if len(_updates) in range(8, 20) else _sync
+    return loss_of(model, batch)
+
+
+# ----------------------------------------------------------------------------------------------- errors of the writer
+
+
+def without_memory_for_a_while(model: nn.Module, batch: Any) -> Tensor:
+    from resilient_train.checkpoint import writer
+
+    writer._FIRST_PAUSE_S = writer._LONGEST_PAUSE_S = 0.05
+    time.sleep(0.005)
+    os.fsync = fails if len(_updates) < 60 else _sync
+    return loss_of(model, batch)
+
+
+def test_an_error_of_the_writer_is_an_incident_and_tried_again(nursery: Nursery) -> None:
+    """A kill afterwards costs what it costs any run."""
+    run_dir = nursery.place / "again"
+    done = nursery.run(
+        *SLOW, "objective._target_=test_saving.without_memory_for_a_while", "run.dir=again", "run.steps=160"
+    )
+    assert done.code == 0, done.output
+    (found,) = incidents(run_dir)
+    assert (found["signal"], found["cause"], found["outcome"]) == ("checkpoint_failed", "process", "recovered")
+    assert "MemoryError: no memory for that" in found["evidence"]
+    assert "checkpoints are saved again" in done.output
+    assert 40 <= in_journal(run_dir, "checkpoint_saved")[0]["step"] < 160
+    assert "in fails" in (run_dir / "train.log").read_text(), "the traceback"
+    assert "Traceback" not in done.output
+
+
+class Steady:
+    """A part of the loop's state that can be saved, but for a while."""
+
+    def __init__(self, odd: range) -> None:
+        self.odd, self.calls = odd, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"words": {"a", "b"} if self.calls in self.odd else 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Remembering(torch.optim.SGD):
+    """An optimizer that keeps a set in its state, from its first step on."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state[self.param_groups[0]["params"][0]]["seen"] = {1, 2}
+        return super().step(closure)
+
+
+def loop(run_dir: Path, item: Any = None, optimizer: Any = torch.optim.SGD, disk: int = 5) -> Any:
+    torch.manual_seed(0)
+    accelerator, model = Accelerator(cpu=True), nn.Linear(5, 1)
+    x = torch.randn(64, 5)
+    guard = Guard(
+        *(accelerator, accelerator.prepare(model), optimizer(model.parameters(), lr=0.01)),
+        data=TensorDataset(x, x.sum(1, keepdim=True)),
+        batch_size=8,
+        objective=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+        run_dir=run_dir,
+        memory=MemoryConfig(every=1, keep=4, max_gib=None),
+        verify_after=1,
+        disk=DiskConfig(every=disk),
+    )
+    if item is not None:
+        guard.keep(item=item)
+    try:
+        for batch in guard.batches(60):
+            guard.step(batch)
+            if item is not None:
+                item.calls += 1
+    except ConfigError as error:
+        return str(error), guard.clock.step
+    guard.leave()
+    guard.close()
+    return [(str(one.anomaly.signal), str(one.outcome)) for one in guard.incidents], guard.clock.step
+
+
+@pytest.mark.parametrize(
+    ("given", "expected", "steps"),
+    [
+        (
+            (Steady(range(1000)),),
+            "keep(item=...): its state cannot be saved: TypeError: ['words'] is a builtins.set",
+            0,
+        ),
+        ((None, Remembering), "optimizer.0: its state cannot be saved: TypeError: ['moments']", 1),
+    ],
+)
+def test_what_can_never_be_saved_ends_the_run_at_its_start(
+    given: Any, expected: str, steps: int, tmp_path: Path
+) -> None:
+    """It names the item; what an optimizer keeps is there after its first step."""
+    code, (said, step) = alone(loop, tmp_path / "run", *given)
+    assert code == 0
+    assert isinstance(said, str), said
+    assert expected in said
+    assert step == steps
+
+
+def test_where_nothing_is_to_be_saved_on_the_way_it_is_no_mistake(tmp_path: Path) -> None:
+    """A loop that asks for no checkpoints goes on as it did."""
+    code, (told, step) = alone(loop, tmp_path / "run", Steady(range(1000)), torch.optim.SGD, 0)
+    assert (code, told, step) == (0, [], 60)
+
+
+def test_saving_that_fails_to_the_end_is_not_recovered(tmp_path: Path) -> None:
+    """The run is complete, and all is not well: there is no state to go on from."""
+    code, (told, step) = alone(loop, tmp_path / "run", Steady(range(3, 1000)))
+    assert (code, told, step) == (0, [("checkpoint_failed", "unrecovered")], 60)
+    assert summary(tmp_path / "run")["verdict"] == "unrecovered"
