@@ -198,6 +198,11 @@ class Chronicle:
             return
         if path is not None and self._ending is not None:
             log.info("the state at step %s is in %s", f"{self.clock.step:,}", path)
+        elif self._ending is not None and self._ending.status == "preempted":
+            self._ending.status, self._ending.exit_code = "failed", 1
+            self._ending.why = "it was asked to stop, and no state could be written"
+            log.error("%s", self._ending.why)
+            self._write(self._ending)
         self.conclude()
 
     def left(self, error: BaseException | None = None) -> None:

@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from group import Group, alone
 from kills import Nursery, at_tick, checkpoints, in_journal, incidents, left_overs, summary, taken_up_at
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from resilient_train import numerics
+from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.errors import ConfigError
 from resilient_train.guard import Guard
@@ -127,9 +130,9 @@ def test_one_of_several_ranks_that_stalls_takes_no_state_with_it(tmp_path: Path)
 
 # ------------------------------------------------------------------------------------------------------- a slow disk
 
-SLOW_S = 1.2  # of an fsync: a checkpoint takes half a dozen, an incident four, and a hang is seen after three seconds
+SLOW_S = 1.5  # of an fsync: a checkpoint takes half a dozen, an incident three
 SLOW = [*DIGITS, "checkpoint.memory.every=5", "checkpoint.verify_after=5", "checkpoint.disk.every=20"]
-SLOW += ["run.step_timeout=3", "run.steps=90", "checks.weights.every=1"]
+SLOW += ["run.step_timeout=4", "run.steps=90", "checks.weights.every=1"]
 
 
 _sync = os.fsync
@@ -270,7 +273,7 @@ class Remembering(torch.optim.SGD):
         return super().step(closure)
 
 
-def loop(run_dir: Path, item: Any = None, optimizer: Any = torch.optim.SGD, disk: int = 5) -> Any:
+def guarded(run_dir: Path, optimizer: Any = torch.optim.SGD, disk: int = 5, stop_at: int = 1000) -> Guard:
     torch.manual_seed(0)
     accelerator, model = Accelerator(cpu=True), nn.Linear(5, 1)
     x = torch.randn(64, 5)
@@ -283,7 +286,14 @@ def loop(run_dir: Path, item: Any = None, optimizer: Any = torch.optim.SGD, disk
         memory=MemoryConfig(every=1, keep=4, max_gib=None),
         verify_after=1,
         disk=DiskConfig(every=disk),
+        stop=lambda: guard.clock.step >= stop_at,
     )
+    return guard
+
+
+def loop(run_dir: Path, item: Any = None, *more: Any) -> Any:
+    """The outcomes of its incidents, or what it was refused for; and the step it came to."""
+    guard = guarded(run_dir, *more)
     if item is not None:
         guard.keep(item=item)
     try:
@@ -331,3 +341,75 @@ def test_saving_that_fails_to_the_end_is_not_recovered(tmp_path: Path) -> None:
     code, (told, step) = alone(loop, tmp_path / "run", Steady(range(3, 1000)))
     assert (code, told, step) == (0, [("checkpoint_failed", "unrecovered")], 60)
     assert summary(tmp_path / "run")["verdict"] == "unrecovered"
+
+
+def test_a_loop_that_is_stopped_and_leaves_no_state_has_failed(tmp_path: Path) -> None:
+    """75 would say that it goes on from there."""
+    code, (_, step) = alone(loop, tmp_path / "run", Steady(range(3, 1000)), torch.optim.SGD, 1000, 20)
+    assert (code, step) == (0, 21)
+    found = summary(tmp_path / "run")
+    assert (found["status"], found["exit_code"]) == ("failed", 1)
+
+
+def test_the_command_ends_with_2_where_a_state_can_never_be_saved(nursery: Nursery) -> None:
+    """The line names what it is."""
+    own = ["optimizer=custom", "optimizer._target_=test_saving.Remembering", "+optimizer.lr=0.01"]
+    done = nursery.run(*SLOW, *own, "objective._target_=test_saving.loss_of", "run.dir=never")
+    assert done.code == 2, done.output
+    assert "error: optimizer.0: its state cannot be saved: TypeError: " in done.output
+
+
+class Sluggish(Store):
+    """Commits a checkpoint only when it may."""
+
+    may = threading.Event()
+
+    def write(self, *given: Any, **more: Any) -> Entry:
+        self.may.wait()
+        return super().write(*given, **more)
+
+
+@pytest.mark.parametrize(("since", "is_trusted"), [(4, False), (60, True)])
+def test_what_is_being_written_and_not_to_be_trusted_is_waited_for(
+    since: int, is_trusted: bool, tmp_path: Path
+) -> None:
+    """And only that: it has to be marked before a diagnosis, in which the process may end."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    guard = guarded(tmp_path / "run", disk=5)
+    Sluggish.may.clear()
+    guard._durable._store.__class__ = Sluggish  # type: ignore[union-attr]
+    for batch in guard.batches(60):
+        guard.step(batch)
+        if guard._durable._writer.writing:  # type: ignore[union-attr]
+            break
+    doubt = threading.Thread(target=guard._durable.distrust, args=(since,))
+    doubt.start()
+    doubt.join(0.2 if not is_trusted else 60)
+    assert doubt.is_alive() is not is_trusted
+    Sluggish.may.set()
+    doubt.join(60)
+    guard._durable.close()
+    kinds = [one.manifest.kind for one in Store(tmp_path / "run").entries() if one.manifest]
+    assert kinds == ["verified" if is_trusted else "demoted"]
+    guard.let_go()
+
+
+def test_whatever_ends_a_loop_the_safe_operations_are_as_they_were(tmp_path: Path) -> None:
+    """A raised eps is a knob of the run, and of the process that outlives it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    guard = guarded(tmp_path / "run", disk=0)
+    before = numerics.eps(torch.float32)
+
+    guard._treatment.knobs.turn_eps(1000.0)
+
+    def train() -> None:
+        for batch in guard.batches(20):
+            guard.step(batch)
+            if guard.clock.step == 5:
+                assert numerics.eps(torch.float32) > before
+                raise LookupError
+
+    with pytest.raises(LookupError):
+        train()
+    assert numerics.eps(torch.float32) == before
+    guard.let_go()
