@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resilient_train.ranks.leaving import end_with_agent, ignore_requests, leave_when_asked
+from resilient_train.ranks.leaving import end_with_agent, ignore_requests, leave_when_asked, say_who_stays
 
 
 def main() -> None:
@@ -15,6 +15,7 @@ def main() -> None:
         command.main()
     finally:
         ignore_requests()
+        say_who_stays()
 
 
 if __name__ == "__main__":

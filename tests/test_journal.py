@@ -824,7 +824,7 @@ def test_every_signal_has_words(one: Signal) -> None:
     """A crash or a full disk is not said to be in the weights."""
     header = told(seen(SPIKE, signal=one)).split("\n")[0]
     assert f"({one})" in header
-    beside = {"exception", "out_of_memory", "hang", "crash", "disk_full", "checkpoint_damaged"}
+    beside = {"exception", "out_of_memory", "hang", "crash", "disk_full", "checkpoint_failed", "checkpoint_damaged"}
     assert ("in the weights" in header) == (one not in beside)
 
 

@@ -19,6 +19,7 @@ from resilient_train.ranks.stop import SIGNALS
 _NOT_TO_BE_RESTARTED = (2, 3, 75)  # they would end the same way again, or somebody asked for them
 _LAUNCH = "TORCHELASTIC_RUN_ID"  # that an elastic agent sets for its processes
 _LOOK_S = 1.0
+_STAYS_S = 3.0
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -49,6 +50,21 @@ def ignore_requests() -> None:
     """From here on the process ends by itself: a request to do so must not change how."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def say_who_stays() -> None:
+    """Should the process not end within seconds, name the threads it waits for: those of user code, mostly."""
+
+    def say() -> None:
+        ones = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
+        if ones:
+            names = ", ".join(one.name for one in ones)
+            print(f"the run has ended; its process waits for a thread that is no daemon: {names}", file=sys.stderr)
+
+    timer = threading.Timer(_STAYS_S, say)
+    timer.daemon = True
+    with suppress(RuntimeError):  # no thread is left for it
+        timer.start()
 
 
 @contextmanager
