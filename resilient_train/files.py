@@ -6,6 +6,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import stat
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 _TEMPORARY = ".resilient-tmp"
+_log = logging.getLogger("resilient_train")
 
 
 _at_disk: dict[int, float] = {}  # by thread: since when it waits, on the monotonic clock
@@ -162,10 +164,20 @@ def is_left_over(name: str) -> bool:
     return name.startswith(".") and name.endswith(_TEMPORARY)
 
 
+def own_directory(path: Path) -> None:
+    """Make a directory to write to. A symbolic link in its place is removed: what it leads to belongs to others."""
+    if path.is_symlink():
+        _log.warning("%s was a symbolic link to %s: it is removed, and nothing is written there", path, path.readlink())
+        disk.unlink(path)
+    if not path.is_dir():
+        disk.make_directory(path)
+        sync_directory(path.parent)
+
+
 def sweep(directory: Path) -> None:
-    """Remove what kills have left behind; what cannot be removed does no harm."""
+    """Remove what kills have left behind; what cannot be removed does no harm. A link is not followed."""
     with contextlib.suppress(OSError):
-        for path in [one for one in directory.iterdir() if is_left_over(one.name)]:
+        for path in [one for one in directory.iterdir() if is_left_over(one.name) and not directory.is_symlink()]:
             with contextlib.suppress(OSError):
                 remove(path)
 

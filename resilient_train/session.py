@@ -24,9 +24,10 @@ from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings, hangs, story, tracking
 from resilient_train.record.console import GOOD, IN_FILE_ONLY, ODD, Terminal, duration, log
 from resilient_train.record.delivery.store import left_in
-from resilient_train.record.directory import CHECKPOINTS, RunDirectory, claim
+from resilient_train.record.directory import RunDirectory, claim
 from resilient_train.record.doors import command, to_see_it
 from resilient_train.record.incidents import INCIDENTS, IncidentBook
+from resilient_train.record.left import last_good_of
 from resilient_train.record.review import review
 from resilient_train.record.summary import Summary
 from resilient_train.record.tracking import NullTracker, TrackedRun, Tracker
@@ -362,8 +363,8 @@ def _already_complete(composed: Composed, directory: RunDirectory, summary: dict
     if summary["status"] == "gave_up" and not world.is_main:
         return Ending(int(summary["exit_code"]), None)
     if summary["status"] == "gave_up":
-        kept = sorted((directory.path / CHECKPOINTS).glob("step-*"))
-        where = f"its last good state is in {kept[-1]}" if kept else "it left no state"
+        good = last_good_of(directory.path)
+        where = f"its last good state is in {good.path}" if good is not None else "it left no good state"
         log.error("%s gave up: the end of its train.log says why; %s", directory.path, where)
         log.error("with another configuration it goes on from there; with run.resume=never it starts anew")
         return Ending(int(summary["exit_code"]), None)

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.directory import CHECKPOINTS
+from resilient_train.record.doors import near
 from resilient_train.record.endings import REFUSED, SUMMARY, at_work, is_run, told, why_of
+from resilient_train.record.left import last_good_of
 from resilient_train.record.loop import loop_of
 from resilient_train.record.progress import stand_of, steps_wanted
 from resilient_train.record.telling import printable
@@ -114,8 +115,8 @@ def _ended(run_dir: Path, summary: dict[str, Any], steps: int | None) -> Status:
         why = why_of(run_dir, summary)
     if state == "completed":
         why = _NOT_WELL.get(str(summary.get("verdict")))
-    if why is not None and state == "gave_up" and (kept := sorted((run_dir / CHECKPOINTS).glob("step-*"))):
-        why = f"{why}; the last good state is in {kept[-1]}"
+    if why is not None and state == "gave_up" and (good := last_good_of(run_dir)) is not None:
+        why = f"{why}; the last good state is in {near(good.path)}"
     return Status(state, summary["exit_code"], step if isinstance(step, int) else None, steps, why=why)
 
 

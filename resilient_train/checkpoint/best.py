@@ -15,7 +15,7 @@ import torch
 from resilient_train import files
 from resilient_train.checkpoint.safetensors_file import NAMES, chunks
 from resilient_train.checkpoint.weights import WEIGHTS
-from resilient_train.files import commit, commit_text, read_json, sweep, sync_directory
+from resilient_train.files import commit, commit_text, own_directory, read_json, sweep
 
 BEST = "best"  # its name in a run directory
 _SAYS = "best.json"
@@ -35,7 +35,7 @@ class Best:
         self.path = run_dir / BEST
         self._pending: list[_Pending] = []  # two at most: one that will be proven soon, and the best since
         sweep(self.path)
-        said = read_json(self.path / _SAYS)
+        said = None if self.path.is_symlink() else read_json(self.path / _SAYS)
         loss, step = (said.get("loss"), said.get("step")) if isinstance(said, dict) else (None, None)
         self._loss = math.inf
         if isinstance(loss, int | float) and abs(loss) < sys.float_info.max:
@@ -68,9 +68,7 @@ class Best:
     def write(self) -> None:
         """Write the oldest. The weights come first: what is said of them is also in their own file."""
         pending = self._pending[0]
-        if not self.path.is_dir():
-            files.disk.make_directory(self.path)
-            sync_directory(self.path.parent)
+        own_directory(self.path)
         said = {"step": pending.step, **pending.metrics}
         commit(self.path / WEIGHTS, chunks(pending.tensors, {name: str(value) for name, value in said.items()}))
         commit_text(self.path / _SAYS, json.dumps(said, indent=2) + "\n")
@@ -83,6 +81,8 @@ class Best:
         self._pending = [one for one in self._pending if one.step <= since]
         if self._step > since:
             self._loss, self._step = math.inf, 0
+            if self.path.is_symlink():
+                return
             for name in (_SAYS, WEIGHTS):
                 with contextlib.suppress(OSError):
                     files.disk.unlink(self.path / name)

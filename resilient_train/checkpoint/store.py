@@ -201,10 +201,9 @@ class Store:
 
     def sweep(self) -> None:
         """Remove what kills have left behind."""
-        sweep(self.path)
+        sweep(self.path.resolve())  # somebody may have given it another disk
         for entry in self.entries():
-            if not entry.path.is_symlink():
-                sweep(entry.path)
+            sweep(entry.path)
 
     def _beside(self, together: Together | None) -> Path:
         """Make the directory in which a checkpoint is written before it has a name: rank 0 does it for all."""
@@ -213,7 +212,7 @@ class Store:
             files.sync_directory(self.path.parent)
         beside = temporary(self.path / ("new" if together is None else f"new-{together.label}"))
         if together is not None:
-            sweep(self.path)  # of one that failed another rank may have left something
+            sweep(self.path.resolve())  # of one that failed another rank may have left something
         elif beside.exists():
             remove(beside)
         files.disk.make_directory(beside)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import os
 import socket
+import stat
+import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from resilient_train.errors import DirectoryInUse
+from resilient_train.files import read_plain
 
 LOCK = ".lock"
 _PAUSES_S = (0.02, 0.05, 0.0)
+_LOOK_EVERY_S = 1.0
 
+_log = logging.getLogger("resilient_train")
+_looking = threading.Lock()
 
 _held: set[int] = set()  # descriptors of this process's locks
 
@@ -22,39 +31,121 @@ def _let_go_in_child() -> None:
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
+    _looking.release()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(before=_looking.acquire, after_in_parent=_looking.release, after_in_child=_let_go_in_child)
 
 
 class DirectoryLock:
-    """A lock that the kernel lets go of with its process, however that ends: there is nothing to clean up."""
+    """A lock that the kernel lets go of with its process, however that ends: there is nothing to clean up.
+
+    It is on the directory itself, which nobody removes while a run is at work there, and on the file that names the
+    process. Of some network file systems only the file is seen by other hosts: somebody looks after that.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Take the lock, or raise DirectoryInUse naming who holds it."""
-        self._descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        if not self._taken():
-            holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-            os.close(self._descriptor)
-            advice = "wait for it to end, or start another run with run.name=..."
-            raise DirectoryInUse(directory, holder, advice) from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        _held.add(self._descriptor)
-
-    def _taken(self) -> bool:
-        """Try more than once: who only asks where the run stands holds it for a moment."""
-        for pause in _PAUSES_S:
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(pause)
-            else:
-                return True
-        return False
+        self._path = directory / LOCK
+        with contextlib.ExitStack() as opened:  # the directory first: who holds it may miss the file
+            self._whole = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            opened.callback(os.close, self._whole)
+            if not _taken(self._whole):
+                self._refuse()
+            self._file = self._opened()
+            opened.callback(os.close, self._file)
+            if not _taken(self._file):
+                self._refuse()
+            self._sign()
+            opened.pop_all()
+        _held.update((self._whole, self._file))
+        self._over = threading.Event()
+        threading.Thread(target=self._look_after, name="lock", daemon=True).start()
 
     def release(self) -> None:
         """Let the next process in."""
-        if self._descriptor in _held:
-            _held.discard(self._descriptor)
-            os.close(self._descriptor)
+        self._over.set()
+        with _looking:
+            for descriptor in {self._whole, self._file} & _held:
+                _held.discard(descriptor)
+                os.close(descriptor)
+
+    def _refuse(self) -> NoReturn:
+        advice = "wait for it to end, or start another run with run.name=..."
+        raise DirectoryInUse(self._path.parent, _holder(self._path) or "another process", advice)
+
+    def _opened(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+    def _sign(self) -> None:
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def _look_after(self) -> None:
+        """Take the file again where somebody removed or replaced it; two writers would ruin the run."""
+        while not self._over.wait(_LOOK_EVERY_S):
+            with _looking, contextlib.suppress(OSError):
+                if not self._over.is_set() and not self._is_there() and any(self._path.parent.iterdir()):
+                    self._take_again()
+
+    def _is_there(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._file))
+        return False
+
+    def _take_again(self) -> None:
+        file = self._opened()
+        if not _taken(file):
+            _log.error(
+                "%s was removed, and %s has the run now: this process ends and writes nothing more",
+                self._path,
+                _holder(self._path) or "another process",
+            )
+            os._exit(1)
+        _log.warning("%s was removed while the run is at work: it is taken again", self._path)
+        _held.add(file)
+        _held.discard(self._file)
+        os.close(self._file)
+        self._file = file
+        self._sign()
+
+
+def _taken(descriptor: int) -> bool:
+    """Try more than once: who only asks where the run stands holds it for a moment."""
+    for pause in _PAUSES_S:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(pause)
+        except OSError:
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # as on NFS: the file alone has to do
+                return True
+            raise
+        else:
+            return True
+    return False
+
+
+def holder_of(directory: Path) -> str | None:
+    """Who holds the lock on a directory; None where nobody does."""
+    for path, flags in ((directory, os.O_DIRECTORY), (directory / LOCK, os.O_NOFOLLOW)):
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _holder(directory / LOCK) or "by a process that starts"
+        except OSError:
+            continue
+        finally:
+            os.close(descriptor)
+    return None
+
+
+def _holder(path: Path) -> str:
+    try:
+        return read_plain(path, last=200).decode(errors="replace").strip()
+    except OSError:
+        return ""

@@ -6,9 +6,7 @@ the silence.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +14,7 @@ from typing import Any
 
 from resilient_train import files
 from resilient_train.files import commit_text, read_json, read_plain
-from resilient_train.ranks.lock import LOCK
+from resilient_train.ranks.lock import holder_of
 from resilient_train.record.loop import LOOP
 from resilient_train.secrets import masked
 
@@ -71,18 +69,7 @@ def at_work(run_dir: Path) -> str | None:
     """
     if (run_dir / LOOP).is_file() and told(run_dir, SUMMARY) is not None:
         return None
-    try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "by a process that starts"
-    else:
-        return None
-    finally:
-        os.close(descriptor)
+    return holder_of(run_dir)
 
 
 def stands(run_dir: Path) -> str | None:

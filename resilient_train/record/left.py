@@ -44,6 +44,11 @@ def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda one: (one.tick, one.step, one.path.name), reverse=True)
 
 
+def last_good_of(run_dir: Path) -> Checkpoint | None:
+    """Return the newest that is verified, by its manifest."""
+    return next((one for one in checkpoints_of(run_dir) if one.is_verified), None)
+
+
 def best_of(run_dir: Path) -> Checkpoint | None:
     """Return the weights with the least evaluation loss, if any were written."""
     path = run_dir.absolute() / "best"

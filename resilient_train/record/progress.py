@@ -1,14 +1,14 @@
-"""Where the run stands, written before every update at the cost of writing to memory.
+"""Where the run stands, written before every update at the cost of one system call.
 
-The kernel keeps what was written to a mapped file, however the process ends. Only with the machine itself the last
-seconds may be lost: then the older of two records is read, or none.
+The kernel keeps what was written, however the process ends. Only with the machine itself the last seconds may be lost:
+then the older of two records is read, or none. Not a memory map: a file that is cut short, a full copy-on-write disk or
+a server that is gone would end the process with SIGBUS.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import struct
 import zlib
@@ -55,23 +55,12 @@ class Progress:
     def __init__(self, directory: Path | None) -> None:
         self.last = Stand()  # of the process before this one
         self._stand = Stand()
-        self._number, self._map = 0, None
-        if directory is None:
+        self._number, self._file, self._is_failing = 0, -1, False
+        self._path = None if directory is None else directory / PROGRESS
+        if self._path is None:
             return
-        try:
-            file = os.open(directory / PROGRESS, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            try:
-                if os.fstat(file).st_size != 2 * _SLOT:
-                    os.ftruncate(file, 0)
-                    os.pwrite(file, bytes(2 * _SLOT), 0)  # a hole would need room later: SIGBUS on a full disk
-                self._map = mmap.mmap(file, 2 * _SLOT)
-            finally:
-                os.close(file)
-        except OSError as error:
-            _log.warning("where the run stands cannot be written down: %s", error.strerror)
-            return
-        for place in (0, 1):
-            self._recall(self._map[place * _SLOT : (place + 1) * _SLOT])
+        with contextlib.suppress(OSError):
+            self._recall(read_plain(self._path))
         self._stand = self.last
 
     def updating(self, tick: int, step: int, start: int, stop: int) -> None:
@@ -91,27 +80,43 @@ class Progress:
 
     def close(self) -> None:
         """Let go of the file."""
-        if self._map is not None:
-            with contextlib.suppress(BufferError, ValueError):
-                self._map.close()
-            self._map = None
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._path = -1, None
 
     def _note(self, stand: Stand) -> None:
         self._stand = stand
-        if self._map is None:
+        if self._path is None:
             return
         self._number += 1
         record = _RECORD.pack(self._number, stand.doing, stand.tick, stand.step, stand.start, stand.stop)
-        place = self._number % 2 * _SLOT
-        self._map[place : place + _RECORD.size + 4] = record + zlib.crc32(record).to_bytes(4, "little")
+        slot = (record + zlib.crc32(record).to_bytes(4, "little")).ljust(_SLOT, b"\0")
+        try:
+            if self._file < 0 or not os.fstat(self._file).st_nlink:  # somebody removed it
+                self._open(self._path)
+            os.pwrite(self._file, slot, self._number % 2 * _SLOT)
+            self._is_failing = False
+        except OSError as error:
+            if not self._is_failing:
+                _log.warning("%s cannot be written: %s", self._path, error.strerror)
+            self._is_failing = True
 
-    def _recall(self, slot: bytes) -> None:
-        record = slot[: _RECORD.size]
-        if zlib.crc32(record) != int.from_bytes(slot[_RECORD.size : _RECORD.size + 4], "little"):
-            return
-        number, doing, *rest = _RECORD.unpack(record)
-        if number > self._number and doing in set(Doing):
-            self._number, self.last = number, Stand(Doing(doing), *rest)
+    def _open(self, path: Path) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if os.fstat(self._file).st_size > 2 * _SLOT:  # of something else
+            os.ftruncate(self._file, 2 * _SLOT)
+
+    def _recall(self, content: bytes) -> None:
+        for slot in (content[:_SLOT], content[_SLOT : 2 * _SLOT]):
+            record = slot[: _RECORD.size]
+            if len(slot) < _RECORD.size + 4 or zlib.crc32(record) != int.from_bytes(slot[_RECORD.size :][:4], "little"):
+                continue
+            number, doing, *rest = _RECORD.unpack(record)
+            if number > self._number and doing in set(Doing):
+                self._number, self.last = number, Stand(Doing(doing), *rest)
 
 
 def stand_of(run_dir: Path) -> Stand | None:
@@ -121,9 +126,7 @@ def stand_of(run_dir: Path) -> Stand | None:
     except OSError:
         return None
     progress = Progress(None)
-    with contextlib.suppress(struct.error):  # of another length
-        for slot in (content[: len(content) // 2], content[len(content) // 2 :]):
-            progress._recall(slot)
+    progress._recall(content)
     return progress.last
 
 

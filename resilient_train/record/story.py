@@ -17,7 +17,7 @@ from resilient_train.record.endings import SUMMARY, stands, why_of
 from resilient_train.record.endings import told as ending_told
 from resilient_train.record.incidents import CLOSED, IN_FORCE, OPENED, PHASE, TREATED, from_line
 from resilient_train.record.journal import JOURNAL, Entry, read
-from resilient_train.record.left import Checkpoint, best_of, checkpoints_of
+from resilient_train.record.left import Checkpoint, best_of, checkpoints_of, last_good_of
 from resilient_train.record.loop import Loop, loop_of
 from resilient_train.record.mending import Advice, still_open
 from resilient_train.record.progress import stand_of, steps_wanted
@@ -130,7 +130,7 @@ def told(run_dir: Path) -> Story:
         steps=steps_wanted(run_dir),
         summary=summary,
         why=_KILLED if was_killed else why_of(run_dir, summary) or "" if status == "failed" else "",
-        last_good=next((one for one in checkpoints if one.is_verified), None),
+        last_good=last_good_of(run_dir),
         newest=next(iter(checkpoints), None),
         best=best_of(run_dir),
         quarantined=reasons(run_dir),

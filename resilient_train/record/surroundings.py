@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from resilient_train import files
 from resilient_train.events import Incident, Vitals
-from resilient_train.files import read_plain, sweep, temporary
+from resilient_train.files import own_directory, read_plain, sweep, temporary
 
 FOLDER = "incidents"  # its name in a run directory
 BEFORE = AFTER = 100  # attempted updates
@@ -96,8 +96,7 @@ class Surroundings:
         if folder is None or not points or points[-1].tick == window.written:
             return
         try:
-            if not folder.is_dir():
-                files.disk.make_directory(folder)
+            own_directory(folder)
             # Not synced: no step should wait for a table that is for eyes only.
             path = surroundings_of(folder.parent, window.number)
             beside = temporary(path)

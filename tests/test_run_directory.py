@@ -1,0 +1,111 @@
+"""What others do to a directory while a run is at work there, and what a run says of what lies in it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command import SAVING, command, train
+from held import held_at, is_held
+from kills import Nursery, Started, incidents, summary
+
+from resilient_train import status
+from resilient_train.checkpoint.manifest import DEMOTED
+from resilient_train.checkpoint.store import Store
+
+RUN = ["model=mlp", "data=digits", "objective=custom", "objective._target_=held.cross_entropy", "tracking=none"]
+RUN += ["checkpoint.disk.every=5", "checkpoint.memory.every=5", "checkpoint.verify_after=5", "run.dir=run"]
+
+Said = pytest.CaptureFixture[str]
+
+
+@contextlib.contextmanager
+def at_work(nursery: Nursery, *more: str, step: int = 12) -> Iterator[tuple[Path, Started]]:
+    """A run of 30 updates that waits in one of them for as long as the block lasts."""
+    shutil.rmtree(nursery.place / "run", ignore_errors=True)
+    with held_at(nursery.place, step):
+        started = nursery.start(*RUN, "run.steps=30", *more)
+        assert started.until(lambda: is_held(nursery.place)), started.output
+        yield nursery.place / "run", started
+
+
+def test_a_progress_that_is_cut_short_ends_nothing_and_the_crash_after_it_is_reported(nursery: Nursery) -> None:
+    """A memory map of it would end the process with SIGBUS, and the next one would know of no crash."""
+    with at_work(nursery) as (run_dir, started):
+        os.truncate(run_dir / "progress", 0)
+        with held_at(nursery.place, 20):
+            assert started.until(lambda: is_held(nursery.place)), started.output
+            started.strike(signal.SIGKILL)
+            assert started.wait() == -signal.SIGKILL
+    assert nursery.run(*RUN, "run.steps=30").code == 0
+    assert [(one["signal"], one["step"]) for one in incidents(run_dir)] == [("crash", 21)]
+
+
+def test_a_lock_that_is_removed_lets_no_second_writer_in(nursery: Nursery, capsys: Said) -> None:
+    """Whoever takes it for a left-over: the run at work keeps its directory, and is seen to be at work."""
+    with at_work(nursery) as (run_dir, first), Nursery(nursery.place / "other") as other:
+        (run_dir / ".lock").unlink()
+        assert status.main([str(run_dir)]) == 0
+        assert "running" in capsys.readouterr().out
+        second = other.run(*RUN, "run.steps=30", f"run.dir={run_dir}")
+        assert second.code == 1, second.output
+        assert "another process" in second.output or f"process {first.pid} " in second.output
+    assert first.wait() == 0, first.output
+    assert summary(run_dir)["steps"] == 30
+    assert not incidents(run_dir)
+
+
+def test_a_run_whose_lock_is_held_by_another_host_ends_and_writes_nothing(nursery: Nursery) -> None:
+    """Where the file is all that hosts have in common, the one who lost it gives way."""
+    with at_work(nursery) as (run_dir, started):
+        (run_dir / ".lock").rename(run_dir / "gone")
+        with open(run_dir / ".lock", "w", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write("process 7 on another")
+            file.flush()
+            assert started.wait(60) == 1
+        assert "process 7 on another has the run now" in started.output
+    assert not (run_dir / "summary.json").exists()
+
+
+def test_a_link_in_the_place_of_best_is_not_written_through(here: Path, run_command: command) -> None:
+    """What lies there belongs to somebody; the run makes a directory of its own."""
+    for name, content in (("weights.safetensors", b"mine"), ("best.json", b'{"loss": 9.0, "step": 1}')):
+        (here / "mine").mkdir(exist_ok=True)
+        (here / "mine" / name).write_bytes(content)
+    train(run_command, Path("run"), 5)
+    if (here / "run/best").exists():
+        shutil.rmtree(here / "run/best")
+    (here / "run/best").symlink_to(here / "mine")
+    outcome = run_command([*SAVING, "run.steps=20", "run.eval_every=5", "run.dir=run"])
+    assert outcome.code == 0
+    assert (here / "mine/weights.safetensors").read_bytes() == b"mine"
+    assert (here / "mine/best.json").read_bytes() == b'{"loss": 9.0, "step": 1}'
+    assert json.loads((here / "run/best/best.json").read_text())["loss"] < 3
+    assert not (here / "run/best").is_symlink()
+
+
+def test_the_last_good_state_is_one_that_is_verified(here: Path, run_command: command, capsys: Said) -> None:
+    """Not the last one by its name: that one may be demoted, or damaged."""
+    drilled = [*SAVING, "run.steps=40", "run.dir=run", "drill=nan_grad", "drill.at=[33]", "recovery=off"]
+    outcome = run_command(drilled)
+    assert outcome.code == 3, outcome.stderr
+    store = Store(here / "run")
+    newest, good, *_ = (one.path for one in store.entries())
+    store.mark(store.entries()[0], DEMOTED)
+    capsys.readouterr()
+    assert status.main(["run"]) == 3
+    line = capsys.readouterr().out
+    assert good.name in line
+    assert newest.name not in line
+    again = run_command(drilled)
+    assert again.code == 3
+    assert good.name in again.stderr + again.stdout
+    assert newest.name not in again.stderr + again.stdout
