@@ -112,6 +112,7 @@ def _sync(run_dir: Path, store: Store, experiment: str) -> int:
         except OSError as error:
             print(printable(f"{run_dir}: {OUTBOX} cannot be written: {error.strerror or error}"), file=sys.stderr)
             return 1
+    KnownRun(run_dir).settle(trains=False)
     with counting("delivering", left_in(run_dir)) as went_on:
         from resilient_train.record.delivery.courier import Courier  # with MLflow, which takes seconds
 

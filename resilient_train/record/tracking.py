@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from resilient_train.record.delivery.rows import cut
-from resilient_train.record.delivery.store import Store, TrackedRun, left_in, locate, shown, ui_command, url
+from resilient_train.record.delivery.store import KnownRun, Store, TrackedRun, left_in, locate, shown, ui_command, url
 from resilient_train.record.doors import command
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
 from resilient_train.secrets import masked
@@ -99,6 +99,7 @@ class OutboxTracker:
     def __init__(self, config: TrackingConfig, directory: Path, store: Store, home: Path) -> None:
         self.run: TrackedRun | None = None
         self._config, self._directory, self._store, self._home = config, directory, store, home
+        KnownRun(directory).settle(trains=True)
         self._outbox = Outbox(directory / OUTBOX)
         self._courier: _CourierProcess | None = None
         self._is_finished = False

@@ -61,8 +61,9 @@ def connect(store: Store, experiment: str, known: KnownRun, outbox: Path, began_
         _create(store.database)
     client = MlflowClient(store.uri)
     experiment_id = _experiment(client, experiment, store.artifacts)
-    where, key = shown(store.uri), _key(outbox)
+    where = shown(store.uri)
     run_id = known.recall(where, experiment)
+    key = _key(outbox, known)
     if run_id is None or not is_there(client, run_id):
         twins = _of_key(client, experiment_id, key)
         if not twins:
@@ -73,9 +74,9 @@ def connect(store: Store, experiment: str, known: KnownRun, outbox: Path, began_
     return Connection(client, store.uri, experiment_id, TrackedRun(run_id, where, url(where, experiment_id, run_id)))
 
 
-def forget_twins(connection: Connection, outbox: Path) -> None:
+def forget_twins(connection: Connection, known: KnownRun, outbox: Path) -> None:
     """Delete other runs of the same outbox: a server that hung may have begun one that nobody heard of."""
-    for twin in _of_key(connection.client, connection.experiment_id, _key(outbox)):
+    for twin in _of_key(connection.client, connection.experiment_id, _key(outbox, known)):
         if twin.info.run_id != connection.run_id:
             connection.client.delete_run(twin.info.run_id)
 
@@ -136,10 +137,10 @@ def _of_key(client: MlflowClient, experiment_id: str, key: str) -> Sequence[Run]
     return list(client.search_runs([experiment_id], f"tags.`{KEY}` = '{key}'", order_by=["attributes.start_time ASC"]))
 
 
-def _key(outbox: Path) -> str:
-    """What the run is known by: the first line of its outbox, which nobody else has."""
+def _key(outbox: Path, known: KnownRun) -> str:
+    """What the run is known by: the first line of its outbox, which only copies of its directory have as well."""
     with open_plain(outbox) as file:
-        return hashlib.sha256(file.readline()).hexdigest()[:32]
+        return hashlib.sha256(file.readline() + known.copy.encode()).hexdigest()[:32]
 
 
 def _user() -> str:

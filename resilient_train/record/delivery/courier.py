@@ -95,7 +95,7 @@ class Courier:
             if self._reached is not None:
                 self._end(self._reached[0])
         assert self._reached is not None
-        forget_twins(self._reached[0], self.outbox)
+        forget_twins(self._reached[0], self._known, self.outbox)
 
     def leave(self) -> None:
         """Let another process deliver."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shlex
@@ -12,13 +13,17 @@ import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 from resilient_train.errors import ConfigError
 from resilient_train.files import commit_text, read_json
 from resilient_train.record.outbox import OUTBOX, entries
 from resilient_train.secrets import masked
+
+_log = logging.getLogger("resilient_train")
 
 KNOWN = "mlflow.json"  # its name in a run directory
 DEFAULT_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens unless told otherwise
@@ -57,10 +62,39 @@ class KnownRun:
         is_here = isinstance(known, dict) and known.items() >= place.items()
         run_id = known.get("run_id") if is_here else None
         if not isinstance(run_id, str) or not re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run_id):
-            self._known = place
+            kept = known if isinstance(known, dict) else {}
+            self._known = place | {name: kept[name] for name in ("place", "copy") if name in kept}
             return None
         self._known = known
         return run_id
+
+    def settle(self, *, trains: bool) -> bool:
+        """Note where the directory is; say whether it is found to be a copy, which is to be a run of its own.
+
+        One that was moved is the same run, so is one that another host has, or that is mounted elsewhere. One that is
+        the only one to be seen, on another host and on another disk, is a copy once it `trains` there: before, it may
+        have been brought there to be delivered.
+        """
+        self.where()
+        directory, was = self._file.parent.absolute(), self._known.get("place")
+        try:
+            facts = directory.stat()
+        except OSError:
+            return False
+        here = {"path": str(directory), "host": gethostname(), "device": facts.st_dev, "inode": facts.st_ino}
+        is_copy = isinstance(was, dict) and was.keys() == here.keys() and _is_copy(was, here, trains=trains)
+        if is_copy:
+            _log.info("%s is a copy of %s: MLflow shows it as a run of its own", directory, was["path"])
+            self._known = {key: one for key, one in self._known.items() if key in ("tracking_uri", "experiment")}
+            self._known["copy"] = uuid4().hex
+        if is_copy or (was != here and (trains or was is None)):
+            self.note(place=here)
+        return is_copy
+
+    @property
+    def copy(self) -> str:
+        """What tells a copied directory from the one that it was copied from, which has the same outbox."""
+        return str(self._known.get("copy") or "")
 
     def where(self) -> tuple[str, str] | None:
         """Recall the store and the experiment that the run was begun in, without secrets; None if it was in none."""
@@ -98,6 +132,19 @@ class KnownRun:
         self._known |= facts
         with contextlib.suppress(OSError):
             commit_text(self._file, json.dumps(self._known, indent=2) + "\n")
+
+
+def _is_copy(was: dict[str, Any], here: dict[str, Any], *, trains: bool) -> bool:
+    if was["path"] == here["path"]:
+        return False
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        there = os.stat(was["path"])
+        if (there.st_dev, there.st_ino) != (here["device"], here["inode"]) and there.st_ino == was["inode"]:
+            return True  # both are there
+    if was["inode"] == here["inode"]:
+        return False
+    # Of what was moved to another disk, nothing is left behind. Devices of another host have other numbers.
+    return was["device"] == here["device"] if was["host"] == here["host"] else trains
 
 
 def left_in(directory: Path) -> int:
