@@ -72,6 +72,8 @@ class Durable:
         self._unproven: Entry | None = None  # that the run was taken up from
         self._failing: int | None = None  # number of the incident, while saving fails
         self._is_proven = True
+        if directory is not None and self._book.began_with is None:  # now: times are counted from here
+            self._book.began(ward.world.size, ward.slicing.samples)
 
     def remember(self, name: str, item: Stateful) -> None:
         """Let something that does not rewind be there again after a resume."""

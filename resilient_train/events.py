@@ -155,4 +155,5 @@ class Incident:
     steps_lost: int = 0
     seconds: float = 0.0
     outcome: Outcome | None = None  # None while it is open
+    drill: str = ""  # the faults on purpose that made it: there is nothing to advise
     trace: int = 0  # digest of the updates since the last rewind: two attempts with the same one were the same

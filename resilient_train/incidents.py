@@ -187,7 +187,7 @@ class _Blocks:
                 self.named.add(incident.id)
                 continue
             else:
-                show_block(chapter, found.story.strikes, found.entries, self.page)
+                show_block(chapter, found.entries, self.page)
             self.shown[incident.id] = incident.outcome
 
 

@@ -107,8 +107,6 @@ class Resumption:
         else:
             processes, samples = book.began_with or (ward.world.size, ward.slicing.samples)
             each = samples // processes
-        if book.began_with is None:
-            book.began(ward.world.size, ward.slicing.samples)
         return samples if samples != ward.slicing.samples and each == self.each else 0
 
     def newest(self, wanted: Callable[[Entry], bool], damaged: list[tuple[Entry, str]]) -> Path | None:

@@ -19,6 +19,7 @@ from resilient_train.numerics.armor import Armor, CannotArmor, Plate
 from resilient_train.passed import Leap, PassedUpdates
 from resilient_train.ranks.majority import named, odd_ones
 from resilient_train.record.console import log
+from resilient_train.record.drills import made_by
 from resilient_train.record.incidents import IncidentBook, farewell, outcome_told, told
 from resilient_train.record.phases import DECIDE, DIAGNOSE, REMEDY, REWIND, Phases
 from resilient_train.record.quarantine import Quarantine
@@ -151,7 +152,7 @@ class Treatment:
         )
         self._hold(anomaly, diagnosis, decision)
         is_off = ward.panel.probation.is_open
-        incident, closed = self.history.open(anomaly, diagnosis, decision, is_off=is_off)
+        incident, closed = self._open(anomaly, diagnosis, decision, is_off=is_off)
         self._close(closed)
         self.book.opened(incident)
         phases.ended(DECIDE)
@@ -181,6 +182,14 @@ class Treatment:
         self.surroundings.treated(incident)
         log.warning("%s", told(incident))
 
+    def _open(
+        self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False
+    ) -> tuple[Incident, list[Incident]]:
+        """Add an incident to the history; of what was made on purpose there is nothing to advise."""
+        drill = made_by(self.book.struck, anomaly, diagnosis, self.history.incidents)
+        diagnosis = replace(diagnosis, advice="") if drill else diagnosis
+        return self.history.open(anomaly, diagnosis, decision, is_off=is_off, drill=drill)
+
     def _hold(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> None:
         """Measure the run against where it stood from now on, and keep that state, where damage has to be undone."""
         panel, actions = self.ward.panel, decision.actions
@@ -209,7 +218,7 @@ class Treatment:
         others = len(digests) - len(odd)
         evidence = f"{named(odd)} decided " + (f"otherwise than the {others:,} others" if others else "differently")
         anomaly = Anomaly(Signal.RANK_MISMATCH, step, ward.clock.tick, since, evidence, ranks=odd)
-        incident, _ = self.history.open(anomaly, Diagnosis(Cause.PROCESS, _DIFFER), Decision((Action("end"),)))
+        incident, _ = self._open(anomaly, Diagnosis(Cause.PROCESS, _DIFFER), Decision((Action("end"),)))
         self.book.opened(incident)
         incident = self.history.ended(incident.id)
         ward.ring.distrust(since)
@@ -253,7 +262,7 @@ class Treatment:
         anomaly = Anomaly(trouble.signal, trouble.step, tick, trouble.since, trouble.evidence, ranks=trouble.ranks)
         known = by_signal(anomaly)
         diagnosis = replace(known, advice=trouble.advice or known.advice, rows=trouble.rows)
-        incident, closed = self.history.open(anomaly, diagnosis, Decision((Action(trouble.remedy),)))
+        incident, closed = self._open(anomaly, diagnosis, Decision((Action(trouble.remedy),)))
         self._close(closed)
         self.book.opened(incident)
         incident = replace(incident, rewound_to=trouble.rewound_to, steps_lost=trouble.steps_lost)
@@ -443,7 +452,8 @@ class Treatment:
         assert self._anomaly is not None
         rows = self._diagnosis.rows
         self.ward.samples.quarantine(rows)
-        self.quarantined.add(rows, self._diagnosis.advice, self._anomaly.step, self.history.incidents[-1].id)
+        why = "bad on purpose: a drill" if self.history.incidents[-1].drill else self._diagnosis.advice
+        self.quarantined.add(rows, why, self._anomaly.step, self.history.incidents[-1].id)
 
     def armor(self) -> None:
         """Put armor around the guilty operation, for the rest of the run."""

@@ -5,20 +5,34 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
+import re
 import shutil
 import signal
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 from command import SAVING, command, train
 from held import held_at, is_held
 from kills import Nursery, Started, incidents, summary
 
+from resilient_train import incidents as shown
 from resilient_train import status
 from resilient_train.checkpoint.manifest import DEMOTED
 from resilient_train.checkpoint.store import Store
+from resilient_train.events import Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.guard import Guard
+from resilient_train.record import drills
+from resilient_train.record.delivery.report import report
+from resilient_train.record.story import told
+from resilient_train.record.telling import tags
 
 RUN = ["model=mlp", "data=digits", "objective=custom", "objective._target_=held.cross_entropy", "tracking=none"]
 RUN += ["checkpoint.disk.every=5", "checkpoint.memory.every=5", "checkpoint.verify_after=5", "run.dir=run"]
@@ -137,3 +151,90 @@ def test_a_copied_directory_is_a_run_of_its_own_in_mlflow_and_a_moved_one_is_not
         "two": list(range(1, 10)),
     }
     assert len(runs) == 2
+
+
+def test_what_a_drill_made_is_marked_wherever_it_is_shown_and_nothing_is_advised(
+    here: Path, run_command: command, capsys: Said
+) -> None:
+    """Also where it is noticed later than it struck, and what follows from its damage."""
+    drilled = [*SAVING, "run.steps=110", "run.dir=run", "drill=hot_lr", "drill.at=[60]", "drill.factor=1000"]
+    outcome = run_command(drilled)
+    said = outcome.stdout + outcome.stderr
+    found = incidents(here / "run")
+    assert found
+    assert all(one["tick"] != 60 for one in found), "it is noticed in a later update"
+    assert said.count("on purpose (drill: hot_lr)") == said.count("\n! step") == len(found)
+    assert "to change" not in said
+    capsys.readouterr()
+    assert shown.main(["run"]) == 0
+    page = capsys.readouterr().out
+    assert page.count("  drill    hot_lr, on purpose\n") == len(found)
+    assert "  advice " not in page
+    story = told(here / "run")
+    whole = report(story, lambda number: None)
+    assert whole.count("on purpose (drill: hot\\_lr)") == len(found)
+    assert "Advice" not in whole
+    assert "on purpose (drill: hot_lr)" in tags(story.incidents, "recovered")["resilience.last_incident"]
+    assert {one["drill"] for one in found} == {"hot_lr"}
+    assert {one["advice"] for one in found} == {""}
+
+
+def test_times_since_the_start_are_since_the_start(here: Path, capsys: Said) -> None:
+    """Of a loop of one's own, too: not since its first incident."""
+    data = torch.utils.data.TensorDataset(torch.ones(64, 2), torch.ones(64, 1))
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    guard = Guard(Accelerator(cpu=True), model, optimizer, data=data, batch_size=8, run_dir="mine")
+    for x, y in guard.batches(12):
+        if guard.clock.tick == 6:
+            time.sleep(1.1)
+        loss = torch.nn.functional.mse_loss(model(x), y) * (math.nan if guard.clock.tick == 6 else 1)
+        loss.backward()
+        guard.update(loss)
+    guard.close()
+    capsys.readouterr()
+    assert shown.main(["mine"]) == 0
+    found = re.search(r"\((\d+) s after the start\)", capsys.readouterr().out)
+    assert found
+    assert int(found[1]) >= 1
+
+
+AT, LATER = Anomaly(Signal.LOSS_SPIKE, 50, 60, 49, "", landed=False), Anomaly(Signal.DIVERGENCE, 80, 90, 60, "")
+UNKNOWN = Diagnosis(Cause.UNKNOWN, "")
+BROKEN = Diagnosis(Cause.OPERATION, "", Culprit("forward", "log", "", "mine.py", 3))
+
+
+def strike(fault: str, tick: int, **more: Any) -> dict[str, Any]:
+    return {"kind": "drill_fired", "name": fault, "tick": tick, **more}
+
+
+@pytest.mark.parametrize(
+    ("struck", "anomaly", "diagnosis", "before", "made"),
+    [
+        (strike("nan_grad", 60), AT, UNKNOWN, [], "nan_grad"),
+        (strike("nan_grad", 59), AT, UNKNOWN, [], ""),  # it was refused: it left nothing behind
+        (strike("bit_flip", 40), AT, UNKNOWN, [], "bit_flip"),
+        (strike("bit_flip", 40), AT, BROKEN, [], "bit_flip"),  # of numbers that damage has made
+        (strike("bit_flip", 40), replace(AT, tick=600), UNKNOWN, [], ""),
+        (strike("hot_lr", 40, until=590), replace(AT, tick=600), UNKNOWN, [], "hot_lr"),
+        (strike("bit_flip", 40), LATER, UNKNOWN, [(LATER, None)], "bit_flip"),
+        (strike("bit_flip", 40), LATER, UNKNOWN, [(LATER, Outcome.RECOVERED)], ""),
+        (strike("bit_flip", 40), LATER, UNKNOWN, [(AT, None)], ""),  # refused, so nothing is left
+        (strike("bad_row", 0, rows=[7, 9]), AT, Diagnosis(Cause.DATA, "", rows=(9,)), [], "bad_row"),
+        (strike("bad_row", 0, rows=[7, 9]), AT, Diagnosis(Cause.DATA, "", rows=(8, 9)), [], ""),  # one is really bad
+        (strike("bad_row", 0, rows=[7, 9]), AT, BROKEN, [], ""),
+        (strike("crash", 60), replace(AT, signal=Signal.CRASH), Diagnosis(Cause.PROCESS, ""), [], "crash"),
+        (strike("crash", 30), replace(AT, signal=Signal.CRASH), Diagnosis(Cause.PROCESS, ""), [], ""),
+        (strike("bit_flip", 50), replace(AT, signal=Signal.DISK_FULL), Diagnosis(Cause.PROCESS, ""), [], ""),
+    ],
+)
+def test_what_a_drill_has_made(
+    struck: dict[str, Any],
+    anomaly: Anomaly,
+    diagnosis: Diagnosis,
+    before: list[tuple[Anomaly, Outcome | None]],
+    made: str,
+) -> None:
+    """What it struck, what its damage led to until that is over, and nothing else."""
+    met = [Incident(1, one, UNKNOWN, Decision(), drill="bit_flip", outcome=outcome) for one, outcome in before]
+    assert drills.made_by(drills.strikes([struck]), anomaly, diagnosis, met) == made

@@ -19,6 +19,8 @@ _log = logging.getLogger("resilient_train")
 
 _APART = 10**12  # firing 3_000000000100 is that of the fault with index 3 at tick 100
 
+_MOST_ROWS = 100_000  # that are written down
+
 F = TypeVar("F", bound=TickFault)
 
 
@@ -45,9 +47,12 @@ class Drill:
         faults: Sequence[Fault],
         *,
         has_fired: Callable[[int], bool],
-        fired: Callable[[int, str, int], None],
+        fired: Callable[..., None],
     ) -> None:
-        """`has_fired(number)` answers for the whole run, restarts included; `fired(number, name, tick)` writes down."""
+        """`has_fired(number)` answers for the whole run, restarts included; `fired(number, name, tick)` writes down.
+
+        Of a fault that lasts, or of rows, `fired` gets a mapping that says `until` which tick, or which `rows`.
+        """
         self._faults = dict(enumerate(faults))
         self._has_fired, self._fired = has_fired, fired
         self._struck: dict[int, tuple[int, int]] = {}  # where each fault struck last: tick and micro-batch
@@ -57,7 +62,8 @@ class Drill:
         """Return the data set as the run shall see it: with its rotten rows, or itself."""
         for index, fault in self._of(BadRow):
             if self._is_possible(index, fault, dataset):
-                self._journal_once(index, fault, tick=0)
+                rows = fault.chosen(len(dataset))
+                self._journal_once(index, fault, 0, **({"rows": sorted(rows)} if len(rows) <= _MOST_ROWS else {}))
                 dataset = rotten(dataset, fault)
         return dataset
 
@@ -92,7 +98,7 @@ class Drill:
         for index, fault in self._of(HotLr):
             began = fault.began(place.tick)
             if began is not None:
-                self._journal_once(index, fault, began)
+                self._journal_once(index, fault, began, until=began + fault.updates - 1)
                 factor *= fault.factor if fault.is_on(place.rank) else 1.0
         return factor
 
@@ -124,12 +130,12 @@ class Drill:
     def _begins(self, index: int, fault: Fault, tick: int, *things: Any) -> bool:
         return self._is_possible(index, fault, *things) and self._journal_once(index, fault, tick)
 
-    def _journal_once(self, index: int, fault: Fault, tick: int) -> bool:
-        """Write a firing down, unless this run had it already."""
+    def _journal_once(self, index: int, fault: Fault, tick: int, **more: Any) -> bool:
+        """Write a firing down, and `more` of it, unless this run had it already."""
         number = tick + index * _APART
         if self._has_fired(number):
             return False
-        self._fired(number, fault.name, tick)
+        self._fired(number, fault.name, tick, *([more] if more else []))
         _log.info("drill: %s, on purpose%s", fault.name, f", at tick {tick}" if tick else "")
         return True
 

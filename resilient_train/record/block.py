@@ -12,7 +12,6 @@ from typing import Any
 from resilient_train.events import Culprit, Outcome
 from resilient_train.files import read_plain
 from resilient_train.record.console import duration
-from resilient_train.record.drills import Strike, struck_at
 from resilient_train.record.incidents import IN_FORCE
 from resilient_train.record.journal import Entry
 from resilient_train.record.page import Page, Words
@@ -32,7 +31,7 @@ _OUTCOMES = {
 }
 
 
-def show_block(chapter: Chapter, struck: Sequence[Strike], entries: Sequence[Entry], page: Page) -> None:
+def show_block(chapter: Chapter, entries: Sequence[Entry], page: Page) -> None:
     """Show an incident: when, what, why, who, what was done, what it cost, what became of it, what to do."""
     incident, row = chapter.incident, partial(_row, page)
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
@@ -41,8 +40,8 @@ def show_block(chapter: Chapter, struck: Sequence[Strike], entries: Sequence[Ent
     page.line((when, "bold"), f"  step {anomaly.step:,}, tick {anomaly.tick:,}", hang=2)
     row("noticed", noticed(anomaly) + reached(anomaly))
     row("", anomaly.evidence)
-    if at_once := struck_at(struck, anomaly.tick):
-        row("drill", f"{at_once} struck at this tick, on purpose")
+    if incident.drill:
+        row("drill", f"{incident.drill}, on purpose")
     row("cause", str(diagnosis.cause) + (f": {rows_named(diagnosis.rows)}" if diagnosis.rows else ""))
     for culprit in (diagnosis.culprit, diagnosis.follower):
         if culprit is not None:

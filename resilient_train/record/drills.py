@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from resilient_train.record.incidents import FIRED
-from resilient_train.record.journal import Entry
+from resilient_train.events import Anomaly, Cause, Diagnosis, Incident, Outcome, Signal
+
+FIRED = "drill_fired"  # the kind of an entry of the journal
+_LEAVE_DAMAGE = {"loss_spike", "hot_lr", "bit_flip", "bad_moments"}  # that may be noticed later
+_NOTICED_WITHIN = 400  # ticks; of a weight that nothing depends on, never
+_END_PROCESS = {"crash": Signal.CRASH, "hang": Signal.HANG}
+_BY_ROWS = {Cause.DATA, Cause.EXPLOSION, Cause.OVERFLOW, Cause.UNKNOWN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +22,24 @@ class Strike:
 
     fault: str
     tick: int  # 0: it is in the data, from the first sample to the last
+    until: int  # the last tick of its stretch
+    rows: frozenset[int] | None = None  # None: not known
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> Strike | None:
+        """Read an entry of the journal; None where it is another one, or damaged."""
+        name, tick, until, rows = (entry.get(key) for key in ("name", "tick", "until", "rows"))
+        if entry["kind"] != FIRED or not isinstance(name, str) or type(tick) is not int:
+            return None
+        return cls(
+            *(name, tick, until if type(until) is int else tick),
+            frozenset(one for one in rows if type(one) is int) if isinstance(rows, list) else None,
+        )
 
 
-def strikes(entries: Iterable[Entry]) -> tuple[Strike, ...]:
+def strikes(entries: Iterable[Mapping[str, Any]]) -> tuple[Strike, ...]:
     """Return what struck in a run so far, in the order in which it did; of what is damaged, nothing."""
-    fired = [(entry.get("name"), entry.get("tick")) for entry in entries if entry["kind"] == FIRED]
-    return tuple(Strike(name, tick) for name, tick in fired if isinstance(name, str) and type(tick) is int)
+    return tuple(one for one in map(Strike.of, entries) if one is not None)
 
 
 def on_purpose(struck: Sequence[Strike]) -> str:
@@ -31,6 +49,34 @@ def on_purpose(struck: Sequence[Strike]) -> str:
     return f" This run has a drill: faults on purpose ({', '.join(told)})." if told else ""
 
 
-def struck_at(struck: Iterable[Strike], tick: int) -> str:
-    """Name what struck in this very attempt; what a fault does to later ones is not known, and not guessed."""
-    return ", ".join(dict.fromkeys(one.fault for one in struck if one.tick == tick))
+def made_by(struck: Sequence[Strike], anomaly: Anomaly, diagnosis: Diagnosis, before: Sequence[Incident]) -> str:
+    """Name the faults on purpose that made an incident, at once or by the damage they left; empty: none did."""
+    made = [one for one in struck if _struck(one, anomaly, diagnosis)]
+    if not made and not diagnosis.rows:
+        made = [one for one in struck if one.tick and _is_left_by(one, anomaly, diagnosis, before)][-1:]
+    if not made and not diagnosis.rows and diagnosis.culprit is None and diagnosis.cause in _BY_ROWS:
+        made = [one for one in struck if not one.tick]
+    return ", ".join(dict.fromkeys(one.fault for one in made))
+
+
+def _struck(one: Strike, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
+    """Say whether it was in this very update, or in these rows."""
+    if one.fault in _END_PROCESS:
+        return anomaly.signal is _END_PROCESS[one.fault] and abs(anomaly.tick - one.tick) <= 1
+    if diagnosis.cause is Cause.PROCESS:
+        return False
+    if not one.tick:
+        return bool(diagnosis.rows) and (one.rows is None or one.rows.issuperset(diagnosis.rows))
+    return one.tick <= anomaly.tick <= one.until
+
+
+def _is_left_by(one: Strike, anomaly: Anomaly, diagnosis: Diagnosis, before: Sequence[Incident]) -> bool:
+    """Say whether it may be of damage that is still there: noticed late, or not over since it was."""
+    if one.fault not in _LEAVE_DAMAGE or anomaly.tick < one.tick:
+        return False
+    if diagnosis.cause is Cause.PROCESS and anomaly.signal is not Signal.RANK_MISMATCH:  # it was on one rank alone
+        return False
+    seen = [past for past in before if past.anomaly.tick >= one.tick and one.fault in past.drill.split(", ")]
+    if seen:
+        return seen[-1].anomaly.is_in_weights and seen[-1].outcome is not Outcome.RECOVERED
+    return anomaly.tick <= one.until + _NOTICED_WITHIN

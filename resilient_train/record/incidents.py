@@ -14,6 +14,7 @@ from typing import Any
 
 from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.files import commit_text, open_to_append, read_plain
+from resilient_train.record.drills import FIRED, Strike, strikes
 from resilient_train.record.journal import JOURNAL, Entry, Journal, plain
 from resilient_train.record.phases import RESUME, Timed
 from resilient_train.record.telling import farewell, outcome_told, tags, told
@@ -41,7 +42,6 @@ PHASE = "incident_phase"  # a part of an incident that came after its entry: the
 _GOES_ON = {Signal.DISK_FULL, Signal.CHECKPOINT_FAILED}  # in spite of these training never stood still
 _TAKEN_FROM = "taken_up_from"
 _BEGAN, _MADE_OF, _MOST = "began", ("processes", "samples"), 2**40
-FIRED = "drill_fired"
 _DATA = "data_seen"
 _SAVED, _ENDED = "checkpoint_saved", "process_ended"
 
@@ -60,6 +60,7 @@ class IncidentBook:
         self._incidents: dict[int, Incident] = {}
         self._lines: dict[int, str] = {}  # of incidents.jsonl, in the order of their outcomes
         self._drills: set[int] = set()
+        self.struck: list[Strike] = []  # by drills
         self.remedies: Mapping[str, Any] | None = None  # in force
         self.has_saved = False  # a checkpoint, ever
         self.sources: set[str] = set()  # that the run was taken up from by name
@@ -121,11 +122,13 @@ class IncidentBook:
         else:
             self._renew()
 
-    def fired(self, drill_number: int, name: str, tick: int) -> None:
+    def fired(self, drill_number: int, name: str, tick: int, more: Mapping[str, Any] | None = None) -> None:
         """Note that a drill is about to fire: before it does, or a crash would fire again after every restart."""
+        entry = {"drill": drill_number, "name": name, "tick": tick, **(more or {})}
         self._drills.add(drill_number)
+        self.struck += strikes([{"kind": FIRED, **entry}])
         if self._journal is not None:
-            self._journal.write(FIRED, drill=drill_number, name=name, tick=tick)
+            self._journal.write(FIRED, **entry)
 
     def in_force(self, remedies: Mapping[str, Any]) -> None:
         """Note what remedies are in force from now on."""
@@ -208,6 +211,7 @@ class IncidentBook:
             self._endings.append((entry["start"], entry["stop"]))
         elif kind == FIRED and type(entry.get("drill")) is int:
             self._drills.add(entry["drill"])
+            self.struck += strikes([entry])
         elif kind == PHASE and type(entry.get("number")) is int:
             self._stands_since.pop(entry["number"], None)
         elif kind in (OPENED, TREATED, CLOSED):
@@ -302,6 +306,7 @@ def as_line(incident: Incident) -> dict[str, Any]:
         "landed": anomaly.landed,
         "rung": decision.rung,
         "gave_up": decision.gave_up,
+        "drill": incident.drill,
         "trace": incident.trace,
     }
     whole: dict[str, Any] = masked_tree(plain(line))
@@ -351,6 +356,7 @@ def from_line(line: Any) -> Incident:
         steps_lost=_whole(line, "steps_lost"),
         seconds=float(seconds),
         outcome=None if outcome is None else Outcome(outcome),
+        drill=_take(line, "drill", str, default=""),
         trace=_whole(line, "trace", 0),
     )
 

@@ -45,11 +45,16 @@ def told(incident: Incident) -> str:
     """Tell in a few lines what was noticed, what was done about it, and what a person can do."""
     anomaly = incident.anomaly
     return _indented(
-        f"! step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}",
+        f"! step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}{drilled(incident)}",
         anomaly.evidence,
         f"{_cause(incident.diagnosis)}; {_done(incident)}",
         _advice(incident.diagnosis),
     )
+
+
+def drilled(incident: Incident) -> str:
+    """Say that a drill made it, behind other words; of any other incident, nothing."""
+    return f", on purpose (drill: {incident.drill})" if incident.drill else ""
 
 
 def _advice(diagnosis: Diagnosis) -> str:
@@ -84,7 +89,7 @@ def left_to_the_end(incident: Incident) -> str:
 def first_sign(incident: Incident) -> str:
     """Tell in one line what was noticed, and where."""
     anomaly = incident.anomaly
-    line = f"step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}"
+    line = f"step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}{drilled(incident)}"
     return " ".join(f"{line}; {anomaly.evidence}".split()) if anomaly.evidence else line
 
 
@@ -111,7 +116,7 @@ def farewell(incident: Incident, last_good: Path | None, before: Sequence[Incide
     tried = Counter(remedies_of(one) for one in (*before, incident) if one.decision.actions)
     times = [remedies if count == 1 else f"{remedies} ({count:,} times)" for remedies, count in tried.items()]
     return _indented(
-        f"gave up at step {anomaly.step:,}: {noticed(anomaly)}, {_cause(diagnosis)}",
+        f"gave up at step {anomaly.step:,}: {noticed(anomaly)}, {_cause(diagnosis)}{drilled(incident)}",
         anomaly.evidence,
         f"why: {why_of(incident)}",
         f"tried: {'; '.join(times) or 'nothing, as the policy says'}",
@@ -127,10 +132,12 @@ def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
         return counted
     last = incidents[-1]
     line = masked(
-        f"step {last.anomaly.step:,}: {noticed(last.anomaly)}; {_cause(last.diagnosis)}; {_done(last)}; "
+        f"step {last.anomaly.step:,}: {noticed(last.anomaly)}{drilled(last)}; {_cause(last.diagnosis)}; {_done(last)}; "
         f"{(last.outcome or 'open').replace('_', ' ')}"
     )
     causes = dict.fromkeys(incident.diagnosis.cause for incident in incidents)
+    if drills := dict.fromkeys(one.drill for one in incidents if one.drill):
+        counted["resilience.drill"] = ", ".join(drills)
     return {**counted, "resilience.last_incident": line, "resilience.cause": ", ".join(causes)}
 
 

@@ -29,7 +29,7 @@ class History:
         return [self.incidents[self._places[number]] for number in self._open]
 
     def open(
-        self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False, trace: int = 0
+        self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False, drill: str = ""
     ) -> tuple[Incident, list[Incident]]:
         """Add an incident; return it, and those whose outcome is known by it.
 
@@ -40,7 +40,7 @@ class History:
         same = [one for one in before if kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, diagnosis)]
         closed = [self._close(one, Outcome.RECURRED) for one in same]
         number = max(self._places, default=0) + 1
-        incident = Incident(number, anomaly, diagnosis, decision, trace=trace)
+        incident = Incident(number, anomaly, diagnosis, decision, drill=drill)
         if decision.gave_up is not None:
             rest = [one for one in before if one not in same]
             closed += [self._close(one, _in_vain(one, is_off=is_off)) for one in rest]

@@ -7,10 +7,18 @@ from datetime import datetime
 
 from resilient_train.events import Action, Culprit, Incident, Outcome
 from resilient_train.record.delivery.markdown import code, image, link, table, text, worded
-from resilient_train.record.drills import struck_at
 from resilient_train.record.left import Checkpoint
 from resilient_train.record.story import Chapter, Story
-from resilient_train.record.telling import counted, in_seconds, noticed, reached, remedies_of, rows_named, why_of
+from resilient_train.record.telling import (
+    counted,
+    drilled,
+    in_seconds,
+    noticed,
+    reached,
+    remedies_of,
+    rows_named,
+    why_of,
+)
 from resilient_train.record.verdict import by_cause, in_force, next_start, verdict
 
 REPORT = "report.md"  # its name among the artifacts
@@ -129,18 +137,12 @@ def _row(
         link(f"{incident.id:,}", trace_url(incident.id)),
         _time(chapter.opened_ms, "%d %b %H:%M"),
         f"{anomaly.step:,}",
-        link(what, picture_url(incident.id), most) + _drilled(incident, story),
+        link(what, picture_url(incident.id), most) + text(drilled(incident), 80),
         _cause(incident, most),
         text(_cure(incident), most),
         _outcome(chapter),
         cost,
     )
-
-
-def _drilled(incident: Incident, story: Story) -> str:
-    """Say that it was on purpose, where that is known."""
-    struck = struck_at(story.strikes, incident.anomaly.tick)
-    return f" (drill: {text(struck, 60)})" if struck else ""
 
 
 def _cause(incident: Incident, most: int | None) -> str:
@@ -237,8 +239,8 @@ def _facts(chapter: Chapter, story: Story, trace_url: TraceUrl) -> Iterator[tupl
     yield "When", _times(chapter)
     yield "Signal", f"{code(anomaly.signal)} at tick {anomaly.tick:,}; step {anomaly.since:,} is the last to be trusted"
     yield "Evidence", text(anomaly.evidence)
-    if struck := struck_at(story.strikes, anomaly.tick):
-        yield "On purpose", f"{text(struck)} of a drill struck at this tick"
+    if incident.drill:
+        yield "On purpose", f"{text(incident.drill)}, by a drill"
     yield "Cause", code(diagnosis.cause)
     yield "Culprit", _culprit(diagnosis.culprit)
     yield "Its inputs", _inputs(diagnosis.culprit)

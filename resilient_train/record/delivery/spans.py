@@ -132,6 +132,8 @@ def _diagnose(incident: Incident) -> Told:
     if diagnosis.rows:
         about["rows"] = attributes["rows"] = diagnosis.rows[:_MOST_ROWS]
         about["rows_in_all"] = len(diagnosis.rows)
+    if incident.drill:
+        about["on_purpose"] = attributes["drill"] = incident.drill
     if diagnosis.advice:
         about["advice"] = diagnosis.advice
     return {"signal": incident.anomaly.signal, "evidence": incident.anomaly.evidence}, about, attributes

@@ -84,7 +84,7 @@ class KnownRun:
         here = {"path": str(directory), "host": gethostname(), "device": facts.st_dev, "inode": facts.st_ino}
         is_copy = isinstance(was, dict) and was.keys() == here.keys() and _is_copy(was, here, trains=trains)
         if is_copy:
-            _log.info("%s is a copy of %s: MLflow shows it as a run of its own", directory, was["path"])
+            _log.info("%s is a copy: MLflow shows it as a run of its own", directory)
             self._known = {key: one for key, one in self._known.items() if key in ("tracking_uri", "experiment")}
             self._known["copy"] = uuid4().hex
         if is_copy or (was != here and (trains or was is None)):

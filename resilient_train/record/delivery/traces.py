@@ -206,6 +206,7 @@ def _tags(chapter: Chapter) -> dict[str, str]:
         "resilience.step": str(incident.anomaly.step),
         "resilience.signal": str(incident.anomaly.signal),
         "resilience.cause": str(incident.diagnosis.cause),
+        **({"resilience.drill": incident.drill} if incident.drill else {}),
         OUTCOME: str(incident.outcome or "open"),
     }
 
