@@ -15,6 +15,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import yaml
+
+_MOST, _MOST_JSON, _MOST_YAML, _DEEPEST = 2**29, 2**26, 2**18, 64  # bytes, and levels: nobody writes more
 _TEMPORARY = ".resilient-tmp"
 _log = logging.getLogger("resilient_train")
 
@@ -185,17 +188,30 @@ def sweep(directory: Path) -> None:
 def read_json(path: Path) -> Any:
     """Return what a JSON file holds; None if there is no such file or it holds something else."""
     try:
-        return json.loads(read_plain(path).decode("utf-8"))
+        return json.loads(read_plain(path, most=_MOST_JSON).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
 
 
-def read_plain(path: Path, last: int | None = None) -> bytes:
-    """Read a regular file, or its last bytes."""
+def read_plain(path: Path, last: int | None = None, most: int = _MOST) -> bytes:
+    """Read a regular file of at most so many bytes, or its last bytes."""
     with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
         if last is not None:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - last))
-        return file.read()
+            file.seek(max(0, size - last))
+        elif size > most:
+            raise OSError(errno.EFBIG, f"{size:,} bytes are more than such a file has", str(path))
+        return file.read(most if last is None else last)
+
+
+def read_yaml_text(path: Path) -> str:
+    """Read a file of YAML that takes no longer than a moment to parse. Raises OSError, ValueError or YAMLError."""
+    text, depth = read_plain(path, most=_MOST_YAML).decode("utf-8"), 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):  # a few lines of those unfold to any size
+            raise ValueError(f"{path} is nested too deep, or has aliases")
+    return text
 
 
 def open_plain(path: Path) -> BinaryIO:

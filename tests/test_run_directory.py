@@ -22,9 +22,10 @@ from accelerate import Accelerator
 from command import SAVING, command, train
 from held import held_at, is_held
 from kills import Nursery, Started, incidents, summary
+from sealed import seal
 
+from resilient_train import checkpoints, status, sync
 from resilient_train import incidents as shown
-from resilient_train import status
 from resilient_train.checkpoint.manifest import DEMOTED
 from resilient_train.checkpoint.store import Store
 from resilient_train.events import Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
@@ -238,3 +239,52 @@ def test_what_a_drill_has_made(
     """What it struck, what its damage led to until that is over, and nothing else."""
     met = [Incident(1, one, UNKNOWN, Decision(), drill="bit_flip", outcome=outcome) for one, outcome in before]
     assert drills.made_by(drills.strikes([struck]), anomaly, diagnosis, met) == made
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.yaml", "journal.jsonl", "incidents.jsonl", "summary.json", "progress", "mlflow.json", "loop.json"),
+        *("quarantine.json", "outbox.jsonl", "best/best.json", "checkpoints/tree.json", "checkpoints/manifest.json"),
+    ],
+)
+def test_files_of_absurd_size_are_not_read(here: Path, small_run: Path, capsys: Said, name: str) -> None:
+    """40 GiB that take no room on the disk: whoever reads them to the end runs out of memory, or of an hour."""
+    file = here / "run" / name
+    if name.startswith("checkpoints/"):
+        newest = Store(here / "run").entries()[0].path
+        file = newest / file.name
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    os.truncate(file, 40 * 2**30)
+    if name.endswith("tree.json"):
+        seal(newest, lambda node: node["files"]["tree.json"].update(bytes=40 * 2**30))
+    read_by_all()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "- " * 100_000, "{a: " * 100_000, "a: &a [1]\nb: *a\n"])
+def test_a_configuration_of_absurd_depth_is_not_read(here: Path, small_run: Path, capsys: Said, text: str) -> None:
+    """A parser that goes along with it takes minutes."""
+    (here / "run/config.yaml").write_text(text)
+    began = time.process_time()
+    read_by_all()
+    assert time.process_time() - began < 20
+
+
+def read_by_all() -> None:
+    """Every command that reads a run directory."""
+    for door in (status, shown, checkpoints, sync):
+        door.main(["run"])
+
+
+_small: list[Path] = []
+
+
+@pytest.fixture
+def small_run(here: Path, run_command: command, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few updates, made once."""
+    if not _small:
+        _small.append(tmp_path_factory.mktemp("small") / "run")
+        assert train(run_command, _small[0], 10).code == 0
+        (_small[0] / "outbox.jsonl").write_bytes(b"")
+    return shutil.copytree(_small[0], here / "run")

@@ -26,7 +26,7 @@ _FORMAT = 1
 _KINDS = (VERIFIED, CANDIDATE, DEMOTED)
 _COUNTS = ("step", "tick", "position", "world", "samples", "each")
 _FILES = {WEIGHTS, TENSORS, TREE}
-_MOST_BYTES = 2**26  # of a manifest
+_MOST_BYTES, _MOST_TREE = 2**26, 2**30  # of a manifest, and of what is in no tensor
 _MOST = 10**18  # of any count
 _PIECE = 2**22
 _AT_ONCE = 8  # files
@@ -144,6 +144,8 @@ def verify(checkpoint: Path, *, is_read: bool = True) -> Manifest:
         raise Damaged(f"holds {strangers[0][:60]!r}, which belongs to no checkpoint")
     for name, written in manifest.files.items():
         size = _plain_size(checkpoint / name)
+        if name == TREE and size > _MOST_TREE:
+            raise Damaged(f"{name} is {size:,} bytes long: no state is")
         if size != written.size:
             raise Damaged(f"{name} is {size:,} bytes long, and {written.size:,} were written")
     if is_read:

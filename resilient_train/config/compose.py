@@ -16,13 +16,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import AliasEvent
 
 from resilient_train.config.compared import compared
 from resilient_train.config.explain import composed_raw, explained
 from resilient_train.config.schema import Config, broken_limit
 from resilient_train.errors import ConfigError, require_finite, unusable
-from resilient_train.files import read_plain
+from resilient_train.files import read_yaml_text
 from resilient_train.secrets import learn, masked_tree
 
 _IDENTITY = ("model", "data", "objective", "optimizer", "schedule", "run.seed")  # what makes it another run
@@ -189,10 +188,7 @@ def _identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
 def _written(file: Path) -> dict[str, Any]:
     """What a config.yaml holds; nothing where it cannot be read."""
     try:
-        text = read_plain(file).decode("utf-8")
-        if any(isinstance(event, AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            return {}  # we write none, and a few lines of them unfold to any size
-        tree = OmegaConf.to_container(OmegaConf.create(text))
+        tree = OmegaConf.to_container(OmegaConf.create(read_yaml_text(file)))
     except (OSError, ValueError, RecursionError, OmegaConfBaseException, yaml.YAMLError):
         return {}
     return masked_tree(tree) if isinstance(tree, dict) else {}

@@ -19,6 +19,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ OPENED, BEGAN, ENDED, METRICS, PARAMS, ARTIFACT = "opened", "began", "ended", "m
 
 MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
 WRITE_EVERY_S, TRY_AGAIN_S, SYNC_EVERY_S = 0.25, 2.0, 5.0
-_TAIL_BYTES = 2**20
+_TAIL_BYTES, _LONGEST_LINE = 2**20, 2**24
 _CHECKSUM = re.compile(rb'"([0-9a-f]{8})"\}\n\Z')
 
 _log = logging.getLogger("resilient_train")
@@ -126,7 +127,7 @@ def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
     with open_plain(path) as file:
         end = start if start <= os.fstat(file.fileno()).st_size else 0
         file.seek(end)
-        for line in file:
+        for line in iter(partial(file.readline, _LONGEST_LINE), b""):
             if not line.endswith(b"\n"):  # it is being written, or was when a kill came
                 return
             end += len(line)

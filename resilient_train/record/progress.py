@@ -18,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from resilient_train.files import read_plain
+from resilient_train.files import read_plain, read_yaml_text
 from resilient_train.record.endings import CONFIG
 from resilient_train.record.loop import loop_of
 
@@ -135,7 +135,7 @@ def steps_wanted(run_dir: Path) -> int | None:
     if (loop := loop_of(run_dir)) is not None:
         return loop.steps
     try:
-        node = yaml.safe_load(read_plain(run_dir / CONFIG).decode("utf-8"))
+        node = yaml.safe_load(read_yaml_text(run_dir / CONFIG))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return None
     run = node.get("run") if isinstance(node, dict) else None

@@ -140,7 +140,7 @@ def _of_key(client: MlflowClient, experiment_id: str, key: str) -> Sequence[Run]
 def _key(outbox: Path, known: KnownRun) -> str:
     """What the run is known by: the first line of its outbox, which only copies of its directory have as well."""
     with open_plain(outbox) as file:
-        return hashlib.sha256(file.readline() + known.copy.encode()).hexdigest()[:32]
+        return hashlib.sha256(file.readline(2**20) + known.copy.encode()).hexdigest()[:32]
 
 
 def _user() -> str:
