@@ -87,6 +87,11 @@ class ConfigError(TrainError, ValueError):
         return type(self), (self.key, self.value, self.why)  # rank 0 sends it to the others
 
 
+def named_type(value: Any) -> str:
+    """Name the type of what was given where something else was expected."""
+    return "None" if value is None else type(value).__name__
+
+
 class _NoValue(Enum):
     """A single value that pickling leaves single."""
 

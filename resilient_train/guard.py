@@ -237,11 +237,13 @@ class Guard:
             self._cautions.append(
                 "checkpoints come from snapshots in memory, and there are none: one is left at the end"
             )
-        if waits := self._updater.gate.waits():
-            why = "the host waits for the device once an update, because it cannot be told there to refuse one"
-            self._cautions.append(f"gate: {' and '.join(waits)}: {why}")
+        if device.type != "cpu" and (waits := self._updater.gate.waits()):
+            why = "not fused, so each step waits for the device; use fused=True where it is to be had"
+            self._cautions.append(f"{' and '.join(waits)}: {why}")
         if self.objective is None:
-            self._cautions.append("the loss is handed over: a bad update cannot be replayed, so causes stay coarse")
+            self._cautions.append(
+                "guard.update cannot replay a step, so diagnosis is limited; pass objective= for the full one"
+            )
         self.metrics = MetricsLog(self.world, device)
         self.beat: Callable[[], None] = lambda: None  # called whenever a diagnosis has got on
         self.newest: Vitals | None = None  # the newest update that was heard of

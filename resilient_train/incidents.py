@@ -201,7 +201,7 @@ def _verdict(found: _Read) -> tuple[str, str, str]:
     words, sentences = verdict(story)
     if state == "killed":
         _, sentences = verdict(replace(story, why=""))
-        return "Killed without a word", "bold yellow", f"{sentences} The same command {_goes_on(story)}."
+        return "Killed (no exit message)", "bold yellow", f"{sentences} The same command {_goes_on(story)}."
     if state == "refused":
         return "The last start was refused", "bold yellow", f"{found.status.why}. Before that, {sentences}"
     if state == "running":

@@ -180,7 +180,7 @@ class Resumption:
         if source is None or (masked(str(source)) in book.sources and book.has_saved):
             return None
         if not source.is_dir():
-            why = "is not auto, never, or the directory of a checkpoint or of a run"
+            why = "no such directory; expected auto, never, or the directory of a checkpoint or of a run"
             raise ConfigError("run.resume", str(source), why)
         entries = list(Store(source).usable()) if Store(source).path.is_dir() else [Entry.of(source)]
         why = "there is no checkpoint"

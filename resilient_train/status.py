@@ -16,12 +16,9 @@ from typing import Any
 from resilient_train.record.doors import near
 from resilient_train.record.endings import REFUSED, SUMMARY, at_work, is_run, told, why_of
 from resilient_train.record.left import last_good_of
-from resilient_train.record.loop import loop_of
+from resilient_train.record.loop import begins_again_in, loop_of
 from resilient_train.record.progress import stand_of, steps_wanted
 from resilient_train.record.telling import printable
-
-_ANEW = "the same command begins anew, in a directory beside it"  # of a loop of somebody's own, unless it says resume
-
 
 _NOT_WELL = {
     "unrecovered": "not recovered, an incident was not over at the end of the run",
@@ -56,7 +53,7 @@ class Status:
             case "gave_up":
                 return f"{run_dir}: {self.why or 'gave up: the end of its train.log says why'}"
             case "killed":
-                return f"{run_dir}: killed without a word at {at}; {self.onward}"
+                return f"{run_dir}: killed (no exit message) at {at}; {self.onward}"
             case "closed":
                 return f"{run_dir}: closed by its program at {at}; {self.onward}"
             case "ended":
@@ -90,7 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
 def status_of(run_dir: Path) -> Status:
     """Look where a run stands."""
     found, loop = _found(run_dir), loop_of(run_dir)
-    return found if loop is None or loop.goes_on else replace(found, onward=_ANEW)
+    if loop is None or loop.goes_on:
+        return found
+    return replace(found, onward=f"running it again starts a new run in {begins_again_in(run_dir)}")
 
 
 def _found(run_dir: Path) -> Status:

@@ -122,7 +122,9 @@ def _sync(run_dir: Path, store: Store, experiment: str) -> int:
         finally:
             courier.leave()
     if trouble is not None:
-        print(f"{run_dir}: {left_in(run_dir):,} entries are left: {printable(trouble)}", file=sys.stderr)
+        left = left_in(run_dir)
+        what = f"{left:,} entries are left" if left else "what MLflow shows of the run is not complete"
+        print(f"{run_dir}: {what}: {printable(trouble)}", file=sys.stderr)
         return 1
     return _report(run_dir, store, courier)
 

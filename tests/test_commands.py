@@ -410,7 +410,7 @@ def test_an_interrupted_run_says_so_and_is_not_in_the_way(tmp_path: Path) -> Non
     assert not done.stderr
     assert "asked by SIGINT: the state is in" in done.stdout
     step = re.search(
-        r"^stopped at step ([\d,]+), .*\nmade \1 of 10,000,000 steps in \d+ s; met no incidents\.\nnewest checkpoint: ",
+        r"^stopped at step ([\d,]+), .*\nmade \1 of 10,000,000 steps in \d+ s; no incidents\.\nnewest checkpoint: ",
         done.stdout,
         re.M,
     )

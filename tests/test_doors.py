@@ -61,7 +61,7 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
     first.wait()
     at = stand(run_dir).step
     goes_on = f"step {at:,} of 10,000,000; the same command goes on"
-    assert told(capsys, run_dir) == (1, f"killed without a word at {goes_on}")
+    assert told(capsys, run_dir) == (1, f"killed (no exit message) at {goes_on}")
 
     second = nursery.start(*command, FOR_EVER)
     second.until(lambda: stand(run_dir).step > at + 20)
@@ -76,7 +76,7 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
     third.wait()
     code, line = told(capsys, run_dir)
     assert code == 1
-    assert line.startswith("killed without a word")
+    assert line.startswith("killed (no exit message)")
 
     last = nursery.run(*command, f"run.steps={at + 500}")
     assert last.code == 0
@@ -137,7 +137,7 @@ def test_status_of_what_is_no_run_is_2_and_of_nonsense_1(content: str | None, tm
     assert told(capsys, tmp_path)[0] == 2
     if content is not None:
         (tmp_path / "config.yaml").write_text("run: !!python/object/apply:os.abort []\n")
-        assert told(capsys, tmp_path) == (1, "killed without a word at step 0; the same command goes on")
+        assert told(capsys, tmp_path) == (1, "killed (no exit message) at step 0; the same command goes on")
 
 
 def test_status_is_quick_and_speaks_to_programs(nursery: Nursery) -> None:
@@ -172,7 +172,7 @@ def test_following_a_run_that_is_killed_ends_with_1(nursery: Nursery) -> None:
         run.strike(signal.SIGKILL)
         rest = follower.stdout.read()
     assert follower.returncode == 1
-    assert rest.splitlines()[-1].startswith("Killed without a word: at step ")
+    assert rest.splitlines()[-1].startswith("Killed (no exit message): at step ")
     assert "The same command goes on from step " in rest
 
 

@@ -91,7 +91,7 @@ def said(capsys: pytest.CaptureFixture[str], place: Path) -> tuple[int, str]:
     return code, capsys.readouterr().out.strip().removeprefix(f"{place / 'mine'}: ")
 
 
-ANEW = "; the same command begins anew, in a directory beside it"
+ANEW = "; running it again starts a new run in mine-2"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ ANEW = "; the same command begins anew, in a directory beside it"
         ),
         ("exit", {}, 1, 1, "left at step 70 of 120, and nothing said", "left at step 70 of 120"),
         ("fail", {}, 1, 1, r"failed at step 70 of 120: ValueError: of mine \(.*own.py:\d+\)", "Failed: at step 70"),
-        ("kill", {}, -9, 1, f"killed without a word at step [67]. of 120{ANEW}", "Killed without a word"),
+        ("kill", {}, -9, 1, f"killed (no exit message) at step [67]. of 120{ANEW}", "Killed (no exit message)"),
         (
             *("stop", {"resume": True, "disk": 20}, 0, 75, r"stopped on request at step 71 of 120; the same command"),
             "Stopped on request: at step 71 of 120",
@@ -140,7 +140,7 @@ def test_the_end_of_a_loop_is_known_by_its_directory(
     if how == "kill":
         return
     review = [words.removeprefix("resilient_train: ") for words in done.stderr.splitlines()]
-    assert sum("tells all of it" in words for words in review) == 1, done.stderr
+    assert sum("for the full report" in words for words in review) == 1, done.stderr
     assert any("met 1 incident (1 data)" in words for words in review)
     summary = json.loads((place / "mine/summary.json").read_text())
     assert summary["exit_code"] == code
@@ -280,7 +280,7 @@ class TestLive:
         done = launch(place, 2, "own.py", "again", f"{{'tracking': {uri}}}")
         assert done.is_well, done.stderr
         assert "another process is delivering" not in done.stderr
-        assert done.stderr.count("tells all of it") == 1
+        assert done.stderr.count("for the full report") == 1
         found = shown(place, "live.db")
         assert found["status"] == "FINISHED"
         assert len(found["losses"]) == 12

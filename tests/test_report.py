@@ -402,7 +402,7 @@ def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_p
         (tmp_path / folder / name).write_text(content)
     of: Story = told(tmp_path)
     assert (of.status, of.last_good, of.newest, of.best, dict(of.quarantined)) == ("failed", None, None, None, {})
-    assert note(of, nowhere).startswith("**Failed**: at step 0: its process was killed without a word.")
+    assert note(of, nowhere).startswith("**Failed**: at step 0: its process was killed (no exit message).")
 
 
 def test_the_directory_of_the_story_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,6 +34,9 @@ from resilient_train.events import Anomaly, Cause, Culprit, Decision, Diagnosis,
 from resilient_train.guard import Guard
 from resilient_train.record import drills
 from resilient_train.record.delivery.report import report
+from resilient_train.record.delivery.store import locate
+from resilient_train.record.incidents import IncidentBook
+from resilient_train.record.outbox import BEGAN, OUTBOX, Outbox
 from resilient_train.record.story import told
 from resilient_train.record.telling import tags
 
@@ -190,7 +195,7 @@ def test_times_since_the_start_are_since_the_start(here: Path, capsys: Said) -> 
         if guard.clock.tick == 6:
             time.sleep(1.1)
         loss = torch.nn.functional.mse_loss(model(x), y) * (math.nan if guard.clock.tick == 6 else 1)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         guard.update(loss)
     guard.close()
     capsys.readouterr()
@@ -291,3 +296,51 @@ def small_run(here: Path, run_command: command, tmp_path_factory: pytest.TempPat
         assert train(run_command, _small[0], 10).code == 0
         (_small[0] / "outbox.jsonl").write_bytes(b"")
     return shutil.copytree(_small[0], here / "run")
+
+
+def test_what_is_wrong_with_a_directory_is_said(here: Path, run_command: command, small_run: Path) -> None:
+    """And not what the system call says that met it."""
+    (here / "link").symlink_to(here / "gone")
+    (here / "run/config.yaml").unlink()
+    for name, words in (("link", f"is a link to {here}/gone, which does not exist"), ("run", "config.yaml is missing")):
+        outcome = run_command([*SAVING, "run.steps=5", f"run.dir={name}"])
+        assert outcome.code == 2
+        assert words in outcome.stderr
+    (here / "removed").mkdir()
+    command = [sys.executable, "-c", "import os, runpy, sys; os.rmdir(os.getcwd()); sys.argv[1:] = ['model=mlp']\n"]
+    command[-1] += "runpy.run_module('resilient_train', run_name='__main__')"
+    ended = subprocess.run(command, cwd=here / "removed", capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "the working directory was removed" in ended.stderr
+
+
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
+def test_a_report_of_many_incidents_is_not_made_again_for_each(here: Path) -> None:
+    """That would take as long as all of them squared; at the end it has all."""
+    from resilient_train.record.delivery.courier import Courier
+
+    (here / "run").mkdir()
+    book = IncidentBook(here / "run")
+
+    def meet(number: int) -> None:
+        one = Incident(number, replace(AT, step=number, tick=number), UNKNOWN, Decision())
+        book.opened(one)
+        book.treated(one)
+        book.closed(replace(one, outcome=Outcome.RECOVERED))
+
+    for number in range(1, 22):
+        meet(number)
+    box = Outbox(here / "run" / OUTBOX)
+    box.put(BEGAN, name="run")
+    assert box.close(60)
+    courier = Courier(here / "run", locate(f"sqlite:///{here}/mlflow.db", here), "many")
+    courier.deliver()
+    (file,) = (here / "mlartifacts").rglob("report.md")
+    meet(22)
+    courier.deliver()
+    assert "## 21. Step 21" in file.read_text()
+    assert "## 22. Step 22" not in file.read_text()
+    courier.conclude()
+    assert "## 22. Step 22" in file.read_text()
+    courier.leave()
+    book.close()

@@ -164,7 +164,11 @@ def test_without_colour_it_is_plain_and_whole(met: Path, capsys: Said, monkeypat
             {"ticks": 435},
             "Recovered: 300 steps; 3 incidents (3 explosion), 2 of which came back before the cure held. 135 of 435",
         ),
-        ([None], None, "Killed without a word: at step 0 of 300. In all, 1 incident (1 explosion), 1 open. The same"),
+        (
+            [None],
+            None,
+            "Killed (no exit message): at step 0 of 300. In all, 1 incident (1 explosion), 1 open. The same",
+        ),
         (
             [Outcome.RECOVERED, None],
             {"status": "preempted", "exit_code": 75, "steps": 120},
@@ -418,7 +422,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     clean = run_command([*often, "run.steps=20", "run.name=run"])
     assert clean.code == 0, clean.stderr
     assert after(clean.stdout, "completed 20 steps in ")[1:] == [
-        "all is well: met no incidents.",
+        "all is well: no incidents.",
         "weights: runs/run/weights.safetensors",
         "newest checkpoint: runs/run/checkpoints/step-00000020 (step 20)",
         "the same command says that the run is complete and ends with 0; more `run.steps` make it longer",
@@ -433,7 +437,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
         told[2],
     )
     assert told[3] == "  corruption: rewound"
-    assert told[-1].endswith(" -m resilient_train.incidents runs/run tells all of it")
+    assert told[-1].endswith(" -m resilient_train.incidents runs/run for the full report")
     assert set(told) <= {
         line.split(" ", 3)[3] for line in Path("runs/run/train.log").read_text().splitlines() if " INFO " in line
     }
@@ -452,7 +456,7 @@ def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: comman
     assert failed.code == 1
     assert len(failed.stderr.splitlines()) == 1
     told = after(failed.stdout, "made ")
-    assert re.fullmatch(r"made [34]\d of 60 steps in \d+ s; met no incidents\.", told[0])
+    assert re.fullmatch(r"made [34]\d of 60 steps in \d+ s; no incidents\.", told[0])
     newest = re.fullmatch(r"newest checkpoint: runs/run/checkpoints/step-000000(\d+) \(step \1\)", told[1])
     assert newest, told
     assert told[2] == f"the same command goes on from step {newest[1]}"
@@ -566,7 +570,7 @@ def test_the_manual_fits_the_terminal(columns: int) -> None:
         (["model=mlp"], ["model=gpt (default)", "model.hidden=[128, 128]"], ["model.vocab_size", "run.steps"]),
         (["schedule"], ["with schedule=linear:", "schedule.final_factor=0.0"], ["model"]),
         (["run", "clip"], ["run.steps=1000", "clip.max_norm=1.0"], ["model="]),
-        (["recovery=palm"], ["recovery.ladders.data=...", "Rotten rows", "go back about 100 steps"], ["budget.mild"]),
+        (["recovery=palm"], ["recovery.ladders.data=...", "bad rows", "go back about 100 steps"], ["budget.mild"]),
         (["--config-dir", "own", "model"], ["model=tiny", "A net of mine", "model.width=4", "how wide"], []),
     ],
     ids=" ".join,

@@ -59,7 +59,7 @@ class Drill:
         self._batch_is_known = self._state_is_known = False
 
     def wrapped(self, dataset: Any) -> Any:
-        """Return the data set as the run shall see it: with its rotten rows, or itself."""
+        """Return the data set as the run shall see it: with its bad rows, or itself."""
         for index, fault in self._of(BadRow):
             if self._is_possible(index, fault, dataset):
                 rows = fault.chosen(len(dataset))

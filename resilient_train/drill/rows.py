@@ -39,7 +39,7 @@ class BadRow(Fault):
         object.__setattr__(self, "rows", tuple(self.rows))
 
     def chosen(self, count: int) -> frozenset[int]:
-        """Return the indices of the rotten rows among `count`."""
+        """Return the indices of the bad rows among `count`."""
         if self.rows:
             return frozenset(self.rows)
         wanted = min(count, max(1, round(self.share * count)))

@@ -22,7 +22,7 @@ from resilient_train.data.fingerprint import change, fingerprint
 from resilient_train.data.foreign import ForeignSamples
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
-from resilient_train.errors import ConfigError, TrainError, require_finite, unusable
+from resilient_train.errors import ConfigError, TrainError, named_type, require_finite, unusable
 from resilient_train.fitting.place import Place, place
 from resilient_train.fitting.rates import schedules
 from resilient_train.fitting.speech import speak_up
@@ -46,7 +46,7 @@ __all__ = ["Place", "Turn", "place", "schedules", "speak_up", "warn_if_unused", 
 def world(accelerator: Any) -> World:
     """Take the processes as the loop's Accelerator has joined them."""
     if not isinstance(accelerator, Accelerator):
-        raise TypeError(f"accelerator: an accelerate.Accelerator is wanted, not a {type(accelerator).__name__}")
+        raise TypeError(f"accelerator: expected an accelerate.Accelerator, got {named_type(accelerator)}")
     if (engine := str(accelerator.distributed_type.value)) in _ENGINES:
         raise ValueError(f"accelerator: {_ENGINES[engine]}")
     return World(accelerator)
@@ -74,7 +74,7 @@ def called(model: Any, world: World) -> nn.Module:
     With several processes it has to be replicated.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: a torch.nn.Module is wanted, not a {type(model).__name__}")
+        raise TypeError(f"model: expected a torch.nn.Module, got {named_type(model)}")
     for kind in {base for one in model.modules() for base in type(one).__mro__}:
         for package, why in _WRAPPERS.items():
             if kind.__module__.startswith(package):
@@ -105,7 +105,7 @@ def objective(given: Any) -> Measured | None:
     if given is None or isinstance(given, Measured):
         return given
     if not callable(given):
-        raise TypeError(f"objective: a callable (model, batch) -> loss is wanted, not a {type(given).__name__}")
+        raise TypeError(f"objective: expected a callable (model, batch) -> loss, got {named_type(given)}")
     return Measured(given, getattr(given, "__qualname__", type(given).__name__), key="objective")
 
 
@@ -193,7 +193,7 @@ def samples(
         return given, None
     if is_foreign(given):
         if not isinstance(given, Iterable):
-            raise TypeError(f"data: a data set or a loader is wanted, not a {type(given).__name__}")
+            raise TypeError(f"data: expected a data set or a loader, got {named_type(given)}")
         told = "data: this loader is not ours and does not rewind: after a rewind come the batches that come next"
         return ForeignSamples(given, slicing, seed=seed, device=device), told
     name = type(given).__name__
@@ -338,7 +338,7 @@ def checks(given: ChecksConfig | Mapping[str, Any] | str) -> ChecksConfig:
     if isinstance(given, ChecksConfig):
         return given
     if not isinstance(given, Mapping | str):
-        raise TypeError(f"checks: the name of a set of checks is wanted, not a {type(given).__name__}")
+        raise TypeError(f"checks: expected the name of a set of checks, got {named_type(given)}")
     return checks_config.named(given) if isinstance(given, str) else checks_config.checks_from(dict(given))
 
 

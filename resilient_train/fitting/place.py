@@ -7,11 +7,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from resilient_train.errors import ConfigError, DirectoryInUse, unusable
+from resilient_train.errors import ConfigError, DirectoryInUse, named_type, unusable
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.world import World
 from resilient_train.record.console import log
 from resilient_train.record.delivery.store import locate
+from resilient_train.record.directory import require_no_dangling_link
 from resilient_train.record.incidents import INCIDENTS, IncidentBook
 from resilient_train.record.journal import JOURNAL
 from resilient_train.record.tracking import EXPERIMENT, TrackingConfig
@@ -44,6 +45,7 @@ def place(run_dir: str | Path | None, world: World, goes_on: bool = False, track
     asked = world.on_main(lambda: _tracking(tracking, Path(run_dir).absolute()))  # all gather what rank 0 then tells
     locks: list[DirectoryLock] = []
     claimed = _locked if goes_on else _claimed
+    world.on_main(lambda: require_no_dangling_link("run_dir", Path(run_dir).absolute()))
     path = world.on_main(lambda: claimed(Path(run_dir).absolute(), locks))
     if path != Path(run_dir).absolute():
         log.info("%s holds another run: this one writes to %s", run_dir, path)
@@ -56,7 +58,7 @@ def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
     if given is None or given is False:
         return None
     if given is not True and not isinstance(given, str):
-        raise TypeError(f"tracking: an address of MLflow or True is wanted, not a {type(given).__name__}")
+        raise TypeError(f"tracking: expected an address of MLflow or True, got {named_type(given)}")
     uri = None if given is True else given
     try:
         locate(uri, run_dir.parent)

@@ -162,6 +162,7 @@ def _is_restart() -> bool:
 
 def _claim(path: Path) -> tuple[RunDirectory, DirectoryLock]:
     try:
+        require_no_dangling_link("run.dir", path)
         is_made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):  # so that a power cut does not lose the name of the directory itself
@@ -169,6 +170,8 @@ def _claim(path: Path) -> tuple[RunDirectory, DirectoryLock]:
         names = [] if (path / _OURS).exists() else sorted(one.name for one in path.iterdir())
         if strangers := [name for name in names if name != LOCK and not is_left_over(name)]:
             why = f"holds files that are not a run ({', '.join(strangers[:3])}): choose another directory"
+            if JOURNAL in strangers:
+                why = f"holds a run whose {_OURS} is missing: put it back, or choose another directory"
             raise ConfigError("run.dir", path, why)
         lock = DirectoryLock(path)
         for file in path.iterdir():
@@ -177,6 +180,12 @@ def _claim(path: Path) -> tuple[RunDirectory, DirectoryLock]:
         return RunDirectory(path, is_made=is_made), lock
     except OSError as error:
         raise ConfigError("run.dir", path, f"cannot be written: {error.strerror or error}") from error
+
+
+def require_no_dangling_link(key: str, path: Path) -> None:
+    """Refuse a link that leads nowhere: to make a directory there says only that a file exists."""
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(key, path, f"is a link to {path.readlink()}, which does not exist")
 
 
 def _names(path: Path) -> Iterator[Path]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,15 @@ class Loop:
         """Commit it to disk."""
         node = {"steps": self.steps, "goes_on": self.goes_on, "given": dict(self.given)}
         commit_text(run_dir / LOOP, json.dumps(masked_tree(node), indent=2) + "\n")
+
+
+def begins_again_in(run_dir: Path) -> str:
+    """The name of the directory that a loop which does not resume would write to next."""
+    first = run_dir.absolute()
+    if (base := re.fullmatch(r"(.+)-\d+", first.name)) and (first.with_name(base[1]) / LOOP).exists():
+        first = first.with_name(base[1])
+    beside = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(one.name for one in beside if not one.exists())
 
 
 def loop_of(run_dir: Path) -> Loop | None:

@@ -24,12 +24,12 @@ def review(story: Story, went_on_from: int | None = None) -> list[str]:
     """Tell it in some twenty lines at most, whatever the run has met; and where this process of it went on."""
     return [
         *([] if went_on_from is None else [_went_on(story, went_on_from)]),
-        f"{_made(story)}met {incidents_met(story.incidents)}.{cost_and_drill(story)}",
+        f"{_made(story)}{'met ' * bool(story.chapters)}{incidents_met(story.incidents)}.{cost_and_drill(story)}",
         *_cures(story.incidents),
         *_advice(story),
         *_left(story),
         f"the same command {next_start(story)}",
-        *([f"{command('incidents', story.directory)} tells all of it"] * bool(story.chapters)),
+        *([f"for the full report: {command('incidents', story.directory)}"] * bool(story.chapters)),
     ]
 
 

@@ -24,7 +24,7 @@ from resilient_train.record.progress import stand_of, steps_wanted
 from resilient_train.record.quarantine import reasons
 from resilient_train.record.telling import status_of
 
-_KILLED = "its process was killed without a word"
+_KILLED = "its process was killed (no exit message)"
 _LATEST_MS = 2**42  # a time after the year 2100 is none
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from resilient_train.events import Incident, Outcome
 from resilient_train.record.drills import on_purpose
+from resilient_train.record.loop import begins_again_in
 from resilient_train.record.story import Story
 from resilient_train.record.telling import counted, left_to_the_end, noticed, rows_named, why_of
 
@@ -47,7 +48,7 @@ def next_start(story: Story) -> str:
     """Say what the same command would do now."""
     onward = f"goes on from step {story.newest.step:,}" if story.newest is not None else "begins at step 0 again"
     if story.loop is not None and not story.loop.goes_on:
-        return "begins anew, in a directory beside this one"
+        return f"starts a new run in {begins_again_in(story.directory)}"
     if story.loop is not None and story.summary is not None:
         return "goes on if it is asked for more steps" if story.is_complete else onward
     if story.summary is None:

@@ -67,7 +67,7 @@ class Courier:
         self._monitor: Any = None
         self._lock: int | None = None
 
-    def deliver(self) -> None:
+    def deliver(self, *, is_last: bool = False) -> None:
         """Deliver all that is there by now: rows first, then the story, then files.
 
         What cannot be had of the later ones keeps none of the others back, and is tried again with the next call.
@@ -75,7 +75,7 @@ class Courier:
         self._alone()
         connection, presentation = self._connected()
         self._deliver_rows(connection)
-        trouble = presentation.refresh()
+        trouble = presentation.refresh(is_last=is_last)
         for path in self._known.files:
             error = self._unless_refused(partial(self._attach, connection, path))
             trouble = trouble or error
@@ -90,7 +90,7 @@ class Courier:
             self._monitor.finish()
             self._monitor = None
         try:
-            self.deliver()
+            self.deliver(is_last=True)
         finally:  # in spite of a file that cannot be stored
             if self._reached is not None:
                 self._end(self._reached[0])

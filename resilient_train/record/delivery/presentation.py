@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from resilient_train.record.story import Chapter, Story, told
 from resilient_train.record.surroundings import around, surroundings_of
 from resilient_train.record.telling import tags
 
+_MANY, _REST = 20, 10  # incidents, and times as long as it took to show them
+_NOTE_EVERY_S = 2.0
 _NOTE = "mlflow.note.content"
 _OURS = "mlflow.resilience.note"  # the digest of the note that was written last, and not by a person
 
@@ -38,29 +41,37 @@ class Presentation:
         self._traces = Traces(connection.uri, connection.experiment_id, connection.run_id)
         self._seen: object = None
         self._trouble: Exception | None = None
+        self._rests_until = 0.0
         prepare_run_list(connection.client, connection.experiment_id)
 
-    def refresh(self) -> Exception | None:
+    def refresh(self, *, is_last: bool = False) -> Exception | None:
         """Show what has changed since the last time, the words first; return what kept something from being shown.
 
-        Each part is tried, whatever became of the others. Raises where nobody answers.
+        Each part is tried, whatever became of the others. Raises where nobody answers. All of it is made of all
+        incidents: where there are many, it rests for ten times as long as it took, but for the last time.
         """
-        stand = self._stand()
-        if stand == self._seen and self._trouble is None:
+        stand, began = self._stand(), time.monotonic()
+        if (stand == self._seen and self._trouble is None) or (began < self._rests_until and not is_last):
             return None
         self._trouble = None
-        story, shown = told(self._run_dir), self._known.shown
+        story, shown, noted = told(self._run_dir), self._known.shown, began
         self._attempt(lambda: self._say(story))
         for chapter in story.chapters:
             name, signature = str(chapter.incident.id), self._signature(chapter)
             if shown.get(name) != signature and self._attempt(partial(self._show_chapter, chapter)):
                 shown[name] = signature
-                self._known.note(shown=shown)
+                if time.monotonic() - noted > _NOTE_EVERY_S:  # all of them, each time
+                    self._known.note(shown=shown)
+                    noted = time.monotonic()
+        if shown != self._known.shown:
+            self._known.note(shown=shown)
         client, experiment_id, run_id = self._connection.client, self._connection.experiment_id, self._connection.run_id
         self._attempt(lambda: show_models(client, experiment_id, run_id, story))
         self._attempt(lambda: show_overview(client, run_id, story))
         self._attempt(lambda: self._report(story))
         self._seen = stand
+        if len(story.chapters) > _MANY:
+            self._rests_until = time.monotonic() + _REST * (time.monotonic() - began)
         return self._trouble
 
     def _say(self, story: Story) -> None:
