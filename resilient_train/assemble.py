@@ -206,7 +206,7 @@ def _spread(model: nn.Module, config: Config, world: World) -> str:
 
 def _drill(config: Config, book: IncidentBook) -> Drill | None:
     faults = parse(config.drill, steps=config.run.steps)
-    return Drill(faults, has_fired=book.has_fired, fired=book.fired) if faults else None
+    return Drill(faults, has_fired=book.has_fired, fired=book.fired, about=book.about_drill) if faults else None
 
 
 def _objective(node: dict[str, Any], device: torch.device) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,14 +47,15 @@ class Drill:
         faults: Sequence[Fault],
         *,
         has_fired: Callable[[int], bool],
-        fired: Callable[..., None],
+        fired: Callable[[int, str, int], None],
+        about: Callable[[int, Mapping[str, Any]], None] = lambda number, more: None,
     ) -> None:
         """`has_fired(number)` answers for the whole run, restarts included; `fired(number, name, tick)` writes down.
 
-        Of a fault that lasts, or of rows, `fired` gets a mapping that says `until` which tick, or which `rows`.
+        Before it `about(number, more)` is told `until` which tick a fault lasts, or which `rows` are bad.
         """
         self._faults = dict(enumerate(faults))
-        self._has_fired, self._fired = has_fired, fired
+        self._has_fired, self._fired, self._about = has_fired, fired, about
         self._struck: dict[int, tuple[int, int]] = {}  # where each fault struck last: tick and micro-batch
         self._batch_is_known = self._state_is_known = False
 
@@ -135,7 +136,9 @@ class Drill:
         number = tick + index * _APART
         if self._has_fired(number):
             return False
-        self._fired(number, fault.name, tick, *([more] if more else []))
+        if more:
+            self._about(number, more)
+        self._fired(number, fault.name, tick)
         _log.info("drill: %s, on purpose%s", fault.name, f", at tick {tick}" if tick else "")
         return True
 

@@ -61,6 +61,7 @@ class IncidentBook:
         self._lines: dict[int, str] = {}  # of incidents.jsonl, in the order of their outcomes
         self._drills: set[int] = set()
         self.struck: list[Strike] = []  # by drills
+        self._about_drills: dict[int, Mapping[str, Any]] = {}
         self.remedies: Mapping[str, Any] | None = None  # in force
         self.has_saved = False  # a checkpoint, ever
         self.sources: set[str] = set()  # that the run was taken up from by name
@@ -122,9 +123,14 @@ class IncidentBook:
         else:
             self._renew()
 
-    def fired(self, drill_number: int, name: str, tick: int, more: Mapping[str, Any] | None = None) -> None:
+    def about_drill(self, drill_number: int, more: Mapping[str, Any]) -> None:
+        """Take what is to be noted of a drill that is about to fire."""
+        self._about_drills[drill_number] = more
+
+    def fired(self, drill_number: int, name: str, tick: int) -> None:
         """Note that a drill is about to fire: before it does, or a crash would fire again after every restart."""
-        entry = {"drill": drill_number, "name": name, "tick": tick, **(more or {})}
+        more = self._about_drills.pop(drill_number, {})
+        entry = {"drill": drill_number, "name": name, "tick": tick, **more}
         self._drills.add(drill_number)
         self.struck += strikes([{"kind": FIRED, **entry}])
         if self._journal is not None:
