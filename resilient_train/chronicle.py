@@ -22,11 +22,13 @@ from resilient_train.errors import GaveUp, Stopped, TrainError, in_one_line, tol
 from resilient_train.events import Vitals
 from resilient_train.fitting.place import Place
 from resilient_train.passed import PassedUpdates
+from resilient_train.ranks.world import is_lost_peer
 from resilient_train.record import endings, story, tracking
 from resilient_train.record.console import duration, log
 from resilient_train.record.doors import to_see_it
 from resilient_train.record.incidents import INCIDENTS
 from resilient_train.record.loop import LOOP, Loop
+from resilient_train.record.progress import Doing, Progress
 from resilient_train.record.review import review
 from resilient_train.record.summary import Summary, Tally, verdict_of
 from resilient_train.record.tracking import NullTracker, Tracker
@@ -57,6 +59,7 @@ class Chronicle:
     history: History
     passed: PassedUpdates
     place: Place  # without a lock where somebody else tells the end, and on ranks that write nothing
+    progress: Progress
     tally: Tally = field(default_factory=Tally)
     evaluated: Mapping[str, float] | None = None
     _told_tick: int = 0
@@ -74,8 +77,9 @@ class Chronicle:
 
     def belongs_to(self, guard: object) -> None:
         """Tell the end of a loop whose guard is gone: in a thread, as it may go in the midst of something else."""
-        if self.tells_end:
+        if self.place.directory is not None:
             _open.add(self)
+        if self.tells_end:
             gone = weakref.finalize(guard, lambda: threading.Thread(target=self.left, name="chronicle").start())
             gone.atexit = False  # then another one asks, which knows of errors
 
@@ -84,13 +88,15 @@ class Chronicle:
     def begin(self, steps: int, given: Mapping[str, Any]) -> None:
         """A loop of so many updates begins; what was said of an earlier end holds no more."""
         self.tally.start_lap()
-        if not self.tells_end:
+        if self.place.directory is None:
             return
         _open.add(self)
         is_new, self._is_over, self._ending = self._is_over, False, None
+        if not self.tells_end:
+            return
+        endings.begin(self._directory, is_finished=False)  # before another rank may have failed again
         with suppress(OSError):  # a full disk: the loop goes on without
             Loop(steps, self.place.goes_on, given).write(self._directory)
-        endings.begin(self._directory, is_finished=False)
         if is_new:  # else the tracker is at work, and two would write to one file
             self._begin_tracking(given)
 
@@ -159,15 +165,22 @@ class Chronicle:
     ) -> None:
         """Write down how the loop ended, unless that was said already."""
         with self._lock:
-            if not self.tells_end or self._is_over or self._ending is not None:
+            if not self.tells_end:
+                self._is_over = True
+            if self._is_over or self._ending is not None:
                 return
             ending = self.summary(status, exit_code, time.monotonic() - self._began, digests)
-            ending.why = None if error is None else told_in_short(error)
+            why = endings.failure(self._directory) if error is not None and is_lost_peer(error) else None
+            ending.why = why or (None if error is None else told_in_short(error))
+            if error is None or why or not is_lost_peer(error):  # else the record stays as if this process was killed
+                self.progress.turned_to(Doing.ENDED)
             self._ending = ending
             self._write(ending)
 
     def fail(self, error: BaseException) -> None:
-        """Write down that an error ended the loop, and tell all of it."""
+        """Write down that an error ended the loop, and tell all of it; ranks other than 0 leave a note of theirs."""
+        if self.place.rank and not (self._is_over or isinstance(error, GaveUp | Stopped) or is_lost_peer(error)):
+            endings.failed(self._directory, self.place.rank, told_in_short(error), in_training=True)
         status = {GaveUp: "gave_up", Stopped: "preempted"}.get(type(error), "failed")
         self.end(status, error.exit_code if isinstance(error, TrainError | Stopped) else 1, error)
         self.conclude()
@@ -213,6 +226,9 @@ class Chronicle:
             if error is not None and self._ending is None:
                 self.fail(error)
             else:
+                if self.place.rank and not self._is_over:
+                    why = "left its loop, without an error"
+                    endings.failed(self._directory, self.place.rank, why, in_training=True)
                 self.end(_LEFT, exit_code=1)
                 self.conclude()
             self.let_go()

@@ -4,6 +4,7 @@ TrainError               1  told in one line; the traceback is in train.log
 ├── DirectoryInUse       1  another live process trains there: later the same command works
 ├── StorageFailed        1  the data cannot be read, again and again: later the same command goes on
 ├── RanksDiffer          1  the ranks did not decide alike: the same command goes on from the newest proven state
+├── PeerEnded            1  another rank failed or is gone: what this one saw of it is only the echo
 ├── GaveUp               3  the policy has nothing left to try: the newest proven state is on disk
 └── ConfigError          2  the configuration is wrong: names the key, the value, and what is allowed
 
@@ -54,6 +55,10 @@ class StorageFailed(TrainError):
 
 class RanksDiffer(TrainError):
     """The ranks of a run did not decide alike, or do not hold the same weights. All of them raise it at one place."""
+
+
+class PeerEnded(TrainError):
+    """Another process of the run failed, or is gone; this one was well."""
 
 
 class Stopped(BaseException):
@@ -126,16 +131,24 @@ _OF_FAULTS = ("value", "what")  # what a drill puts in on purpose
 _PLUMBING = {"hydra", "omegaconf", "importlib", "torch", "accelerate"}
 
 
+def text_of(error: BaseException) -> str:
+    """Return what an exception says: its class may be the user's own, with a `__str__` that raises."""
+    try:
+        return str(error)
+    except Exception:
+        return "<its __str__ raises>"
+
+
 def in_one_line(error: BaseException) -> str:
     """Tell any error in one line, with the place in the user's code where it was raised."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    kind, text = type(error).__name__, str(error)
+    kind, text = type(error).__name__, text_of(error)
     if "Original Traceback" in text:  # of a data worker, whose frames torch hands over as text
         frames = [(name, int(line)) for name, line in re.findall(r'File "(.+?)", line (\d+)', text)]
         kind, _, text = text.strip().splitlines()[-1].partition(": ")
     if isinstance(error, SyntaxError) and error.filename:
         frames, text = [(error.filename, error.lineno)], error.msg
-    theirs = [f"{name}:{line}" for name, line in frames if not _is_plumbing(name)]
+    theirs = [f"{name}:{line}" for name, line in frames if not is_plumbing(name)]
     return f"{kind}: {_short(text, 300)}" + (f" ({theirs[-1]})" if theirs else "")
 
 
@@ -144,7 +157,8 @@ def told_in_short(error: BaseException) -> str:
     return str(error) if isinstance(error, TrainError | Stopped) else in_one_line(error)
 
 
-def _is_plumbing(filename: str) -> bool:
+def is_plumbing(filename: str) -> bool:
+    """Say whether a file is of a library that a run is made with, or ours."""
     parts = filename.replace("\\", "/").split("/")
     ours = "resilient_train" in parts and "zoo" not in parts
     return (

@@ -218,13 +218,15 @@ class Guard:
             recovered_after=max(verify_after, 50),
         )
         self._left: Path | None = None  # where the state at the end of the loop is
-        self.chronicle = Chronicle(self.clock, self._treatment.history, self._treatment.passed, place)
+        how = resume if isinstance(resume, Resume) else Resume()
+        self._durable = Durable(fitting.disk(disk), ward, self._treatment, how)
+        self.chronicle = Chronicle(
+            self.clock, self._treatment.history, self._treatment.passed, place, self._durable.progress
+        )
         self.chronicle.belongs_to(self)
         self._treatment.ends_with = self.chronicle.fail
         self._portions = Portions(self._treatment)
-        how = resume if isinstance(resume, Resume) else Resume()
         self._is_spread = self.state.is_spread
-        self._durable = Durable(fitting.disk(disk), ward, self._treatment, how)
         self._owes_resume = bool(resume)
         self._treatment.on_disk = self._durable
         self._examination.convict = self._treatment.convict

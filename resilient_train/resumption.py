@@ -12,7 +12,7 @@ from resilient_train.checkpoint.manifest import Damaged, Manifest
 from resilient_train.checkpoint.store import Entry, Saved, Store
 from resilient_train.errors import ConfigError, TrainError, unusable
 from resilient_train.events import Incident, Signal
-from resilient_train.record import hangs
+from resilient_train.record import endings, hangs
 from resilient_train.record.console import log
 from resilient_train.record.progress import Doing, Progress
 from resilient_train.secrets import masked
@@ -79,11 +79,13 @@ class Resumption:
         step = entry.manifest_step if entry else 0
         troubles = [_damage(one, why, step) for one, why in damaged]
         skipped, span = None, last.stop - last.start
-        was_interrupted = not is_explained and last.doing in (Doing.UPDATING, Doing.HUNG)
-        if was_interrupted and 0 < span <= _MOST_BLAMED:
-            times = book.ended(last.tick, last.start, last.stop)
+        is_updating = last.doing in (Doing.UPDATING, Doing.FIRST)
+        if book.directory is not None and endings.failure(book.directory, in_training=True) is not None:
+            is_explained = True
+        if not is_explained and (is_updating or last.doing is Doing.HUNG) and 0 < span <= _MOST_BLAMED:
+            times = book.ended(last.tick, last.start, last.stop, in_first=last.doing is Doing.FIRST)
             skipped = (last.start, last.stop) if times >= self.treatment.policy.crashes else None
-        if last.tick and not is_explained and (skipped or last.doing in (Doing.UPDATING, Doing.BETWEEN)):
+        if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):
             troubles.append(self._crash(step, skipped, hung))
         remedies = [entry.manifest.remedies] if entry and entry.manifest else []
         remedies += [dict(book.remedies)] if book.remedies else []
@@ -219,7 +221,7 @@ class Resumption:
         last = self.progress.last
         at = f"update {last.step + 1:,}" if last.doing is not Doing.BETWEEN else f"the time after step {last.step:,}"
         evidence = f"the process before this one ended in {at}"
-        if last.doing in (Doing.UPDATING, Doing.BETWEEN):
+        if last.doing is not Doing.HUNG:
             evidence += f": {hung}" if hung else " without a word"
         rows: tuple[int, ...] = ()
         if skipped:

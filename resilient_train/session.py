@@ -14,7 +14,16 @@ from resilient_train.assemble import Run, assemble, validate
 from resilient_train.checkpoint import export, weights
 from resilient_train.config.compose import Composed, is_fixed, told_changes
 from resilient_train.diagnose.frames import called_by_us, is_users
-from resilient_train.errors import ConfigError, GaveUp, RanksDiffer, Stopped, TrainError, in_one_line
+from resilient_train.errors import (
+    ConfigError,
+    GaveUp,
+    PeerEnded,
+    RanksDiffer,
+    Stopped,
+    TrainError,
+    in_one_line,
+    told_in_short,
+)
 from resilient_train.files import commit_text
 from resilient_train.ranks.leaving import has_lost_sibling
 from resilient_train.ranks.lock import DirectoryLock
@@ -181,12 +190,14 @@ class _Session:
     def end(self, status: str, error: BaseException | None, requests: StopRequests) -> Ending:
         """Say how it ended, to all who want to know."""
         directory, run, seconds = self.directory, self.run, time.monotonic() - self.started
-        was_lost = self.world.size > 1 and error is not None and is_lost_peer(error)
-        if isinstance(error, Stopped) and self._was_asked_for_another():
-            status, was_lost = "failed", True
-            error = TrainError("another process of this run ended; what it said is above or in its train.rank*.log")
-        elif status == "failed" and not (self.world.is_main or was_lost):
-            endings.failed(directory.path, self.world.rank)
+        was_lost = False
+        if error is not None and self._is_of_another(error):
+            why, status = endings.failure(directory.path), "failed"
+            was_lost = why is None
+            ended = PeerEnded(why or "another process of this run ended; what it said is in its train.rank*.log")
+            ended.__cause__, error = error, ended
+        elif error is not None and status == "failed" and not self.world.is_main:
+            endings.failed(directory.path, self.world.rank, told_in_short(error), in_training=self.has_begun)
         if run is not None and self.has_begun:  # else the record is still of the process before this one
             run.guard.ended(was_killed=was_lost)
         self.book.close()
@@ -225,11 +236,17 @@ class _Session:
         for line in lines:
             log.info("%s", line)
 
+    def _is_of_another(self, error: BaseException) -> bool:
+        """Say whether another process ended, of which this one has only seen a closed connection or a request."""
+        if isinstance(error, Stopped):
+            return self._was_asked_for_another()
+        return self.world.size > 1 and is_lost_peer(error)
+
     def _was_asked_for_another(self) -> bool:
         """Say whether an agent asks to stop because another rank has failed: nobody wished it then."""
         if self.world.size == 1 or (self.run is not None and self.run.guard.stopped):  # all have agreed to it
             return False
-        return endings.has_failed(self.directory.path) or has_lost_sibling()
+        return endings.failure(self.directory.path) is not None or has_lost_sibling()
 
     def _note(self, summary: Summary, error: BaseException | None) -> None:
         """Write down how it ended; of a configuration that was refused, only that: the run stands where it stood."""
@@ -280,13 +297,15 @@ class _Session:
         if self.world.size > 1 and not hang.stop_asked:
             evidence = self._among_others(hangs.Hung(self.world.rank, evidence, where is not None))
         for_another = hang.stop_asked and self._was_asked_for_another()
+        if (why := endings.failure(self.directory.path) if for_another else None) is not None:
+            log.error("error: %s", why)
         is_left = hang.stop_asked and self._leaves_newest()
         code = 75 if is_left and not for_another else 1  # the same command goes on, from what was written
         if self.run is not None:
             if not hang.stop_asked:
                 self.run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)
             else:
-                self.run.guard.ended(was_killed=for_another)
+                self.run.guard.ended(was_killed=for_another and why is None)
             if self.world.is_main:
                 status = "preempted" if code == 75 else "failed"
                 _write(_summary(status, code, time.monotonic() - self.started, self.run), self.directory)
@@ -393,14 +412,11 @@ def _say(error: BaseException | None, directory: RunDirectory, world: World, run
         log.info("%s; the same command goes on", error, extra=ODD)
     elif isinstance(error, TrainError):
         # Every rank finds the same fault in a configuration, and in what they tell each other; rank 0 says it for all.
-        is_everybodys = isinstance(error, ConfigError | RanksDiffer)
+        is_everybodys = isinstance(error, ConfigError | RanksDiffer | PeerEnded)
         level = logging.ERROR if world.is_main or not is_everybodys else logging.INFO
         log.log(level, "error: %s", error, exc_info=error.__cause__)
     elif isinstance(error, KeyboardInterrupt):
         log.error("interrupted: the same command goes on from the newest checkpoint")
-    elif world.size > 1 and is_lost_peer(error):
-        told = "another process of this run ended; what it said, if anything, is above or in its train.rank*.log"
-        log.log(logging.ERROR if world.is_main else logging.INFO, "error: %s", told, exc_info=error)
     else:
         where = f" on rank {world.rank}" if world.size > 1 else ""
         file = directory.log(world.rank)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.record.doors import near
-from resilient_train.record.endings import REFUSED, SUMMARY, at_work, is_run, told, why_of
+from resilient_train.record.endings import REFUSED, SUMMARY, at_work, failure, is_run, told, why_of
 from resilient_train.record.left import last_good_of
 from resilient_train.record.loop import begins_again_in, loop_of
 from resilient_train.record.progress import stand_of, steps_wanted
@@ -103,7 +103,8 @@ def _found(run_dir: Path) -> Status:
         return _ended(run_dir, summary, steps)
     if not is_run(run_dir):
         return Status("none", 2)
-    return Status("killed", 1, step, steps)
+    why = failure(run_dir)
+    return Status("failed" if why else "killed", 1, step, steps, why=why)
 
 
 def _ended(run_dir: Path, summary: dict[str, Any], steps: int | None) -> Status:

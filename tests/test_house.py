@@ -49,7 +49,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "resumption": {"checkpoint", "record", "state", "treatment", "update", "ward"},
     "durable": {"checkpoint", "record", "resumption", "state", "treatment", "ward"},
     "examination": {"data", "ranks", "state", "watch"},
-    "chronicle": {"fitting", "passed", "record", "recover", "state"},
+    "chronicle": {"fitting", "passed", "ranks", "record", "recover", "state"},
     "fitting": {"checkpoint", "data", "objective", "ranks", "record", "recover", "state", "update", "watch"},
     "guard": {
         *(

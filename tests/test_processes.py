@@ -13,8 +13,12 @@ import pytest
 import torch
 from command import command
 from group import Done, launch
+from kills import in_journal
 from safetensors.torch import load_file
+from torch import nn
 from warm import ENVIRONMENT
+
+from resilient_train.status import status_of
 
 OWN = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Augmented"]
 OWN += ["objective=custom", "objective._target_=strangers.mse_and_more", "data.eval._target_=strangers.Fixed"]
@@ -109,6 +113,65 @@ def test_the_rank_that_failed_is_named(tmp_path: Path) -> None:
     done = launched(tmp_path / "place", 2, "objective._target_=strangers.raises_on_rank_1", "tracking=none")
     assert done.codes == [1, 1]
     assert "error on rank 1: RuntimeError: only here" in done.stderr
+
+
+WORDS = "the archive says: Broken pipe, as gloo does"  # an error that speaks like a connection that is gone
+MINE = f"RuntimeError: {WORDS} ({__file__}:"
+
+
+def fails_on_rank_1(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Fail in the sixth update, on one rank alone."""
+    fails_on_rank_1.calls += 1  # type: ignore[attr-defined]
+    if fails_on_rank_1.calls == 6 and os.environ["RANK"] == "1":  # type: ignore[attr-defined]
+        raise RuntimeError(WORDS)
+    inputs, targets = batch
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+fails_on_rank_1.calls = 0  # type: ignore[attr-defined]
+
+LOOP = """
+import torch
+from accelerate import Accelerator
+from test_processes import fails_on_rank_1
+from resilient_train import Guard
+
+accelerator = Accelerator(cpu=True)
+rows = [(torch.randn(3), torch.zeros(1)) for _ in range(64)]
+model = torch.nn.Linear(3, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+guard = Guard(accelerator, model, optimizer, data=rows, batch_size=4, objective=fails_on_rank_1, run_dir="runs/run",
+              resume=True)
+for batch in guard.batches(20):
+    guard.step(batch)
+"""
+
+
+@pytest.mark.parametrize("who", ["command", "loop", "torchrun"])
+def test_an_error_of_a_rank_is_that_error_and_no_samples_are_blamed(who: str, tmp_path: Path) -> None:
+    """Whatever its words: on that rank, with its line. The next start tells of no crash, and the one behind it neither.
+
+    By the true torchrun, too, whose agent asks the others to end, and starts all again.
+    """
+    folder = tmp_path / "place"
+    folder.mkdir()
+    (folder / "loop.py").write_text(LOOP)
+    objective, plain = "objective._target_=test_processes.fails_on_rank_1", "data.train._target_=strangers.Fixed"
+    words = ["-m", "resilient_train", *OWN, "tracking=none", objective, plain]
+    words = words if who == "command" else ["loop.py"]
+    if who == "torchrun":
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        launcher += ["--max-restarts=2", *words]
+        assert subprocess.run(launcher, cwd=folder, env=ENVIRONMENT, timeout=240, check=False).returncode == 1
+    else:
+        for _ in range(3):
+            assert launch(folder, 2, *words).codes == [1, 1]
+    run_dir = folder / "runs/run"
+    assert in_journal(run_dir, "incident_opened") == []
+    assert in_journal(run_dir, "process_ended") == []
+    ended = status_of(run_dir)
+    assert (ended.state, ended.exit_code) == ("failed", 1)
+    assert str(ended.why).startswith(f"rank 1: {MINE}")
 
 
 def test_a_mistake_is_told_once_and_nobody_waits(tmp_path: Path) -> None:

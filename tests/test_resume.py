@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from command import command
-from held import held_at
+from held import held_at, is_held
 from kills import (
     COMMAND,
     Nursery,
@@ -165,6 +165,26 @@ def test_samples_are_not_blamed_for_a_kill_on_the_way_to_them(nursery: Nursery) 
     last = nursery.run(*own)
     assert last.code == 0, last.output
     assert [one["actions"] for one in incidents(run_dir) if one["rows"]] == []
+
+
+def test_samples_are_not_blamed_for_kills_in_the_first_update_after_a_start(nursery: Nursery) -> None:
+    """To compile takes minutes in which processes are preempted, whatever the samples: the end is as if nobody had."""
+    run_dir, own = nursery.place / "preempted", [*DIGITS, *DISK, "run.steps=60"]
+    with held_at(nursery.place, 30):
+        started = nursery.start(*own, "run.dir=preempted")
+        assert started.until(lambda: is_held(nursery.place))
+        started.strike(signal.SIGTERM)
+        assert started.wait() == 75
+    for _ in range(3):
+        with held_at(nursery.place, 0):
+            started = nursery.start(*own, "run.dir=preempted")
+            assert started.until(lambda: is_held(nursery.place))
+            started.strike(signal.SIGKILL)
+            assert started.wait() == -signal.SIGKILL
+    last, twin = nursery.run(*own, "run.dir=preempted"), nursery.run(*own, "run.dir=twin")
+    assert (last.code, twin.code) == (0, 0), last.output
+    assert [one for one in incidents(run_dir) if one["rows"] or one["actions"] != [{"remedy": "go_on"}]] == []
+    assert summary(run_dir)["weights_sha256"] == summary(nursery.place / "twin")["weights_sha256"]
 
 
 DEADLY_ROW = 700

@@ -29,6 +29,7 @@ class Place:
     lock: DirectoryLock | None = None  # of rank 0
     tracking: TrackingConfig | None = None
     goes_on: bool = False  # if the same program is started again
+    rank: int = 0
 
 
 def place(run_dir: str | Path | None, world: World, goes_on: bool = False, tracking: str | bool | None = None) -> Place:
@@ -50,7 +51,7 @@ def place(run_dir: str | Path | None, world: World, goes_on: bool = False, track
     if path != Path(run_dir).absolute():
         log.info("%s holds another run: this one writes to %s", run_dir, path)
     book = IncidentBook(path if world.is_main else None, place=path)
-    return Place(book, path, next(iter(locks), None), asked, goes_on)
+    return Place(book, path, next(iter(locks), None), asked, goes_on, world.rank)
 
 
 def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:

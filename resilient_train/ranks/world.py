@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -25,13 +26,17 @@ from accelerate.utils import (
 from torch import nn
 from torch.optim import Optimizer
 
-from resilient_train.errors import ConfigError, TrainError, in_one_line
+from resilient_train.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of
 from resilient_train.ranks import launch
 from resilient_train.ranks.joining import join
 from resilient_train.ranks.leaving import leaving_at_once
 
 T = TypeVar("T")
 
+_GONE = re.compile(  # gloo, NCCL and the store
+    r"closed by peer|reset by peer|Broken pipe|Socket closed|Connection refused|Connection timed out|got 0 bytes"
+    r"|Timed out waiting|remote process exit|ncclRemoteError|ncclSystemError|communicator was aborted|Watchdog caught"
+)
 _DONE, _FOR_MAIN_S = "resilient_train/main_is_done", 120.0  # a key of the group's store
 
 
@@ -48,10 +53,14 @@ class AccelerateConfig:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Say whether an error is the echo of another process's end rather than an end of its own."""
-    return isinstance(error, torch.distributed.DistError | RuntimeError) and bool(
-        re.search(r"closed by peer|reset by peer|Broken pipe|Socket closed|NCCL|[Gg]loo", str(error))
-    )
+    """Say whether an error is the echo of another process's end: a connection that is gone, as torch reports it.
+
+    Code that only uses such words in an error of its own is not meant.
+    """
+    if not isinstance(error, torch.distributed.DistError | RuntimeError) or not _GONE.search(text_of(error)):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and is_plumbing(frames[-1].filename)
 
 
 class World:

@@ -19,7 +19,7 @@ from resilient_train.record.loop import LOOP
 from resilient_train.secrets import masked
 
 CONFIG = "config.yaml"  # makes a directory that of a run, as loop.json does for a loop of somebody's own
-SUMMARY, REFUSED, _FAILED = "summary.json", "refused.json", "failed.rank{}"
+SUMMARY, REFUSED, _FAILED = "summary.json", "refused.json", "failed.{}rank{}"
 
 _TAIL_BYTES = 2**18  # of train.log: the line that says why it failed is near its end
 
@@ -36,21 +36,29 @@ def refused(run_dir: Path, exit_code: int, why: str) -> None:
             commit_text(run_dir / REFUSED, json.dumps({"exit_code": exit_code, "why": masked(why)}) + "\n")
 
 
-def failed(run_dir: Path, rank: int) -> None:
-    """Note that a rank other than 0 has failed: an agent then asks the others to stop, as if somebody wished it."""
-    if (run_dir / CONFIG).is_file():
+def failed(run_dir: Path, rank: int, why: str, *, in_training: bool) -> None:
+    """Note the error of a rank other than 0: rank 0 sees no more of it than a closed connection, or a request to stop.
+
+    Without that note the end of a process is taken for a kill, for which the samples at work may be to blame. One that
+    fails before it is `in_training` says nothing of the process that has trained before it.
+    """
+    if is_run(run_dir):
         with suppress(OSError):
-            commit_text(run_dir / _FAILED.format(rank), "")
+            commit_text(run_dir / _FAILED.format("" if in_training else "start.", rank), masked(why))
 
 
-def has_failed(run_dir: Path) -> bool:
-    """Say whether a rank other than 0 has failed."""
-    return any(True for _ in run_dir.glob(_FAILED.format("*")))
+def failure(run_dir: Path, *, in_training: bool = False) -> str | None:
+    """The error of the first rank other than 0 that noted one, in one line."""
+    for path in sorted(run_dir.glob(_FAILED.format("" if in_training else "*", "*"))):
+        with suppress(OSError):
+            why = " ".join(read_plain(path, last=_TAIL_BYTES).decode("utf-8", "replace").split())
+            return f"rank {path.name.rpartition('rank')[2]}: {why}"
+    return None
 
 
 def begin(run_dir: Path, *, is_finished: bool) -> None:
     """Take away what was said of earlier processes; a finished run keeps its summary, for nothing begins there."""
-    notes = [path.name for path in run_dir.glob(_FAILED.format("*"))]
+    notes = [path.name for path in run_dir.glob(_FAILED.format("*", "*"))]
     for name in [REFUSED, *notes] if is_finished else [REFUSED, SUMMARY, *notes]:
         with suppress(OSError):
             files.disk.unlink(run_dir / name)
@@ -78,7 +86,9 @@ def stands(run_dir: Path) -> str | None:
         return None
     if (summary := told(run_dir, SUMMARY)) is not None:
         return str(summary.get("status"))
-    return "killed" if is_run(run_dir) else None
+    if not is_run(run_dir):
+        return None
+    return "killed" if failure(run_dir) is None else "failed"
 
 
 def last_sign_ms(run_dir: Path) -> int | None:
@@ -92,7 +102,7 @@ def last_sign_ms(run_dir: Path) -> int | None:
 def why_of(run_dir: Path, summary: Mapping[str, Any] | None) -> str | None:
     """Why a run did not complete, in one line: the last error of its log, else as its summary has it."""
     why = summary.get("why") if summary is not None else None
-    return last_error(run_dir / "train.log") or (why if isinstance(why, str) else None)
+    return last_error(run_dir / "train.log") or (why if isinstance(why, str) else failure(run_dir))
 
 
 def last_error(log: Path) -> str | None:

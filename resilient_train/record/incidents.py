@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ class IncidentBook:
         self.sources: set[str] = set()  # that the run was taken up from by name
         self.began_with: tuple[int, int] | None = None  # processes, and samples of an update
         self.data: Mapping[str, Any] | None = None  # what the data set is known by
-        self._endings: list[tuple[int, int]] = []  # samples that were at work when processes ended
+        self._endings: list[tuple[int, int, bool]] = []  # samples at work when processes ended, in their first update
         self._were_treated: set[int] = set()
         self._stands_since: dict[int, int] = {}  # when incidents were treated that no update was accepted after, in ms
         for entry in journal.entries if journal else []:
@@ -148,15 +149,17 @@ class IncidentBook:
         if self._journal is not None:
             self._journal.write(_SAVED, step=step, tick=tick)
 
-    def ended(self, tick: int, start: int, stop: int) -> int:
-        """Note which samples were at work when the process ended; return how often in a row it was these."""
-        self._endings = [*self._endings, (start, stop)]
+    def ended(self, tick: int, start: int, stop: int, *, in_first: bool) -> int:
+        """Note which samples were at work when the process ended; return how often in a row it was these.
+
+        That is 0 as long as it was `in_first`, the first update after a start, each time: to compile takes long, and
+        processes are killed meanwhile whatever the samples.
+        """
+        self._endings = [*self._endings, (start, stop, in_first)]
         if self._journal is not None:
-            self._journal.write(_ENDED, tick=tick, start=start, stop=stop)
-        times = 0
-        while times < len(self._endings) and self._endings[-1 - times] == (start, stop):
-            times += 1
-        return times
+            self._journal.write(_ENDED, tick=tick, start=start, stop=stop, in_first=in_first)
+        same = list(takewhile(lambda one: one[:2] == (start, stop), reversed(self._endings)))
+        return 0 if all(one[2] for one in same) else len(same)
 
     def began(self, processes: int, samples: int) -> None:
         """Note what an update is made of: should the run go on with more or fewer processes, that stays."""
@@ -214,7 +217,7 @@ class IncidentBook:
         elif kind == _SAVED:
             self.has_saved = True
         elif kind == _ENDED and type(entry.get("start")) is int and type(entry.get("stop")) is int:
-            self._endings.append((entry["start"], entry["stop"]))
+            self._endings.append((entry["start"], entry["stop"], entry.get("in_first") is True))
         elif kind == FIRED and type(entry.get("drill")) is int:
             self._drills.add(entry["drill"])
             self.struck += strikes([entry])

@@ -36,6 +36,7 @@ class Doing(IntEnum):
     UPDATING = 1
     BETWEEN = 2  # two updates: evaluating, saving
     HUNG = 3  # in the midst of an update it was ended because it did not go on
+    FIRST = 4  # the first update after its start
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Progress:
         self.last = Stand()  # of the process before this one
         self._stand = Stand()
         self._number, self._file, self._is_failing = 0, -1, False
+        self._first: int | None = None  # tick of this process
         self._path = None if directory is None else directory / PROGRESS
         if self._path is None:
             return
@@ -65,7 +67,8 @@ class Progress:
 
     def updating(self, tick: int, step: int, start: int, stop: int) -> None:
         """Note what is about to be attempted."""
-        self._note(Stand(Doing.UPDATING, tick, step, start, stop))
+        self._first = tick if self._first is None else self._first
+        self._note(Stand(Doing.FIRST if tick == self._first else Doing.UPDATING, tick, step, start, stop))
 
     def turned_to(self, doing: Doing, tick: int | None = None) -> None:
         """Note that the process is at something else now; `tick` updates were attempted."""
@@ -76,7 +79,7 @@ class Progress:
     @property
     def is_updating(self) -> bool:
         """Say whether an update is under way."""
-        return self._stand.doing is Doing.UPDATING
+        return self._stand.doing in (Doing.UPDATING, Doing.FIRST)
 
     def close(self) -> None:
         """Let go of the file."""

@@ -119,8 +119,9 @@ def told(run_dir: Path) -> Story:
     step, tick = (stand.step, stand.tick) if stand is not None else (0, 0)
     if summary is not None:
         step, tick = (_whole(summary.get(key), known) for key, known in (("steps", step), ("ticks", tick)))
-    was_killed = stands(run_dir) == "killed"
-    status = "failed" if was_killed else status_of(incidents, summary)
+    stands_as = stands(run_dir)
+    was_killed = stands_as == "killed"
+    status = "failed" if was_killed or stands_as == "failed" else status_of(incidents, summary)
     return Story(
         directory=run_dir,
         chapters=found,
