@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import Outcome, command
@@ -265,6 +266,26 @@ def test_the_traceback_of_a_users_error_is_in_the_log(place: Path, run_command: 
     assert "Traceback" in Path("runs/mine/train.log").read_text()
     summary = outcome.summary("runs/mine")
     assert (summary["status"], summary["exit_code"], summary["steps"]) == ("failed", 1, 0)
+
+
+class Mute(RuntimeError):
+    """An error whose message needs what its constructor was not given."""
+
+    def __str__(self) -> str:
+        return f"{self.missing}"  # type: ignore[attr-defined]
+
+
+def raises_mute(model: Any, batch: Any) -> Any:
+    raise Mute
+
+
+def test_an_error_that_cannot_be_put_into_words_is_told_all_the_same(place: Path, run_command: command) -> None:
+    """By its class and line; the summary says that the run failed."""
+    outcome = run_command([*OWN, "run.name=mute", "objective._target_=test_errors.raises_mute"])
+    assert outcome.code == 1
+    assert f"Mute: <its __str__ raises> ({__file__}:" in outcome.stderr
+    assert "AttributeError" not in outcome.stderr
+    assert outcome.summary("runs/mute")["status"] == "failed"
 
 
 def test_a_directory_in_use_by_a_live_process_is_left_alone(place: Path, run_command: command) -> None:

@@ -15,7 +15,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from resilient_train.errors import ConfigError, TrainError, in_one_line, unusable
+from resilient_train.errors import ConfigError, TrainError, in_one_line, text_of, unusable
 from resilient_train.imports import similar
 
 CONF = Path(__file__).parent.parent / "conf"
@@ -41,7 +41,7 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
         return error
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return TrainError(in_one_line(error))
-    text = str(error)
+    text = text_of(error)
     if isinstance(error, OverrideParseException):
         why = f"cannot be read ({text.splitlines()[0]}); quote what is special: 'key=\"a[b]\"'"
         return unusable(error.override, why)

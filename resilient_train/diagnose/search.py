@@ -19,6 +19,7 @@ from resilient_train.diagnose import verdict
 from resilient_train.diagnose.microscope import Birth, Seen
 from resilient_train.diagnose.replay import Replay, Replayed
 from resilient_train.diagnose.verdict import Facts
+from resilient_train.errors import text_of
 from resilient_train.events import Anomaly, Culprit, Diagnosis, Signal
 from resilient_train.ranks.world import World
 from resilient_train.state import randomness
@@ -266,7 +267,7 @@ class Search:
         try:  # all make a forward, or none does: they would wait for each other in it
             made = batches()
         except Exception as error:
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            why = f"{type(error).__name__}: {text_of(error)}".splitlines()[0]
         ready = [one for one in self._world.all_of(made is not None) if one]
         if made is None or len(ready) < self._world.size:
             return None, why
@@ -277,7 +278,7 @@ class Search:
         try:
             return replay(), ""
         except Exception as error:
-            return None, f"{type(error).__name__}: {error}".splitlines()[0]
+            return None, f"{type(error).__name__}: {text_of(error)}".splitlines()[0]
         finally:
             self._beat()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from resilient_train.errors import text_of
+
 _ON_THE_HOST = ("can't allocate memory", "not enough memory", "std::bad_alloc")
 _GIB = 2**30
 
@@ -12,12 +14,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Say whether an error is that the memory of a device, or of the host, is used up."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _ON_THE_HOST)
+    return isinstance(error, RuntimeError) and any(words in text_of(error) for words in _ON_THE_HOST)
 
 
 def told(error: BaseException, device: torch.device) -> str:
     """Tell it with its numbers."""
-    said = " ".join(str(error).split()).split(" Of the allocated memory")[0][:200] or type(error).__name__
+    said = " ".join(text_of(error).split()).split(" Of the allocated memory")[0][:200] or type(error).__name__
     if device.type != "cuda":
         return said
     free, total = torch.cuda.mem_get_info(device)
