@@ -54,6 +54,7 @@ from resilient_train.update.precision import Precision
 from resilient_train.update.updater import Attempt, Knobs, Updater
 from resilient_train.ward import Ward
 from resilient_train.watch import pulse
+from resilient_train.watch.anomaly_mode import AnomalyMode
 from resilient_train.watch.checks import Panel
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.metrics import Metrics as MetricsLog
@@ -182,6 +183,7 @@ class Guard:
         self._verify_after = verify_after
         self._panel = Panel(checks)
         self._scans = Scans(checks, called, optimizers, fitting.own_weights(model) if self.world.size > 1 else None)
+        self._anomaly_mode = AnomalyMode(accelerator.backward)
         self._modes = Modes(checks.evaluation, called, self._backups, is_alone=self.world.size == 1)
         self._examination = Examination(self.world, self.clock, self._scans, self._backups)
         self._precision = Precision(called, accelerator.mixed_precision)
@@ -383,7 +385,7 @@ class Guard:
             loss, metrics = self.objective.for_training(self.model, batch)
             if self.drill is not None:
                 loss = self.drill.on_loss(self._place(), loss)
-            self.world.accelerator.backward(loss)
+            self._anomaly_mode.backward(loss)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -512,7 +514,7 @@ class Guard:
         replay = Replay(
             model,
             lambda model, batch: objective.for_training(model, batch)[0],
-            self.world.accelerator.backward,
+            self._anomaly_mode.backward,
             self._backups,
             self._updater.drop_gradients,
             trained=self._updater.weights,
@@ -656,7 +658,8 @@ class Guard:
         self._scans.see_batch(self.attempted_step, batch)
         # Where weights are spread they go to their owners at once: to wait, each rank would have to hold all of them.
         stays_here = self.world.size > 1 and not is_last and not self._is_spread
-        with self.world.accelerator.no_sync(self.model) if stays_here else nullcontext(), self._turn.of_loop():
+        waits = self.world.accelerator.no_sync(self.model) if stays_here else nullcontext()
+        with waits, self._turn.of_loop(), self._anomaly_mode.unchecked():
             yield batch
 
     def _place(self) -> Place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -269,3 +270,42 @@ def test_the_verdict_is_in_before_the_next_update_lands() -> None:
     assert landed.count(False) == 1
     assert landed.index(False) == 5  # the sixth was begun on the strength of the fifth
     assert guard.clock.step == 8
+
+
+def length(model: Any, batch: Any) -> torch.Tensor:
+    """Bring the length of outputs to a value; at zero it has no slope."""
+    return ((model(batch[0]).pow(2).sum(1).sqrt() - batch[1]) ** 2).mean()
+
+
+def length_with_anomaly_mode(model: Any, batch: Any) -> torch.Tensor:
+    torch.autograd.set_detect_anomaly(True)
+    return length(model, batch)
+
+
+@pytest.mark.parametrize("where", ["before", "in the objective", "handed over"])
+def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
+    where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its NaN is a refused update, diagnosed where that is possible; the mode stays on, once called costly."""
+    monkeypatch.setattr(logging.getLogger("resilient_train"), "propagate", True)
+    torch.manual_seed(0)
+    rows = [(torch.randn(4) * (row != 20), torch.ones(())) for row in range(64)]
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 3, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    objective = {"before": length, "in the objective": length_with_anomaly_mode, "handed over": None}[where]
+    guard = Guard(accelerator, model, optimizer, data=rows, batch_size=8, objective=objective, shuffle=False)
+    with torch.autograd.set_detect_anomaly(True):
+        handed_over(guard, length, 30) if objective is None else trained(guard, 30)
+        assert torch.is_anomaly_enabled()
+        assert torch.is_anomaly_check_nan_enabled()
+        guard.close()
+    assert guard.clock.step == 30
+    assert finite(guard)
+    found = guard.incidents[0]
+    assert found.anomaly.signal == "nonfinite_grad"
+    if objective is not None:
+        assert found.diagnosis.cause == "operation"
+        assert found.diagnosis.culprit is not None
+        assert (found.diagnosis.culprit.op, found.diagnosis.culprit.file) == ("sqrt", __file__)
+    assert sum("anomaly mode is on" in one.getMessage() for one in caplog.records) == 1

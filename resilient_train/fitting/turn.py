@@ -78,7 +78,7 @@ def warn_if_unused(guard: object, world: World) -> weakref.finalize[Any, Any]:
 
 def warn_of_scalers(ours: GradScaler | None) -> None:
     """Warn where a loss scaler is at work that the guard does not know. A pass over all objects: call it once."""
-    found = (one for one in gc.get_objects() if isinstance(one, GradScaler) and one is not ours)
+    found = (one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one is not ours)
     if any(one.is_enabled() and one._scale is not None for one in found):
         log.warning("%s", _SCALED)
 
