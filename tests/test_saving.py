@@ -135,29 +135,29 @@ SLOW = [*DIGITS, "checkpoint.memory.every=5", "checkpoint.verify_after=5", "chec
 SLOW += ["run.step_timeout=4", "run.steps=90", "checks.weights.every=1"]
 
 
-_sync = os.fsync
+_sync: Any = os.fsync
 _is_writing, _may_go_on = threading.Event(), threading.Event()
 
 
-def stuck(descriptor: int) -> None:
+def stuck(fd: Any) -> None:
     """A disk on which what the writer syncs lasts until it may go on."""
     if threading.current_thread().name == "checkpoint-writer":
         _is_writing.set()
         _may_go_on.wait()
-    _sync(descriptor)
+    _sync(fd)
 
 
-def slow(descriptor: int) -> None:
+def slow(fd: Any) -> None:
     """A disk on which each sync takes long."""
     time.sleep(SLOW_S)
-    _sync(descriptor)
+    _sync(fd)
 
 
-def fails(descriptor: int) -> None:
+def fails(fd: Any) -> None:
     """What meets an error that is none of the disk's."""
     if threading.current_thread().name == "checkpoint-writer":
         raise MemoryError("no memory for that")
-    _sync(descriptor)
+    _sync(fd)
 
 
 def flips_while_written(model: nn.Module, batch: Any) -> Tensor:
@@ -377,7 +377,7 @@ def test_what_is_being_written_and_not_to_be_trusted_is_waited_for(
     AcceleratorState._reset_state(reset_partial_state=True)
     guard = guarded(tmp_path / "run", disk=5)
     Sluggish.may.clear()
-    guard._durable._store.__class__ = Sluggish  # type: ignore[union-attr]
+    guard._durable._store.__class__ = Sluggish
     for batch in guard.batches(60):
         guard.step(batch)
         if guard._durable._writer.writing:  # type: ignore[union-attr]
@@ -424,6 +424,7 @@ def leaves_a_thread(model: nn.Module, batch: Any) -> Tensor:
 def test_a_thread_that_keeps_a_run_from_ending_is_named(nursery: Nursery) -> None:
     """The run is complete, and its process waits, as Python does."""
     done = nursery.start(*SLOW, "objective._target_=test_saving.leaves_a_thread", "run.dir=stays", "run.steps=5")
+    assert done.until((nursery.place / "stays/summary.json").exists)
     assert done.until(lambda: "waits for a thread that is no daemon: uploads" in done.output)
     assert summary(nursery.place / "stays")["status"] == "completed"
     done.strike(signal.SIGKILL)

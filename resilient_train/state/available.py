@@ -17,7 +17,7 @@ _FILES = {
 
 def available_memory() -> int:
     """Return the bytes that can be had without swapping; the page cache counts, as it is given back."""
-    return min([psutil.virtual_memory().available, *left_by_cgroups()])
+    return min([int(psutil.virtual_memory().available), *left_by_cgroups()])
 
 
 def left_by_cgroups(proc: Path = Path("/proc/self")) -> Iterator[int]:
