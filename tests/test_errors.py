@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from command import Outcome, command
 
+from resilient_train.config.compose import load
 from resilient_train.ranks.lock import DirectoryLock
 
 OWN = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
@@ -248,6 +251,14 @@ def test_a_complete_run_excuses_no_mistake(overrides: list[str], said: str, plac
     assert only_line(wrong).startswith(f"error: {said}")
     assert Path("runs/done/summary.json").read_bytes() == before
     assert run_command([*OWN, "run.name=done"]).code == 0
+
+
+def test_what_help_offers_can_be_typed(run_command: command) -> None:
+    """A slice of a split, brackets and all, goes through a shell and Hydra as it stands there."""
+    told = run_command(["--help", "data=hf_dataset"]).stdout
+    (offered,) = re.findall(r"slices work too.*: (\S+)$", told, re.MULTILINE)
+    (word,) = shlex.split(offered if "=" in offered else f"data.train.split={offered}")
+    assert load(["data=hf_dataset", "data.train.path=json", word]).config.data.train["split"] == "train[:90%]"
 
 
 def test_what_failed_before_its_first_update_is_no_obstacle(place: Path, run_command: command) -> None:
