@@ -143,6 +143,7 @@ class Watchdog:
         while words.is_alive() and (began := self._saving_since()) is not None:
             if self._is_late(time.monotonic() - began):
                 break
+            self._arm_backstop()
             words.join(_LOOK_S)
         os._exit(as_seen_by_agent(code[0]) if code else 1)
 
