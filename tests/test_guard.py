@@ -272,7 +272,7 @@ def test_the_verdict_is_in_before_the_next_update_lands() -> None:
     assert guard.clock.step == 8
 
 
-def length(model: Any, batch: Any) -> torch.Tensor:
+def length(model: Any, batch: Any) -> Any:
     """Bring the length of outputs to a value; at zero it has no slope."""
     return ((model(batch[0]).pow(2).sum(1).sqrt() - batch[1]) ** 2).mean()
 

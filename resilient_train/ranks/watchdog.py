@@ -105,20 +105,23 @@ class Watchdog:
         return time.monotonic() - since - sum(seconds for until, seconds in self._stops if until > since)
 
     def _hang(self) -> Hang | None:
-        now, waiting = time.monotonic(), at_disk_since(self._main)
+        waiting = at_disk_since(self._main)
         if waiting is not None:  # the disk has a limit of its own, and the time is not an update's
-            self._since = now
+            self._since = time.monotonic()
         phase, since = self._phase, self._since
         limit = self._limits[phase]
         if limit and (passed := self._passed(since)) > limit:
             return self._seen(phase, passed)
         for began in (waiting, self._saving_since()):
-            if began is not None and 0 < self._limits[Phase.SAVE] < (passed := self._passed(began)):
+            if began is not None and self._is_late(passed := self._passed(began)):
                 return self._seen(Phase.SAVE, passed)
         asked = self._requests.since if self._requests.arrived() else None
         if asked is not None and self._passed(asked) > self._grace:
             return self._seen(phase, self._passed(since), stop_asked=True)
         return None
+
+    def _is_late(self, saving_s: float) -> bool:
+        return 0 < self._limits[Phase.SAVE] < saving_s
 
     def _seen(self, phase: Phase, seconds: float, *, stop_asked: bool = False) -> Hang:
         threads = {thread.ident: thread.name for thread in threading.enumerate()}
