@@ -277,7 +277,7 @@ def length(model: Any, batch: Any) -> Any:
     return ((model(batch[0]).pow(2).sum(1).sqrt() - batch[1]) ** 2).mean()
 
 
-def length_with_anomaly_mode(model: Any, batch: Any) -> torch.Tensor:
+def length_with_anomaly_mode(model: Any, batch: Any) -> Any:
     torch.autograd.set_detect_anomaly(True)
     return length(model, batch)
 
