@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from resilient_train.diagnose import verdict
+from resilient_train.diagnose.rows import largest
 from resilient_train.diagnose.search import UNHEARD_OF, by_size
 from resilient_train.events import Anomaly, Diagnosis, Signal, Vitals
 from resilient_train.passed import FEW, WILD, Passed, PassedUpdates
 from resilient_train.state import randomness
 from resilient_train.ward import Ward
-from resilient_train.watch import pulse
 
 OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 _EXPLAINS = 0.5  # of a rise of the loss: as much has to come from the samples, so that these are to blame
@@ -48,7 +48,7 @@ class FirstUpdates:
 
     def note(self, start: int, fed: Sequence[Any]) -> None:
         """Measure one. It stays on the device."""
-        self._sizes[start] = pulse.largest(fed)
+        self._sizes[start] = largest(fed)
 
     def largest(self) -> list[int]:
         """Read them: the places of those that are far beyond others in some field, the largest last."""

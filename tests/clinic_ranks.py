@@ -93,7 +93,8 @@ def learned(fault: str, strategy: str) -> dict[str, Any]:
         objective=loss,
         clip=1.0,
     )
-    for batch in guard.batches(steps=30):
+    guard.steps = 30
+    for batch in guard.batches():
         guard.step(batch)
     told = [
         {

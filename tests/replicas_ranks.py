@@ -44,7 +44,8 @@ def learned(bit: int) -> list[dict[str, Any]]:
     found = []
     for at, every in ((), 20), ((STRUCK,), 20), ((STRUCK,), 1), ((STEPS,), 20):
         guard = guarded(accelerator, [BitFlip(at=at, rank=1, bit=bit)] if at else [], every)
-        for batch in guard.batches(steps=STEPS):
+        guard.steps = STEPS
+        for batch in guard.batches():
             guard.step(batch)
         told = [
             {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten_with_path
 
-from resilient_train.state.tree import with_dicts
+from resilient_train.state.tree import leaves, with_dicts
 
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
 _MANY = 0.5  # of a batch: where as many rows are guilty it is not the rows
@@ -64,6 +64,18 @@ def sizes(row: Any) -> dict[str, float]:
         if values is not None and values.numel():
             found[_spoken(path)] = float(values.abs().max())
     return found
+
+
+def largest(batches: Sequence[Any]) -> torch.Tensor:
+    """The largest absolute value of each field, over batches of one shape; nothing waits for the device."""
+    fields = zip(*map(leaves, batches), strict=False)
+    tensors = [some for some in fields if all(isinstance(one, torch.Tensor) for one in some)]
+    sizes = [
+        torch.stack([one.detach().abs().amax().float() for one in some])
+        for some in tensors
+        if all(one.is_floating_point() and one.numel() for one in some)
+    ]
+    return torch.stack([one.amax() for one in sizes]) if sizes else torch.empty(0)
 
 
 def outlying(row: Any, others: Sequence[Any], far: float) -> list[str]:

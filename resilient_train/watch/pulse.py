@@ -78,18 +78,6 @@ def all_finite(batches: Iterable[Any]) -> bool:
     return all(bool(one.isfinite().all()) for one in tensors if one.is_floating_point() or one.is_complex())
 
 
-def largest(batches: Sequence[Any]) -> torch.Tensor:
-    """The largest absolute value of each field, over batches of one shape; nothing waits for the device."""
-    fields = zip(*map(leaves, batches), strict=False)
-    tensors = [some for some in fields if all(isinstance(one, torch.Tensor) for one in some)]
-    sizes = [
-        torch.stack([one.detach().abs().amax().float() for one in some])
-        for some in tensors
-        if all(one.is_floating_point() and one.numel() for one in some)
-    ]
-    return torch.stack([one.amax() for one in sizes]) if sizes else torch.empty(0)
-
-
 def versions(batch: Any) -> list[int]:
     """Count what was written into the tensors of a batch so far, to notice what is written later."""
     return [leaf._version for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
