@@ -134,8 +134,9 @@ LOOP = """
 import torch
 from accelerate import Accelerator
 from test_processes import fails_on_rank_1
-from resilient_train import Guard
+from resilient_train import Guard, join
 
+join(cpu=True)
 accelerator = Accelerator(cpu=True)
 rows = [(torch.randn(3), torch.zeros(1)) for _ in range(64)]
 model = torch.nn.Linear(3, 1)
@@ -149,7 +150,7 @@ for batch in guard.batches(20):
 
 @pytest.mark.parametrize("who", ["command", "loop", "torchrun"])
 def test_an_error_of_a_rank_is_that_error_and_no_samples_are_blamed(who: str, tmp_path: Path) -> None:
-    """Whatever its words: on that rank, with its line. The next start tells of no crash, and the one behind it neither.
+    """Whatever its words: on that rank, with its line. The next start tells of no crash.
 
     By the true torchrun, too, whose agent asks the others to end, and starts all again.
     """
@@ -161,10 +162,10 @@ def test_an_error_of_a_rank_is_that_error_and_no_samples_are_blamed(who: str, tm
     words = words if who == "command" else ["loop.py"]
     if who == "torchrun":
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        launcher += ["--max-restarts=2", *words]
+        launcher += ["--max-restarts=1", *words]
         assert subprocess.run(launcher, cwd=folder, env=ENVIRONMENT, timeout=240, check=False).returncode == 1
     else:
-        for _ in range(3):
+        for _ in range(2):
             assert launch(folder, 2, *words).codes == [1, 1]
     run_dir = folder / "runs/run"
     assert in_journal(run_dir, "incident_opened") == []
