@@ -117,8 +117,7 @@ def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
     unwrapped = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in several]
     for one in unwrapped:
         if not isinstance(one, Optimizer):
-            wanted = "a torch.optim.Optimizer or a list of them is wanted"
-            raise TypeError(f"optimizer: {wanted}, not a {type(one).__name__}")
+            raise TypeError(f"optimizer: expected a torch.optim.Optimizer or a list of them, got {named_type(one)}")
         if _needs_closure(one):
             why = "its step computes the loss again, several times an update, which no gate can refuse"
             raise TypeError(f"optimizer: {type(one).__name__} is not supported: {why}")

@@ -39,8 +39,8 @@ def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
     except TypeError:
         is_curve = False
     if not is_curve:
-        wanted = "a torch scheduler or a callable (step) -> factor of the configured rate is wanted"
-        raise TypeError(f"schedule: {wanted}, not {given!r:.80}")
+        expected = "expected a torch scheduler or a callable (step) -> factor of the configured rate"
+        raise TypeError(f"schedule: {expected}, got {given!r:.80}")
     return CurveSchedule([group["lr"] for group in optimizer.param_groups], curve, 0)
 
 
