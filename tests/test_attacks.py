@@ -1,0 +1,104 @@
+"""The harness of hostile inputs: a handful goes through it, and what it looks for it finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from warm import ENVIRONMENT, HERE
+
+sys.path.append(str(HERE.parent / "benchmarks"))
+
+from attacks_place import SECRETS, Failed, Place, judged
+
+ATTACKS = str(HERE.parent / "benchmarks" / "attacks.py")
+HANDFUL = [
+    *("files: nothing done to it", "files: config.yaml with a tag that executes", "files: summary.json as a pipe"),
+    *("checkpoints: custom_checkpoint_0.pkl", "configuration: a remedy [nope]", "guard: nothing wrong"),
+]
+
+
+def test_a_handful_holds(tmp_path: Path) -> None:
+    """One command tries them, prints a table and the count, and keeps what became of each."""
+    command = [sys.executable, ATTACKS, "--json", "tried.json", "--only", *HANDFUL]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split()[:4] for line in done.stdout.splitlines() if line.startswith("  ")]
+    assert rows[0] == ["group", "tried", "held", "failed"]
+    assert rows[-1] == ["all", "6", "6", "0"]
+    assert done.stdout.splitlines()[-1] == "6 inputs, 0 failed"
+    tried = json.loads((tmp_path / "tried.json").read_text())
+    assert {f"{one['group']}: {one['name']}" for one in tried} == {*HANDFUL}
+
+
+def test_there_are_hundreds() -> None:
+    """What is tried is at least what was promised."""
+    command = [sys.executable, ATTACKS, "--list"]
+    listed = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len({*listed}) == len(listed) >= 200
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path / "place", tmp_path)
+
+
+def test_nothing_is_found_where_nothing_is(place: Place) -> None:
+    (place.path / "train.log").write_text("all is well\n")
+    place.audit()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("canary", "", "executed what it was given"),
+        ("precious", "other", "wrote through a link"),
+        ("run/deep/train.log", f"token={SECRETS[0]}", "a secret is in run/deep/train.log"),
+        ("out-1.txt", SECRETS[1], "a secret is in out-1.txt"),
+    ],
+)
+def test_what_got_in_or_out_is_found(place: Place, name: str, text: str, why: str) -> None:
+    """In whatever file of the place, and in what its processes printed."""
+    (place.path / name).parent.mkdir(parents=True, exist_ok=True)
+    (place.path / name).write_text(text)
+    with pytest.raises(Failed, match=why):
+        place.audit()
+
+
+def test_what_hangs_is_ended(place: Place) -> None:
+    """Its limit is a failure of the input, not of the harness."""
+    started = place.start(time.sleep, 600)
+    with pytest.raises(Failed, match="hangs: it has not ended after 1 s"):
+        started.end("it", 1.0)
+    assert started.forked.ended() is not None
+
+
+def test_a_signal_is_no_end(place: Place) -> None:
+    with pytest.raises(Failed, match="died of signal 6"):
+        place.start(os.abort).end("it", 60.0)
+
+
+def test_a_traceback_is_no_refusal(place: Place) -> None:
+    (said := place.path / "said").write_text("Traceback (most recent call last):\n  ...\nKeyError: 5\n")
+    with pytest.raises(Failed, match="shows a traceback: KeyError: 5"):
+        judged("it", 1, said, said, 0.0)
+
+
+def test_other_weights_are_no_good_end(place: Place) -> None:
+    """A run that says it is complete has to be the one that nobody disturbed."""
+    (place.prepared / "weights.json").write_text('{"30": "abc"}')
+    (said := place.path / "said").write_text("")
+    place.run_dir.mkdir()
+    for digest, steps in (("abc", 30), ("abd", 30), ("abc", 29)):
+        summary = {"status": "completed", "steps": steps, "weights_sha256": digest}
+        (place.run_dir / "summary.json").write_text(json.dumps(summary))
+        if (digest, steps) == ("abc", 30):
+            place.unharmed(judged("it", 0, said, said, 0.0))
+        else:
+            with pytest.raises(Failed, match="ended with 0"):
+                place.unharmed(judged("it", 0, said, said, 0.0))
