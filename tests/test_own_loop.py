@@ -111,7 +111,7 @@ ANEW = "; running it again starts a new run in mine-2"
         ),
         ("exit", {}, 1, 1, "left at step 70 of 120, and nothing said", "left at step 70 of 120"),
         ("fail", {}, 1, 1, r"failed at step 70 of 120: ValueError: of mine \(.*own.py:\d+\)", "Failed: at step 70"),
-        ("kill", {}, -9, 1, f"killed (no exit message) at step [67]. of 120{ANEW}", "Killed (no exit message)"),
+        ("kill", {}, -9, 1, rf"killed \(no exit message\) at step [67]. of 120{ANEW}", "Killed (no exit message)"),
         (
             *("stop", {"resume": True, "disk": 20}, 0, 75, r"stopped on request at step 71 of 120; the same command"),
             "Stopped on request: at step 71 of 120",
