@@ -399,7 +399,7 @@ def test_a_trainer_that_is_killed_is_made_up_for(
     """The server hangs, the trainer is killed, and nobody outlives it for long; then `sync`, twice."""
     run_dir = tmp_path / "run"
     process = live(run_dir, door.address, "killed")
-    while "run_id" not in (run_dir / KNOWN).read_text():
+    while not (run_dir / KNOWN).exists() or "run_id" not in (run_dir / KNOWN).read_text():
         time.sleep(0.05)
     door.mood = "hang"
     [courier_pid] = _children(process.pid)
