@@ -57,10 +57,11 @@ def trained(run_dir: Path, steps: int, data: Any, **given: Any) -> Guard:
         disk=DiskConfig(every=5),
         verify_after=3,
         resume=True,
+        steps=steps,
         **given,
     )
     try:
-        for batch in guard.batches(steps):
+        for batch in guard.batches():
             guard.step(batch)
     finally:
         guard.close()

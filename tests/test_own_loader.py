@@ -89,9 +89,10 @@ def loop(run_dir: Path, killed_at: int = 10**9, deadly: bool = False) -> dict[st
         memory=MemoryConfig(every=2, keep=4, max_gib=None),
         disk=DiskConfig(every=6),
         resume=True,
+        steps=50,
     )
     deaths = run_dir.parent / "deadly"
-    for batch in guard.batches(50):
+    for batch in guard.batches():
         if deadly and guard.clock.step >= 30 and not deaths.exists():
             deaths.write_text(repr(seen[-1]))
         if guard.clock.tick == killed_at or (deadly and deaths.exists() and deaths.read_text() == repr(seen[-1])):

@@ -164,10 +164,10 @@ def program(run_dir: Path, share: float) -> dict[str, Any]:
     def fails(row: int) -> Exception | None:
         return io_error() if next(fetches) > 400 and row % 100 < 100 * share else None
 
-    guard = guard_over(Rows(fails), run_dir=run_dir, disk=DiskConfig(every=1000), resume=True)
+    guard = guard_over(Rows(fails), run_dir=run_dir, disk=DiskConfig(every=1000), resume=True, steps=STEPS)
     began = None
     try:
-        for batch in guard.batches(STEPS):
+        for batch in guard.batches():
             began = guard.clock.step if began is None else began
             guard.step(batch)
     except (TrainError, OSError) as error:
