@@ -20,7 +20,10 @@ from resilient_train.secrets import masked
 _OURS = "config.yaml"
 _LAUNCH = ".launch"
 CHECKPOINTS = "checkpoints"  # its name in a run directory
-_OF_A_START = (_OURS, "train.log", JOURNAL, "incidents.jsonl", "progress", "summary.json", _LAUNCH, LOCK)  # it last
+_OF_A_START = (
+    *(_OURS, "train.log", JOURNAL, "incidents.jsonl", "progress", "summary.json", "mlflow.json", _LAUNCH),
+    LOCK,  # it last
+)
 
 
 @dataclass
