@@ -309,9 +309,9 @@ def twice_at_first(place: Place) -> None:
     run.kill()
     for _ in range(2):
         before = stand(place.run_dir).number
-        slow = place.training("run.steps=120", ATTACK_PAUSE="5")
+        slow = place.training("run.steps=120", ATTACK_PAUSE="0.4")
         slow.until(lambda before=before: stand(place.run_dir).number > before)  # type: ignore[misc]
-        time.sleep(2.0)
+        time.sleep(1.5)
         slow.kill()
     goes_on(place)
 

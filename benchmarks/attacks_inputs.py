@@ -381,7 +381,7 @@ CONFIGURATION |= {
             "checks.jump=text",
             "run.steps=\U0001f600",
         ),
-        *("run.seed=nan", "run.log_every=-5", "recovery.budget.share=7", "run.steps=[" + "[" * 500, "=", "run.steps="),
+        *("run.seed=nan", "run.log_every=-5", "recovery.budget.share=7", "run.steps=[" + "[" * 100, "=", "run.steps="),
         *("model.hidden=[-1]", "model.hidden=text", "objective._target_=attacks_programs", "run.steps=${run.steps}"),
     )
 }

@@ -16,7 +16,7 @@ import pytest
 from command import Outcome, command
 
 from resilient_train.config.compose import load
-from resilient_train.ranks.lock import DirectoryLock
+from resilient_train.ranks.lock import DirectoryLock, holder_of
 
 OWN = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
 OWN += ["objective=custom", "objective._target_=strangers.mse", "run.steps=3", "tracking=none", "accelerate.cpu=true"]
@@ -302,7 +302,7 @@ def test_an_error_that_cannot_be_put_into_words_is_told_all_the_same(place: Path
 def test_a_directory_in_use_by_a_live_process_is_left_alone(place: Path, run_command: command) -> None:
     """The second run names the first one's process and ends with 1: the same command works later."""
     Path("runs/same").mkdir(parents=True)
-    hold = "import os, sys, time; from pathlib import Path; from resilient_train.ranks.lock import DirectoryLock\n"
+    hold = "import os, sys, time; from pathlib import Path; from resilient_train.ranks.lock import DirectoryLock, holder_of\n"
     hold += "lock = DirectoryLock(Path('runs/same')); child = os.fork()\n"  # as a data worker, who outlives a kill
     hold += "child and print(f'held {child}', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as holder:
@@ -318,6 +318,19 @@ def test_a_directory_in_use_by_a_live_process_is_left_alone(place: Path, run_com
         holder.wait()
         DirectoryLock(Path("runs/same")).release()  # the kernel let go with the process, whatever its child does
         os.kill(int(child), signal.SIGKILL)
+
+
+def test_a_lock_that_is_released_twice_lets_go_of_no_other(tmp_path: Path) -> None:
+    """Its descriptors may be those of the next one by then."""
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    one = DirectoryLock(tmp_path / "one")
+    one.release()
+    other = DirectoryLock(tmp_path / "other")
+    one.release()
+    assert holder_of(tmp_path / "one") is None
+    assert holder_of(tmp_path / "other") is not None
+    other.release()
 
 
 def test_a_kill_before_the_first_file_is_no_obstacle(place: Path, run_command: command) -> None:

@@ -63,9 +63,11 @@ class DirectoryLock:
         threading.Thread(target=self._look_after, name="lock", daemon=True).start()
 
     def release(self) -> None:
-        """Let the next process in."""
-        self._over.set()
+        """Let the next process in. Once: closed descriptors are soon those of something else."""
         with _looking:
+            if self._over.is_set():
+                return
+            self._over.set()
             for descriptor in {self._whole, self._file} & _held:
                 _held.discard(descriptor)
                 os.close(descriptor)
