@@ -302,7 +302,7 @@ def test_an_error_that_cannot_be_put_into_words_is_told_all_the_same(place: Path
 def test_a_directory_in_use_by_a_live_process_is_left_alone(place: Path, run_command: command) -> None:
     """The second run names the first one's process and ends with 1: the same command works later."""
     Path("runs/same").mkdir(parents=True)
-    hold = "import os, sys, time; from pathlib import Path; from resilient_train.ranks.lock import DirectoryLock, holder_of\n"
+    hold = "import os, sys, time; from pathlib import Path; from resilient_train.ranks.lock import DirectoryLock\n"
     hold += "lock = DirectoryLock(Path('runs/same')); child = os.fork()\n"  # as a data worker, who outlives a kill
     hold += "child and print(f'held {child}', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE, text=True) as holder:
