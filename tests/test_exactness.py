@@ -115,7 +115,7 @@ class Program:
 
         Between a capture and the next update the user's own code draws, as code behind `guard.step()` does.
         """
-        self.run.config.run.steps = step
+        self.run.config.run.steps = self.run.guard.steps = step
         self.batches.clear()
         self.average.update()
         train(self.run, AfterEachUpdate(self.run, self.average), NullTracker())
