@@ -195,9 +195,9 @@ from resilient_train import Guard
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-x, how = torch.randn(64, 2), sys.argv[1]
+x, how = torch.ones(64, 2), sys.argv[1]
 guard = Guard(accelerator, model, optimizer, data=torch.utils.data.TensorDataset(x), batch_size=8, run_dir="here")
-scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=how == "scaler")
+scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=how == "scaler")
 if how == "behind":
     for _ in range(3):
         model(x).mean().backward()

@@ -84,8 +84,7 @@ def test_two_processes_are_cured_as_one_is(
     expected = ["data", "data", "data", "transient", "transient", "transient", "corruption", "optimizer"]
     assert causes == expected
     assert [found["ranks"] for found in incidents(two)[2:]] == [[1]] * len(STRUCK)
-    jumped = incidents(two)[-2]
-    assert re.search(r"went from \S+ to \S*e\+\d\d", jumped["advice"]), "of the rank that is damaged"
+    assert {found["advice"] for found in incidents(two)[2:]} == {""}, "nothing is advised about faults on purpose"
     first, second = digests(two)
     assert first == second
 

@@ -178,7 +178,9 @@ def _accepted(anomaly: Anomaly) -> int:
 
 
 def _rewinds(incident: Incident) -> bool:
-    return any(action.remedy == "rewind" for action in incident.decision.actions)
+    """Whether updates were made again since: after a rewind, or, where nothing was done, by another process."""
+    actions = incident.decision.actions
+    return not actions or any(action.remedy == "rewind" for action in actions)
 
 
 def _recent(oldest: int, history: Sequence[Incident]) -> Iterator[Incident]:
