@@ -66,8 +66,8 @@ def ways(place: Path) -> tuple[dict[str, Way], int]:
     from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
     from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
 
-    from resilient_train.assemble import assemble
-    from resilient_train.config.compose import load
+    from resilient_train.app.build import assemble
+    from resilient_train.app.config.compose import load
     from resilient_train.ranks.world import World
     from resilient_train.record.incidents import IncidentBook
     from resilient_train.state.tree import nbytes
@@ -181,12 +181,12 @@ def measure_blocking(blocks: int, rounds: int) -> dict[str, Any]:
 
 def training(job: Job, on_step: OnStep, tell: Callable[[Any], None], *, every: int) -> None:
     """Train as `python -m resilient_train` does, with a checkpoint on disk every so many steps."""
-    from resilient_train.assemble import assemble
-    from resilient_train.config.compose import load
+    from resilient_train.app.build import assemble
+    from resilient_train.app.config.compose import load
+    from resilient_train.app.train import train
     from resilient_train.ranks.world import World
     from resilient_train.record.incidents import IncidentBook
-    from resilient_train.record.tracking import NullTracker
-    from resilient_train.train import train
+    from resilient_train.tracking.uploads import NullTracker
 
     with TemporaryDirectory(prefix="checkpoints-") as place:
         settings = [f"run.steps={job.steps}", f"checkpoint.disk.every={every}", "data.eval._target_=null"]

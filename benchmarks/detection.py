@@ -22,7 +22,7 @@ import numpy as np
 from detection_curves import FAMILIES, Curve, recorded, risen
 from detection_rivals import ALARM, REFUSED, Arc, Detector, MeanSigma, MedianMad, Ours
 
-from resilient_train.events import Vitals
+from resilient_train.types import Vitals
 from resilient_train.watch.checks import Panel
 from resilient_train.watch.config import named
 

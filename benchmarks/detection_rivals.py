@@ -8,7 +8,7 @@ from math import isfinite, sqrt
 from statistics import median
 from typing import Any, Protocol
 
-from resilient_train.events import Signal, Vitals
+from resilient_train.types import Signal, Vitals
 from resilient_train.watch.checks import Panel
 from resilient_train.watch.config import ChecksConfig
 

@@ -9,10 +9,10 @@ import argparse
 import sys
 import time
 
-from resilient_train.assemble import assemble
-from resilient_train.config.compose import load
+from resilient_train.app.build import assemble
+from resilient_train.app.config.compose import load
+from resilient_train.app.train import evaluate
 from resilient_train.ranks.world import World
-from resilient_train.train import evaluate
 
 SMALL_GPT = ["model=gpt", "data=python_source", "objective=language_model", "model.layers=2", "model.width=64"]
 SMALL_GPT += ["model.heads=4", "data.train.context=64", "data.eval.context=64", "data.eval.max_bytes=20000"]

@@ -44,12 +44,12 @@ def is_bad_anywhere(loss: torch.Tensor) -> bool:
 
 def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
     """Train as `python -m resilient_train` does: its guard, its lines and its log file included."""
-    from resilient_train.assemble import assemble
-    from resilient_train.config.compose import load
+    from resilient_train.app.build import assemble
+    from resilient_train.app.config.compose import load
+    from resilient_train.app.terminal import Terminal
+    from resilient_train.app.train import train
     from resilient_train.ranks.world import World
-    from resilient_train.record import tracking
-    from resilient_train.record.console import Terminal
-    from resilient_train.train import train
+    from resilient_train.tracking import uploads as tracking
 
     with TemporaryDirectory(prefix="step_cost-") as scratch:
         settings = [f"run.steps={job.steps}", f"run.log_every={job.log_every}", "data.eval._target_=null"]

@@ -28,12 +28,12 @@ import recovery_foreign as foreign
 import torch
 from recovery_controls import by_hand
 
-from resilient_train.assemble import Run, assemble
-from resilient_train.config.compose import load
+from resilient_train.app.build import Run, assemble
+from resilient_train.app.config.compose import load
+from resilient_train.app.train import evaluate
 from resilient_train.errors import GaveUp
-from resilient_train.events import Incident
 from resilient_train.ranks.world import World
-from resilient_train.train import evaluate
+from resilient_train.types import Incident
 
 DRILLS = ("nan_batch", "nan_grad", "inf_loss", "loss_spike", "bit_flip", "bad_moments", "bad_row", "hot_lr", "gauntlet")
 POLICIES = ("balanced", "conservative", "aggressive", "palm", "skip", "off")

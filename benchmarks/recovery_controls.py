@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from resilient_train.assemble import Run
-from resilient_train.config import targets
-from resilient_train.drill import Place
+from resilient_train.app.build import Run
+from resilient_train.app.config import targets
+from resilient_train.drills import Place
 from resilient_train.update.optimizers import parameter_groups
 
 

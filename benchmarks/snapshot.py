@@ -32,8 +32,8 @@ WAYS = ("flat", "per tensor", "take", "restore")
 
 def ways(size: str) -> tuple[dict[str, Callable[[], Any]], int]:
     """Every way to copy a run's state by its name, and the bytes of the state."""
-    from resilient_train.assemble import assemble
-    from resilient_train.config.compose import load
+    from resilient_train.app.build import assemble
+    from resilient_train.app.config.compose import load
     from resilient_train.ranks.world import World
     from resilient_train.state.ring import MemoryConfig, Ring
     from resilient_train.state.tree import nbytes, taken_apart

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from resilient_train.events import Anomaly
+from resilient_train.types import Anomaly
 from resilient_train.watch.config import ActivationsConfig, BatchConfig, OptimizerConfig, ReplicasConfig, WeightsConfig
 from resilient_train.watch.scans import Scans
 from resilient_train.zoo.data import digits

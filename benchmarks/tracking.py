@@ -34,7 +34,7 @@ from interleaved import begin, table
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from moody import Door, mlflow_server
 
-from resilient_train.record.tracking import NullTracker, Tracker, TrackingConfig, build
+from resilient_train.tracking.uploads import NullTracker, Tracker, TrackingConfig, build
 
 MOST_MS_A_STEP, MOST_STALL_MS = 0.3, 50.0
 OF_SERVER = ("pass", "dead", "hang", "fail")
@@ -135,7 +135,7 @@ def long_run(rows: int, incidents: int, keep: Path | None) -> dict[str, Any]:
     """Leave what a long run leaves, and deliver it as its own process would; watch that process's memory."""
     from test_delivery import client_of, prove, trained
 
-    from resilient_train.record.delivery.store import KnownRun
+    from resilient_train.tracking.store import KnownRun
 
     with ExitStack() as stack:
         place = keep or Path(stack.enter_context(TemporaryDirectory(prefix="tracking-")))

@@ -1,7 +1,7 @@
 """A program with two things wrong with it, of which it says nothing: what a run makes of them.
 
     python examples/culprits.py
-    python -m resilient_train.incidents runs/culprits
+    python -m resilient_train incidents runs/culprits
 
 Two rows are rotten, and a root meets zero, where it has no slope.
 """

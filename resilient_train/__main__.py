@@ -1,23 +1,28 @@
-"""The door: `python -m resilient_train` and `resilient-train`."""
+"""The command: `resilient-train` and `python -m resilient_train`. Its first word is a verb, or it trains."""
 
 from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 
 from resilient_train.ranks.leaving import end_with_agent, ignore_requests, leave_when_asked, say_who_stays
 
+VERBS = ("incidents", "checkpoints", "status", "sync")
+
 
 def main() -> None:
-    """Train as the command line says."""
+    """Do what the command line says."""
     try:
         os.getcwd()
     except FileNotFoundError:
         print("error: the working directory was removed: change to one that is there", file=sys.stderr)
         sys.exit(2)
+    if sys.argv[1:2] and sys.argv[1] in VERBS:
+        sys.exit(import_module(f"resilient_train.app.{sys.argv[1]}").main(sys.argv[2:]))
     end_with_agent()
     leave_when_asked()
-    from resilient_train import command  # takes seconds, in which a person may change their mind
+    from resilient_train.app import command  # takes seconds, in which a person may change their mind
 
     try:
         command.main()

@@ -21,15 +21,15 @@ from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.tree_files import try_tree
 from resilient_train.checkpoint.writer import DiskConfig, Job, Outcome, Writer
 from resilient_train.errors import TrainError, in_one_line, unusable
-from resilient_train.events import Signal
 from resilient_train.files import Written, at_disk
-from resilient_train.record.console import IN_FILE_ONLY, log
 from resilient_train.record.progress import Doing, Progress
+from resilient_train.recovery import Treatment, Trouble
 from resilient_train.resumption import Resume, Resumption
 from resilient_train.state.ring import Held
 from resilient_train.state.run_state import Stateful
-from resilient_train.treatment import Treatment, Trouble
+from resilient_train.types import Signal
 from resilient_train.ward import Ward
+from resilient_train.wording import IN_FILE_ONLY, log
 
 _FOR_OTHERS_S = 5.0
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from resilient_train.data.rescue import FailedRow
-from resilient_train.events import Anomaly, Signal
 from resilient_train.ranks import majority
 from resilient_train.ranks.world import World
 from resilient_train.state.backup import Backup, Backups
 from resilient_train.state.run_state import Clock
+from resilient_train.types import Anomaly, Signal
 from resilient_train.watch import pulse
 from resilient_train.watch.readback import Sent
 from resilient_train.watch.scans import Scans

@@ -11,12 +11,12 @@ from resilient_train.data.samples import Update
 from resilient_train.diagnose.damage import is_possible, of_state
 from resilient_train.diagnose.search import Refused, by_looking
 from resilient_train.diagnose.verdict import on_failed
-from resilient_train.events import Anomaly, Cause, Diagnosis, Incident, Signal, Vitals
 from resilient_train.passed import Leap, PassedUpdates
 from resilient_train.recover.causes import by_rate, by_signal
 from resilient_train.recover.history import kind_of
 from resilient_train.recover.remedies import passes_over
 from resilient_train.state import randomness
+from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Signal, Vitals
 from resilient_train.ward import Ward
 
 _KNOWN_AFTER, _KNOWN_FOR = 2, 50  # incidents and updates: the like of the last two needs no search

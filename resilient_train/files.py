@@ -39,6 +39,12 @@ def at_disk() -> Iterator[None]:
         del _at_disk[thread]
 
 
+def conf() -> Path:
+    """The folder of the YAML files: inside an installed package, next to it in a checkout."""
+    inside = Path(__file__).parent / "conf"
+    return inside if inside.is_dir() else Path(__file__).parent.parent / "conf"
+
+
 def at_disk_since(thread: int | None) -> float | None:
     """Since when a thread waits for the disk; None if it does not."""
     return _at_disk.get(thread or 0)

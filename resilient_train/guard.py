@@ -22,32 +22,31 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
 
-from resilient_train import fitting, numerics
+from resilient_train import adapters, numerics
+from resilient_train.adapters.memory import is_out_of_memory
+from resilient_train.adapters.memory import told as memory_told
+from resilient_train.adapters.reporter import REPORT_EVERY, Chronicle, Told
 from resilient_train.checkpoint.writer import DiskConfig
-from resilient_train.chronicle import REPORT_EVERY, Chronicle, Told
 from resilient_train.data.fingerprint import sampled
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing, Update
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Refused, Search
-from resilient_train.drill import Drill, Place
+from resilient_train.drills import Drill, Place
 from resilient_train.durable import Durable
 from resilient_train.errors import ConfigError, RanksDiffer, Stopped, StorageFailed, TrainError
-from resilient_train.events import Anomaly, Incident, Signal, Vitals
 from resilient_train.examination import Examination
-from resilient_train.fitting.memory import is_out_of_memory
-from resilient_train.fitting.memory import told as memory_told
 from resilient_train.objective import Measured, Metrics, Objective
 from resilient_train.portions import Portions
-from resilient_train.record.console import log
 from resilient_train.record.incidents import IncidentBook
 from resilient_train.record.progress import Doing
+from resilient_train.recovery import Treatment
 from resilient_train.resumption import Resume
 from resilient_train.state.backup import Backup, Backups
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.ring import Held, MemoryConfig, Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
-from resilient_train.treatment import Treatment
+from resilient_train.types import Anomaly, Incident, Signal, Vitals
 from resilient_train.update.agreement import DIGEST, Flag
 from resilient_train.update.clip import ClipConfig, norm_over_ranks
 from resilient_train.update.precision import Precision
@@ -61,6 +60,7 @@ from resilient_train.watch.metrics import Metrics as MetricsLog
 from resilient_train.watch.modes import Modes
 from resilient_train.watch.readback import Sent
 from resilient_train.watch.scans import Scans
+from resilient_train.wording import log
 
 
 @dataclass
@@ -146,22 +146,22 @@ class Guard:
         the newest one there. `stop` is asked before every update. `tracking` is the address of the MLflow that is to
         show the run, or True for the one that MLFLOW_TRACKING_URI names, else for a database beside the run directory.
         """
-        self.world = fitting.world(accelerator)
+        self.world = adapters.world(accelerator)
         self.model, self.clock, self.seed, self.drill = model, Clock(), seed, drill
         is_own = book is None  # it is the loop of a user's own
         if is_own:
-            fitting.speak_up(self.world)
+            adapters.speak_up(self.world)
             numbers = {"clip": clip, "verify_after": verify_after, "seed": seed, "num_workers": num_workers}
-            fitting.check(run_dir, **numbers, disk=disk, memory=memory, checks=checks)
-        self.objective, self.steps = fitting.objective(objective), fitting.steps(steps)
-        batch_size = fitting.batch_size(batch_size, data, self.world)
+            adapters.check(run_dir, **numbers, disk=disk, memory=memory, checks=checks)
+        self.objective, self.steps = adapters.objective(objective), adapters.steps(steps)
+        batch_size = adapters.batch_size(batch_size, data, self.world)
         slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, self.world.rank, self.world.size)
         device, scaler = self.world.device, accelerator.scaler
-        fitting.hold_on_to_memory(device)
-        bare, called = fitting.bare(model, self.world), fitting.called(model, self.world)
-        optimizers = fitting.optimizers(optimizer, bare)
-        schedules = fitting.schedules(schedule, optimizers)
-        self.samples, caution = fitting.samples(
+        adapters.hold_on_to_memory(device)
+        bare, called = adapters.bare(model, self.world), adapters.called(model, self.world)
+        optimizers = adapters.optimizers(optimizer, bare)
+        schedules = adapters.schedules(schedule, optimizers)
+        self.samples, caution = adapters.samples(
             data,
             slicing,
             seed=seed,
@@ -171,8 +171,8 @@ class Guard:
             device=device,
         )
         more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
-        self._given = fitting.given(optimizers, **more)
-        clipping, checks = fitting.clipping(clip), fitting.checks(checks)
+        self._given = adapters.given(optimizers, **more)
+        clipping, checks = adapters.clipping(clip), adapters.checks(checks)
         gather = self.world.gather if self.world.size > 1 else None
         self.state = RunState(bare, optimizers, schedules, self.samples, self.clock, device=device, scaler=scaler)
         self._updater = Updater(
@@ -182,7 +182,7 @@ class Guard:
         self._ring = Ring(self.state, memory or MemoryConfig(every=25, keep=4, max_gib=None), self.world.least)
         self._verify_after = verify_after
         self._panel = Panel(checks)
-        self._scans = Scans(checks, called, optimizers, fitting.own_weights(model) if self.world.size > 1 else None)
+        self._scans = Scans(checks, called, optimizers, adapters.own_weights(model) if self.world.size > 1 else None)
         self._anomaly_mode = AnomalyMode(accelerator.backward)
         self._modes = Modes(checks.evaluation, called, self._backups, is_alone=self.world.size == 1)
         self._examination = Examination(self.world, self.clock, self._scans, self._backups)
@@ -202,11 +202,11 @@ class Guard:
             beat=lambda: self.beat(),
         )
         key, data_key = ("data.quarantine", "run.data_changed") if book else ("quarantine", "data_changed")
-        place = fitting.Place(book) if book else fitting.place(run_dir, self.world, bool(resume), tracking)
+        place = adapters.Place(book) if book else adapters.place(run_dir, self.world, bool(resume), tracking)
         book = place.book
         try:
-            differs = fitting.same_data(self.samples, book, self.world, data_changed, key=data_key)
-            listed = fitting.quarantine(
+            differs = adapters.same_data(self.samples, book, self.world, data_changed, key=data_key)
+            listed = adapters.quarantine(
                 *(quarantine, self.samples, book.directory, self.world),
                 key=key,
                 data_may_differ=differs or data_changed == "accept",
@@ -216,12 +216,12 @@ class Guard:
                 place.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
             raise
         self._treatment = Treatment(
-            *(ward, fitting.policy(recovery), book, listed),
+            *(ward, adapters.policy(recovery), book, listed),
             recovered_after=max(verify_after, 50),
         )
         self._left: Path | None = None  # where the state at the end of the loop is
         how = resume if isinstance(resume, Resume) else Resume()
-        self._durable = Durable(fitting.disk(disk), ward, self._treatment, how)
+        self._durable = Durable(adapters.disk(disk), ward, self._treatment, how)
         self.chronicle = Chronicle(
             self.clock, self._treatment.history, self._treatment.passed, place, self._durable.progress
         )
@@ -237,7 +237,7 @@ class Guard:
         if 0 < self.samples.rows < slicing.samples:
             many = f"an update takes {slicing.samples:,} rows, and the data set has {self.samples.rows:,}"
             self._cautions.append(f"data: {many}: each update takes rows more than once")
-        if fitting.disk(disk).every and memory is not None and not memory.every:
+        if adapters.disk(disk).every and memory is not None and not memory.every:
             self._cautions.append(
                 "checkpoints come from snapshots in memory, and there are none: one is left at the end"
             )
@@ -251,8 +251,8 @@ class Guard:
         self.metrics = MetricsLog(self.world, device)
         self.beat: Callable[[], None] = lambda: None  # called whenever a diagnosis has got on
         self.newest: Vitals | None = None  # the newest update that was heard of
-        self._turn = fitting.Turn(optimizers)
-        self._unused = fitting.warn_if_unused(self, self.world) if is_own else None
+        self._turn = adapters.Turn(optimizers)
+        self._unused = adapters.warn_if_unused(self, self.world) if is_own else None
         self._has_begun = False
         self._begun: _Begun | None = None
         self._newest_begun: _Begun | None = None
@@ -276,7 +276,7 @@ class Guard:
         What a loop does to it after an update that is refused a moment later stays done, until a rewind undoes it.
         """
         for name, item in items.items():
-            fitting.keepable(name, item, has_begun=self._has_begun)
+            adapters.keepable(name, item, has_begun=self._has_begun)
             self.state.keep(name, item)
 
     def resume(self) -> bool:
@@ -311,7 +311,7 @@ class Guard:
 
         An epoch is as many updates as it takes to see all the data once. Without `steps` this plans the total.
         """
-        length = fitting.steps_per_epoch(self.samples, self.slicing)
+        length = adapters.steps_per_epoch(self.samples, self.slicing)
         self._start()
         self.steps = self.steps or count * length
         numbers = range(self.attempted_step // length, min(count, -(-self.steps // length)))
@@ -326,7 +326,7 @@ class Guard:
 
         The last of them is sound then. It ends sooner once the loop is `stopped`.
         """
-        steps = fitting.steps(steps)
+        steps = adapters.steps(steps)
         self._start()
         if steps is None and self.steps is None:
             raise TrainError(_NO_TOTAL)
@@ -788,7 +788,7 @@ class Guard:
         if vitals.accepted and self.clock.step == 1 and not self._described:
             self._described = True
             if self.objective is None:
-                fitting.warn_of_scalers(self._updater.scaler)
+                adapters.warn_of_scalers(self._updater.scaler)
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
             self._examination.note_first(flight.begun.fed)
 

@@ -13,9 +13,9 @@ import torch
 from resilient_train.diagnose import verdict
 from resilient_train.diagnose.rows import largest
 from resilient_train.diagnose.search import UNHEARD_OF, by_size
-from resilient_train.events import Anomaly, Diagnosis, Signal, Vitals
 from resilient_train.passed import FEW, WILD, Passed, PassedUpdates
 from resilient_train.state import randomness
+from resilient_train.types import Anomaly, Diagnosis, Signal, Vitals
 from resilient_train.ward import Ward
 
 OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)

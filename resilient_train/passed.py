@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 from zlib import crc32
 
-from resilient_train.events import Anomaly, Vitals
+from resilient_train.types import Anomaly, Vitals
 
 _KEPT = 10_000
 _REMEMBERED = 2048  # in a checkpoint: further back than a ring of snapshots goes

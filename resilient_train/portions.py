@@ -7,9 +7,9 @@ import torch
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import TrainError
 from resilient_train.record import shortage
-from resilient_train.record.console import log
 from resilient_train.record.shortage import Shortage
-from resilient_train.treatment import Treatment
+from resilient_train.recovery import Treatment
+from resilient_train.wording import log
 
 _SMALLER = "use a smaller data.batch_size with more accelerate.gradient_accumulation_steps, or activation checkpointing"
 

@@ -11,15 +11,15 @@ from typing import Any
 from resilient_train.checkpoint.manifest import Damaged, Manifest
 from resilient_train.checkpoint.store import Entry, Saved, Store
 from resilient_train.errors import ConfigError, TrainError, unusable
-from resilient_train.events import Incident, Signal
 from resilient_train.record import endings, hangs
-from resilient_train.record.console import log
 from resilient_train.record.progress import Doing, Progress
+from resilient_train.recovery import Treatment, Trouble
 from resilient_train.secrets import masked
 from resilient_train.state.run_state import Snapshot, Stateful
-from resilient_train.treatment import Treatment, Trouble
+from resilient_train.types import Incident, Signal
 from resilient_train.update.updater import LR_OF_GUARD
 from resilient_train.ward import Ward
+from resilient_train.wording import log
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def installed_wheel(shared_tmp: Path, wheel: Path) -> Path:
 @pytest.fixture
 def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> command:
     """Run `resilient_train ARGUMENTS` in this process: a tenth of the time of a new one, the same code."""
-    from resilient_train import command as door
+    from resilient_train.app import command as door
 
     def run(arguments: Sequence[str]) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["resilient_train", *arguments])

@@ -6,9 +6,10 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from resilient_train import command, treatment
-from resilient_train.events import Action, Decision
+from resilient_train import recovery
+from resilient_train.app import command
 from resilient_train.recover.decide import decide
+from resilient_train.types import Action, Decision
 
 
 def otherwise(*given: Any, **more: Any) -> Decision:
@@ -18,5 +19,5 @@ def otherwise(*given: Any, **more: Any) -> Decision:
 
 if __name__ == "__main__":
     if os.environ.get("ODD_RANK") == os.environ["RANK"]:
-        vars(treatment)["decide"] = otherwise
+        vars(recovery)["decide"] = otherwise
     command.main()

@@ -16,7 +16,7 @@ from moody import mlflow_server
 from rich.console import Console
 from rich.text import Text
 
-from resilient_train.record.delivery import views
+from resilient_train.tracking import views
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -64,13 +64,13 @@ def in_mlflow(run_dir: Path, place: Path) -> None:
 
 
 def on_a_terminal(run_dir: Path) -> None:
-    """What `python -m resilient_train.incidents` prints, in its colours."""
+    """What `python -m resilient_train incidents` prints, in its colours."""
     wide = {**ENVIRONMENT, "COLUMNS": str(COLUMNS), "FORCE_COLOR": "1", "TERM": "xterm-256color"}
-    command = [sys.executable, "-m", "resilient_train.incidents", str(run_dir)]
+    command = [sys.executable, "-m", "resilient_train", "incidents", str(run_dir)]
     said = subprocess.run(command, env=wide, check=True, capture_output=True, text=True).stdout
     terminal = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     terminal.print(Text.from_ansi(said.replace(str(run_dir), "runs/demo")))
-    terminal.save_svg(str(IMAGES / "incidents.svg"), title="python -m resilient_train.incidents runs/demo")
+    terminal.save_svg(str(IMAGES / "incidents.svg"), title="python -m resilient_train incidents runs/demo")
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.record.left import Checkpoint
 from resilient_train.record.mending import still_open
 from resilient_train.record.story import Chapter, Phase, Story
 from resilient_train.record.surroundings import Point
-from resilient_train.record.telling import status_of
+from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.wording import status_of
 
 BEGAN_MS = 1_763_694_845_000
 RUN = Path("/data/runs/gpt-python_source-balanced-3fa1")

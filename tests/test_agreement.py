@@ -13,10 +13,10 @@ import torch
 from group import launch, together
 from kills import checkpoints, incidents, summary
 
-from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.ranks.majority import named, odd_ones
 from resilient_train.recover import digest
 from resilient_train.recover.knobs import KnobValues
+from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.update.agreement import DIGESTS, Agreement, Flag
 from resilient_train.watch import pulse
 from resilient_train.watch.config import ReplicasConfig

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_train.events import Anomaly, Signal, Vitals
+from resilient_train.types import Anomaly, Signal, Vitals
 from resilient_train.watch.checks import NO_LIMIT, Finding, Panel
 from resilient_train.watch.checks.level import deviation
 from resilient_train.watch.config import ChecksConfig, checks_from, named

@@ -2,7 +2,7 @@
 
 SLURM's commands are stand-ins that do what the real ones do to a script: `srun` starts the command once for each node,
 hands SIGUSR1 on and kills at SIGTERM; `scontrol` notes what it was asked for. In the quick tests the agent is one, too:
-it leaves what a run would have left, and `python -m resilient_train.status` reads it.
+it leaves what a run would have left, and `python -m resilient_train status` reads it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from kills import stand, summary, taken_up_at
 from launched import Launched
 from warm import ENVIRONMENT
 
-from resilient_train import command
-from resilient_train.config.compose import load
+from resilient_train.app import command
+from resilient_train.app.config.compose import load
+from resilient_train.app.status import status_of
 from resilient_train.errors import ConfigError
-from resilient_train.status import status_of
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 SBATCH = SCRIPTS / "slurm.sbatch"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from resilient_train.config.compose import load
+from resilient_train.app.config.compose import load
 
 
 @pytest.mark.parametrize(

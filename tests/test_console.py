@@ -18,11 +18,11 @@ import pytest
 from browser import PATIENCE_MS, Console, chromium, console
 from moody import mlflow_server
 
-from resilient_train.record.delivery import views
-from resilient_train.record.delivery.courier import Courier
-from resilient_train.record.delivery.pictures import KEY
-from resilient_train.record.delivery.store import locate
 from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
+from resilient_train.tracking import views
+from resilient_train.tracking.courier import Courier
+from resilient_train.tracking.pictures import KEY
+from resilient_train.tracking.store import locate
 
 pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="chromium is not installed"),

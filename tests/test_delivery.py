@@ -21,14 +21,14 @@ import pytest
 from moody import Door, Mood, mlflow_server
 from warm import ENVIRONMENT
 
-from resilient_train import sync
-from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.app import sync
 from resilient_train.ranks.lock import DirectoryLock
-from resilient_train.record.delivery.courier import Courier
-from resilient_train.record.delivery.store import KNOWN, locate
 from resilient_train.record.incidents import IncidentBook
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox, entries
 from resilient_train.record.story import told
+from resilient_train.tracking.courier import Courier
+from resilient_train.tracking.store import KNOWN, locate
+from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -316,7 +316,7 @@ import os, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
-from resilient_train.record.tracking import TrackingConfig, build
+from resilient_train.tracking.uploads import TrackingConfig, build
 from test_delivery import met, IncidentBook
 
 run_dir, address, experiment = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -498,7 +498,7 @@ def test_sync_sends_credentials_only_where_a_person_says(tmp_path: Path, scheme:
         box = Outbox(run_dir / OUTBOX)
         box.put(BEGAN, name="run", tracking_uri=uri, experiment="e")
         assert box.close(30)
-        start = [sys.executable, "-m", "resilient_train.sync", str(run_dir)]
+        start = [sys.executable, "-m", "resilient_train", "sync", str(run_dir)]
         Listening.came.clear()
         refused = subprocess.run(start, env=environment, capture_output=True, text=True)
         assert not any(Listening.came), "its server has got the password"

@@ -18,13 +18,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from group import together
 
-from resilient_train import incidents
+from resilient_train.app import incidents
 from resilient_train.diagnose.search import Search
 from resilient_train.errors import GaveUp
-from resilient_train.events import Cause, Incident, Outcome, Signal
 from resilient_train.guard import Guard
 from resilient_train.record.mending import still_open
-from resilient_train.record.telling import told
+from resilient_train.types import Cause, Incident, Outcome, Signal
+from resilient_train.wording import told
 
 ROWS, FEATURES = 512, 6
 
@@ -384,7 +384,7 @@ def test_every_rank_learns_what_one_has_met(fault: str, strategy: str) -> None:
 def test_the_story_can_be_read_afterwards(
     program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`python -m resilient_train.incidents`: what, where, what was done, and what to do; for programs with --json."""
+    """`python -m resilient_train incidents`: what, where, what was done, and what to do; for programs with --json."""
     rows = program.Rows()
     rows.inputs[77, 4] = math.nan
     trained(program, rows, breaks="root", steps=60, run_dir=tmp_path / "run")

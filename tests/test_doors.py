@@ -19,7 +19,7 @@ from kills import COMMAND, Nursery, stand
 from launched import Launched, never_imported
 from warm import ENVIRONMENT
 
-from resilient_train import checkpoints, status
+from resilient_train.app import checkpoints, status
 
 MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
 MINE += ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
@@ -142,13 +142,11 @@ def test_status_of_what_is_no_run_is_2_and_of_nonsense_1(content: str | None, tm
 
 def test_status_is_quick_and_speaks_to_programs(nursery: Nursery) -> None:
     """It needs no torch, and `--json` is one object."""
-    program = (
-        "import sys; from resilient_train import status; status.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    )
+    program = "import sys; from resilient_train.app import status as s; s.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program, "nowhere"], check=True, capture_output=True)
     nursery.run(*MINE, "run.name=spoken", "run.steps=3")
     place = nursery.place / "runs" / "spoken"
-    said = subprocess.run([sys.executable, "-m", "resilient_train.status", place, "--json"], capture_output=True)
+    said = subprocess.run([sys.executable, "-m", "resilient_train", "status", place, "--json"], capture_output=True)
     assert said.returncode == 0
     found = json.loads(said.stdout)
     assert (found["state"], found["exit_code"], found["step"], found["steps"]) == ("completed", 0, 3, 3)
@@ -163,7 +161,7 @@ def test_following_a_run_that_is_killed_ends_with_1(nursery: Nursery) -> None:
     command = [*MINE, "run.name=watched", "checkpoint.disk.every=10", "checkpoint.verify_after=2", "drill=nan_grad"]
     run = nursery.start(*command, "drill.at=[60]", FOR_EVER)
     run.until(lambda: stand(run_dir).step >= 1)
-    door = [sys.executable, "-m", "resilient_train.incidents", str(run_dir), "--follow"]
+    door = [sys.executable, "-m", "resilient_train", "incidents", str(run_dir), "--follow"]
     with subprocess.Popen(door, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as follower:
         assert follower.stdout is not None
         for line in follower.stdout:

@@ -9,7 +9,6 @@ import pickle
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from torch.utils.data import IterableDataset, TensorDataset
 
-import resilient_train
-from resilient_train.drill import (
+from resilient_train import files
+from resilient_train.drills import (
     BadMoments,
     BadRow,
     BitFlip,
@@ -38,7 +37,7 @@ from resilient_train.drill import (
 )
 from resilient_train.errors import ConfigError
 
-CONF = Path(resilient_train.__file__).parent / "conf"
+CONF = files.conf()
 
 
 class Journal:

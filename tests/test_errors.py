@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from command import Outcome, command
 
-from resilient_train.config.compose import load
+from resilient_train.app.config.compose import load
 from resilient_train.ranks.lock import DirectoryLock, holder_of
 
 OWN = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from resilient_train.assemble import Run, assemble
-from resilient_train.config.compose import load
-from resilient_train.events import Vitals
+from resilient_train.app.build import Run, assemble
+from resilient_train.app.config.compose import load
+from resilient_train.app.train import train
 from resilient_train.ranks.world import World
-from resilient_train.record.tracking import NullTracker
 from resilient_train.state.run_state import Snapshot
 from resilient_train.state.tree import sha256
-from resilient_train.train import train
+from resilient_train.tracking.uploads import NullTracker
+from resilient_train.types import Vitals
 
 STEPS, CAPTURED_AT = 40, 17
 

@@ -15,15 +15,11 @@ import resilient_train
 HOUSE = Path(resilient_train.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
 
-GROUND = {"errors", "events", "files", "imports", "secrets"}  # what every room may stand on
+GROUND = {"errors", "files", "imports", "secrets", "types", "wording"}  # what every room may stand on
 
 # The rooms and modules at the top, from the ground up: each may know the ground and those it names, nothing else.
 MAY_KNOW: dict[str, set[str]] = {
-    "errors": set(),
-    "events": set(),
-    "files": set(),
-    "imports": set(),
-    "secrets": set(),
+    **{name: set() for name in GROUND},
     "zoo": set(),
     "state": set(),
     "data": {"ranks", "state"},
@@ -31,7 +27,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "numerics": set(),
     "update": {"state"},
     "recover": set(),
-    "drill": {"state"},
+    "drills": {"state"},
     "ranks": set(),
     "checkpoint": {"state"},
     "diagnose": {"data", "ranks", "state"},
@@ -41,69 +37,47 @@ MAY_KNOW: dict[str, set[str]] = {
     "ward": {"data", "diagnose", "ranks", "state", "update", "watch"},
     "landed": {"diagnose", "passed", "state", "ward"},
     "explanation": {"data", "diagnose", "landed", "passed", "recover", "state", "ward"},
-    "treatment": {
+    "recovery": {
         *("data", "diagnose", "explanation", "landed", "numerics", "passed", "ranks", "record"),
         *("recover", "state", "ward", "watch"),
     },
-    "portions": {"data", "record", "treatment"},
-    "resumption": {"checkpoint", "record", "state", "treatment", "update", "ward"},
-    "durable": {"checkpoint", "record", "resumption", "state", "treatment", "ward"},
+    "portions": {"data", "record", "recovery"},
+    "resumption": {"checkpoint", "record", "recovery", "state", "update", "ward"},
+    "durable": {"checkpoint", "record", "recovery", "resumption", "state", "ward"},
     "examination": {"data", "ranks", "state", "watch"},
-    "chronicle": {"fitting", "passed", "ranks", "record", "recover", "state"},
-    "fitting": {"checkpoint", "data", "objective", "ranks", "record", "recover", "state", "update", "watch"},
+    "tracking": {"record"},
+    "adapters": {
+        *("checkpoint", "data", "objective", "passed", "ranks", "record", "recover", "state", "tracking"),
+        *("update", "watch"),
+    },
     "guard": {
-        *(
-            "checkpoint",
-            "chronicle",
-            "data",
-            "diagnose",
-            "drill",
-            "durable",
-            "examination",
-            "fitting",
-            "numerics",
-            "objective",
-        ),
-        *("portions", "ranks", "record", "resumption", "state", "treatment", "update", "ward", "watch"),
+        *("adapters", "checkpoint", "data", "diagnose", "drills", "durable", "examination", "numerics", "objective"),
+        *("portions", "ranks", "record", "recovery", "resumption", "state", "update", "ward", "watch"),
     },
-    "config": {"checkpoint", "data", "ranks", "record", "state", "update", "watch"},
-    "assemble": {
-        *("checkpoint", "config", "data", "drill", "guard", "objective", "ranks", "record", "recover", "resumption"),
-        *("state", "update", "watch"),
+    "app": {
+        *("checkpoint", "data", "diagnose", "drills", "guard", "objective", "ranks", "record", "recover"),
+        *("resumption", "state", "tracking", "update", "watch"),
     },
-    "train": {"assemble", "record", "state"},
-    "session": {
-        *("assemble", "checkpoint", "config", "diagnose", "ranks", "record", "resumption", "state", "train"),
-    },
-    "command": {"config", "ranks", "record", "session"},
-    "__main__": {"command", "ranks"},
-    "incidents": {"record", "status"},
-    "checkpoints": {"checkpoint", "record"},
-    "status": {"ranks", "record"},
-    "sync": {"record"},
-    "__init__": {"guard", "errors", "ranks"},
+    "__main__": {"app", "ranks"},
+    "__init__": {"guard", "ranks"},
 }
 
 # Libraries that only some may know.
 KNOWN_TO = {
-    "hydra": {"config", "command"},
-    "omegaconf": {"config", "command"},
-    "mlflow": {"record/delivery"},
-    "accelerate": {"ranks", "assemble", "guard", "fitting"},
-    "rich": {"record"},
+    "hydra": {"app/config", "app/command"},
+    "omegaconf": {"app/config", "app/command"},
+    "mlflow": {"tracking"},
+    "accelerate": {"ranks", "app/build", "guard", "adapters"},
+    "rich": {"app"},
     "transformers": {"zoo"},
     "datasets": {"zoo"},
     "sklearn": {"zoo"},
 }
 WITHOUT_TORCH = {
-    *("errors", "events", "files", "imports", "incidents", "record", "recover", "watch/checks", "watch/config.py"),
-    *(
-        "secrets",
-        "command",
-        "config/explain.py",
-        "config/manual.py",
-    ),  # --help, completion and a mistake are told at once
-    *("diagnose/advice.py", "diagnose/verdict.py", "ranks/leaving.py", "status"),
+    *(f"{name}.py" for name in GROUND),
+    *("app/command", "app/config/explain.py", "app/config/manual.py"),  # --help and a mistake are answered at once
+    *("app/incidents", "app/status", "diagnose/advice.py", "diagnose/verdict.py", "ranks/leaving.py"),
+    *("record", "recover", "tracking", "watch/checks", "watch/config.py"),
 }
 
 

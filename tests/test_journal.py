@@ -20,7 +20,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resilient_train.errors import TrainError
-from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.record.incidents import (
     IncidentBook,
     as_line,
@@ -32,7 +31,8 @@ from resilient_train.record.incidents import (
 )
 from resilient_train.record.journal import Journal, plain, read
 from resilient_train.record.story import Chapter, Phase, chapters
-from resilient_train.record.telling import cured, first_sign, remedies_in_short, status_of
+from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.wording import cured, first_sign, remedies_in_short, status_of
 
 SLOW_DISK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

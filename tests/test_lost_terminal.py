@@ -19,10 +19,11 @@ from moody import Door
 from stories import incident
 from warm import ENVIRONMENT, Forked, python
 
-from resilient_train.record.console import LiveLine, Terminal, counting, log
+from resilient_train.app.streams import lasting, outlived, while_heard
+from resilient_train.app.terminal import LiveLine, Terminal, counting
 from resilient_train.record.doors import to_see_it
 from resilient_train.record.incidents import IncidentBook
-from resilient_train.record.streams import lasting, outlived, while_heard
+from resilient_train.wording import log
 
 MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
 MINE += ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
@@ -104,7 +105,7 @@ def test_incidents_end_quietly_when_the_reader_has_read_enough(
     more: list[str], environment: dict[str, str], long_run: Path
 ) -> None:
     """As with `| head -1`."""
-    command = [sys.executable, "-m", "resilient_train.incidents", str(long_run), *more]
+    command = [sys.executable, "-m", "resilient_train", "incidents", str(long_run), *more]
     with subprocess.Popen(
         command, env=ENVIRONMENT | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -188,7 +189,7 @@ def test_who_waits_for_mlflow_is_told_why_and_may_leave(tmp_path: Path) -> None:
     more = ["tracking=mlflow", f"tracking.uri={door.address}", "tracking.drain_s=600", "run.steps=3"]
     run = Forked(python, "-m", "resilient_train", *[*MINE, *more], place=tmp_path, out=out)
     try:
-        why = "delivering to MLflow, for up to 600 s (tracking.drain_s); Ctrl-C leaves the rest to resilient_train.sync"
+        why = "delivering to MLflow, for up to 600 s (tracking.drain_s); Ctrl-C leaves the rest to resilient-train sync"
         deadline = time.monotonic() + 200
         while not out.exists() or why not in out.read_text():
             assert time.monotonic() < deadline
@@ -200,7 +201,7 @@ def test_who_waits_for_mlflow_is_told_why_and_may_leave(tmp_path: Path) -> None:
         door.close()
     told = out.read_text().splitlines()
     assert told[-2] == "to deliver the rest, from any machine that has the directory:"
-    assert told[-1].endswith(" -m resilient_train.sync runs/run")
+    assert told[-1].endswith(" -m resilient_train sync runs/run")
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from torch.utils.data import TensorDataset
 
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.errors import TrainError
-from resilient_train.events import Incident
 from resilient_train.guard import Guard
 from resilient_train.record import shortage
 from resilient_train.record.shortage import Shortage
 from resilient_train.recover.policy import named
 from resilient_train.state.ring import MemoryConfig
+from resilient_train.types import Incident
 
 STEPS = 20
 

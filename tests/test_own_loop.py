@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from group import Group, launch
 from warm import ENVIRONMENT
 
-from resilient_train import incidents, status, sync
+from resilient_train.app import incidents, status, sync
 from resilient_train.errors import ConfigError, DirectoryInUse
 from resilient_train.guard import Guard
 

@@ -29,8 +29,12 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     """Every module and every configuration file of the checkout is in the wheel; tests, runs and caches are not."""
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
-    files = (ROOT / "resilient_train").rglob("*")
-    assert inside == {str(file.relative_to(ROOT)) for file in files if file.suffix in {".py", ".yaml", ".typed"}}
+    code = {
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "resilient_train").rglob("*")
+        if file.suffix in {".py", ".typed"}
+    }
+    assert inside == code | {f"resilient_train/{file.relative_to(ROOT)}" for file in (ROOT / "conf").rglob("*.yaml")}
     assert "resilient_train/conf/config.yaml" in inside
 
 

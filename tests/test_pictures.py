@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 from stories import ROOT, chapter, incident, story, updates
 
-from resilient_train.events import Culprit, Outcome
-from resilient_train.record.delivery.drawing import _way_back
-from resilient_train.record.delivery.pictures import draw, draw_overview, draw_strip
-from resilient_train.record.delivery.sheet import BAD, CURVE, EDGE, GONE, GOOD, PAPER, TINT
 from resilient_train.record.surroundings import Point
+from resilient_train.tracking.drawing import _way_back
+from resilient_train.tracking.pictures import draw, draw_overview, draw_strip
+from resilient_train.tracking.sheet import BAD, CURVE, EDGE, GONE, GOOD, PAPER, TINT
+from resilient_train.types import Culprit, Outcome
 
 MOST_BYTES = 60_000
 REFUSED = chapter(incident(1))  # at tick 161
@@ -152,7 +152,7 @@ def test_drawing_leaves_matplotlib_as_it_was() -> None:
     program = (
         "import sys, matplotlib\n"
         "from stories import chapter, incident, updates\n"
-        "from resilient_train.record.delivery.pictures import draw\n"
+        "from resilient_train.tracking.pictures import draw\n"
         "before = matplotlib.rcParams.copy()\n"
         "draw(chapter(incident(3)), updates(163))\n"
         "print('matplotlib.pyplot' in sys.modules)\n"  # to look at a setting would import it

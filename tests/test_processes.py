@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 from warm import ENVIRONMENT
 
-from resilient_train.status import status_of
+from resilient_train.app.status import status_of
 
 OWN = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Augmented"]
 OWN += ["objective=custom", "objective._target_=strangers.mse_and_more", "data.eval._target_=strangers.Fixed"]

@@ -21,7 +21,7 @@ from launched import Launched
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from resilient_train.drill import BadMoments, BitFlip, Drill, HotLr, LossSpike, NanBatch, NanGrad
+from resilient_train.drills import BadMoments, BitFlip, Drill, HotLr, LossSpike, NanBatch, NanGrad
 from resilient_train.errors import RanksDiffer
 from resilient_train.guard import Guard
 from resilient_train.state.ring import MemoryConfig

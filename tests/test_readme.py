@@ -21,14 +21,14 @@ from accelerate import Accelerator
 from command import command
 from torch.nn.functional import mse_loss
 
-from resilient_train.config.compose import load
-from resilient_train.events import Cause, Outcome
+from resilient_train.app.config.compose import load
 from resilient_train.record.incidents import as_line, from_line, told
 from resilient_train.recover.policy import Budget, Policy, parse
 from resilient_train.recover.remedies import KNOWN
+from resilient_train.types import Cause, Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
-CONF = ROOT / "resilient_train" / "conf"
+CONF = ROOT / "conf"
 README = (ROOT / "README.md").read_text()
 POLICIES = (ROOT / "docs" / "policies.md").read_text()
 DRILLS = (ROOT / "docs" / "drills.md").read_text()

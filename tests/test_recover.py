@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from resilient_train.errors import ConfigError
-from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.recover.causes import by_signal
 from resilient_train.recover.decide import decide
 from resilient_train.recover.history import History
 from resilient_train.recover.knobs import HIGHEST_EPS, LOWEST_CLIP, LOWEST_LR, Knobs, KnobValues
 from resilient_train.recover.policy import SHIPPED, Policy, named, parse, shipped
 from resilient_train.recover.remedies import KNOWN, Applicable, Case, Patient, Remedy, passes_over, remedy
+from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
 

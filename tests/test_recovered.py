@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
+from resilient_train.app.status import status_of
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.errors import GaveUp
 from resilient_train.guard import Guard
 from resilient_train.record.incidents import IncidentBook
-from resilient_train.status import status_of
 
 NEVER = 10**9
 BLOBS, WIDTH, CLASSES = 768, 12, 4

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_recover import ALL_APPLICABLE, Fault, Run, landed, policy_named, refused, trained
 
-from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.passed import Leap, PassedUpdates
 from resilient_train.recover.decide import decide
 from resilient_train.recover.history import History, left_damage
 from resilient_train.recover.remedies import Applicable, cut
+from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.watch.checks.probation import Probation
 from resilient_train.watch.config import named
 from resilient_train.watch.reference import WINDOW, Reference, Standing, falls, without_top

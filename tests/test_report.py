@@ -15,12 +15,12 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from stories import CLIMBED, FLIPPED, PASSED, ROOT, ROTTEN, RUN, incident, story
 
-from resilient_train.events import Action, Cause, Culprit, Decision, Incident, Outcome
-from resilient_train.record.delivery.markdown import code, link, text, worded
-from resilient_train.record.delivery.report import note, report
 from resilient_train.record.left import Checkpoint
 from resilient_train.record.mending import still_open
 from resilient_train.record.story import Story, told
+from resilient_train.tracking.markdown import code, link, text, worded
+from resilient_train.tracking.report import note, report
+from resilient_train.types import Action, Cause, Culprit, Decision, Incident, Outcome
 
 LIMIT = 8_000  # characters of a tag in MLflow
 HOSTILE = "a|b`c`\n# <script>alert(1)</script> [x](http://evil) ![y](z) **b** __init__ ~~s~~ :smile: @me &amp; \\| $x$"

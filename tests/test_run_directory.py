@@ -26,19 +26,19 @@ from held import held_at, is_held
 from kills import Nursery, Started, incidents, summary
 from sealed import seal
 
-from resilient_train import checkpoints, status, sync
-from resilient_train import incidents as shown
+from resilient_train.app import checkpoints, status, sync
+from resilient_train.app import incidents as shown
 from resilient_train.checkpoint.manifest import DEMOTED
 from resilient_train.checkpoint.store import Store
-from resilient_train.events import Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.guard import Guard
 from resilient_train.record import drills
-from resilient_train.record.delivery.report import report
-from resilient_train.record.delivery.store import locate
 from resilient_train.record.incidents import IncidentBook
 from resilient_train.record.outbox import BEGAN, OUTBOX, Outbox
 from resilient_train.record.story import told
-from resilient_train.record.telling import tags
+from resilient_train.tracking.report import report
+from resilient_train.tracking.store import locate
+from resilient_train.types import Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.wording import tags
 
 RUN = ["model=mlp", "data=digits", "objective=custom", "objective._target_=held.cross_entropy", "tracking=none"]
 RUN += ["checkpoint.disk.every=5", "checkpoint.memory.every=5", "checkpoint.verify_after=5", "run.dir=run"]
@@ -317,7 +317,7 @@ def test_what_is_wrong_with_a_directory_is_said(here: Path, run_command: command
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_a_report_of_many_incidents_is_not_made_again_for_each(here: Path) -> None:
     """That would take as long as all of them squared; at the end it has all."""
-    from resilient_train.record.delivery.courier import Courier
+    from resilient_train.tracking.courier import Courier
 
     (here / "run").mkdir()
     book = IncidentBook(here / "run")

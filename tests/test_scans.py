@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from resilient_train.events import Anomaly, Signal
+from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.config import (
     ActivationsConfig,
     BatchConfig,

@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from warm import ENVIRONMENT
 
-from resilient_train import incidents, secrets, status, sync
-from resilient_train.config.compose import load
+from resilient_train import secrets
+from resilient_train.app import incidents, status, sync
+from resilient_train.app.config.compose import load
 from resilient_train.record.journal import Journal
 from resilient_train.secrets import MASK, is_secret, learn, masked, masked_override, masked_tree
 

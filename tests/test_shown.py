@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import pytest
 from stories import RUN, chapter, incident, story, updates
 
-from resilient_train.events import Outcome
-from resilient_train.record.delivery import views
-from resilient_train.record.delivery.models import show_models
-from resilient_train.record.delivery.pictures import KEY, STRIP, picture_url, show_overview, show_picture, strip_url
-from resilient_train.record.delivery.views import prepare_run_list
 from resilient_train.record.left import Checkpoint
+from resilient_train.tracking import views
+from resilient_train.tracking.models import show_models
+from resilient_train.tracking.pictures import KEY, STRIP, picture_url, show_overview, show_picture, strip_url
+from resilient_train.tracking.views import prepare_run_list
+from resilient_train.types import Outcome
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -211,6 +211,6 @@ def test_a_store_that_does_not_take_the_view_is_no_trouble(client: MlflowClient,
 
 def test_outcomes_are_as_the_pictures_name_them() -> None:
     """Every outcome has words."""
-    from resilient_train.record.delivery.drawing import OUTCOMES
+    from resilient_train.tracking.drawing import OUTCOMES
 
     assert OUTCOMES.keys() == {None, *Outcome}

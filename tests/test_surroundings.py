@@ -16,12 +16,12 @@ from test_gate import SKIP, guarded
 from test_guard import REWIND, At, adamw, trained
 
 from resilient_train.errors import GaveUp
-from resilient_train.events import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.guard import Guard
 from resilient_train.record.incidents import IncidentBook
 from resilient_train.record.phases import Phases
 from resilient_train.record.story import Chapter, Phase, told
 from resilient_train.record.surroundings import AFTER, BEFORE, Point, Surroundings, around
+from resilient_train.types import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 
 pytestmark = pytest.mark.usefixtures("careless")
 

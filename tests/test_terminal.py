@@ -24,24 +24,24 @@ import yaml
 from command import command
 from warm import ENVIRONMENT
 
-from resilient_train import incidents
-from resilient_train.config.explain import CONF
-from resilient_train.config.meanings import Option, meanings, nodes
-from resilient_train.config.schema import Config
-from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.app import incidents
+from resilient_train.app.config.explain import CONF
+from resilient_train.app.config.meanings import Option, meanings, nodes
+from resilient_train.app.config.schema import Config
 from resilient_train.ranks.lock import DirectoryLock
-from resilient_train.record.delivery.report import note, report
 from resilient_train.record.directory import Launcher, launcher_of
 from resilient_train.record.incidents import IncidentBook, as_line
 from resilient_train.record.journal import seal
 from resilient_train.record.review import review, shortened
 from resilient_train.record.story import told
+from resilient_train.tracking.report import note, report
+from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
 Said = pytest.CaptureFixture[str]
 
 MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
 MINE += ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
-DOOR = [sys.executable, "-m", "resilient_train.incidents"]
+DOOR = [sys.executable, "-m", "resilient_train", "incidents"]
 
 
 def on_terminal(arguments: Sequence[str], columns: int, **more: str) -> str:
@@ -438,7 +438,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     )
     assert told[3] == "  corruption: rewound"
     assert told[-1].startswith("for the full report: ")
-    assert told[-1].endswith(" -m resilient_train.incidents runs/run")
+    assert told[-1].endswith(" -m resilient_train incidents runs/run")
     assert set(told) <= {
         line.split(" ", 3)[3] for line in Path("runs/run/train.log").read_text().splitlines() if " INFO " in line
     }
@@ -606,7 +606,7 @@ def test_the_manual_has_no_such_page(asked: str, words: str, run_command: comman
 
 
 @pytest.mark.parametrize(
-    "what", [["resilient_train", "--help"], ["resilient_train.incidents", "{run}"]], ids=lambda one: one[0]
+    "what", [["resilient_train", "--help"], ["resilient_train", "incidents", "{run}"]], ids=lambda one: one[1]
 )
 def test_a_reader_may_have_read_enough(what: list[str], met: Path) -> None:
     """`| head -1` leaves no error behind."""

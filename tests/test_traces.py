@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from resilient_train.events import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
-from resilient_train.record.delivery.connection import ENVIRONMENT
-from resilient_train.record.delivery.traces import Traces, trace_id_of
 from resilient_train.record.story import Chapter, Phase
+from resilient_train.tracking.connection import ENVIRONMENT
+from resilient_train.tracking.traces import Traces, trace_id_of
+from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

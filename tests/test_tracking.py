@@ -18,13 +18,14 @@ import pytest
 from moody import free_port
 from omegaconf import OmegaConf
 
+from resilient_train import files
 from resilient_train.errors import ConfigError
-from resilient_train.record import tracking
-from resilient_train.record.delivery.courier import Courier
-from resilient_train.record.delivery.store import locate, shown
 from resilient_train.record.doors import command
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
-from resilient_train.record.tracking import NullTracker, TrackedRun, TrackingConfig, build, ui_command, url
+from resilient_train.tracking import uploads as tracking
+from resilient_train.tracking.courier import Courier
+from resilient_train.tracking.store import locate, shown
+from resilient_train.tracking.uploads import NullTracker, TrackedRun, TrackingConfig, build, ui_command, url
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -224,7 +225,7 @@ def test_system_metrics_are_shown_when_asked_for(home: Path, tmp_path: Path, mon
 SCRIPT = """
 import sys
 from pathlib import Path
-from resilient_train.record.tracking import TrackingConfig, build
+from resilient_train.tracking.uploads import TrackingConfig, build
 
 run_dir = Path(sys.argv[2])
 run_dir.mkdir()
@@ -266,7 +267,7 @@ def test_processes_that_start_together_share_a_new_database(tmp_path: Path) -> N
 KILLED = """
 import os, sys
 from pathlib import Path
-from resilient_train.record.tracking import TrackingConfig, build
+from resilient_train.tracking.uploads import TrackingConfig, build
 
 def half_made(home):
     return any(path.stat().st_size > 100_000 for path in home.rglob("*.db"))
@@ -347,9 +348,9 @@ def test_the_command_that_is_told_works_without_an_activated_environment(
     """It names the interpreter where `python` would be another one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/usr/bin")
-    assert command("sync", tmp_path / "my run") == f"{sys.executable} -m resilient_train.sync 'my run'"
+    assert command("sync", tmp_path / "my run") == f"{sys.executable} -m resilient_train sync 'my run'"
     monkeypatch.setenv("PATH", f"/usr/bin:{Path(sys.executable).parent}")
-    assert command("incidents", tmp_path / "runs/a") == "python -m resilient_train.incidents runs/a"
+    assert command("incidents", tmp_path / "runs/a") == "python -m resilient_train incidents runs/a"
 
 
 @pytest.mark.parametrize("uri", ["./mlruns", "mlruns", "/data/mlruns", "file:mlruns", "file:///data/mlruns"])
@@ -420,7 +421,7 @@ def test_the_link_opens_the_overview_and_gives_no_password_away(uri: str, root: 
 @pytest.mark.parametrize("name", ["mlflow", "none"])
 def test_the_configuration_files_hold_every_field(name: str, tmp_path: Path) -> None:
     """Their values are the defaults; the dataclass has none."""
-    directory = Path(tracking.__file__).parents[1] / "conf" / "tracking"
+    directory = files.conf() / "tracking"
     values = OmegaConf.to_container(OmegaConf.load(directory / f"{name}.yaml"))
     assert isinstance(values, dict)
     assert list(values) == [field.name for field in fields(TrackingConfig)]

@@ -16,7 +16,7 @@ from resilient_train.diagnose import advice
 from resilient_train.diagnose.damage import lost_eps, of_state
 from resilient_train.diagnose.rows import guilty, outlying, rotten_fields
 from resilient_train.diagnose.verdict import Facts, again, climbed, on_failed, on_nonfinite, on_spike, together
-from resilient_train.events import Anomaly, Cause, Culprit, Signal
+from resilient_train.types import Anomaly, Cause, Culprit, Signal
 
 
 def culprit(op: str, *inputs: Mapping[str, Any]) -> Culprit:

@@ -16,13 +16,13 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import resilient_train.zoo
+from resilient_train import files
 from resilient_train.zoo.data import PythonSource, Synthetic, digits
 from resilient_train.zoo.hf import hf_causal_lm, hf_dataset
 from resilient_train.zoo.models import GPT, MLP, ResNet
 from resilient_train.zoo.objectives import classification, language_model, model_loss, regression
 
-CONF = Path(resilient_train.zoo.__path__[0]).parent / "conf"
+CONF = files.conf()
 TINY: dict[str, Any] = {"vocab_size": 32, "context": 64, "layers": 1, "heads": 2, "width": 32}
 
 

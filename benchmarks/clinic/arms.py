@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 
 import resilient_train
 from resilient_train.errors import TrainError, in_one_line
-from resilient_train.events import Incident
 from resilient_train.guard import Guard
+from resilient_train.types import Incident
 
 ENDLESS = 10  # attempts per wanted update
 REWIND_ONLY = {  # the budget is that of `benchmarks/recovery.py`

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from resilient_train.events import Anomaly, Cause, Diagnosis, Signal
 from resilient_train.state.spread import Share, is_spread, own, spread_of
+from resilient_train.types import Anomaly, Cause, Diagnosis, Signal
 
 
 class Damage(NamedTuple):

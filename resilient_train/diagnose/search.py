@@ -20,9 +20,9 @@ from resilient_train.diagnose.microscope import Birth, Seen
 from resilient_train.diagnose.replay import Replay, Replayed
 from resilient_train.diagnose.verdict import Facts
 from resilient_train.errors import text_of
-from resilient_train.events import Anomaly, Culprit, Diagnosis, Signal
 from resilient_train.ranks.world import World
 from resilient_train.state import randomness
+from resilient_train.types import Anomaly, Culprit, Diagnosis, Signal
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
 _OTHERS = 128  # rows that a row is compared with

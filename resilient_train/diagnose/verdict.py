@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from resilient_train.diagnose import advice
-from resilient_train.events import Cause, Culprit, Diagnosis
+from resilient_train.types import Cause, Culprit, Diagnosis
 
 _CLIMB = 100.0  # times the usual: an explosion on its way
 _LEAP = 1e4  # the same, at once: no task changes so much

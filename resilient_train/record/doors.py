@@ -10,7 +10,7 @@ from pathlib import Path
 
 def command(door: str, directory: Path) -> str:
     """Return the command line of one of our doors to a run directory, as it works from here."""
-    return f"{python()} -m resilient_train.{door} {shlex.quote(near(directory))}"
+    return f"{python()} -m resilient_train {door} {shlex.quote(near(directory))}"
 
 
 def near(path: Path) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from resilient_train.events import Anomaly, Cause, Diagnosis, Incident, Outcome, Signal
+from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Outcome, Signal
 
 FIRED = "drill_fired"  # the kind of an entry of the journal
 _LEAVE_DAMAGE = {"loss_spike", "hot_lr", "bit_flip", "bad_moments"}  # that may be noticed later

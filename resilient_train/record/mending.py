@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from resilient_train.events import Cause, Incident, Outcome
+from resilient_train.types import Cause, Incident, Outcome
 
 _RECURS_BY_ITSELF = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
 _MOST_ROWS = 8  # that are named

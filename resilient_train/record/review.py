@@ -6,14 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 
-from resilient_train.events import Incident
-from resilient_train.record.console import duration
 from resilient_train.record.doors import command, near
 from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.record.left import Checkpoint
 from resilient_train.record.story import Story
-from resilient_train.record.telling import remedies_in_short
 from resilient_train.record.verdict import by_cause, cost_and_drill, in_force, incidents_met, next_start, verdict
+from resilient_train.types import Incident
+from resilient_train.wording import duration, remedies_in_short
 
 WEIGHTS = "weights.safetensors"  # of a run that finished
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from resilient_train.events import Incident
 from resilient_train.record.drills import Strike, strikes
 from resilient_train.record.endings import SUMMARY, stands, why_of
 from resilient_train.record.endings import told as ending_told
@@ -22,7 +21,8 @@ from resilient_train.record.loop import Loop, loop_of
 from resilient_train.record.mending import Advice, still_open
 from resilient_train.record.progress import stand_of, steps_wanted
 from resilient_train.record.quarantine import reasons
-from resilient_train.record.telling import status_of
+from resilient_train.types import Incident
+from resilient_train.wording import status_of
 
 _KILLED = "its process was killed (no exit message)"
 _LATEST_MS = 2**42  # a time after the year 2100 is none

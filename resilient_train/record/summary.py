@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from resilient_train.events import Incident, Outcome
 from resilient_train.files import commit_text
 from resilient_train.secrets import masked_tree
+from resilient_train.types import Incident, Outcome
 
 _TELLING = 50  # steps after which a loss that has not fallen says something
 _LITTLE = 0.01  # of the first loss: what it has to fall by at least

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from resilient_train import files
-from resilient_train.events import Incident, Vitals
 from resilient_train.files import own_directory, read_plain, sweep, temporary
+from resilient_train.types import Incident, Vitals
 
 FOLDER = "incidents"  # its name in a run directory
 BEFORE = AFTER = 100  # attempted updates

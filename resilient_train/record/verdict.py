@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from resilient_train.events import Incident, Outcome
 from resilient_train.record.drills import on_purpose
 from resilient_train.record.loop import begins_again_in
 from resilient_train.record.story import Story
-from resilient_train.record.telling import counted, left_to_the_end, noticed, rows_named, why_of
+from resilient_train.types import Incident, Outcome
+from resilient_train.wording import counted, left_to_the_end, noticed, rows_named, why_of
 
 
 def verdict(story: Story) -> tuple[str, str]:

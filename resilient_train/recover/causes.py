@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resilient_train.events import Anomaly, Cause, Diagnosis, Signal
+from resilient_train.types import Anomaly, Cause, Diagnosis, Signal
 
 _PROCESS_SIGNALS = {
     Signal.OUT_OF_MEMORY: "Use a smaller batch with more accumulation, or activation checkpointing.",

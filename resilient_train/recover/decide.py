@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from resilient_train.events import Action, Anomaly, Cause, Decision, Diagnosis, Incident
 from resilient_train.recover.policy import Budget, Policy, Rung
 from resilient_train.recover.prescription import Prescribed
 from resilient_train.recover.remedies import Applicable, Case, Quarantine, passes_over
+from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident
 
 _FROM_OUTSIDE = (Cause.CORRUPTION, Cause.DATA)  # of the training: they may come again, however well they were cured
 

@@ -8,8 +8,8 @@ from struct import pack
 from typing import Any
 from zlib import crc32
 
-from resilient_train.events import Cause, Incident
 from resilient_train.recover.knobs import KnobValues
+from resilient_train.types import Cause, Incident
 
 BITS = 24  # of a number that float32 holds exactly
 

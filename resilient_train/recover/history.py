@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from resilient_train.events import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.types import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
 
 
 class History:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
-from resilient_train.events import Anomaly, Diagnosis
 from resilient_train.recover.knobs import Knobs
+from resilient_train.types import Anomaly, Diagnosis
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,12 @@ from typing import Any
 import yaml
 
 from resilient_train.errors import ConfigError, unusable
-from resilient_train.events import Cause
+from resilient_train.files import conf
 from resilient_train.recover.own import unknown
 from resilient_train.recover.prescription import Prescribed, number, prescribed
+from resilient_train.types import Cause
 
-SHIPPED = Path(__file__).parent.parent / "conf" / "recovery"
+SHIPPED = conf() / "recovery"
 _JOURNAL = "journal.jsonl"  # by which a run directory is known
 UNLIMITED = sys.maxsize  # strikes: null; the budget is the only limit
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from resilient_train.errors import ConfigError, in_one_line, unusable
-from resilient_train.events import Action
 from resilient_train.recover.own import imported, unknown
 from resilient_train.recover.remedies import KNOWN, ORDER, Remedy
+from resilient_train.types import Action
 
 
 @dataclass(frozen=True, slots=True)

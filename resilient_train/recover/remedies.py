@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from resilient_train.events import Action
 from resilient_train.recover.own import imported
 from resilient_train.recover.patient import Applicable, Case, Patient, Remedy
+from resilient_train.types import Action
 
 __all__ = ["KNOWN", "Applicable", "Case", "Patient", "Remedy", "limited", "passes_over", "remedy"]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, field, fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-_FOLDER = Path(__file__).parents[1] / "conf" / "checks"
+from resilient_train.files import conf
+
+_FOLDER = conf() / "checks"
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from resilient_train.events import Signal
+from resilient_train.types import Signal
 from resilient_train.watch.scans import measure
 from resilient_train.watch.scans.found import Found
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from resilient_train.events import Signal, Vitals
 from resilient_train.state.tree import leaves
+from resilient_train.types import Signal, Vitals
 
 
 def vitals(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
-from resilient_train.events import Anomaly, Signal, Vitals
+from resilient_train.types import Anomaly, Signal, Vitals
 from resilient_train.watch.checks.jump import Jump, Outliers
 from resilient_train.watch.checks.level import Level
 from resilient_train.watch.checks.limit import NO_LIMIT, GradLimit, LossLimit, Refusals

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from resilient_train.events import Vitals
+from resilient_train.types import Vitals
 from resilient_train.watch.checks.memory import Remembers
 from resilient_train.watch.config import ScaleConfig
 

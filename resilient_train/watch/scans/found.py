@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from resilient_train.events import Signal
+from resilient_train.types import Signal
 
 
 class Found(NamedTuple):

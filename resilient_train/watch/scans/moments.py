@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
-from resilient_train.events import Signal
+from resilient_train.types import Signal
 from resilient_train.watch.config import OptimizerConfig
 from resilient_train.watch.scans.found import Found
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from resilient_train.events import Anomaly, Signal
+from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.hooks import Activations, BatchRange, NormStatistics
 from resilient_train.watch.scans.found import Found

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf, isfinite, sqrt
 from typing import Any
 
-from resilient_train.events import Signal
+from resilient_train.types import Signal
 from resilient_train.watch.config import WeightsConfig
 from resilient_train.watch.scans.found import Found
 from resilient_train.watch.scans.reach import Path, Traveller, reach

@@ -1,0 +1,1 @@
+"""The command: its configuration, its run, its terminal, its verbs."""

@@ -1,0 +1,74 @@
+"""Every node of the configuration. Types and limits are here; the defaults are in `conf/`, beside their comments."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from resilient_train.checkpoint.writer import DiskConfig
+from resilient_train.data.build import DataConfig
+from resilient_train.ranks.world import AccelerateConfig
+from resilient_train.state.ring import MemoryConfig
+from resilient_train.tracking.uploads import TrackingConfig
+from resilient_train.update.clip import ClipConfig
+from resilient_train.watch.config import ChecksConfig
+
+
+@dataclass
+class RunConfig:
+    name: str | None
+    dir: str
+    steps: int = field(metadata={"at_least": 1})
+    seed: int = field(metadata={"at_least": 0})
+    log_every: int = field(metadata={"at_least": 1})
+    eval_every: int = field(metadata={"at_least": 0})
+    resume: str
+    data_changed: str = field(metadata={"one_of": ("refuse", "accept")})
+    init_from: str | None
+    max_hours: float | None = field(metadata={"above": 0})
+    deterministic: bool
+    start_timeout: float = field(metadata={"at_least": 0})
+    step_timeout: float = field(metadata={"at_least": 0})
+    save_timeout: float = field(metadata={"at_least": 0})
+    grace: float = field(metadata={"above": 0})
+
+
+@dataclass
+class CheckpointConfig:
+    memory: MemoryConfig
+    disk: DiskConfig
+    verify_after: int = field(metadata={"at_least": 1})
+
+
+@dataclass
+class Config:
+    """A whole run. Nodes with a `_target_` stay plain: their keys are whatever their target takes."""
+
+    run: RunConfig
+    model: dict[str, Any]
+    data: DataConfig
+    objective: dict[str, Any]
+    optimizer: dict[str, Any]
+    schedule: dict[str, Any]
+    clip: ClipConfig
+    accelerate: AccelerateConfig
+    checks: ChecksConfig
+    recovery: dict[str, Any]
+    checkpoint: CheckpointConfig
+    tracking: TrackingConfig
+    drill: dict[str, Any]
+    experiment: str | None = None
+
+
+def broken_limit(value: Any, field: dataclasses.Field[Any]) -> str | None:
+    """Say what a value has to be, if it is not."""
+    if value is None:
+        return None
+    if (least := field.metadata.get("at_least")) is not None and value < least:
+        return f"must be at least {least}"
+    if (above := field.metadata.get("above")) is not None and value <= above:
+        return f"must be greater than {above}"
+    if (allowed := field.metadata.get("one_of")) is not None and value not in allowed:
+        return f"is not one of {', '.join(allowed)}"
+    return None

@@ -1,0 +1,393 @@
+"""Incidents in words: for the terminal, for the end of a run, for the tags of MLflow's list."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from resilient_train.secrets import masked
+from resilient_train.types import Action, Anomaly, Cause, Culprit, Diagnosis, Incident, Outcome, Signal
+
+log = logging.getLogger("resilient_train")
+IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
+GOOD, ODD = {"style": "bold green"}, {"style": "bold yellow"}  # how a run ended
+PROGRESS = {"progress": True}  # marks lines that a live line makes needless on a terminal
+
+_NOTICED = {
+    Signal.NONFINITE_BATCH: "the batch is not finite",
+    Signal.NONFINITE_LOSS: "the loss is not finite",
+    Signal.NONFINITE_GRAD: "a gradient is not finite",
+    Signal.NONFINITE_WEIGHTS: "a weight is not finite",
+    Signal.NONFINITE_OPTIMIZER: "the optimizer's state is not finite",
+    Signal.LOSS_SPIKE: "the loss jumped",
+    Signal.GRAD_SPIKE: "the gradient norm jumped",
+    Signal.DIVERGENCE: "the loss is worse than it was",
+    Signal.WEIGHTS_JUMP: "the weights jumped",
+    Signal.OPTIMIZER_RANGE: "the optimizer's state is out of its range",
+    Signal.SCALE_COLLAPSE: "the loss scale collapsed",
+    Signal.EXCEPTION: "the step raised an exception",
+    Signal.OUT_OF_MEMORY: "the device ran out of memory",
+    Signal.HANG: "the step hung",
+    Signal.CRASH: "the process died",
+    Signal.DISK_FULL: "the disk is full",
+    Signal.CHECKPOINT_FAILED: "a checkpoint could not be written",
+    Signal.CHECKPOINT_DAMAGED: "a checkpoint is damaged",
+    Signal.RANK_MISMATCH: "the ranks differ",
+    Signal.NOT_RECOVERED: "the loss is not back where it was",
+}
+
+_WORTH_TELLING_S = 0.005
+
+_BESIDE_THE_WEIGHTS = {  # it makes no sense to say whether these reached the weights
+    *(Signal.EXCEPTION, Signal.OUT_OF_MEMORY, Signal.HANG, Signal.CRASH),
+    *(Signal.DISK_FULL, Signal.CHECKPOINT_FAILED, Signal.CHECKPOINT_DAMAGED),
+}
+
+
+def told(incident: Incident) -> str:
+    """Tell in a few lines what was noticed, what was done about it, and what a person can do."""
+    anomaly = incident.anomaly
+    return _indented(
+        f"! step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}{drilled(incident)}",
+        anomaly.evidence,
+        f"{_cause(incident.diagnosis)}; {_done(incident)}",
+        _advice(incident.diagnosis),
+    )
+
+
+def drilled(incident: Incident) -> str:
+    """Say that a drill made it, behind other words; of any other incident, nothing."""
+    return f", on purpose (drill: {incident.drill})" if incident.drill else ""
+
+
+def _advice(diagnosis: Diagnosis) -> str:
+    """Where a line or rows are named, what to do about them; of the rest it is told in the report."""
+    return f"advice: {diagnosis.advice}" if diagnosis.advice and (diagnosis.culprit or diagnosis.rows) else ""
+
+
+def outcome_told(incident: Incident, healthy_steps: int | None = None) -> str:
+    """Tell in one line what became of an incident."""
+    name = f"incident {incident.id:,}"
+    match incident.outcome:
+        case Outcome.RECOVERED if healthy_steps is not None:
+            return f"{name} recovered: {counted(healthy_steps, 'healthy step')} since"
+        case Outcome.RECOVERED:
+            return f"{name} recovered"
+        case Outcome.RECURRED:
+            return f"{name} recurred: the same trouble is back, so what was done was not enough"
+        case Outcome.UNRECOVERED:
+            return f"{name} is unrecovered: {left_to_the_end(incident)}"
+        case Outcome.GAVE_UP:
+            return f"{name} could not be cured: {why_of(incident)}"
+    return f"{name} is open: it counts as recovered once the run has stayed healthy"
+
+
+def left_to_the_end(incident: Incident) -> str:
+    """Tell what an unrecovered incident came to."""
+    if incident.diagnosis.cause is Cause.PROCESS:
+        return "no state could be saved from then on"
+    return "the loss did not come back to where it was"
+
+
+def first_sign(incident: Incident) -> str:
+    """Tell in one line what was noticed, and where."""
+    anomaly = incident.anomaly
+    line = f"step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}{drilled(incident)}"
+    return " ".join(f"{line}; {anomaly.evidence}".split()) if anomaly.evidence else line
+
+
+def cured(incident: Incident) -> str:
+    """Tell in one line what was behind it, what was done about it, and, once that is known, whether it helped."""
+    is_told = incident.outcome is None or incident.decision.gave_up is not None
+    outcome = "" if is_told else f"; {str(incident.outcome).replace('_', ' ')}"
+    return f"{_cause(incident.diagnosis)}; {' '.join(_done(incident).split())}{outcome}"
+
+
+def remedies_told(incident: Incident) -> list[str]:
+    """Tell each of the remedies."""
+    return [_remedy(action, incident) for action in incident.decision.actions]
+
+
+def place_told(culprit: Culprit) -> str:
+    """Tell where it began."""
+    return _culprit(culprit)
+
+
+def farewell(incident: Incident, last_good: Path | None, before: Sequence[Incident] = ()) -> str:
+    """Tell at the end of a run that could not be cured: what happened, what was tried, what is left, what to do now."""
+    anomaly, diagnosis = incident.anomaly, incident.diagnosis
+    tried = Counter(remedies_of(one) for one in (*before, incident) if one.decision.actions)
+    times = [remedies if count == 1 else f"{remedies} ({count:,} times)" for remedies, count in tried.items()]
+    return _indented(
+        f"gave up at step {anomaly.step:,}: {noticed(anomaly)}, {_cause(diagnosis)}{drilled(incident)}",
+        anomaly.evidence,
+        f"why: {why_of(incident)}",
+        f"tried: {'; '.join(times) or 'nothing, as the policy says'}",
+        f"last good weights: {last_good or 'none were written'}",
+        f"what to try next: {diagnosis.advice}" if diagnosis.advice else "",
+    )
+
+
+def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
+    """Return the tags that MLflow's list of runs is filtered by; a run without incidents has only the first two."""
+    counted = {"resilience.status": status, "resilience.incidents": str(len(incidents))}
+    if not incidents:
+        return counted
+    last = incidents[-1]
+    line = masked(
+        f"step {last.anomaly.step:,}: {noticed(last.anomaly)}{drilled(last)}; {_cause(last.diagnosis)}; {_done(last)}; "
+        f"{(last.outcome or 'open').replace('_', ' ')}"
+    )
+    causes = dict.fromkeys(incident.diagnosis.cause for incident in incidents)
+    if drills := dict.fromkeys(one.drill for one in incidents if one.drill):
+        counted["resilience.drill"] = ", ".join(drills)
+    return {**counted, "resilience.last_incident": line, "resilience.cause": ", ".join(causes)}
+
+
+def status_of(incidents: Sequence[Incident], summary: Any = None) -> str:
+    """Say in one word how a run fares.
+
+    That is clean, recovered, recovering, unrecovered, no_progress, gave_up, preempted or failed.
+
+    `summary` is what its last end wrote, null while it is at work.
+    """
+    ended = summary.get("status") if isinstance(summary, Mapping) else None
+    if ended in ("gave_up", "preempted", "failed"):
+        return str(ended)
+    if ended == "completed" and isinstance(summary, Mapping) and summary.get("verdict") == "no_progress":
+        return "no_progress"
+    if not incidents:
+        return "clean"
+    if incidents[-1].outcome is Outcome.GAVE_UP:
+        return "gave_up"
+    given_up = max((place for place, one in enumerate(incidents) if one.decision.gave_up is not None), default=-1)
+    if any(one.outcome is Outcome.UNRECOVERED for one in incidents[given_up + 1 :]):
+        return "unrecovered"
+    return "recovering" if any(incident.outcome is None for incident in incidents) else "recovered"
+
+
+def noticed(anomaly: Anomaly, *, by_name: bool = True) -> str:
+    """Say what was noticed, and where; by name: with the word that programs know it by."""
+    ranks = [str(rank) for rank in sorted(anomaly.ranks)]
+    if anomaly.signal is Signal.RANK_MISMATCH:
+        ranks = []  # they are named with what they differ in
+    where = f" on {'rank' if len(ranks) == 1 else 'ranks'} {_and(ranks)}" if ranks else ""
+    return f"{_NOTICED[anomaly.signal]}{where}" + (f" ({anomaly.signal})" if by_name else "")
+
+
+def reached(anomaly: Anomaly) -> str:
+    """Say whether it reached the weights, behind a comma; of what has nothing to do with weights, nothing."""
+    if anomaly.signal in _BESIDE_THE_WEIGHTS:
+        return ""
+    if not anomaly.landed:
+        return ", refused before it reached the weights"
+    first = anomaly.since + 1
+    return ", in the weights already" if first >= anomaly.step else f", in the weights since step {first:,}"
+
+
+def _cause(diagnosis: Diagnosis) -> str:
+    details = []
+    if diagnosis.culprit:
+        details.append(_culprit(diagnosis.culprit))
+    if diagnosis.rows:
+        details.append(rows_named(diagnosis.rows))
+    return f"cause {diagnosis.cause}" + (f" ({'; '.join(details)})" if details else "")
+
+
+def _culprit(culprit: Culprit) -> str:
+    module = f" in {culprit.module}" if culprit.module else ""
+    return f"{culprit.op}{module}, {culprit.file}:{culprit.line}, {culprit.phase}"
+
+
+def cost_told(incident: Incident) -> str:
+    """Tell what it cost: updates that have to be made again, and time."""
+    took = f", {in_seconds(incident.seconds)}" if incident.seconds >= _WORTH_TELLING_S else ""
+    return _lost(incident).removeprefix("; ") + took
+
+
+def rows_named(rows: Sequence[int]) -> str:
+    """Name some rows: "rows 3, 77 and 5 more of the data"."""
+    shown = [str(row) for row in rows[:4]]  # indices are looked up, so they keep their plain form
+    if more := len(rows) - len(shown):
+        shown.append(f"{more:,} more")
+    return f"{'row' if len(rows) == 1 else 'rows'} {_and(shown)} of the data"
+
+
+def _done(incident: Incident) -> str:
+    if incident.decision.gave_up is not None:
+        return f"gave up: {incident.decision.gave_up}"
+    words = remedies_of(incident)
+    if incident.rewound_to is not None:
+        words += f", in {in_seconds(incident.seconds)}"
+    return f"{words or 'nothing was done'}{_lost(incident)}"
+
+
+def _lost(incident: Incident) -> str:
+    refused = not incident.anomaly.landed and incident.rewound_to is None
+    if incident.steps_lost <= refused:  # an attempt that was refused held nothing yet
+        return "; nothing was lost"
+    return f"; {counted(incident.steps_lost, 'step')} lost"
+
+
+def remedies_of(incident: Incident) -> str:
+    """Say what was done about an incident; nothing where nothing was."""
+    return ", ".join(_remedy(action, incident) for action in incident.decision.actions)
+
+
+def remedies_in_short(incident: Incident) -> str:
+    """Say of what kind it was, without numbers: to count what was done how often."""
+    if incident.decision.gave_up is not None:
+        return "gave up"
+    kinds = [_SHORT.get(one.remedy) or _kind(one) for one in incident.decision.actions]
+    return ", ".join(kinds) or "nothing was done"
+
+
+def _kind(action: Action) -> str:
+    words = _WORDS.get(action.remedy)
+    return words({"factor": 1} if action.settings.get("factor") == 1 else {}) if words else action.remedy
+
+
+def _remedy(action: Action, incident: Incident) -> str:
+    if action.remedy == "rewind":
+        return _rewind(incident)
+    if action.remedy == "quarantine":
+        return f"put {'it' if len(incident.diagnosis.rows) == 1 else 'them'} in quarantine"
+    if action.remedy == "armor" and (where := incident.diagnosis.follower) is not None:
+        return f"put armor around {where.op}, {where.file}:{where.line}, too"
+    settings = {name: value for name, value in action.settings.items() if value is not None}
+    words = _WORDS.get(action.remedy)
+    said = words(settings) if words else action.remedy  # one of the user's own, perhaps a dotted name
+    rest = ", ".join(f"{name.replace('_', ' ')} {_amount(value)}" for name, value in settings.items())
+    return f"{said} ({rest})" if rest else said
+
+
+def _rewind(incident: Incident) -> str:
+    if incident.rewound_to is None:
+        return "no rewind, as there was no state to go back to"
+    to = f"step {incident.rewound_to:,} (proven good)" if incident.rewound_to else "the start"
+    return f"rewound to {to}"
+
+
+Settings = dict[str, Any]  # what a phrase has told, it takes out; the rest is told behind it
+
+
+def _turned(what: str, verb: str) -> Callable[[Settings], str]:
+    """Return the phrase of a knob: its factor, or the value it is set to, how it comes back, and for how long."""
+
+    def phrase(settings: Settings) -> str:
+        if (factor := settings.pop("factor", None)) is not None:
+            said = f"{what} as before" if factor == 1 else f"{what} x{_amount(factor)}"
+        elif "to" in settings:
+            said = f"{what} {verb} to {_amount(settings.pop('to'))}"
+        else:
+            said = f"{what} {verb}"
+        settings.pop("by_loss", None)
+        regain = settings.pop("regain", None)
+        back = f", soon back to x{_amount(regain)}" if regain else ""
+        return said + back + _warm_up(settings) + _stretch(settings)
+
+    return phrase
+
+
+def _warm_up(settings: Settings) -> str:
+    rewarm = settings.pop("rewarm", None)
+    return f" with {counted(rewarm, 'step')} of warm-up" if rewarm else ""
+
+
+def _stretch(settings: Settings) -> str:
+    return f" for {counted(settings.pop('steps'), 'step')}" if "steps" in settings else ""
+
+
+def _skipped(settings: Settings) -> str:
+    for unit in ("sample", "batch", "update", "step"):
+        if (plural := _plural(unit)) in settings:
+            return f"skipped {counted(settings.pop(plural), unit)}" + (" of data" if unit in ("update", "step") else "")
+    return "skipped the samples to blame"
+
+
+def _limited(settings: Settings) -> str:
+    settings.pop("leapt_to", None)
+    return f"learning rate at most x{settings.pop('to', 0):.3g} of the configured one"
+
+
+_WORDS: dict[str, Callable[[Settings], str]] = {
+    "skip": _skipped,
+    "lower_lr": _turned("learning rate", "lowered"),
+    "limit_lr": _limited,
+    "tighten_clip": _turned("gradient clip", "tightened"),
+    "raise_eps": _turned("epsilon", "raised"),
+    "reset_moments": lambda settings: "reset the optimizer's moments",
+    "lower_loss_scale": _turned("loss scale", "lowered"),
+    "higher_precision": lambda settings: "full precision" + _stretch(settings),
+    "armor": lambda settings: "put armor around that line",
+    "mend_eps": lambda settings: "raised an epsilon that was lost in its type",
+    "repeat": lambda settings: "the update is made again",
+    "report": lambda settings: "reported only",
+    "go_on": lambda settings: "the same command went on",
+    "fall_back": lambda settings: "fell back to the one before",
+    "try_again": lambda settings: "training goes on, and saving is tried again",
+    "smaller_batch": lambda settings: "smaller micro-batches, more of them to an update",
+    "end": lambda settings: "the process was ended",
+}
+
+
+_SHORT = {
+    "limit_lr": "learning rate limited",
+    "rewind": "rewound",
+    "quarantine": "rows in quarantine",
+    "armor": "armor around the line",
+}
+
+
+def printable(text: str) -> str:
+    """Leave out what a terminal would obey: a stranger may have named the files."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+def counted(number: Any, unit: str) -> str:
+    """Say how many there are: "1 step", "2,000 steps"."""
+    return f"{_amount(number)} {unit if number == 1 else _plural(unit)}"
+
+
+def _plural(unit: str) -> str:
+    return f"{unit}es" if unit.endswith("ch") else f"{unit}s"
+
+
+def _amount(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def why_of(incident: Incident) -> str:
+    """Say why nothing more was done about an incident."""
+    return _indented(incident.decision.gave_up or "") or "the policy has nothing left"
+
+
+def _indented(*lines: str) -> str:
+    """Put the lines under the first one; what somebody else worded may have line breaks of its own."""
+    return "\n  ".join(" ".join(line.splitlines()) for line in lines if line.strip())
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def in_seconds(seconds: float) -> str:
+    """Say how long something took."""
+    return f"{seconds:.2f} s" if seconds < 60 else f"{seconds:,.0f} s"
+
+
+def duration(seconds: float) -> str:
+    """Say a time as a person does: 42 s, 3:05, 2:10:00."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
