@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from importlib import import_module
 
 from resilient_train.ranks.leaving import end_with_agent, ignore_requests, leave_when_asked, say_who_stays
@@ -19,7 +20,7 @@ def main() -> None:
         print("error: the working directory was removed: change to one that is there", file=sys.stderr)
         sys.exit(2)
     if sys.argv[1:2] and sys.argv[1] in VERBS:
-        sys.exit(import_module(f"resilient_train.app.{sys.argv[1]}").main(sys.argv[2:]))
+        sys.exit(_read(*sys.argv[1:]))
     end_with_agent()
     leave_when_asked()
     from resilient_train.app import command  # takes seconds, in which a person may change their mind
@@ -29,6 +30,16 @@ def main() -> None:
     finally:
         ignore_requests()
         say_who_stays()
+
+
+def _read(verb: str, *words: str) -> int:
+    """Answer a verb: it looks at a run directory, and trains nothing."""
+    from resilient_train.app.streams import while_heard
+
+    try:
+        return while_heard(partial(import_module(f"resilient_train.app.{verb}").main, list(words)))
+    except KeyboardInterrupt:
+        return 0 if verb == "incidents" else 1  # who ends --follow has read enough
 
 
 if __name__ == "__main__":

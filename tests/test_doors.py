@@ -142,8 +142,8 @@ def test_status_of_what_is_no_run_is_2_and_of_nonsense_1(content: str | None, tm
 
 def test_status_is_quick_and_speaks_to_programs(nursery: Nursery) -> None:
     """It needs no torch, and `--json` is one object."""
-    program = "import sys; from resilient_train.app import status as s; s.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program, "nowhere"], check=True, capture_output=True)
+    program = "import sys; from resilient_train.app.status import main; main(['x']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
     nursery.run(*MINE, "run.name=spoken", "run.steps=3")
     place = nursery.place / "runs" / "spoken"
     said = subprocess.run([sys.executable, "-m", "resilient_train", "status", place, "--json"], capture_output=True)

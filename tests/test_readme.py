@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from command import command
 from torch.nn.functional import mse_loss
 
+from resilient_train.__main__ import VERBS
 from resilient_train.app.config.compose import load
 from resilient_train.record.incidents import as_line, from_line, told
 from resilient_train.recover.policy import Budget, Policy, parse
@@ -34,7 +35,8 @@ POLICIES = (ROOT / "docs" / "policies.md").read_text()
 DRILLS = (ROOT / "docs" / "drills.md").read_text()
 CONSOLE = "\n".join(re.findall(r"```console\n(.*?)```", README, re.S))
 COMMANDS = [line.split("#")[0].strip() for line in CONSOLE.splitlines() if line.strip()]
-TRAINING = [line.split("-m resilient_train", 1)[1] for line in COMMANDS if re.search(r"-m resilient_train( |$)", line)]
+CALLS = [line.split("-m resilient_train", 1)[1] for line in COMMANDS if re.search(r"-m resilient_train( |$)", line)]
+TRAINING = [line for line in CALLS if (line.split() or [""])[0] not in VERBS]
 
 
 def block(page: str, language: str, start: str = "") -> str:

@@ -190,7 +190,8 @@ class Synthetic(Dataset[Any]):
             first = teacher.standard_normal((features, hidden), dtype=np.float32) / features**0.5
             second = teacher.standard_normal((hidden, outputs), dtype=np.float32) / hidden**0.5
             x = clean.standard_normal((rows, features), dtype=np.float32)
-            scores = np.tanh(x @ first) @ second / 0.63  # the spread of the tanh of a unit normal
+            # In float64, as the last bits of a product depend on how many rows it has. 0.63: the spread of the tanh.
+            scores = (np.tanh(x.astype(np.float64) @ first) @ second / 0.63).astype(np.float32)
             scores += noise * noisy.standard_normal(scores.shape, dtype=np.float32)
             targets = scores.argmax(1) if kind == "classification" else scores[:, 0]
             self.columns = (torch.from_numpy(x), torch.from_numpy(targets))
