@@ -69,16 +69,16 @@ def ways(place: Path) -> tuple[dict[str, Way], int]:
     from resilient_train.app.build import assemble
     from resilient_train.app.config.compose import load
     from resilient_train.ranks.world import World
-    from resilient_train.record.incidents import IncidentBook
+    from resilient_train.record.incident_log import IncidentLog
     from resilient_train.state.tree import nbytes
 
     once = "run.steps=1 data.eval._target_=null tracking=none checkpoint.memory.every=1 checkpoint.disk.every=1"
     config = load([*OVERRIDES["gpt"].split(), *once.split()]).config
-    run = assemble(config, World.joined(config.accelerate), IncidentBook(place))
+    run = assemble(config, World.joined(config.accelerate), IncidentLog(place))
     guard = run.guard
     for batch in guard.batches(steps=1):
         guard.step(batch)  # the moments come to be
-    durable, ring, writer = guard._durable, guard._ring, guard._durable._writer
+    keeper, writer = guard._keeper, guard._keeper._writer
     assert writer is not None
     bytes_held = nbytes(guard.state.live())
     source = torch.ones(bytes_held // 4)
@@ -87,12 +87,10 @@ def ways(place: Path) -> tuple[dict[str, Way], int]:
 
     def snapshot() -> None:
         guard.clock.step = next(steps)
-        held = ring.take(guard.clock.step, verified=True)
-        assert held is not None
-        held.statistics, held.remedies = guard._statistics(), guard._treatment.remedies()
+        assert guard._controls.snapshot(guard.clock.step, verified=True) is not None
 
     def offer() -> None:
-        durable.verified(any_busy=False)
+        keeper.verified(any_busy=False)
         assert not writer.is_free
 
     def snapshot_and_offer() -> None:
@@ -185,14 +183,14 @@ def training(job: Job, on_step: OnStep, tell: Callable[[Any], None], *, every: i
     from resilient_train.app.config.compose import load
     from resilient_train.app.train import train
     from resilient_train.ranks.world import World
-    from resilient_train.record.incidents import IncidentBook
+    from resilient_train.record.incident_log import IncidentLog
     from resilient_train.tracking.uploads import NullTracker
 
     with TemporaryDirectory(prefix="checkpoints-") as place:
         settings = [f"run.steps={job.steps}", f"checkpoint.disk.every={every}", "data.eval._target_=null"]
         config = load([*OVERRIDES[job.workload].split(), *settings, "tracking=none"]).config
         world = World.joined(config.accelerate)
-        run = assemble(config, world, IncidentBook(Path(place)))
+        run = assemble(config, world, IncidentLog(Path(place)))
         tell(work(run.model, run.guard.state.optimizers, run.guard.slicing.samples))
         train(run, _Steps(on_step), NullTracker())
         run.close()

@@ -167,7 +167,7 @@ def loop(case: str) -> None:
     import torch
     from accelerate import Accelerator
 
-    from resilient_train.guard import Guard
+    from resilient_train.adapters.guard import Guard
 
     # In the same micro-batches everywhere: what armor makes up is measured by what else is in the call.
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=SLICES // int(os.environ["WORLD_SIZE"]))

@@ -13,8 +13,8 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from resilient_train.adapters.guard import Guard
 from resilient_train.errors import GaveUp
-from resilient_train.guard import Guard
 from resilient_train.types import Incident
 from resilient_train.zoo.data import digits
 from resilient_train.zoo.models import MLP

@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from resilient_train.adapters.guard import Guard as Guard
     from resilient_train.errors import GaveUp as GaveUp
-    from resilient_train.guard import Guard as Guard
     from resilient_train.ranks.joining import join as join
     from resilient_train.ranks.stop import StopRequests as StopRequests
 
@@ -17,7 +17,7 @@ __all__ = ["GaveUp", "Guard", "StopRequests", "join"]
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Guard": "resilient_train.guard",
+    "Guard": "resilient_train.adapters.guard",
     "GaveUp": "resilient_train.errors",
     "StopRequests": "resilient_train.ranks.stop",
     "join": "resilient_train.ranks.joining",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +41,6 @@ class _Suspicion:
     digests: list[int]  # by rank
 
 
-def _nobody(ranks: tuple[int, ...]) -> None:
-    """There is no incident to name them in."""
-
-
 class Examination:
     """Launches scans and hears them an update later, as the vitals; or now, when time does not matter."""
 
@@ -53,7 +49,7 @@ class Examination:
         self._launched: _Launched | None = None  # a scan
         self._compared: _Launched | None = None  # replicas
         self._suspicion: _Suspicion | None = None
-        self.convict: Callable[[tuple[int, ...]], None] = _nobody  # is told which ranks a difference began on
+        self._guilty: tuple[int, ...] = ()  # ranks on which an earlier difference began, found since
         self.nan_is_usual = False  # batches hold values that are not finite, masks perhaps, and nobody minds
 
     def launch(self, before: Backup) -> None:
@@ -80,6 +76,11 @@ class Examination:
         if found is None or differing is None:
             return found or differing
         return dataclasses.replace(found, since=min(found.since, differing.since), ranks=found.ranks or differing.ranks)
+
+    def guilty_ranks(self) -> tuple[int, ...]:
+        """Return, once, the ranks on which an earlier difference began, if that has been found."""
+        guilty, self._guilty = self._guilty, ()
+        return guilty
 
     def now(self) -> Anomaly | None:
         """Look at everything at once and wait for it."""
@@ -148,7 +149,7 @@ class Examination:
         if suspicion is None or step < suspicion.step:
             self._suspicion = suspicion
         elif step == suspicion.step and digest in suspicion.digests:
-            self.convict(tuple(rank for rank, then in enumerate(suspicion.digests) if then != digest))
+            self._guilty = tuple(rank for rank, then in enumerate(suspicion.digests) if then != digest)
 
     def _by_rank(self, number: torch.Tensor) -> list[int]:
         """A whole number of every rank; the host waits for it."""
@@ -159,7 +160,9 @@ class Examination:
         """Learn from the first update, which was healthy, whether NaN in a batch is usual."""
         self.nan_is_usual = bool(self._ranks_where(not pulse.all_finite(fed)))
 
-    def named(self, anomaly: Anomaly, fed: Sequence[Any], failed: Sequence[FailedRow], *, spiked: bool) -> Anomaly:
+    def refine_signal(
+        self, anomaly: Anomaly, fed: Sequence[Any], failed: Sequence[FailedRow], *, spiked: bool
+    ) -> Anomaly:
         """Say more precisely what is wrong, now that time does not matter. Every rank comes here.
 
         `spiked`: the loss of this rank was above what the gate allows.

@@ -11,13 +11,12 @@ from resilient_train.data.samples import Update
 from resilient_train.diagnose.damage import is_possible, of_state
 from resilient_train.diagnose.search import Refused, by_looking
 from resilient_train.diagnose.verdict import on_failed
-from resilient_train.passed import Leap, PassedUpdates
+from resilient_train.passed import Leap, UpdateHistory
 from resilient_train.recover.causes import by_rate, by_signal
-from resilient_train.recover.history import kind_of
 from resilient_train.recover.remedies import passes_over
+from resilient_train.run_parts import RunParts
 from resilient_train.state import randomness
-from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Signal, Vitals
-from resilient_train.ward import Ward
+from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Signal, Vitals, kind_of
 
 _KNOWN_AFTER, _KNOWN_FOR = 2, 50  # incidents and updates: the like of the last two needs no search
 _BY_LIMIT = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
@@ -30,7 +29,7 @@ _OF_THE_RATE = (
 class Explanation:
     """Looks for the cause of an anomaly, the cheapest way first."""
 
-    def __init__(self, ward: Ward, passed: PassedUpdates) -> None:
+    def __init__(self, ward: RunParts, passed: UpdateHistory) -> None:
         self.ward, self.passed = ward, passed
         self._first = landed.FirstUpdates()
         self._foreseen: tuple[str, Diagnosis] | None = None  # of an anomaly that was found by its cause

@@ -1,4 +1,4 @@
-"""The conductor: puts the rooms around a model, its optimizer and its data.
+"""One update, from its samples to the gate, and the verdict on the one before it.
 
 k+1: take samples -> forward and backward of each micro-batch
      -> hear the verdict on k, measured an update ago: an anomaly stops here, before k+1 lands
@@ -8,59 +8,53 @@ k+1: take samples -> forward and backward of each micro-batch
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import send_to_device
 from torch import nn
 
-from resilient_train import adapters, numerics
-from resilient_train.adapters.memory import is_out_of_memory
-from resilient_train.adapters.memory import told as memory_told
-from resilient_train.adapters.reporter import REPORT_EVERY, Chronicle, Told
-from resilient_train.checkpoint.writer import DiskConfig
+from resilient_train import numerics
 from resilient_train.data.fingerprint import sampled
-from resilient_train.data.rows import Collate
-from resilient_train.data.samples import Slicing, Update
-from resilient_train.diagnose.replay import Replay
-from resilient_train.diagnose.search import Refused, Search
+from resilient_train.data.samples import Update
+from resilient_train.diagnose.search import Refused
 from resilient_train.drills import Drill, Place
-from resilient_train.durable import Durable
-from resilient_train.errors import ConfigError, RanksDiffer, Stopped, StorageFailed, TrainError
+from resilient_train.errors import RanksDiffer, StorageFailed, TrainError
 from resilient_train.examination import Examination
-from resilient_train.objective import Measured, Metrics, Objective
-from resilient_train.portions import Portions
-from resilient_train.record.incidents import IncidentBook
+from resilient_train.micro_batches import MicroBatchSizer, is_out_of_memory, told_of_memory
+from resilient_train.objective import Measured, Metrics
 from resilient_train.record.progress import Doing
-from resilient_train.recovery import Treatment
-from resilient_train.resumption import Resume
+from resilient_train.recovery import Recovery
+from resilient_train.run_parts import RunParts
 from resilient_train.state.backup import Backup, Backups
 from resilient_train.state.randomness import Purpose, mix, seed_all
-from resilient_train.state.ring import Held, MemoryConfig, Ring
-from resilient_train.state.run_state import Clock, RunState, Stateful
-from resilient_train.types import Anomaly, Incident, Signal, Vitals
+from resilient_train.state.ring import Held
+from resilient_train.types import Anomaly, Signal, Vitals
 from resilient_train.update.agreement import DIGEST, Flag
-from resilient_train.update.clip import ClipConfig, norm_over_ranks
-from resilient_train.update.precision import Precision
-from resilient_train.update.updater import Attempt, Knobs, Updater
-from resilient_train.ward import Ward
+from resilient_train.update.direct_steps import DirectStepCheck, warn_of_scalers
+from resilient_train.update.updater import Attempt
 from resilient_train.watch import pulse
 from resilient_train.watch.anomaly_mode import AnomalyMode
-from resilient_train.watch.checks import Panel
-from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.metrics import Metrics as MetricsLog
 from resilient_train.watch.modes import Modes
 from resilient_train.watch.readback import Sent
-from resilient_train.watch.scans import Scans
 from resilient_train.wording import log
+
+_MOST_REPEATS = 2  # of one update that was refused by mistake
+
+
+class Reporter(Protocol):
+    """Who hears how the run gets on, so that it can be shown somewhere."""
+
+    def accepted(self) -> None:
+        """An update was accepted and healthy. Called for every one, so it has to be cheap most of the time."""
+
+    def fail(self, error: TrainError) -> None:
+        """The run ends with this error, which is raised next."""
 
 
 @dataclass
@@ -78,7 +72,7 @@ class _Begun:
 
 @dataclass
 class _InFlight:
-    """An update that went to the gate and was not heard of yet."""
+    """An update that went to the gate, and whose verdict is pending."""
 
     begun: _Begun
     attempt: Attempt
@@ -89,277 +83,94 @@ class _InFlight:
     held: Held | None = None  # the snapshot of the state after it, if one was taken
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """An epoch, or what is left of it: iterate over it for its micro-batches."""
-
-    number: int  # from 0 on
-    batches: Callable[[], Iterator[Any]]
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.batches()
-
-
 class Guard:
-    """Gate, checks, rewinds, remedies and journal around a training loop."""
+    """Makes updates that a gate may refuse, and hands what goes wrong to recovery."""
 
     _newest: ClassVar[int] = 0  # which update was begun last, by any guard of this process
 
     def __init__(
         self,
-        accelerator: Accelerator,
         model: nn.Module,
-        optimizer: Any,
+        parts: RunParts,
+        recovery: Recovery,
+        reporter: Reporter,
         *,
-        data: Any,
-        batch_size: int | None = None,
-        steps: int | None = None,
-        schedule: Any = None,
-        objective: Objective | None = None,
-        recovery: Any = "balanced",
-        checks: ChecksConfig | str = "default",
-        run_dir: str | Path | None = None,
-        clip: ClipConfig | float | None = None,
-        memory: MemoryConfig | None = None,
-        verify_after: int = 20,
-        seed: int = 0,
-        shuffle: bool = True,
-        num_workers: int = 0,
-        collate: Collate | None = None,
-        quarantine: str | Path | None = None,
-        data_changed: str = "refuse",
-        disk: DiskConfig | int | None = None,
-        drill: Drill | None = None,
-        book: IncidentBook | None = None,
-        resume: Resume | bool = False,
-        stop: Callable[[], bool] = lambda: False,
-        tracking: str | bool | None = None,
+        objective: Measured | None,
+        backups: Backups,
+        anomaly_mode: AnomalyMode,
+        modes: Modes,
+        direct_steps: DirectStepCheck,
+        verify_after: int,
+        seed: int,
+        drill: Drill | None,
+        stop: Callable[[], bool],
     ) -> None:
-        """Take what a loop has: the model as Accelerate prepared it, the optimizer or several, a data set or a loader.
-
-        `steps` is the planned total: a run is complete when so many updates are accepted, over all processes that
-        worked on it. `objective` is `(model, batch) -> loss`. Without one the loop makes the loss, and hands it to
-        `update`.
-        `quarantine` is the quarantine.json of another run on the same data: its rows are left out. `data_changed`:
-        refuse to resume where the data set changed, or accept it as it is. `disk` says
-        after how many updates a proven state is written to the run directory, and with `resume` a run goes on from
-        the newest one there. `stop` is asked before every update. `tracking` is the address of the MLflow that is to
-        show the run, or True for the one that MLFLOW_TRACKING_URI names, else for a database beside the run directory.
-        """
-        self.world = adapters.world(accelerator)
-        self.model, self.clock, self.seed, self.drill = model, Clock(), seed, drill
-        is_own = book is None  # it is the loop of a user's own
-        if is_own:
-            adapters.speak_up(self.world)
-            numbers = {"clip": clip, "verify_after": verify_after, "seed": seed, "num_workers": num_workers}
-            adapters.check(run_dir, **numbers, disk=disk, memory=memory, checks=checks)
-        self.objective, self.steps = adapters.objective(objective), adapters.steps(steps)
-        batch_size = adapters.batch_size(batch_size, data, self.world)
-        slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, self.world.rank, self.world.size)
-        device, scaler = self.world.device, accelerator.scaler
-        adapters.hold_on_to_memory(device)
-        bare, called = adapters.bare(model, self.world), adapters.called(model, self.world)
-        optimizers = adapters.optimizers(optimizer, bare)
-        schedules = adapters.schedules(schedule, optimizers)
-        self.samples, caution = adapters.samples(
-            data,
-            slicing,
-            seed=seed,
-            shuffle=shuffle,
-            num_workers=num_workers,
-            collate=collate,
-            device=device,
-        )
-        more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
-        self._given = adapters.given(optimizers, **more)
-        clipping, checks = adapters.clipping(clip), adapters.checks(checks)
-        gather = self.world.gather if self.world.size > 1 else None
-        self.state = RunState(bare, optimizers, schedules, self.samples, self.clock, device=device, scaler=scaler)
-        self._updater = Updater(
-            *(optimizers, schedules, clipping, gather), device=device, scaler=scaler, over_ranks=self.world.sum
-        )
-        self._backups = Backups(bare, scaler)
-        self._ring = Ring(self.state, memory or MemoryConfig(every=25, keep=4, max_gib=None), self.world.least)
-        self._verify_after = verify_after
-        self._panel = Panel(checks)
-        self._scans = Scans(checks, called, optimizers, adapters.own_weights(model) if self.world.size > 1 else None)
-        self._anomaly_mode = AnomalyMode(accelerator.backward)
-        self._modes = Modes(checks.evaluation, called, self._backups, is_alone=self.world.size == 1)
-        self._examination = Examination(self.world, self.clock, self._scans, self._backups)
-        self._precision = Precision(called, accelerator.mixed_precision)
-        ward = Ward(
-            world=self.world,
-            clock=self.clock,
-            samples=self.samples,
-            slicing=slicing,
-            state=self.state,
-            updater=self._updater,
-            ring=self._ring,
-            panel=self._panel,
-            scans=self._scans,
-            precision=self._precision,
-            search=None if self.objective is None else self._search(called, self.objective),
-            beat=lambda: self.beat(),
-        )
-        key, data_key = ("data.quarantine", "run.data_changed") if book else ("quarantine", "data_changed")
-        place = adapters.Place(book) if book else adapters.place(run_dir, self.world, bool(resume), tracking)
-        book = place.book
-        try:
-            differs = adapters.same_data(self.samples, book, self.world, data_changed, key=data_key)
-            listed = adapters.quarantine(
-                *(quarantine, self.samples, book.directory, self.world),
-                key=key,
-                data_may_differ=differs or data_changed == "accept",
-            )
-        except ConfigError:
-            if place.lock is not None:
-                place.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
-            raise
-        self._treatment = Treatment(
-            *(ward, adapters.policy(recovery), book, listed),
-            recovered_after=max(verify_after, 50),
-        )
-        self._left: Path | None = None  # where the state at the end of the loop is
-        how = resume if isinstance(resume, Resume) else Resume()
-        self._durable = Durable(adapters.disk(disk), ward, self._treatment, how)
-        self.chronicle = Chronicle(
-            self.clock, self._treatment.history, self._treatment.passed, place, self._durable.progress
-        )
-        self.chronicle.belongs_to(self)
-        self._treatment.ends_with = self.chronicle.fail
-        self._portions = Portions(self._treatment)
-        self._is_spread = self.state.is_spread
-        self._owes_resume = bool(resume)
-        self._treatment.on_disk = self._durable
-        self._examination.convict = self._treatment.convict
-        self._stop, self.stopped = stop, False  # before its last update, because somebody asked
-        self._cautions = [caution] if caution else []
-        if 0 < self.samples.rows < slicing.samples:
-            many = f"an update takes {slicing.samples:,} rows, and the data set has {self.samples.rows:,}"
-            self._cautions.append(f"data: {many}: each update takes rows more than once")
-        if adapters.disk(disk).every and memory is not None and not memory.every:
-            self._cautions.append(
-                "checkpoints come from snapshots in memory, and there are none: one is left at the end"
-            )
-        if device.type != "cpu" and (waits := self._updater.gate.waits()):
-            why = "not fused, so each step waits for the device; use fused=True where it is to be had"
-            self._cautions.append(f"{' and '.join(waits)}: {why}")
-        if self.objective is None:
-            self._cautions.append(
-                "guard.update cannot replay a step, so diagnosis is limited; pass objective= for the full one"
-            )
-        self.metrics = MetricsLog(self.world, device)
-        self.beat: Callable[[], None] = lambda: None  # called whenever a diagnosis has got on
-        self.newest: Vitals | None = None  # the newest update that was heard of
-        self._turn = adapters.Turn(optimizers)
-        self._unused = adapters.warn_if_unused(self, self.world) if is_own else None
-        self._has_begun = False
+        """`model` is called in the training loop; without an `objective` the loop makes the loss."""
+        self.model, self.objective, self.seed, self.drill = model, objective, seed, drill
+        self.world, self.clock, self.samples, self.state = parts.world, parts.clock, parts.samples, parts.state
+        self.stopped = False  # before its last update, because of a request
+        self.newest: Vitals | None = None  # the newest update whose verdict is known
+        self.metrics = MetricsLog(self.world, self.world.device)
+        self._parts, self._recovery, self._reporter = parts, recovery, reporter
+        self._keeper, self._controls = recovery.keeper, recovery.controls
+        self._updater, self._ring, self._panel, self._scans = parts.updater, parts.ring, parts.panel, parts.scans
+        self._backups, self._anomaly_mode, self._modes = backups, anomaly_mode, modes
+        self._sizer = MicroBatchSizer(recovery)
+        self._examination = Examination(self.world, self.clock, self._scans, backups)
+        self._direct_steps, self._verify_after, self._stop = direct_steps, verify_after, stop
         self._begun: _Begun | None = None
         self._newest_begun: _Begun | None = None
+        self._in_flight: _InFlight | None = None
         self._handed: Any = None  # the batch that the loop has got
-        self._described = self._is_checked = False
-        self._repeats = 0  # of one update that was refused by mistake
         self._losses: list[torch.Tensor] = []
         self._reported: list[Metrics] = []
-        self._in_flight: _InFlight | None = None
+        self._repeats = 0  # of one update that was refused by mistake
+        self._has_begun = self._is_described = self._is_saved_once = False
 
-    # What a loop calls.
+    # The loop over updates.
 
-    @property
-    def slicing(self) -> Slicing:
-        """How the samples of an update are dealt out."""
-        return self._treatment.ward.slicing
-
-    def keep(self, **items: Stateful) -> None:
-        """Let more rewind along, such as an average of the weights: anything with state_dict and load_state_dict.
-
-        What a loop does to it after an update that is refused a moment later stays done, until a rewind undoes it.
-        """
-        for name, item in items.items():
-            adapters.keepable(name, item, has_begun=self._has_begun)
-            self.state.keep(name, item)
+    def start(self, *, resumes: bool) -> None:
+        """Resume, if that is asked for, and verify the first state."""
+        if resumes and self.resume():
+            log.info("resumed from step %d", self.clock.step)
+        if not self._has_begun:
+            self._keeper.check()
+        self._has_begun = True
+        self._put_back_batch()
+        self._seed_between(self.samples.position)
+        if not self._ring.held and self._in_flight is None:
+            if self.clock.step == 0:
+                found = self._examination.now()  # what is compared with from now on
+                if found is not None and found.signal is Signal.RANK_MISMATCH:
+                    raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
+            if self._keeper.is_proven or self._ring.is_due(self.clock.step):  # else it would not be in memory either
+                self._controls.snapshot(self.clock.step, verified=self._keeper.is_proven)
+            if self._panel.probation.is_open:  # since before the process ended
+                self._ring.pin(self.clock.step)
 
     def resume(self) -> bool:
-        """Go on where the run directory's run ended, if one did: after `keep`. `batches` does it, if nobody has."""
-        self._owes_resume = False
-        resumed = self._durable.resume(is_explained=self._portions.look())
-        self._portions.as_before(self._durable.samples)
+        """Resume from the newest checkpoint of the run directory; False where there is none."""
+        resumed = self._recovery.resume(is_explained=self._sizer.previous_ran_out())
+        self._sizer.as_before(self._keeper.samples)
         self._panel.probation.resumed(self.clock.step)
         self._set_limits()
         self._seed_between(self.samples.position)
         return resumed
 
-    def remember(self, name: str, item: Stateful) -> None:
-        """Let something that does not rewind be there again after a resume."""
-        self._durable.remember(name, item)
+    def updates_until(self, last: int, *, plan: int | None) -> Iterator[Any]:
+        """Yield micro-batches, on the device, until `last` updates are accepted, or a stop is requested.
 
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Take note of an evaluation: once they are proven, the weights with the least loss are kept in `best`."""
-        self._durable.evaluated(metrics)
-        self.chronicle.note_evaluation(metrics)
-
-    def leave(self) -> Path | None:
-        """Write the state as it is, when `batches` has ended: `resume` goes on from there."""
-        if self._left is None:
-            self._left = self._durable.finish(healthy=not self.stopped)
-            self.ended()
-        self.chronicle.left_state(self._left)
-        return self._left
-
-    def epochs(self, count: int) -> Iterator[Epoch]:
-        """Yield the epochs that are left of `count`, each of which yields its micro-batches; the first may be cut.
-
-        An epoch is as many updates as it takes to see all the data once. Without `steps` this plans the total.
+        At the end of the `plan` the run has to be back where it was before its trouble.
         """
-        length = adapters.steps_per_epoch(self.samples, self.slicing)
-        self._start()
-        self.steps = self.steps or count * length
-        numbers = range(self.attempted_step // length, min(count, -(-self.steps // length)))
-        if not numbers:
-            yield from self.batches()  # says why there are none
-        for number in numbers:
-            if not self.stopped:
-                yield Epoch(number, partial(self._batches_until, min((number + 1) * length, self.steps)))
-
-    def batches(self, steps: int | None = None) -> Iterator[Any]:
-        """Yield micro-batches, on the device, until `steps` more updates are accepted; else the rest of the plan.
-
-        The last of them is sound then. It ends sooner once the loop is `stopped`.
-        """
-        steps = adapters.steps(steps)
-        self._start()
-        if steps is None and self.steps is None:
-            raise TrainError(_NO_TOTAL)
-        last = math.inf if steps is None else self.attempted_step + steps
-        yield from self._batches_until(int(min(last, self.steps or math.inf)))
-
-    def _batches_until(self, last: int) -> Iterator[Any]:
-        try:
-            yield from self._updates_until(last)
-        finally:
-            numerics.raise_eps(1.0)  # a knob of this run, and of the process: whatever ends the loop
-
-    def _updates_until(self, last: int) -> Iterator[Any]:
-        self._start()
-        self._left = None
-        planned = self.steps or last
-        self.chronicle.begin(planned, {"steps": planned, **self._given})
-        if self.attempted_step >= last and not self.stopped:
-            log.info("no batches: all %s steps of the plan are made", f"{planned:,}")
-        while self._goes_on(last):
+        progress = self._keeper.progress
+        while self._continues(last, is_plan=last == plan):
             if self.drill is not None and self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
                 continue  # the fault strikes once, so not in an update that is dropped for the sake of the last one
             self._snapshot()
             start = self.samples.next_start  # known before they are fetched: that may take for ever
-            self._durable.progress.updating(self.clock.tick + 1, self.clock.step, start, start + self.slicing.samples)
-            try:
-                update = self.samples.next_update(self.beat)
-            except StorageFailed as error:
-                if (held := self._ring.newest_proven()) is not None:
-                    self._durable.leave_alone(held)  # another rank may have its data
-                self.ended()
-                self.chronicle.fail(error)
-                raise
+            progress.updating(self.clock.tick + 1, self.clock.step, start, start + self.samples.slicing.samples)
+            with self._failing():
+                update = self._fetched()
             self._begin(update)
             for number, batch in enumerate(update.batches, start=1):
                 yield from self._fed(batch, is_last=number == len(update.batches))
@@ -367,11 +178,81 @@ class Guard:
                     break  # dropped, or made to the end
                 if len(self._losses) < number:
                     raise TrainError("a batch was not handed back: call guard.step(batch), or guard.update(loss)")
+
+    def _continues(self, last: int, *, is_plan: bool) -> bool:
+        """Say whether another update comes before `last`; there the newest is heard and everything scanned first."""
+        if self._stop():
+            self._updater.ask_to_stop()
+            if self.world.size == 1:
+                self.settle()
+                self.stopped = True
         if self.stopped:
-            self.chronicle.end("preempted", Stopped.exit_code)
-        elif last == self.steps:
-            self._treatment.finish()
-            self._complete()
+            return False
+        if self.attempted_step < last:
+            return True
+        if not (self.settle() and self.clock.step >= last):
+            return self.clock.step < last
+        anomaly = self._examination.now()
+        if anomaly is None and self.newest is not None and is_plan:
+            anomaly = self._panel.unsettled(self.newest)
+            if anomaly is None and self._recovery.has_to_return():
+                anomaly = self._panel.not_recovered(self.newest)
+        if anomaly is not None:
+            place = self.samples.position
+            self._treat(anomaly, self._newest_begun.update if self._newest_begun else Update(place, place, []))
+        return self.clock.step < last
+
+    def _fetched(self) -> Update:
+        try:
+            return self.samples.next_update(self._parts.beat)
+        except StorageFailed:
+            if (held := self._ring.newest_proven()) is not None:
+                self._keeper.leave_alone(held)  # another rank may have its data
+            self._recovery.ended()
+            raise
+
+    def _snapshot(self) -> None:
+        """Keep the state between two updates, now that the loop has done what it does after one, such as averaging."""
+        self._updater.require_groups()  # before anything rewinds or is copied without a new one
+        step = self.attempted_step
+        if not self._ring.is_due(step):
+            return
+        if self._in_flight is not None:
+            self._in_flight.held = self._ring.take(step)
+        else:
+            self._controls.snapshot(step)
+
+    def _begin(self, update: Update) -> None:
+        self._losses.clear()
+        self._reported.clear()
+        knobs = self._controls.knobs.values
+        self._parts.precision.be(higher=knobs.higher_precision)
+        numerics.raise_eps(knobs.eps)
+        begun = _Begun(update, self.clock.tick + 1, self.attempted_step + 1, self._backups.take(), [], time.monotonic())
+        self._begun = self._newest_begun = begun
+        Guard._newest = id(begun)
+        self._keeper.progress.updating(begun.tick, self.clock.step, update.start, update.stop)
+        if self.drill is not None:
+            self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)
+        self._scans.arm(self.attempted_step)
+        # Training randomness is a function of the place in the stream: a repeated update repeats its dropout.
+        seed_all(mix(Purpose.UPDATE, self.seed, update.start, self.world.rank), self.world.device)
+
+    def _fed(self, batch: Any, *, is_last: bool) -> Iterator[Any]:
+        """Yield one micro-batch while gradients stay here, if they may: they travel between ranks once an update."""
+        assert self._begun is not None
+        if self.drill is not None:
+            batch = self.drill.on_batch(self._place(), batch)
+        self._begun.fed.append(batch)  # where it lies already: on a device it would be kept for two updates
+        self._handed = batch = self.world.on_device(batch)
+        self._scans.see_batch(self.attempted_step, batch)
+        # Where weights are spread they go to their owners at once: to wait, each rank would have to hold all of them.
+        stays_here = self.world.size > 1 and not is_last and not self.state.is_spread
+        waits = self.world.accelerator.no_sync(self.model) if stays_here else nullcontext()
+        with waits, self._direct_steps.of_loop(), self._anomaly_mode.unchecked():
+            yield batch
+
+    # What the loop hands back.
 
     def step(self, batch: Any) -> bool:
         """Forward, backward, gate, update. Says whether an update was attempted: not while gradients accumulate."""
@@ -389,12 +270,17 @@ class Guard:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            evidence = memory_told(error, self.world.device)
+            evidence = told_of_memory(error, self.world.device)
         else:
             self._reported.append(metrics)
-            self._compare_modes(begun, batch, loss)
+            if self._modes.is_due(begun.step) and not self._losses:
+                again = partial(self.objective, self.model, batch)
+                if (remark := self._modes.compare(begun.step, loss, again, self.world.device)) is not None:
+                    log.info("note: %s", remark)
             return self.update(loss)
-        self._slim(begun, evidence)  # here, where the error no longer holds on to what it was raised among
+        self._begun = None  # here, where the error no longer holds on to what it was raised among
+        self._drop(begun)
+        self._sizer.slim(begun.step, evidence, began=begun.began)
         return False
 
     def update(self, loss: torch.Tensor) -> bool:
@@ -402,16 +288,15 @@ class Guard:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
             raise TypeError(f"guard.update takes the loss as a scalar tensor, not one of {what}")
-        self._require_batch("update")
-        assert self._begun is not None
+        begun = self._require_batch("update")
         # Rows that could not be fetched: every rank has to hear of it, and this is the way that all trouble takes.
-        loss = torch.full_like(loss, math.nan) if self._begun.update.failed else loss.detach()
+        loss = torch.full_like(loss, math.nan) if begun.update.failed else loss.detach()
         self._losses.append(loss if loss.dtype is torch.float32 and loss.dim() == 0 else loss.float().reshape(()))
-        if len(self._losses) < self.slicing.accumulation:
+        if len(self._losses) < self.samples.slicing.accumulation:
             return False
         if all(weight.grad is None for weight in self._updater.weights):
             raise TrainError("no weight has a gradient: call accelerator.backward(loss) before guard.update(loss)")
-        with self._turn.of_guard():
+        with self._direct_steps.of_guard():
             return self._conclude()
 
     def settle(self) -> bool:
@@ -419,253 +304,8 @@ class Guard:
         if self._begun is not None:
             raise TrainError("guard.settle belongs between two updates: hand the batch over first")
         self._seed_between(self.samples.position)
-        self._durable.progress.turned_to(Doing.BETWEEN)
+        self._keeper.progress.turned_to(Doing.BETWEEN)
         return self._hear()
-
-    def close(self) -> None:
-        """End a run before its last step: hear the last verdict, close what has healed, let go of worker processes."""
-        self._put_back_batch()
-        error, gave_up = sys.exc_info()[1], None
-        if self.settle() and self._examination.now() is None:
-            if error is None and self._treatment.has_to_return():
-                gave_up = self._treatment.return_unrecovered()
-            else:
-                self._treatment.finish()
-                if error is None and self.steps is None and not self.stopped and self._left is None:
-                    self._complete()
-                self._durable.end_failing()
-        self.ended()
-        self.chronicle.closed(gave_up or error, self.steps)
-        self.let_go()
-        if gave_up is not None:
-            raise gave_up
-
-    def let_go(self) -> None:
-        """Give back what is the process's: worker processes, the code that wears armor, the knob of safe operations."""
-        self._treatment.disarm()
-        self._turn.end()
-        numerics.raise_eps(1.0)
-        self.samples.close()
-        self._durable.let_go()
-
-    @property
-    def knobs(self) -> Knobs:
-        """What remedies have turned, and the next update is made with."""
-        return self._treatment.knobs.values
-
-    @property
-    def incidents(self) -> list[Incident]:
-        """All incidents so far."""
-        return self._treatment.history.incidents
-
-    def tally(self) -> dict[str, Any]:
-        """Count incidents for a summary."""
-        return self._treatment.history.tally()
-
-    @property
-    def recent_loss(self) -> float | None:
-        """The median of the last 50 accepted losses, those of earlier processes included."""
-        return self._treatment.passed.recent_loss
-
-    def report(self) -> Told | None:
-        """Put together what is known of the newest update that was heard of; None if that was told already.
-
-        Waits for the device, and for the other ranks: all of them come here.
-        """
-        knobs = {name: getattr(self.knobs, name) for name in ("lr", "clip", "eps")}
-        return self.chronicle.report(self.newest, self.metrics.read, self.slicing.samples, knobs)
-
-    @property
-    def saving_since(self) -> float | None:
-        """Since when a checkpoint is being written, on the monotonic clock."""
-        return self._durable.saving_since
-
-    def ended(self, *, was_killed: bool = False) -> None:
-        """Note that the process ends in order, be it with an error: no samples are to blame for it.
-
-        `was_killed`: another process of the run was, and the record stays as if it had been this one.
-        """
-        self._treatment.surroundings.close()
-        if not was_killed:
-            self._durable.progress.turned_to(Doing.ENDED, self.clock.tick)
-
-    def leave_newest(self) -> tuple[int, Path | None]:
-        """From another thread, as the loop is not waited for: leave the newest proven state on disk.
-
-        Returns the step that the run goes on from, and where its state is; None where that is not the newest proven.
-        """
-        return self._durable.leave_newest()
-
-    def hung(self, evidence: str, *, in_update: bool) -> None:
-        """From another thread, while nothing goes on: write that down, and the newest proven state if there is time."""
-        self._durable.hung(evidence, in_update=in_update)
-
-    @property
-    def attempted_step(self) -> int:
-        """Accepted updates, the one that was not heard of yet included."""
-        return self.clock.step + (self._in_flight is not None)
-
-    def on_device(self, batch: Any) -> Any:
-        """Move a batch of any shape to where the model is."""
-        return batch if self.world.device.type == "cpu" else send_to_device(batch, self.world.device, non_blocking=True)
-
-    def _search(self, model: nn.Module, objective: Measured) -> Search:
-        """What finds culprits, by making a step once more."""
-        replay = Replay(
-            model,
-            lambda model, batch: objective.for_training(model, batch)[0],
-            self._anomaly_mode.backward,
-            self._backups,
-            self._updater.drop_gradients,
-            trained=self._updater.weights,
-            scale=self._updater.loss_scale,
-            over_ranks=lambda grads: norm_over_ranks(grads, self.world.sum),
-            seed=self.seed,
-            rank=self.world.rank,
-            device=self.world.device,
-        )
-        return Search(replay, self.samples, self.world, self.on_device, lambda: self.beat())
-
-    # One update, from its samples to the gate.
-
-    def _start(self) -> None:
-        """Say what the run is protected by, and prove its first state."""
-        if not self._has_begun:
-            for line in self._cautions:
-                log.info("%s", line)
-        if self._owes_resume and self.resume():
-            log.info("goes on from step %d", self.clock.step)
-        if not self._has_begun:
-            self._durable.check()
-        self._has_begun = True
-        if self._unused is not None:
-            self._unused.detach()
-        self._put_back_batch()
-        self._seed_between(self.samples.position)
-        if not self._ring.held and self._in_flight is None:
-            if self.clock.step == 0:
-                found = self._examination.now()  # what is compared with from now on
-                if found is not None and found.signal is Signal.RANK_MISMATCH:
-                    raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
-            self._durable.take(verified=self._durable.is_proven)
-            if self._panel.probation.is_open:  # since before the process ended
-                self._ring.pin(self.clock.step)
-
-    def _complete(self) -> None:
-        """Write the end state of a loop of somebody's own. Every rank comes here: weights may be spread."""
-        if self.chronicle.place.directory is None:
-            return
-        # What follows may be an evaluation, or more steps: the last words are said by `leave`, `close`, or at the exit.
-        self._left = self._durable.finish(healthy=True)
-        self.ended()
-        self.chronicle.end("completed", digests=(self.state.weights_sha256(), self.state.sha256()))
-
-    def _goes_on(self, steps: int) -> bool:
-        """Say whether another update is wanted up to a step; there the last one is heard and scanned first.
-
-        Whether what happened is overcome is asked only at the end of the plan: before it, there is time.
-        """
-        if self._stop():
-            self._updater.ask_to_stop()
-            if self.world.size == 1:
-                self.settle()
-                self.stopped = True
-        if self.stopped:
-            return False
-        if self.attempted_step < steps:
-            return True
-        if not (self.settle() and self.clock.step >= steps):
-            return self.clock.step < steps
-        anomaly = self._examination.now()
-        if anomaly is None and self.newest is not None and steps == self.steps:
-            anomaly = self._panel.unsettled(self.newest)
-            if anomaly is None and self._treatment.has_to_return():
-                anomaly = self._panel.not_recovered(self.newest)
-        if anomaly is not None:
-            place = self.samples.position
-            update = self._newest_begun.update if self._newest_begun else Update(place, place, [])
-            self._treatment.treat(anomaly, update, began=self._treatment.update_began)
-            self._set_limits()
-        return self.clock.step < steps
-
-    def _put_back_batch(self) -> None:
-        """Undo what was begun when a loop is left with a batch in hand: it comes again if the loop is entered again."""
-        if self._begun is not None:
-            self._updater.drop_gradients()
-            self._backups.put_back(self._begun.backup)
-            self.samples.go_back(self._begun.update)
-            self._begun = None
-
-    def _snapshot(self) -> None:
-        """Keep the state between two updates, now that the loop has done what it does after one, such as averaging."""
-        self._updater.require_groups()  # before anything rewinds or is copied without a new one
-        step = self.attempted_step
-        if self._ring.is_due(step) and (held := self._ring.take(step)) is not None:
-            if self._in_flight is not None:
-                self._in_flight.held = held
-            else:
-                held.statistics, held.remedies = self._statistics(), self._treatment.remedies()
-
-    def _slim(self, begun: _Begun, evidence: str) -> None:
-        """Make the update again in smaller micro-batches, as it did not fit into memory."""
-        slimmer = self._portions.slimmer(begun.step, evidence)
-        self._begun = None
-        self._drop(begun)
-        self._portions.slim(slimmer, begun.step, evidence)
-
-    def _compare_modes(self, begun: _Begun, batch: Any, loss: torch.Tensor) -> None:
-        """Say so where a batch has quite another loss in evaluation mode than it used to have."""
-        objective = self.objective
-        if objective is not None and self._modes.is_due(begun.step) and not self._losses:
-            again = partial(objective, self.model, batch)
-            if (remark := self._modes.compare(begun.step, loss, again, self.world.device)) is not None:
-                log.info("note: %s", remark)
-
-    def _require_batch(self, verb: str) -> _Begun:
-        """Return the update whose batch the loop is handing back; raise where there is none."""
-        if not self._has_begun:
-            raise TrainError(f"guard.{verb} before the loop: iterate over guard.batches(), which makes the batches")
-        if self._begun is None or len(self._losses) >= len(self._begun.fed):
-            raise TrainError(_TWICE.format(verb=verb))
-        if Guard._newest != id(self._begun):
-            raise TrainError(_TWO_GUARDS)
-        return self._begun
-
-    def _begin(self, update: Update) -> None:
-        self._losses.clear()
-        self._reported.clear()
-        knobs = self._treatment.knobs.values
-        self._precision.be(higher=knobs.higher_precision)
-        numerics.raise_eps(knobs.eps)
-        begun = _Begun(update, self.clock.tick + 1, self.attempted_step + 1, self._backups.take(), [], time.monotonic())
-        self._begun = self._newest_begun = begun
-        self._treatment.update_began = begun.began
-        Guard._newest = id(begun)
-        self._durable.progress.updating(begun.tick, self.clock.step, update.start, update.stop)
-        if self.drill is not None:
-            self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)
-        self._scans.arm(self.attempted_step)
-        # Training randomness is a function of the place in the stream: a repeated update repeats its dropout.
-        seed_all(mix(Purpose.UPDATE, self.seed, update.start, self.world.rank), self.world.device)
-
-    def _fed(self, batch: Any, *, is_last: bool) -> Iterator[Any]:
-        """Yield one micro-batch while gradients stay here, if they may: they travel between ranks once an update."""
-        assert self._begun is not None
-        if self.drill is not None:
-            batch = self.drill.on_batch(self._place(), batch)
-        self._begun.fed.append(batch)  # where it lies already: on a device it would be kept for two updates
-        self._handed = batch = self.on_device(batch)
-        self._scans.see_batch(self.attempted_step, batch)
-        # Where weights are spread they go to their owners at once: to wait, each rank would have to hold all of them.
-        stays_here = self.world.size > 1 and not is_last and not self._is_spread
-        waits = self.world.accelerator.no_sync(self.model) if stays_here else nullcontext()
-        with waits, self._turn.of_loop(), self._anomaly_mode.unchecked():
-            yield batch
-
-    def _place(self) -> Place:
-        begun = self._newest_begun
-        assert begun is not None
-        return Place(begun.tick, begun.step, begun.update.start, len(self._losses), self.world.rank)
 
     def _conclude(self) -> bool:
         """The fixed point between backward and optimizer: hear of the last update, then send this one to the gate."""
@@ -682,18 +322,17 @@ class Guard:
         loss = self._losses[0] if len(self._losses) == 1 else pulse.mean(self._losses)
         rate = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
         self._ring.before_change()
-        self._updater.agreement.tell(Flag.BUSY, self._durable.is_busy)
-        digest = 0 if self._updater.agreement.is_alone else self._treatment.digest(begun.update.start)
-        attempt = self._updater.apply(self.clock.step, loss, self._treatment.knobs.values, rate=rate, digest=digest)
-        self._declare_restart(attempt)
+        agreement, controls = self._updater.agreement, self._controls
+        agreement.tell(Flag.BUSY, self._keeper.is_busy)
+        start, incidents = begun.update.start, self._recovery.incidents.incidents
+        digest = 0 if agreement.is_alone else controls.digest(start, incidents)
+        attempt = self._updater.apply(self.clock.step, loss, controls.knobs.values, rate=rate, digest=digest)
+        if attempt.restarts:  # a schedule that starts again makes the loss jump on purpose
+            self._panel.expect(self.clock.step + 1)
         self.clock.tick += 1
         sent, metrics = Sent(attempt.measured, attempt.numbers), pulse.mean_metrics(self._reported)
         self._in_flight = _InFlight(begun, attempt, loss, self._updater.gate.limits, sent, metrics)
         return True
-
-    def _seed_between(self, position: int) -> None:
-        """At rest random numbers are a function of the place, too: an update that was undone leaves no trace."""
-        seed_all(mix(Purpose.BETWEEN, self.seed, position, self.world.rank), self.world.device)
 
     # One verdict, an update later.
 
@@ -713,8 +352,9 @@ class Guard:
             by_rank=flight.attempt.told,
         )
         if not vitals.alike:
-            digests = [row[DIGEST] for row in flight.attempt.told()]
-            self._treatment.ranks_differ(digests, began=flight.begun.began)
+            with self._failing():
+                digests = [row[DIGEST] for row in flight.attempt.told()]
+                self._recovery.ranks_differ(digests, began=flight.begun.began)
         self.newest = vitals
         self.stopped |= vitals.stop_asked
         self.metrics.note(flight.metrics)
@@ -722,80 +362,91 @@ class Guard:
         for remark in (*finding.remarks, *self._scans.remarks()):
             log.info("note: %s", remark)
         self._set_limits()
-        self._treatment.heard(vitals)
+        self._recovery.measured(vitals)
         if vitals.accepted:
             self._accept(flight, vitals)
         elif flight.held is not None:
             self._ring.drop(flight.held)
         scanned = self._examination.hear()
+        if guilty := self._examination.guilty_ranks():
+            self._recovery.name_guilty_ranks(guilty)
         anomaly = scanned or finding.anomaly or self._repeated_in_vain(finding.repeat, vitals)
-        anomaly = anomaly or self._treatment.explanation.foresee(vitals, flight.begun.fed)
+        anomaly = anomaly or self._recovery.explanation.foresee(vitals, flight.begun.fed)
         if anomaly is None and not finding.repeat:
             self._healthy(flight, vitals)
             return True
         self._undo(flight, begun, vitals)
         if anomaly is not None:
-            update, fed = flight.begun.update, flight.begun.fed
+            fed, examination = flight.begun.fed, self._examination
             spiked = not float(flight.loss) <= flight.limits[0]
-            named = scanned or self._examination.named(anomaly, fed, update.failed, spiked=spiked)
+            refined = scanned or examination.refine_signal(anomaly, fed, update.failed, spiked=spiked)
             is_spent = flight.begun.versions != [pulse.versions(batch) for batch in fed]
-            usual = self._examination.nan_is_usual
+            usual = examination.nan_is_usual
             refused = None if vitals.accepted else Refused(update, fed, flight.limits, is_spent, usual)
-            self._treatment.treat(named, update, refused, began=flight.begun.began)
-            self._set_limits()
+            self._treat(refined, update, refused, began=flight.begun.began)
         return False
 
     def _repeated_in_vain(self, repeat: bool, vitals: Vitals) -> Anomaly | None:
-        """A limit that gave way, and an update that it refuses all the same: repeating has to end somewhere."""
+        """A limit was raised, and refuses the same update all the same: repeating has to end somewhere."""
         self._repeats = self._repeats + 1 if repeat else 0
         if self._repeats <= _MOST_REPEATS or vitals.refused is None:
             return None
         evidence = f"loss {vitals.loss:.4g}, gradient norm {vitals.grad_norm:.4g}: refused {self._repeats} times"
         return Anomaly(vitals.refused, vitals.step + 1, vitals.tick, vitals.step, evidence, landed=False)
 
-    def _set_limits(self) -> None:
-        """Hand what the checks allow to the gate."""
-        self._updater.gate.limit(*self._panel.limits)
-
     def _accept(self, flight: _InFlight, vitals: Vitals) -> None:
         self.clock.step += 1
         self._updater.accept(self.clock.step)
-        limit = flight.attempt.max_norm
-        self._scans.landed(self.clock.step, flight.attempt.settings, self._updater.clipped(vitals.grad_norm, limit))
+        norm = self._updater.clipped(vitals.grad_norm, flight.attempt.max_norm)
+        self._scans.landed(self.clock.step, flight.attempt.settings, norm)
         if flight.held is not None:
-            flight.held.statistics = self._statistics()
+            flight.held.statistics = self._parts.statistics()
 
     def _healthy(self, flight: _InFlight, vitals: Vitals) -> None:
         self._backups.let_go(flight.begun.backup)
-        if vitals.accepted:
-            self._treatment.healthy(was_limited=flight.attempt.is_limited)
-            place = self.chronicle.place
-            if place.directory is not None and self.clock.step % REPORT_EVERY == 0:
-                self.chronicle.went_on(self.report() if place.tracking is not None else None)
-            if not self._is_checked:  # optimizers make their state in their first step
-                self._durable.check()
-                self._is_checked = True
-            if flight.held is not None:
-                flight.held.remedies = self._treatment.remedies()
-            scanned, after = self._scans.clean_step, self._verify_after
-            is_back = self._panel.is_only_reported or self._panel.probation.allows_proof(self.clock.step)
-            self._ring.verify(healthy_until=self.clock.step, scanned_until=scanned, after=after, is_back=is_back)
-            self._durable.verified(any_busy=vitals.any_busy)
-        book = self._treatment.book
-        if vitals.accepted and book.directory is not None and book.data is None and flight.begun.update.keys:
+        if not vitals.accepted:
+            return
+        step, recovery, keeper = self.clock.step, self._recovery, self._keeper
+        recovery.healthy(was_limited=flight.attempt.is_limited)
+        self._reporter.accepted()
+        if not self._is_saved_once:  # optimizers make their state in their first step
+            keeper.check()
+            self._is_saved_once = True
+        if flight.held is not None:
+            flight.held.remedies = self._controls.in_force()
+        is_back = self._panel.is_only_reported or self._panel.probation.allows_proof(step)
+        scanned = self._scans.clean_step
+        self._ring.verify(healthy_until=step, scanned_until=scanned, after=self._verify_after, is_back=is_back)
+        keeper.verified(any_busy=vitals.any_busy)
+        recovery.hear_of_saving()
+        incidents = recovery.incidents
+        if incidents.directory is not None and incidents.facts.data is None and flight.begun.update.keys:
             rows = [key.row for keys in flight.begun.update.keys for key in keys]
-            book.knows_data(sampled(self.samples.dataset, rows))  # type: ignore[attr-defined]
-        if vitals.accepted and self.clock.step == 1 and not self._described:
-            self._described = True
+            incidents.facts.saw_data(sampled(self.samples.dataset, rows))  # type: ignore[attr-defined]
+        if step == 1 and not self._is_described:
+            self._is_described = True
             if self.objective is None:
-                adapters.warn_of_scalers(self._updater.scaler)
+                warn_of_scalers(self._updater.scaler)
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
             self._examination.note_first(flight.begun.fed)
 
-    def _declare_restart(self, attempt: Attempt) -> None:
-        """A schedule that starts again makes the loss jump on purpose."""
-        if attempt.restarts:
-            self._panel.expect(self.clock.step + 1)
+    def _treat(
+        self, anomaly: Anomaly, update: Update, refused: Refused | None = None, *, began: float | None = None
+    ) -> None:
+        if began is None and self._newest_begun is not None:
+            began = self._newest_begun.began
+        with self._failing():
+            self._recovery.treat(anomaly, update, refused, began=began)
+        self._set_limits()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Let the reporter know of an error that ends the run."""
+        try:
+            yield
+        except TrainError as error:
+            self._reporter.fail(error)
+            raise
 
     def _undo(self, flight: _InFlight, begun: _Begun | None, vitals: Vitals) -> None:
         """Take back what does not count: gradients, what forwards did to buffers, and the place in the data."""
@@ -813,15 +464,49 @@ class Guard:
         self._backups.put_back(begun.backup)
         self.samples.go_back(begun.update)
 
-    def _statistics(self) -> dict[str, Any]:
-        return {"panel": self._panel.state_dict(), "scans": self._scans.state_dict()}
+    def _put_back_batch(self) -> None:
+        """Undo what was begun when a loop is left with a batch in hand: it comes again if the loop is entered again."""
+        if self._begun is not None:
+            self._updater.drop_gradients()
+            self._backups.put_back(self._begun.backup)
+            self.samples.go_back(self._begun.update)
+            self._begun = None
+
+    # What others ask.
+
+    def stop_now(self) -> None:
+        """End the loop before its next update."""
+        self.stopped = True
+
+    @property
+    def attempted_step(self) -> int:
+        """Accepted updates, the one whose verdict is pending included."""
+        return self.clock.step + (self._in_flight is not None)
+
+    def _require_batch(self, verb: str) -> _Begun:
+        """Return the update whose batch the loop is handing back; raise where there is none."""
+        if not self._has_begun:
+            raise TrainError(f"guard.{verb} before the loop: iterate over guard.batches(), which makes the batches")
+        if self._begun is None or len(self._losses) >= len(self._begun.fed):
+            raise TrainError(_TWICE.format(verb=verb))
+        if Guard._newest != id(self._begun):
+            raise TrainError(_TWO_GUARDS)
+        return self._begun
+
+    def _place(self) -> Place:
+        begun = self._newest_begun
+        assert begun is not None
+        return Place(begun.tick, begun.step, begun.update.start, len(self._losses), self.world.rank)
+
+    def _seed_between(self, position: int) -> None:
+        """At rest random numbers are a function of the place, too: an update that was undone leaves no trace."""
+        seed_all(mix(Purpose.BETWEEN, self.seed, position, self.world.rank), self.world.device)
+
+    def _set_limits(self) -> None:
+        """Hand what the checks allow to the gate."""
+        self._updater.gate.limit(*self._panel.limits)
 
 
-_MOST_REPEATS = 2
-_NO_TOTAL = (
-    "guard.batches() yields the rest of a planned total: give one with Guard(steps=...), or ask for n more with "
-    "guard.batches(n)"
-)
 _IN_TURN = (
     "losses that are stepped in turn, as in a GAN, are not supported; "
     "add them up and give one guard all optimizers, which then step together"

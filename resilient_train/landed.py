@@ -13,10 +13,10 @@ import torch
 from resilient_train.diagnose import verdict
 from resilient_train.diagnose.rows import largest
 from resilient_train.diagnose.search import UNHEARD_OF, by_size
-from resilient_train.passed import FEW, WILD, Passed, PassedUpdates
+from resilient_train.passed import FEW, WILD, Passed, UpdateHistory
+from resilient_train.run_parts import RunParts
 from resilient_train.state import randomness
 from resilient_train.types import Anomaly, Diagnosis, Signal, Vitals
-from resilient_train.ward import Ward
 
 OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 _EXPLAINS = 0.5  # of a rise of the loss: as much has to come from the samples, so that these are to blame
@@ -34,7 +34,7 @@ class NoMeasure(Exception):
     """The losses from before are not those of the samples that the run had then: nothing is known to be worse."""
 
 
-def far_out(ward: Ward, suspects: Sequence[int], also: Sequence[int] = ()) -> Diagnosis | None:
+def far_out(ward: RunParts, suspects: Sequence[int], also: Sequence[int] = ()) -> Diagnosis | None:
     """Rows of the updates at these positions whose values are far beyond those of others; if any, `also` in these."""
     with randomness.preserved(ward.world.device):  # to fetch rows leaves them anywhere
         return by_size(suspects, also, _AHEAD, ward.samples, ward.world, ward.beat)
@@ -63,7 +63,7 @@ class FirstUpdates:
 
 
 def at_start(
-    ward: Ward, passed: PassedUpdates, vitals: Vitals, first: FirstUpdates, fed: Sequence[Any]
+    ward: RunParts, passed: UpdateHistory, vitals: Vitals, first: FirstUpdates, fed: Sequence[Any]
 ) -> tuple[Anomaly, Diagnosis] | None:
     """Look for bad rows, once, where the gradients or the values of the first updates differ wildly.
 
@@ -84,7 +84,7 @@ def at_start(
     return None if told is None else (Anomaly(told[0], vitals.step, vitals.tick, 0, told[1]), found)
 
 
-def set_apart(found: Diagnosis, ward: Ward, known: Sequence[Passed]) -> tuple[Signal, str] | None:
+def set_apart(found: Diagnosis, ward: RunParts, known: Sequence[Passed]) -> tuple[Signal, str] | None:
     """Whether the updates that hold rows are those that go wrong, and how that is seen; None where they are not.
 
     Where all losses fall at first, those that fall no further show in the later half.
@@ -93,7 +93,7 @@ def set_apart(found: Diagnosis, ward: Ward, known: Sequence[Passed]) -> tuple[Si
     return _apart(found, ward, in_order) or _apart(found, ward, in_order[len(in_order) // 2 :])
 
 
-def _apart(found: Diagnosis, ward: Ward, known: Sequence[Passed]) -> tuple[Signal, str] | None:
+def _apart(found: Diagnosis, ward: RunParts, known: Sequence[Passed]) -> tuple[Signal, str] | None:
     rows = {*found.rows}
     holds = [not rows.isdisjoint(ward.samples.rows_at(one.start, one.stop)) for one in known]
     with_them = [one for one, is_one in zip(known, holds, strict=True) if is_one]
@@ -109,7 +109,7 @@ def _apart(found: Diagnosis, ward: Ward, known: Sequence[Passed]) -> tuple[Signa
     return None
 
 
-def samples_behind(anomaly: Anomaly, ward: Ward, passed: PassedUpdates) -> Diagnosis | None:
+def samples_behind(anomaly: Anomaly, ward: RunParts, passed: UpdateHistory) -> Diagnosis | None:
     """Say whether what was trained on since the last good state explains the loss; None where it may be the weights.
 
     Every rank comes here. Raises NoMeasure.
@@ -145,7 +145,7 @@ def samples_behind(anomaly: Anomaly, ward: Ward, passed: PassedUpdates) -> Diagn
     return verdict.on_changed(was, now)
 
 
-def _is_as_it_was(ward: Ward, passed: PassedUpdates, step: int) -> bool:
+def _is_as_it_was(ward: RunParts, passed: UpdateHistory, step: int) -> bool:
     """Whether the update after a step has the same loss at its weights as it had then. Every rank comes here."""
     first = passed.after(step)
     assert ward.search is not None
@@ -155,7 +155,7 @@ def _is_as_it_was(ward: Ward, passed: PassedUpdates, step: int) -> bool:
 
 
 def _compared(
-    ward: Ward, suspects: Sequence[Passed], trusted: Sequence[Passed], step: int, rise: float, size: float
+    ward: RunParts, suspects: Sequence[Passed], trusted: Sequence[Passed], step: int, rise: float, size: float
 ) -> tuple[Diagnosis | None, float | None, float | None]:
     """Compare the losses of suspects with those of healthy updates, all at the weights of a proven `step`.
 

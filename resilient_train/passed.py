@@ -47,7 +47,7 @@ class Leap(NamedTuple):
     is_sudden: bool
 
 
-class PassedUpdates:
+class UpdateHistory:
     """Remembers them, on the way that the run is on: a rewind takes back what came after."""
 
     def __init__(self) -> None:
@@ -139,9 +139,9 @@ class PassedUpdates:
         losses = list(islice(accepted, _RECENT))
         return median(losses) if losses else None
 
-    def copy(self) -> PassedUpdates:
+    def copy(self) -> UpdateHistory:
         """What is remembered now, for another thread to read."""
-        copied = PassedUpdates()
+        copied = UpdateHistory()
         copied._passed, copied._first = self._passed.copy(), self._first.copy()
         return copied
 

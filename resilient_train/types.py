@@ -157,3 +157,42 @@ class Incident:
     outcome: Outcome | None = None  # None while it is open
     drill: str = ""  # the faults on purpose that made it: there is nothing to advise
     trace: int = 0  # digest of the updates since the last rewind: two attempts with the same one were the same
+
+    @property
+    def left_damage(self) -> bool:
+        """Say whether it is over only when the loss is back: bad updates landed.
+
+        What was changed outside of an update is gone with a rewind.
+        """
+        if self.diagnosis.cause is Cause.PROCESS:
+            return False
+        if self.diagnosis.cause is Cause.CORRUPTION and self.rewound_to is not None:
+            return False
+        return self.anomaly.is_in_weights
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIncident:
+    """Something that happened to the process, the disk or the files of a run, and what was done about it."""
+
+    signal: Signal
+    step: int
+    since: int
+    evidence: str
+    remedy: str
+    advice: str = ""
+    rows: tuple[int, ...] = ()
+    rewound_to: int | None = None
+    steps_lost: int = 0
+    ranks: tuple[int, ...] = ()
+
+
+def kind_of(anomaly: Anomaly, diagnosis: Diagnosis) -> tuple[object, ...]:
+    """What makes two incidents the same trouble: the cause, and the line or the rows, not the values met there.
+
+    If the cause is unknown or the process, it takes the same signal too.
+    """
+    culprit = diagnosis.culprit
+    line = culprit and (culprit.phase, culprit.op, culprit.module, culprit.file, culprit.line)
+    is_told_by_signal = diagnosis.cause in (Cause.UNKNOWN, Cause.PROCESS)
+    return diagnosis.cause, line, diagnosis.rows, anomaly.signal if is_told_by_signal else None

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 
-from resilient_train.guard import Guard
+from resilient_train.adapters.guard import Guard
 
 ROTTEN, RAISING, ZERO, SLOPE = 37, 21, 50, 71
 

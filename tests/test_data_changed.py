@@ -87,7 +87,7 @@ def test_data_that_changed_is_refused_or_accepted(other: str, bad: tuple[int, ..
     assert trained(tmp_path / "run", 60, OTHERS[other], data_changed="accept").clock.step == 60
     again = trained(tmp_path / "run", 80, OTHERS[other])
     assert again.clock.step == 80
-    assert set(again._treatment.quarantined.rows) <= set(bad)
+    assert set(again._controls.quarantined.rows) <= set(bad)
 
 
 def test_the_same_data_is_never_refused(tmp_path: Path) -> None:
@@ -126,16 +126,16 @@ def test_a_run_without_a_checkpoint_takes_the_data_as_it_is(tmp_path: Path) -> N
 def test_a_flipped_bit_in_a_digest_is_damage_of_the_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The data is right, so the run resumes, with the same rows in quarantine: the journal knows them as well."""
     data = rows(bad=(7, 450))
-    assert set(trained(tmp_path / "run", 40, data)._treatment.quarantined.rows) == {7, 450}
+    assert set(trained(tmp_path / "run", 40, data)._controls.quarantined.rows) == {7, 450}
     file = tmp_path / "run" / QUARANTINE
     digests = json.loads(file.read_text())["data"]["digests"]
     flipped = next(digest for digest in digests.values() if digest)
     file.write_text(file.read_text().replace(flipped, chr(ord(flipped[0]) ^ 1) + flipped[1:]))
     resumed = trained(tmp_path / "run", 60, data)
     assert resumed.clock.step == 60
-    assert set(resumed._treatment.quarantined.rows) == {7, 450}
+    assert set(resumed._controls.quarantined.rows) == {7, 450}
     assert "is put aside: is damaged" in caplog.text
-    assert set(trained(tmp_path / "run", 80, data)._treatment.quarantined.rows) == {7, 450}
+    assert set(trained(tmp_path / "run", 80, data)._controls.quarantined.rows) == {7, 450}
 
 
 PROGRAM = """

@@ -23,7 +23,7 @@ from warm import ENVIRONMENT
 
 from resilient_train.app import sync
 from resilient_train.ranks.lock import DirectoryLock
-from resilient_train.record.incidents import IncidentBook
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox, entries
 from resilient_train.record.story import told
 from resilient_train.tracking.courier import Courier
@@ -62,13 +62,13 @@ def door(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
 # ------------------------------------------------------------------------------------------------- a run, and its proof
 
 
-def met(book: IncidentBook, number: int) -> None:
+def met(book: IncidentLog, number: int) -> None:
     """Meet an incident, and recover from it."""
     anomaly = Anomaly(Signal.NONFINITE_GRAD, 10 * number, 10 * number, 10 * number - 1, "a NaN", landed=False)
     incident = Incident(number, anomaly, Diagnosis(Cause.TRANSIENT, "Watch it."), Decision((Action("skip"),)))
-    book.opened(incident)
+    book.add(incident)
     book.treated(incident)
-    book.closed(Incident(number, anomaly, incident.diagnosis, incident.decision, outcome=Outcome.RECOVERED))
+    book.close(Incident(number, anomaly, incident.diagnosis, incident.decision, outcome=Outcome.RECOVERED))
 
 
 def trained(
@@ -76,7 +76,7 @@ def trained(
 ) -> Path:
     """Leave in `run_dir` what a run leaves there that has ended, or a part of it."""
     run_dir.mkdir(exist_ok=True)
-    box, book = Outbox(run_dir / OUTBOX), IncidentBook(run_dir)
+    box, book = Outbox(run_dir / OUTBOX), IncidentLog(run_dir)
     box.put(BEGAN, name=run_dir.name, tracking_uri=address, experiment=experiment)
     box.put(PARAMS, values={f"layer.{index}": str(index) for index in range(120)})
     for tick in rows:
@@ -91,7 +91,7 @@ def trained(
     (run_dir / "summary.json").write_text(json.dumps({"status": "completed", "exit_code": 0, "steps": ROWS}))
     box.put(ENDED, status="completed")
     assert box.close(30)
-    book.close()
+    book.end()
     return run_dir
 
 
@@ -317,7 +317,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 sys.path.insert(0, sys.argv[4])
 from resilient_train.tracking.uploads import TrackingConfig, build
-from test_delivery import met, IncidentBook
+from test_delivery import met, IncidentLog
 
 run_dir, address, experiment = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 run_dir.mkdir(exist_ok=True)
@@ -326,7 +326,7 @@ tracker.params({f"layer.{index}": index for index in range(120)})
 tracker.begin()
 (run_dir / "config.yaml").write_text("run: {}")
 tracker.artifact(run_dir / "config.yaml")
-book = IncidentBook(run_dir)
+book = IncidentLog(run_dir)
 for number in range(book.next_id, 4):
     met(book, number)
 tick = 0

@@ -18,10 +18,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from group import together
 
+from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents
 from resilient_train.diagnose.search import Search
 from resilient_train.errors import GaveUp
-from resilient_train.guard import Guard
 from resilient_train.record.mending import still_open
 from resilient_train.types import Cause, Incident, Outcome, Signal
 from resilient_train.wording import told

@@ -73,13 +73,13 @@ class At:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, what: dict[int, Callable[[], Any]]) -> None:
-        from resilient_train.guard import Guard
+        from resilient_train.adapters.guard import Guard
 
         begin = Guard._begin
 
         def begun(guard: Guard, update: Any) -> None:
             if (do := what.pop(guard.clock.step, None)) is not None:
-                guard._durable.close()
+                guard._keeper.close()
                 (thread := threading.Thread(target=do)).start()
                 thread.join()
             time.sleep(0.005)  # so that the writer has its turn

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import OneCycleLR
 
-from resilient_train.guard import Guard
+from resilient_train.adapters.guard import Guard
 from resilient_train.state.tree import sha256
 from resilient_train.update.gate import NO_LIMIT, Gate
 

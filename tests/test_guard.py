@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from test_gate import SKIP, Net, Poison, guarded, rows
 from torch.nn import functional as F
 
+from resilient_train.adapters.guard import Guard
 from resilient_train.errors import GaveUp
-from resilient_train.guard import Guard
 from resilient_train.state.ring import MemoryConfig, to_let_go
 from resilient_train.watch.config import named
 

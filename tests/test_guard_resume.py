@@ -15,9 +15,9 @@ from group import alone, together
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from resilient_train.adapters.guard import Guard
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.drills import Drill, NanGrad
-from resilient_train.guard import Guard
 from resilient_train.record.quarantine import QUARANTINE
 from resilient_train.state.ring import MemoryConfig
 

@@ -20,19 +20,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resilient_train.errors import TrainError
-from resilient_train.record.incidents import (
-    IncidentBook,
-    as_line,
-    farewell,
-    from_line,
-    outcome_told,
-    tags,
-    told,
-)
+from resilient_train.record.incident_lines import as_line, from_line
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal, plain, read
 from resilient_train.record.story import Chapter, Phase, chapters
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
-from resilient_train.wording import cured, first_sign, remedies_in_short, status_of
+from resilient_train.wording import cured, farewell, first_sign, outcome_told, remedies_in_short, status_of, tags, told
 
 SLOW_DISK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -250,6 +243,8 @@ def test_the_journals_own_fields_are_not_given_away(tmp_path: Path) -> None:
 KILLED = """
 import sys
 from pathlib import Path
+from resilient_train.record.incident_lines import as_line, from_line
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal
 journal = Journal(Path(sys.argv[1]))
 while True:
@@ -282,6 +277,8 @@ def test_nothing_acknowledged_is_lost_in_a_kill(tmp_path: Path) -> None:
 ON_A_SMALL_DISK = """
 import logging, os, sys
 from pathlib import Path
+from resilient_train.record.incident_lines import as_line, from_line
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal, read
 logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
 path, ballast = Path(sys.argv[1]) / "journal.jsonl", Path(sys.argv[1]) / "ballast"
@@ -323,6 +320,8 @@ def test_a_full_disk_costs_nothing_but_a_line_in_the_log(tmp_path: Path) -> None
 WITH_A_LIMIT = """
 import logging, resource, sys
 from pathlib import Path
+from resilient_train.record.incident_lines import as_line, from_line
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal, read
 logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
 journal = Journal(Path(sys.argv[1]))
@@ -495,15 +494,15 @@ def test_what_is_no_object_is_no_incident(line: Any) -> None:
 
 def test_incidents_are_listed_once_their_outcome_is_known(tmp_path: Path) -> None:
     """The journal has every stage, incidents.jsonl one line for each that is closed, in the order they closed."""
-    book = IncidentBook(tmp_path)
+    book = IncidentLog(tmp_path)
     file = tmp_path / "incidents.jsonl"
     assert file.read_text() == ""
     for incident in (POISON, SPIKE):
-        book.opened(incident)
+        book.add(incident)
         book.treated(dataclasses.replace(incident, seconds=0.5))
         assert file.read_text() == ""
-    book.closed(dataclasses.replace(SPIKE, outcome=Outcome.RECOVERED))
-    book.closed(dataclasses.replace(POISON, outcome=Outcome.RECURRED))
+    book.close(dataclasses.replace(SPIKE, outcome=Outcome.RECOVERED))
+    book.close(dataclasses.replace(POISON, outcome=Outcome.RECURRED))
     assert [strictly(line)["outcome"] for line in file.read_text().splitlines()] == ["recovered", "recurred"]
     kinds = [entry["kind"] for entry in read(tmp_path / "journal.jsonl")]
     assert kinds == ["incident_opened", "incident_treated"] * 2 + ["incident_closed"] * 2
@@ -511,45 +510,45 @@ def test_incidents_are_listed_once_their_outcome_is_known(tmp_path: Path) -> Non
 
 def test_an_open_incident_survives(tmp_path: Path) -> None:
     """The process that resumes has all incidents as they were left, and closes what is open."""
-    before = IncidentBook(tmp_path)
+    before = IncidentLog(tmp_path)
     treated = dataclasses.replace(SPIKE, seconds=0.5)
     closed = dataclasses.replace(from_line(as_line(POISON)), outcome=Outcome.RECOVERED)
-    before.opened(SPIKE)
-    before.opened(POISON)
+    before.add(SPIKE)
+    before.add(POISON)
     before.treated(treated)
-    before.closed(closed)
-    after = IncidentBook(tmp_path)
+    before.close(closed)
+    after = IncidentLog(tmp_path)
     assert after.incidents == [closed, treated]
     assert after.next_id == 4
-    after.closed(dataclasses.replace(treated, outcome=Outcome.RECOVERED))
+    after.close(dataclasses.replace(treated, outcome=Outcome.RECOVERED))
     assert [json.loads(line)["id"] for line in (tmp_path / "incidents.jsonl").read_text().splitlines()] == [1, 3]
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"id": 1, "st', b"nonsense\n"])
 def test_the_list_is_made_anew_from_the_journal(tmp_path: Path, damage: bytes) -> None:
     """A torn, emptied or edited incidents.jsonl is put right when the directory is opened."""
-    book = IncidentBook(tmp_path)
-    book.opened(POISON)
-    book.closed(dataclasses.replace(POISON, outcome=Outcome.RECOVERED))
+    book = IncidentLog(tmp_path)
+    book.add(POISON)
+    book.close(dataclasses.replace(POISON, outcome=Outcome.RECOVERED))
     file = tmp_path / "incidents.jsonl"
     right = file.read_bytes()
     file.write_bytes(damage)
-    IncidentBook(tmp_path)
+    IncidentLog(tmp_path)
     assert file.read_bytes() == right
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_disk_that_refuses_the_list_gets_it_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The run goes on, one line says so, and the list is whole as soon as it can be."""
-    book = IncidentBook(tmp_path)
+    book = IncidentLog(tmp_path)
     file = tmp_path / "incidents.jsonl"
     file.unlink()
     file.mkdir()
     for number in (1, 2):
-        book.closed(dataclasses.replace(SPIKE, id=number, outcome=Outcome.RECOVERED))
+        book.close(dataclasses.replace(SPIKE, id=number, outcome=Outcome.RECOVERED))
     assert len(caplog.records) == 1
     file.rmdir()
-    book.close()
+    book.end()
     assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == [1, 2]
 
 
@@ -560,7 +559,7 @@ def test_an_entry_that_is_no_incident_is_left_out(tmp_path: Path, caplog: pytest
     journal.write("incident_opened")
     journal.write("drill_fired", drill="x")
     journal.write("something else")
-    book = IncidentBook(tmp_path)
+    book = IncidentLog(tmp_path)
     assert book.incidents == []
     assert "unheard of" in caplog.text
 
@@ -569,26 +568,26 @@ def test_a_drill_is_remembered_through_a_kill(tmp_path: Path) -> None:
     """A drill that kills its process is in the journal already when it does."""
     program = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from resilient_train.record.incidents import IncidentBook\n"
-        "book = IncidentBook(Path(sys.argv[1]))\n"
-        "book.fired(3_000_000_000_100, 'crash', 17)\n"
+        "from resilient_train.record.incident_log import IncidentLog\n"
+        "book = IncidentLog(Path(sys.argv[1]))\n"
+        "book.facts.fired(3_000_000_000_100, 'crash', 17)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path)]).returncode == -signal.SIGKILL
-    book = IncidentBook(tmp_path)
-    assert book.has_fired(3_000_000_000_100)
-    assert not book.has_fired(3)
+    book = IncidentLog(tmp_path)
+    assert book.facts.has_fired(3_000_000_000_100)
+    assert not book.facts.has_fired(3)
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a directory the same calls keep the same history, and touch no disk."""
     monkeypatch.chdir(tmp_path)
-    book = IncidentBook(None)
-    book.opened(SPIKE)
-    book.closed(dataclasses.replace(SPIKE, outcome=Outcome.RECOVERED))
-    book.fired(1, "nan_batch", 3)
-    book.close()
-    assert book.has_fired(1)
+    book = IncidentLog(None)
+    book.add(SPIKE)
+    book.close(dataclasses.replace(SPIKE, outcome=Outcome.RECOVERED))
+    book.facts.fired(1, "nan_batch", 3)
+    book.end()
+    assert book.facts.has_fired(1)
     assert [incident.outcome for incident in book.incidents] == [Outcome.RECOVERED]
     assert not list(tmp_path.iterdir())
 
@@ -608,19 +607,19 @@ def parts(directory: Path) -> list[list[str]]:
 
 def test_the_parts_of_a_treatment_are_read_back_with_their_times(tmp_path: Path) -> None:
     """An incident that is open has none yet; the resume is there once an update was accepted, and once only."""
-    book = IncidentBook(tmp_path)
-    book.opened(SPIKE)
+    book = IncidentLog(tmp_path)
+    book.add(SPIKE)
     (chapter,) = story(tmp_path)
     assert (chapter.incident.id, chapter.treated_ms, chapter.phases) == (3, None, ())
     book.treated(SPIKE, TIMES)
     for _ in range(3):
-        book.went_on()
+        book.continued()
     (chapter,) = story(tmp_path)
     *phases, resume = chapter.phases
     assert phases == [Phase(*one) for one in TIMES]
     assert (resume.name, resume.began_ms) == ("resume", chapter.treated_ms)
     assert resume.ended_ms >= resume.began_ms
-    book.closed(dataclasses.replace(SPIKE, outcome=Outcome.RECOVERED))
+    book.close(dataclasses.replace(SPIKE, outcome=Outcome.RECOVERED))
     (closed,) = story(tmp_path)
     assert (closed.phases, closed.treated_ms) == (chapter.phases, chapter.treated_ms)
     assert closed.closed_ms is not None
@@ -629,13 +628,13 @@ def test_the_parts_of_a_treatment_are_read_back_with_their_times(tmp_path: Path)
 
 def test_what_is_known_later_takes_no_times_away(tmp_path: Path) -> None:
     """The ranks that it began on, named after the run has gone on: no second treatment, no second resume."""
-    book = IncidentBook(tmp_path)
-    book.opened(SPIKE)
+    book = IncidentLog(tmp_path)
+    book.add(SPIKE)
     book.treated(SPIKE, TIMES)
-    book.went_on()
+    book.continued()
     (before,) = story(tmp_path)
-    book.treated(dataclasses.replace(SPIKE, anomaly=dataclasses.replace(SPIKE.anomaly, ranks=(2,))))
-    book.went_on()
+    book.amend(dataclasses.replace(SPIKE, anomaly=dataclasses.replace(SPIKE.anomaly, ranks=(2,))))
+    book.continued()
     (after,) = story(tmp_path)
     assert after.incident.anomaly.ranks == (2,)
     assert (after.phases, after.treated_ms) == (before.phases, before.treated_ms)
@@ -643,29 +642,29 @@ def test_what_is_known_later_takes_no_times_away(tmp_path: Path) -> None:
 
 def test_the_next_process_knows_what_has_not_gone_on(tmp_path: Path) -> None:
     """Of two that were treated one went on, one is closed, one never stood still: one resume is left to be told."""
-    before = IncidentBook(tmp_path)
+    before = IncidentLog(tmp_path)
     before.treated(SPIKE, TIMES)
-    before.went_on()
+    before.continued()
     full = dataclasses.replace(SPIKE, id=4, anomaly=dataclasses.replace(SPIKE.anomaly, signal=Signal.DISK_FULL))
     crash = dataclasses.replace(SPIKE, id=6)
     before.treated(full)
     before.treated(dataclasses.replace(SPIKE, id=5))
-    before.closed(dataclasses.replace(SPIKE, id=5, outcome=Outcome.RECURRED))
+    before.close(dataclasses.replace(SPIKE, id=5, outcome=Outcome.RECURRED))
     before.treated(crash)
-    after = IncidentBook(tmp_path)
-    after.went_on()
-    IncidentBook(tmp_path).went_on()
+    after = IncidentLog(tmp_path)
+    after.continued()
+    IncidentLog(tmp_path).continued()
     names = [name for name, _, _ in TIMES]
     assert parts(tmp_path) == [[*names, "resume"], [], [], ["resume"]]
 
 
 def test_a_closing_may_tell_the_parts_and_more_may_come_after_it(tmp_path: Path) -> None:
     """A run that gives up leaves its last good state behind when that is written down already."""
-    book = IncidentBook(tmp_path)
-    book.opened(SPIKE)
-    book.closed(dataclasses.replace(SPIKE, outcome=Outcome.GAVE_UP), TIMES[:2])
+    book = IncidentLog(tmp_path)
+    book.add(SPIKE)
+    book.close(SPIKE, Outcome.GAVE_UP, TIMES[:2])
     book.came_after(SPIKE.id, TIMES[2])
-    book.went_on()
+    book.continued()
     (chapter,) = story(tmp_path)
     assert chapter.phases == tuple(Phase(*one) for one in TIMES)
     assert (chapter.treated_ms, chapter.closed_ms is None) == (None, False)
@@ -687,7 +686,7 @@ def test_times_that_are_none_are_left_out(tmp_path: Path, phases: Any) -> None:
     for strange in ([3], "3", 4, None):
         journal.write("incident_phase", number=strange, phase=TIMES[0])
     assert parts(tmp_path) == [[]]
-    IncidentBook(tmp_path).came_after(SPIKE.id, TIMES[0])
+    IncidentLog(tmp_path).came_after(SPIKE.id, TIMES[0])
     assert parts(tmp_path) == [["detect"]]
 
 

@@ -22,7 +22,7 @@ from warm import ENVIRONMENT, Forked, python
 from resilient_train.app.streams import lasting, outlived, while_heard
 from resilient_train.app.terminal import LiveLine, Terminal, counting
 from resilient_train.record.doors import to_see_it
-from resilient_train.record.incidents import IncidentBook
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.wording import log
 
 MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
@@ -88,13 +88,13 @@ def test_a_command_line_ends_with_its_own_code_when_nobody_hears_it(tmp_path: Pa
 def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with more to tell than a pipe holds."""
     place = tmp_path_factory.mktemp("long")
-    book = IncidentBook(place)
+    book = IncidentLog(place)
     (place / "config.yaml").write_text("run: {steps: 300}\n")
     for number in range(1, 301):
-        book.opened(incident(number, None))
+        book.add(incident(number, None))
         book.treated(incident(number, None))
-        book.closed(incident(number))
-    book.close()
+        book.close(incident(number))
+    book.end()
     (place / "summary.json").write_text('{"status": "completed", "exit_code": 0, "steps": 300}')
     return place
 

@@ -15,9 +15,9 @@ from group import alone, together
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from resilient_train.adapters.guard import Guard
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.errors import TrainError
-from resilient_train.guard import Guard
 from resilient_train.record import shortage
 from resilient_train.record.shortage import Shortage
 from resilient_train.recover.policy import named

@@ -16,9 +16,9 @@ from accelerate import Accelerator
 from group import Group, launch
 from warm import ENVIRONMENT
 
+from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents, status, sync
 from resilient_train.errors import ConfigError, DirectoryInUse
-from resilient_train.guard import Guard
 
 PROGRAM = """
 import os, sys, time

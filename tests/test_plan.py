@@ -18,9 +18,9 @@ from group import alone
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from resilient_train.adapters.guard import Guard
 from resilient_train.app.status import status_of
 from resilient_train.errors import ConfigError, TrainError
-from resilient_train.guard import Guard
 from resilient_train.state.ring import MemoryConfig
 
 ROWS, BATCH = 190, 8  # 24 updates see all the rows, two of them for the second time

@@ -23,10 +23,11 @@ from torch.nn.functional import mse_loss
 
 from resilient_train.__main__ import VERBS
 from resilient_train.app.config.compose import load
-from resilient_train.record.incidents import as_line, from_line, told
+from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.recover.policy import Budget, Policy, parse
 from resilient_train.recover.remedies import KNOWN
 from resilient_train.types import Cause, Outcome
+from resilient_train.wording import told
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from resilient_train.errors import ConfigError
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover.causes import by_signal
 from resilient_train.recover.decide import decide
-from resilient_train.recover.history import History
 from resilient_train.recover.knobs import HIGHEST_EPS, LOWEST_CLIP, LOWEST_LR, Knobs, KnobValues
 from resilient_train.recover.policy import SHIPPED, Policy, named, parse, shipped
 from resilient_train.recover.remedies import KNOWN, Applicable, Case, Patient, Remedy, passes_over, remedy
@@ -612,9 +612,9 @@ class Run:
 Fault = Callable[[Run], Anomaly | None]
 
 
-def trained(policy: Policy, fault: Fault, steps: int = 600, most_ticks: int = 6_000) -> tuple[Run, History]:
+def trained(policy: Policy, fault: Fault, steps: int = 600, most_ticks: int = 6_000) -> tuple[Run, IncidentLog]:
     """Run to the end, whichever it is. `fault` says what befalls the update that the run is about to make."""
-    run, history = Run(Knobs(relax_after=policy.relax_after)), History(recovered_after=50)
+    run, history = Run(Knobs(relax_after=policy.relax_after)), IncidentLog(None)
     while run.step < steps:
         run.tick += 1
         assert run.tick <= most_ticks, "it does not end"
@@ -623,11 +623,11 @@ def trained(policy: Policy, fault: Fault, steps: int = 600, most_ticks: int = 6_
             run.step, run.position = run.step + 1, run.position + 1
         if anomaly is None:
             run.knobs.advance()
-            history.accepted(run.step, is_held=False)
+            history.accepted(run.step, after=50, is_held=False)
             continue
         run.anomaly, run.rewound_to = anomaly, None
         decision = decide(policy, anomaly, by_signal(anomaly), history.incidents, run.tick, ALL_APPLICABLE)
-        incident, _ = history.open(anomaly, by_signal(anomaly), decision)
+        incident = history.open(anomaly, by_signal(anomaly), decision)
         if decision.gave_up is not None:
             return run, history
         if not passes_over(decision.actions):
@@ -635,7 +635,7 @@ def trained(policy: Policy, fault: Fault, steps: int = 600, most_ticks: int = 6_
         for action in decision.actions:
             remedy(action).apply(run)
         history.treated(dataclasses.replace(incident, rewound_to=run.rewound_to))
-    history.finish()
+    history.finish(Outcome.RECOVERED)
     return run, history
 
 
@@ -1038,15 +1038,26 @@ def closed(incidents: Iterable[Incident]) -> list[tuple[int, str | None]]:
     return [(incident.id, incident.outcome) for incident in incidents]
 
 
-def accept(history: History, *steps: int, is_held: bool = False) -> list[tuple[int, str | None]]:
-    return [one for step in steps for one in closed(history.accepted(step, is_held=is_held))]
+def closed_by(history: IncidentLog, change: Callable[[], object]) -> list[tuple[int, str | None]]:
+    """What a change has closed of what was open before it."""
+    before = {one.id for one in history.open_ones}
+    change()
+    return closed(one for one in history.incidents if one.id in before and one.outcome is not None)
+
+
+def accept(history: IncidentLog, *steps: int, is_held: bool = False) -> list[tuple[int, str | None]]:
+    return [
+        one
+        for step in steps
+        for one in closed_by(history, functools.partial(history.accepted, step, after=50, is_held=is_held))
+    ]
 
 
 def test_an_incident_recovers_when_the_run_is_far_enough_beyond_it() -> None:
     """Not one step earlier than `recovered_after` steps beyond where the run had been, and only once."""
-    history = History(recovered_after=50)
+    history = IncidentLog(None)
     assert accept(history, *range(1, 200)) == []
-    assert closed(history.open(refused(201), DATA, SKIPPED)[1]) == []
+    assert closed_by(history, lambda: history.open(refused(201), DATA, SKIPPED)) == []
     assert accept(history, *range(201, 250)) == []
     assert accept(history, 250) == [(1, "recovered")]
     assert accept(history, *range(251, 350)) == []
@@ -1056,46 +1067,48 @@ def test_an_incident_recovers_when_the_run_is_far_enough_beyond_it() -> None:
 def test_the_same_trouble_again_closes_the_one_before() -> None:
     """The same cause and line, sooner: it recurred. Another cause or another line changes nothing."""
     line = Culprit("forward", "log", "head", "losses.py", 41, inputs=({"min": 0.0},))
-    history = History(recovered_after=50)
+    history = IncidentLog(None)
     history.open(refused(1), DATA, SKIPPED)
-    assert closed(history.open(refused(2), EXPLOSION, SKIPPED)[1]) == []
-    assert closed(history.open(refused(3), dataclasses.replace(DATA, culprit=line), SKIPPED)[1]) == []
-    assert closed(history.open(refused(4), DATA, SKIPPED)[1]) == [(1, "recurred")]
+    assert closed_by(history, lambda: history.open(refused(2), EXPLOSION, SKIPPED)) == []
+    assert closed_by(history, lambda: history.open(refused(3), dataclasses.replace(DATA, culprit=line), SKIPPED)) == []
+    assert closed_by(history, lambda: history.open(refused(4), DATA, SKIPPED)) == [(1, "recurred")]
     elsewhere = dataclasses.replace(line, inputs=({"min": -1.0},))
-    again = history.open(refused(5), dataclasses.replace(DATA, culprit=elsewhere), SKIPPED)
-    assert closed(again[1]) == [(3, "recurred")]
+    again = functools.partial(history.open, refused(5), dataclasses.replace(DATA, culprit=elsewhere), SKIPPED)
+    assert closed_by(history, again) == [(3, "recurred")]
     assert accept(history, *range(5, 55)) == [(2, "recovered"), (4, "recovered"), (5, "recovered")]
     assert history.tally() == {"total": 5, "recovered": 3, "by_cause": {"data": 4, "explosion": 1}}
 
 
 def test_an_unknown_cause_is_as_fine_as_its_signal() -> None:
     """Two signals whose cause nobody knows are not said to be the same trouble."""
-    history = History(recovered_after=50)
+    history = IncidentLog(None)
     history.open(refused(1, signal=Signal.NONFINITE_GRAD), unknown(refused(1)), SKIPPED)
-    assert closed(history.open(refused(2, signal=Signal.GRAD_SPIKE), unknown(refused(2)), SKIPPED)[1]) == []
-    again = history.open(refused(3, signal=Signal.NONFINITE_GRAD), unknown(refused(3)), SKIPPED)
-    assert closed(again[1]) == [(1, "recurred")]
+    assert (
+        closed_by(history, lambda: history.open(refused(2, signal=Signal.GRAD_SPIKE), unknown(refused(2)), SKIPPED))
+        == []
+    )
+    again = functools.partial(history.open, refused(3, signal=Signal.NONFINITE_GRAD), unknown(refused(3)), SKIPPED)
+    assert closed_by(history, again) == [(1, "recurred")]
 
 
 def test_a_healthy_finish_closes_what_is_open() -> None:
     """Whoever came to the end has recovered."""
-    history = History(recovered_after=50)
+    history = IncidentLog(None)
     history.open(refused(1), DATA, SKIPPED)
     accept(history, 1, 2, 3)
-    assert closed(history.finish()) == [(1, "recovered")]
-    assert closed(history.finish()) == []
+    assert closed_by(history, lambda: history.finish(Outcome.RECOVERED)) == [(1, "recovered")]
+    assert closed_by(history, lambda: history.finish(Outcome.RECOVERED)) == []
 
 
 def test_giving_up_closes_everything() -> None:
     """The last incident is closed itself; of the open ones the same trouble recurred, the others were not cured."""
-    history = History(recovered_after=50)
+    history = IncidentLog(None)
     history.open(refused(1), DATA, SKIPPED)
     history.open(refused(2), EXPLOSION, SKIPPED)
-    last, others = history.open(refused(3), DATA, ENDED)
-    assert closed([last]) == [(3, "gave_up")]
-    assert closed(others) == [(1, "recurred"), (2, "gave_up")]
+    others = closed_by(history, lambda: history.open(refused(3), DATA, ENDED))
+    assert others == [(1, "recurred"), (2, "gave_up")]
     assert closed(history.incidents) == [(1, "recurred"), (2, "gave_up"), (3, "gave_up")]
-    assert closed(history.finish()) == []
+    assert closed_by(history, lambda: history.finish(Outcome.RECOVERED)) == []
 
 
 def test_a_history_goes_on_in_the_next_process() -> None:
@@ -1103,14 +1116,15 @@ def test_a_history_goes_on_in_the_next_process() -> None:
 
     It waits for the same step as it would have without the interruption.
     """
-    first = History(recovered_after=50)
-    opened, _ = first.open(refused(1), DATA, SKIPPED)
+    first = IncidentLog(None)
+    opened = first.open(refused(1), DATA, SKIPPED)
     treated = dataclasses.replace(opened, rewound_to=0, steps_lost=1)
     first.treated(treated)
     assert first.incidents == [treated]
-    second = History([opened, treated], recovered_after=50)
+    second = IncidentLog(None)
+    second.adopt([opened, treated])
     assert second.incidents == [treated]
-    assert second.open(refused(60), EXPLOSION, SKIPPED)[0].id == 2
+    assert second.open(refused(60), EXPLOSION, SKIPPED).id == 2
     assert accept(second, 49, 50, 108, 109) == [(1, "recovered"), (2, "recovered")]
     assert accept(first, 49, 50) == [(1, "recovered")]
     assert second.incidents[0].rewound_to == 0

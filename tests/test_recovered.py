@@ -20,11 +20,12 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
+from resilient_train.adapters.guard import Guard
 from resilient_train.app.status import status_of
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.errors import GaveUp
-from resilient_train.guard import Guard
-from resilient_train.record.incidents import IncidentBook
+from resilient_train.record.facts import Facts
+from resilient_train.record.incident_log import IncidentLog
 
 NEVER = 10**9
 BLOBS, WIDTH, CLASSES = 768, 12, 4
@@ -401,6 +402,9 @@ def test_what_differs_in_evaluation_mode_is_told(caplog: pytest.LogCaptureFixtur
 # --------------------------------------------------------------------------------------------- ranks, and restarts
 
 
+WRITES: dict[str, type] = {"open": IncidentLog, "treated": IncidentLog, "in_force": Facts}
+
+
 def hot_loop(run_dir: Path, dies: str = "", tick: int = NEVER) -> dict[str, Any]:
     """A run through a hot stretch that is killed at an attempted update, or at a point of its first incident."""
 
@@ -408,7 +412,7 @@ def hot_loop(run_dir: Path, dies: str = "", tick: int = NEVER) -> dict[str, Any]
         os.kill(os.getpid(), signal.SIGKILL)
 
     def dying(name: str) -> Callable[..., Any]:
-        method = getattr(IncidentBook, name)
+        method = getattr(WRITES[name], name)
 
         def dies_after(*args: Any, **more: Any) -> Any:
             method(*args, **more)
@@ -417,7 +421,7 @@ def hot_loop(run_dir: Path, dies: str = "", tick: int = NEVER) -> dict[str, Any]
         return dies_after
 
     if dies:
-        setattr(IncidentBook, dies, dying(dies))
+        setattr(WRITES[dies], dies, dying(dies))
     loop = Loop(stretch(300, 90, 12), run_dir=run_dir, disk=DiskConfig(every=25), resume=True)
     loop.train(190, lambda now: die() if now == tick else None)
     loop.guard.close()
@@ -425,7 +429,7 @@ def hot_loop(run_dir: Path, dies: str = "", tick: int = NEVER) -> dict[str, Any]
     return {"told": loop.told(), "weights": loop.weights(), "done": done}
 
 
-KILLS: list[tuple[str, int]] = [("opened", NEVER), ("treated", NEVER), ("in_force", NEVER)]
+KILLS: list[tuple[str, int]] = [(name, NEVER) for name in WRITES]
 KILLS += [("", tick) for tick in (91, 95, 101, 112, 125, 140, 160)]
 
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from resilient_train.adapters.guard import Guard
 from resilient_train.errors import GaveUp
-from resilient_train.guard import Guard
 from resilient_train.types import Outcome
 from resilient_train.zoo.data import Synthetic
 from resilient_train.zoo.models import MLP
@@ -238,7 +238,8 @@ def test_a_loop_that_hands_its_loss_over_is_cured_as_well(healthy_loss: float) -
 
     class HandedOver(NanGradient):
         def trained(self) -> Program:
-            self.guard.objective = self.guard._treatment.ward.search = None
+            self.guard.objective = None
+            object.__setattr__(self.guard._parts, "search", None)
             self.guard.steps = STEPS
             for features, labels in self.guard.batches():
                 self.attempts += 1

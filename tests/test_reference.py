@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_recover import ALL_APPLICABLE, Fault, Run, landed, policy_named, refused, trained
 
-from resilient_train.passed import Leap, PassedUpdates
+from resilient_train.passed import Leap, UpdateHistory
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover.decide import decide
-from resilient_train.recover.history import History, left_damage
 from resilient_train.recover.remedies import Applicable, cut
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.watch.checks.probation import Probation
@@ -324,9 +324,9 @@ def test_a_higher_loss_is_never_cut_less(mildest: float, off: float, more: float
 # A learning rate that leapt.
 
 
-def passed(paces: Sequence[float], *, losses: Callable[[int], float] = lambda step: 1.0) -> PassedUpdates:
+def passed(paces: Sequence[float], *, losses: Callable[[int], float] = lambda step: 1.0) -> UpdateHistory:
     """Accepted updates from step 1 on, made with these rates."""
-    updates = PassedUpdates()
+    updates = UpdateHistory()
     for step, pace in enumerate(paces, 1):
         updates.add(Vitals(step, step, True, losses(step), 0.5, 1e-3 * pace, pace=pace))
     return updates
@@ -453,15 +453,17 @@ def test_what_an_incident_comes_to(
     anomaly: Anomaly, cause: Cause, rewound_to: int | None, damage: bool, is_back: bool, ends: str
 ) -> None:
     """What left damage recovers only where the loss is back; everything else as soon as the run is beyond it."""
-    history = History(recovered_after=50)
-    incident, _ = history.open(anomaly, Diagnosis(cause, ""), Decision((Action("skip"),)))
+    history = IncidentLog(None)
+    incident = history.open(anomaly, Diagnosis(cause, ""), Decision((Action("skip"),)))
     history.treated(dataclasses.replace(incident, rewound_to=rewound_to))
-    assert left_damage(history.incidents[0]) == damage
+    assert history.incidents[0].left_damage == damage
     good = Outcome.RECOVERED if is_back or not damage else None
     if ends == "far beyond it":
         reached = 100 if anomaly.landed else 99
-        assert not history.accepted(reached + 49, is_held=not is_back)
-        assert [one.outcome for one in history.accepted(reached + 50, is_held=not is_back)] == ([good] if good else [])
+        history.accepted(reached + 49, after=50, is_held=not is_back)
+        assert history.incidents[0].outcome is None
+        history.accepted(reached + 50, after=50, is_held=not is_back)
+        assert history.incidents[0].outcome is good
         assert [one.id for one in history.open_ones] == ([] if good else [1])
     elif ends == "at once":
         history.finish(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED)
@@ -484,19 +486,20 @@ def test_what_an_incident_comes_to(
 )
 def test_the_incident_that_a_run_is_given_up_with(anomaly: Anomaly, outcome: Outcome) -> None:
     """It is unrecovered only where it says so itself."""
-    history = History(recovered_after=50)
-    incident, _ = history.open(anomaly, Diagnosis(Cause.EXPLOSION, ""), Decision(gave_up="enough"), is_off=True)
+    history = IncidentLog(None)
+    incident = history.open(anomaly, Diagnosis(Cause.EXPLOSION, ""), Decision(gave_up="enough"), is_off=True)
     assert incident.outcome is outcome
 
 
 def test_an_incident_waits_until_the_loss_is_back() -> None:
     """However far the run gets meanwhile, and not a step longer."""
-    history = History(recovered_after=50)
+    history = IncidentLog(None)
     history.open(landed(100), Diagnosis(Cause.EXPLOSION, ""), Decision((Action("rewind"),)))
     for step in range(80, 500):
-        assert not history.accepted(step, is_held=True)
-    (closed,) = history.accepted(500, is_held=False)
-    assert closed.outcome is Outcome.RECOVERED
+        history.accepted(step, after=50, is_held=True)
+    assert history.incidents[0].outcome is None
+    history.accepted(500, after=50, is_held=False)
+    assert history.incidents[0].outcome is Outcome.RECOVERED
 
 
 # Ladders.

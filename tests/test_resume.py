@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from warm import ENVIRONMENT
 
-from resilient_train.record.incidents import recalled
+from resilient_train.record.incident_log import recalled
 from resilient_train.record.journal import read as entries_of
 
 DIGITS = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.log_every=100"]

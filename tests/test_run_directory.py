@@ -26,13 +26,13 @@ from held import held_at, is_held
 from kills import Nursery, Started, incidents, summary
 from sealed import seal
 
+from resilient_train.adapters.guard import Guard
 from resilient_train.app import checkpoints, status, sync
 from resilient_train.app import incidents as shown
 from resilient_train.checkpoint.manifest import DEMOTED
 from resilient_train.checkpoint.store import Store
-from resilient_train.guard import Guard
 from resilient_train.record import drills
-from resilient_train.record.incidents import IncidentBook
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.outbox import BEGAN, OUTBOX, Outbox
 from resilient_train.record.story import told
 from resilient_train.tracking.report import report
@@ -320,13 +320,13 @@ def test_a_report_of_many_incidents_is_not_made_again_for_each(here: Path) -> No
     from resilient_train.tracking.courier import Courier
 
     (here / "run").mkdir()
-    book = IncidentBook(here / "run")
+    book = IncidentLog(here / "run")
 
     def meet(number: int) -> None:
         one = Incident(number, replace(AT, step=number, tick=number), UNKNOWN, Decision())
-        book.opened(one)
+        book.add(one)
         book.treated(one)
-        book.closed(replace(one, outcome=Outcome.RECOVERED))
+        book.close(replace(one, outcome=Outcome.RECOVERED))
 
     for number in range(1, 22):
         meet(number)
@@ -343,4 +343,4 @@ def test_a_report_of_many_incidents_is_not_made_again_for_each(here: Path) -> No
     courier.conclude()
     assert "## 22. Step 22" in file.read_text()
     courier.leave()
-    book.close()
+    book.end()

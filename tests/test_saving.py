@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from resilient_train import numerics
+from resilient_train.adapters.guard import Guard
 from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.errors import ConfigError
-from resilient_train.guard import Guard
 from resilient_train.state.ring import MemoryConfig
 
 DIGITS = ["model=mlp", "data=digits", "objective=custom", "tracking=none", "run.log_every=100", "schedule=constant"]
@@ -377,18 +377,18 @@ def test_what_is_being_written_and_not_to_be_trusted_is_waited_for(
     AcceleratorState._reset_state(reset_partial_state=True)
     guard = guarded(tmp_path / "run", disk=5)
     Sluggish.may.clear()
-    guard._durable._store.__class__ = Sluggish
+    guard._keeper._store.__class__ = Sluggish
     for batch in guard.batches(60):
         guard.step(batch)
-        if guard._durable._writer.writing:  # type: ignore[union-attr]
+        if guard._keeper._writer.writing:  # type: ignore[union-attr]
             break
-    doubt = threading.Thread(target=guard._durable.distrust, args=(since,))
+    doubt = threading.Thread(target=guard._keeper.distrust, args=(since,))
     doubt.start()
     doubt.join(0.2 if not is_trusted else 60)
     assert doubt.is_alive() is not is_trusted
     Sluggish.may.set()
     doubt.join(60)
-    guard._durable.close()
+    guard._keeper.close()
     kinds = [one.manifest.kind for one in Store(tmp_path / "run").entries() if one.manifest]
     assert kinds == ["verified" if is_trusted else "demoted"]
     guard.let_go()
@@ -400,7 +400,7 @@ def test_whatever_ends_a_loop_the_safe_operations_are_as_they_were(tmp_path: Pat
     guard = guarded(tmp_path / "run", disk=0)
     before = numerics.eps(torch.float32)
 
-    guard._treatment.knobs.turn_eps(1000.0)
+    guard._controls.knobs.turn_eps(1000.0)
 
     def train() -> None:
         for batch in guard.batches(20):

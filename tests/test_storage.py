@@ -150,8 +150,7 @@ def test_the_watchdog_hears_of_pauses() -> None:
     """Nobody takes waiting for the storage for a hang."""
     beats: list[float] = []
     away = Away(100)
-    guard = guard_over(Rows(away))
-    guard.beat = lambda: beats.append(time.monotonic())
+    guard = guard_over(Rows(away), beat=lambda: beats.append(time.monotonic()))
     for batch in guard.batches(STEPS):
         guard.step(batch)
     assert [beat for beat in beats if beat < away.until], "no beat while it waited"

@@ -29,7 +29,7 @@ from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE, load_tree, save_tree
 from resilient_train.checkpoint.weights import WEIGHTS
 from resilient_train.numerics.armor.suit import Plate
-from resilient_train.record.incidents import INCIDENTS, IncidentBook
+from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.journal import seal as sealed_line
 from resilient_train.state.misfit import misfit
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Signal
@@ -655,10 +655,10 @@ def test_a_pipe_keeps_nobody_who_asks_where_the_run_stands(run_dir: Path, name: 
 
 def test_a_pipe_that_takes_the_place_of_a_file_meanwhile_keeps_nobody(tmp_path: Path) -> None:
     """What is listed next is listed in a file again."""
-    book, closed = IncidentBook(tmp_path), Decision((Action("skip"),))
+    book, closed = IncidentLog(tmp_path), Decision((Action("skip"),))
     for number in (1, 2, 3):
         anomaly = Anomaly(Signal.NONFINITE_GRAD, number, number, number - 1, "")
-        book.closed(Incident(number, anomaly, Diagnosis(Cause.TRANSIENT, ""), closed, outcome=Outcomes.RECOVERED))
+        book.close(Incident(number, anomaly, Diagnosis(Cause.TRANSIENT, ""), closed, outcome=Outcomes.RECOVERED))
         if number == 1:
             pipe_of_run(INCIDENTS)(tmp_path, tmp_path)
     lines = (tmp_path / INCIDENTS).read_text().splitlines()

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from test_gate import SKIP, guarded
 from test_guard import REWIND, At, adamw, trained
 
+from resilient_train.adapters.guard import Guard
 from resilient_train.errors import GaveUp
-from resilient_train.guard import Guard
-from resilient_train.record.incidents import IncidentBook
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.phases import Phases
 from resilient_train.record.story import Chapter, Phase, told
 from resilient_train.record.surroundings import AFTER, BEFORE, Point, Surroundings, around
@@ -307,7 +307,7 @@ def test_giving_up_has_its_times_too(tmp_path: Path) -> None:
 
 def test_the_start_that_follows_tells_when_the_run_went_on(tmp_path: Path) -> None:
     """Nobody saw an update accepted after the incident: the resume is as long as nothing went on."""
-    guard = guarded(adamw, At("loss", 30), book=IncidentBook(tmp_path), resume=True)
+    guard = guarded(adamw, At("loss", 30), incidents=IncidentLog(tmp_path), resume=True)
     for batch in guard.batches(100):
         guard.step(batch)
         if guard.incidents:
@@ -317,7 +317,7 @@ def test_the_start_that_follows_tells_when_the_run_went_on(tmp_path: Path) -> No
     (chapter,) = chapters(tmp_path)
     assert [phase.name for phase in chapter.phases] == ["detect", "diagnose", "decide", "remedy"]
     time.sleep(0.1)
-    again = trained(guarded(adamw, At("loss"), book=IncidentBook(tmp_path), resume=True), 100)
+    again = trained(guarded(adamw, At("loss"), incidents=IncidentLog(tmp_path), resume=True), 100)
     again.close()
     (chapter,) = chapters(tmp_path)
     resume = chapter.phases[-1]

@@ -30,7 +30,8 @@ from resilient_train.app.config.meanings import Option, meanings, nodes
 from resilient_train.app.config.schema import Config
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.directory import Launcher, launcher_of
-from resilient_train.record.incidents import IncidentBook, as_line
+from resilient_train.record.incident_lines import as_line
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import seal
 from resilient_train.record.review import review, shortened
 from resilient_train.record.story import told
@@ -90,14 +91,14 @@ def write(
     """A run directory that tells of these."""
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.yaml").write_text(config)
-    book = IncidentBook(run_dir)
-    book.began(1, 32)
+    book = IncidentLog(run_dir)
+    book.facts.began(1, 32)
     for one in met:
-        book.opened(dataclasses.replace(one, outcome=None))
+        book.add(dataclasses.replace(one, outcome=None))
         book.treated(dataclasses.replace(one, outcome=None))
         if one.outcome is not None:
-            book.closed(one)
-    book.close()
+            book.close(one)
+    book.end()
     if summary is not None:
         whole = {"status": "completed", "exit_code": 0, "steps": 300, "ticks": 330, "seconds": 42.0, **summary}
         (run_dir / "summary.json").write_text(json.dumps(whole))
@@ -230,9 +231,11 @@ def test_a_line_that_may_have_changed_is_not_shown(met: Path, capsys: Said) -> N
     os.utime(source, (later, later))
     incidents.main([str(met)])
     assert "x.sqrt()" not in capsys.readouterr().out
-    book = IncidentBook(met)
-    book.in_force({"armor": [{"file": str(source), "line": 2, "op": "sqrt", "text": "return x.sqrt()"}, "nonsense"]})
-    book.close()
+    book = IncidentLog(met)
+    book.facts.in_force(
+        {"armor": [{"file": str(source), "line": 2, "op": "sqrt", "text": "return x.sqrt()"}, "nonsense"]}
+    )
+    book.end()
     incidents.main([str(met)])
     assert "           return x.sqrt()\n" in capsys.readouterr().out
 
@@ -360,15 +363,15 @@ class Following:
 def test_following_shows_each_incident_once_and_ends_with_the_run(tmp_path: Path, capsys: Said) -> None:
     """That it is treated, what was done, in a line what became of it; then the verdict, and the run's exit code."""
     run_dir = write(tmp_path / "run")
-    lock, book = DirectoryLock(run_dir), IncidentBook(run_dir)
+    lock, book = DirectoryLock(run_dir), IncidentLog(run_dir)
     one = incident(1, 40)
     following = Following(run_dir, capsys)
     following.until("All is well so far", "no incidents")
-    book.opened(one)
+    book.add(one)
     following.until("incident 1: the loss jumped (loss_spike) at step 40; being treated\n")
     book.treated(one)
     following.until("  cure     rewound to step 33")
-    book.closed(dataclasses.replace(one, outcome=Outcome.RECOVERED))
+    book.close(dataclasses.replace(one, outcome=Outcome.RECOVERED))
     following.until("\nincident 1: recovered\n")
     (run_dir / "summary.json").write_text('{"status": "preempted", "exit_code": 75, "steps": 120, "ticks": 130}')
     lock.release()
@@ -501,10 +504,10 @@ def test_whoever_reviews_a_run_with_a_drill_reads_that_it_was_on_purpose(tmp_pat
     """What struck, and which incidents it made."""
     first, second = incident(1, 40, outcome=Outcome.RECOVERED, drill="nan_grad"), incident(2, 90)
     met = write(tmp_path / "run", first, second, summary={})
-    book = IncidentBook(met)
+    book = IncidentLog(met)
     for number, name, tick in ((0, "bad_row", 0), (50, "nan_grad", 50), (70, "nan_grad", 70)):
-        book.fired(number, name, tick)
-    book.close()
+        book.facts.fired(number, name, tick)
+    book.end()
     sentence = "This run has a drill: faults on purpose (bad_row, nan_grad 2 times)."
     assert incidents.main([str(met)]) == 0
     said = capsys.readouterr().out

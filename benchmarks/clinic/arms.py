@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import resilient_train
+from resilient_train.adapters.guard import Guard
 from resilient_train.errors import TrainError, in_one_line
-from resilient_train.guard import Guard
 from resilient_train.types import Incident
 
 ENDLESS = 10  # attempts per wanted update

@@ -11,7 +11,7 @@ from resilient_train.errors import ConfigError, DirectoryInUse, named_type, unus
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.world import World
 from resilient_train.record.directory import require_no_dangling_link
-from resilient_train.record.incidents import INCIDENTS, IncidentBook
+from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.journal import JOURNAL
 from resilient_train.tracking.store import locate
 from resilient_train.tracking.uploads import EXPERIMENT, TrackingConfig
@@ -24,7 +24,7 @@ _DRAIN_S = 30.0  # that the end of a loop waits for MLflow at most
 class Place:
     """What a guard keeps of it."""
 
-    book: IncidentBook
+    incidents: IncidentLog
     directory: Path | None = None  # null where nothing is written down, on any rank
     lock: DirectoryLock | None = None  # of rank 0
     tracking: TrackingConfig | None = None
@@ -42,7 +42,7 @@ def place(run_dir: str | Path | None, world: World, goes_on: bool = False, track
             raise unusable("resume", "needs a run_dir, where there is something to go on from")
         if tracking:
             raise unusable("tracking", "needs a run_dir: what MLflow is to show is written there first")
-        return Place(IncidentBook(None))
+        return Place(IncidentLog(None))
     asked = world.on_main(lambda: _tracking(tracking, Path(run_dir).absolute()))  # all gather what rank 0 then tells
     locks: list[DirectoryLock] = []
     claimed = _locked if goes_on else _claimed
@@ -50,8 +50,8 @@ def place(run_dir: str | Path | None, world: World, goes_on: bool = False, track
     path = world.on_main(lambda: claimed(Path(run_dir).absolute(), locks))
     if path != Path(run_dir).absolute():
         log.info("%s holds another run: this one writes to %s", run_dir, path)
-    book = IncidentBook(path if world.is_main else None, place=path)
-    return Place(book, path, next(iter(locks), None), asked, goes_on, world.rank)
+    incidents = IncidentLog(path if world.is_main else None, place=path)
+    return Place(incidents, path, next(iter(locks), None), asked, goes_on, world.rank)
 
 
 def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:

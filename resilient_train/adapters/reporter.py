@@ -20,16 +20,15 @@ from typing import Any
 
 from resilient_train.adapters.place import Place
 from resilient_train.errors import GaveUp, Stopped, TrainError, in_one_line, told_in_short
-from resilient_train.passed import PassedUpdates
+from resilient_train.passed import UpdateHistory
 from resilient_train.ranks.world import is_lost_peer
 from resilient_train.record import endings, story
 from resilient_train.record.doors import to_see_it
-from resilient_train.record.incidents import INCIDENTS
+from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.loop import LOOP, Loop
 from resilient_train.record.progress import Doing, Progress
 from resilient_train.record.review import review
 from resilient_train.record.summary import Summary, Tally, verdict_of
-from resilient_train.recover.history import History
 from resilient_train.state.run_state import Clock
 from resilient_train.tracking import uploads as tracking
 from resilient_train.tracking.uploads import NullTracker, Tracker
@@ -57,8 +56,8 @@ class Chronicle:
     """Holds nothing of the guard, which may go while the process stays."""
 
     clock: Clock
-    history: History
-    passed: PassedUpdates
+    incidents: IncidentLog
+    updates: UpdateHistory
     place: Place  # without a lock where somebody else tells the end, and on ranks that write nothing
     progress: Progress
     tally: Tally = field(default_factory=Tally)
@@ -116,7 +115,7 @@ class Chronicle:
         if seconds := self.tally.lap(self.clock.tick):
             values |= {"step_ms": 1e3 * seconds, "samples_per_second": samples / seconds}
         values |= {f"knobs/{name}": value for name, value in knobs.items()}
-        return Told(newest, metrics, values | {"incidents_total": len(self.history.incidents)})
+        return Told(newest, metrics, values | {"incidents_total": len(self.incidents.incidents)})
 
     def went_on(self, told: Told | None) -> None:
         """Show an update of a loop of somebody's own, or take note of the time alone."""
@@ -138,18 +137,18 @@ class Chronicle:
 
     def summary(self, status: str, exit_code: int, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
         """What summary.json has to say of an end; `digests` are those of the weights and of the whole state."""
-        losses = self.passed.first_loss, self.passed.recent_loss
+        losses = self.updates.first_loss, self.updates.recent_loss
         return Summary(
             status=status,
             exit_code=exit_code,
             steps=self.clock.step,
             ticks=self.clock.tick,
             steps_lost=self.clock.tick - self.clock.step,
-            final_loss=self.passed.recent_loss,
-            first_loss=self.passed.first_loss,
-            verdict=verdict_of(status, self.history.incidents, self.clock.step, losses),
+            final_loss=self.updates.recent_loss,
+            first_loss=self.updates.first_loss,
+            verdict=verdict_of(status, self.incidents.incidents, self.clock.step, losses),
             eval=None if self.evaluated is None else dict(self.evaluated),
-            incidents=self.history.tally(),
+            incidents=self.incidents.tally(),
             seconds=round(seconds, 3),
             step_ms=self.tally.step_ms,
             weights_sha256=digests[0] if digests else None,

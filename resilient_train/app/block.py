@@ -11,7 +11,7 @@ from typing import Any
 
 from resilient_train.app.page import Page, Words
 from resilient_train.files import read_plain
-from resilient_train.record.incidents import IN_FORCE
+from resilient_train.record.facts import IN_FORCE
 from resilient_train.record.journal import Entry
 from resilient_train.record.review import began_ms
 from resilient_train.record.story import Chapter

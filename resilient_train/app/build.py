@@ -14,23 +14,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import default_collate
 
+from resilient_train.adapters.guard import Guard
 from resilient_train.app.config import targets
 from resilient_train.app.config.schema import Config
 from resilient_train.checkpoint import weights
+from resilient_train.checkpoint.resume import Resume
 from resilient_train.data import build as data
 from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing
 from resilient_train.drills import Drill, parse
 from resilient_train.errors import ConfigError, in_one_line
-from resilient_train.guard import Guard
 from resilient_train.objective import Measured
 from resilient_train.ranks import sharding
 from resilient_train.ranks.world import World
-from resilient_train.record.incidents import IncidentBook
+from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.summary import Tally
 from resilient_train.recover import policy
-from resilient_train.resumption import Resume
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.spread import own_class
 from resilient_train.tracking.store import locate
@@ -97,19 +97,23 @@ class Run:
 def assemble(
     config: Config,
     world: World,
-    book: IncidentBook | None = None,
+    incidents: IncidentLog | None = None,
     resume: Resume | None = None,
     stop: Callable[[], bool] = lambda: False,
+    beat: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Build everything a configuration names; incidents are written into `book`. `stop` is asked before updates."""
-    book = book or IncidentBook(None, None)
+    """Build everything a configuration names; incidents are written into `incidents`. `stop` is asked before updates.
+
+    `beat` is called whenever the run gets further.
+    """
+    incidents = incidents or IncidentLog(None)
     seed = config.run.seed
     seed_all(mix(Purpose.INITIAL_WEIGHTS, seed), world.device)
     objective = Measured(_objective(config.objective, world.device), config.objective["_target_"])
     slicing = Slicing(config.data.batch_size, config.accelerate.gradient_accumulation_steps, world.rank, world.size)
     collate = _collate(config.data.collate)
     rows = targets.build("data.train", config.data.train)
-    drill = _drill(config, book)
+    drill = _drill(config, incidents)
     samples = data.samples(
         rows if drill is None else drill.wrapped(rows),
         config.data,
@@ -148,9 +152,10 @@ def assemble(
         data_changed=config.run.data_changed,
         disk=config.checkpoint.disk,
         drill=drill,
-        book=book,
+        incidents=incidents,
         resume=resume or False,
         stop=stop,
+        beat=beat,
     )
     run = Run(
         config=config,
@@ -204,9 +209,9 @@ def _spread(model: nn.Module, config: Config, world: World) -> str:
     return sharding.shard(model, asked.blocks, world.device, world.size)
 
 
-def _drill(config: Config, book: IncidentBook) -> Drill | None:
-    faults = parse(config.drill, steps=config.run.steps)
-    return Drill(faults, has_fired=book.has_fired, fired=book.fired, about=book.about_drill) if faults else None
+def _drill(config: Config, incidents: IncidentLog) -> Drill | None:
+    faults, facts = parse(config.drill, steps=config.run.steps), incidents.facts
+    return Drill(faults, has_fired=facts.has_fired, fired=facts.fired, about=facts.about_drill) if faults else None
 
 
 def _objective(node: dict[str, Any], device: torch.device) -> Any:

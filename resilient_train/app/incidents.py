@@ -18,7 +18,7 @@ from resilient_train.app.block import outcome_in_short, show_block
 from resilient_train.app.page import Page
 from resilient_train.app.status import Status, status_of
 from resilient_train.record.directory import launcher_of
-from resilient_train.record.incidents import as_line
+from resilient_train.record.incident_lines import as_line
 from resilient_train.record.journal import JOURNAL, Entry, damaged_lines, read
 from resilient_train.record.story import Chapter, Story, told
 from resilient_train.record.verdict import next_start, verdict

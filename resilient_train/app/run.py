@@ -15,6 +15,7 @@ from resilient_train.app.config.compose import Composed, is_fixed, told_changes
 from resilient_train.app.terminal import Terminal
 from resilient_train.app.train import train
 from resilient_train.checkpoint import export, weights
+from resilient_train.checkpoint.resume import Resume
 from resilient_train.diagnose.frames import called_by_us, is_users
 from resilient_train.errors import (
     ConfigError,
@@ -35,11 +36,10 @@ from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings, hangs, story
 from resilient_train.record.directory import RunDirectory, claim
 from resilient_train.record.doors import command, to_see_it
-from resilient_train.record.incidents import INCIDENTS, IncidentBook
+from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.left import last_good_of
 from resilient_train.record.review import review
 from resilient_train.record.summary import Summary
-from resilient_train.resumption import Resume
 from resilient_train.state.determinism import set_deterministic
 from resilient_train.tracking import uploads as tracking
 from resilient_train.tracking.store import left_in
@@ -135,7 +135,7 @@ class _Session:
         self.composed, self.world, self.directory, self.terminal = composed, world, directory, terminal
         self.config, self.started = composed.config, time.monotonic()
         self.tracker: Tracker = NullTracker()
-        self.book = IncidentBook(None)
+        self.incidents = IncidentLog(None)
         self.run: Run | None = None
         self.has_begun = not directory.goes_on
         self.went_on_from: int | None = None  # step of the process before this one
@@ -146,11 +146,11 @@ class _Session:
         if self.world.is_main:
             self.tracker = tracking.build(self.config.tracking, directory.path, _HOME.absolute())
         _greet(directory, self.world)
-        self.book = IncidentBook(directory.path if self.world.is_main else None, place=directory.path)
+        self.incidents = IncidentLog(directory.path if self.world.is_main else None, place=directory.path)
         source = None if settings.resume in ("auto", "never") else Path(settings.resume)
         resume = Resume(source, composed.digest, tuple(directory.changes), self._mlflow_run)
         with self._watchdog(requests) as watchdog:
-            self.run = run = assemble(self.config, self.world, self.book, resume, requests.asked)
+            self.run = run = assemble(self.config, self.world, self.incidents, resume, requests.asked, watchdog.beat)
             log.info("%s", run)
             if self.world.is_main:
                 export.describe(run.bare_model, directory.path)
@@ -202,7 +202,7 @@ class _Session:
             endings.failed(directory.path, self.world.rank, told_in_short(error), in_training=self.has_begun)
         if run is not None and self.has_begun:  # else the record is still of the process before this one
             run.guard.ended(was_killed=was_lost)
-        self.book.close()
+        self.incidents.end()
         summary = _summary(status, _exit_code(error), seconds, run)
         if summary.weights_sha256 is not None:  # each rank's own, in its own log
             log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)

@@ -24,7 +24,6 @@ def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None]
     `beat` is called whenever the run has got on.
     """
     settings, guard = run.config.run, run.guard
-    guard.beat = beat
     run.model.train()
     if run.owes_evaluation(guard.clock.step):
         evaluate_and_report(run, tracker, beat)
@@ -82,7 +81,7 @@ def evaluate(run: Run, beat: Callable[[], None] = _unwatched) -> dict[str, float
             beat()
             if run.world.size == 1 and run.stop():
                 run.model.train()
-                run.guard.stopped = True  # the end, too, is not reached without it
+                run.guard.stop_now()  # the end, too, is not reached without it
                 return {}
             loss, metrics = run.objective(run.model, run.guard.on_device(batch))
             for name, value in {"loss": loss, **metrics}.items():

@@ -79,6 +79,7 @@ class Samples(Protocol):
     """A cursor over training data. Its state is the position and whatever else finding it again takes."""
 
     position: int
+    slicing: Slicing  # how an update's samples are cut up
     rows: int  # that have an index, by which they can be fetched again and put in quarantine; 0: none has
 
     @property

@@ -22,6 +22,7 @@ from accelerate.utils import (
     broadcast_object_list,
     gather_object,
     parse_flag_from_env,
+    send_to_device,
 )
 from torch import nn
 from torch.optim import Optimizer
@@ -120,6 +121,10 @@ class World:
             return self.accelerator.prepare_model(model, evaluation_mode=True)  # type: ignore[no-any-return]
         prepared, *_ = self.accelerator.prepare(model, *optimizers)
         return prepared  # type: ignore[no-any-return]
+
+    def on_device(self, batch: Any) -> Any:
+        """Move a batch of any shape to where the model is."""
+        return batch if self.device.type == "cpu" else send_to_device(batch, self.device, non_blocking=True)
 
     def mean(self, vector: torch.Tensor) -> torch.Tensor:
         """Average a vector over the ranks: the one reduction that vitals take."""

@@ -14,7 +14,9 @@ from typing import Any
 from resilient_train.record.drills import Strike, strikes
 from resilient_train.record.endings import SUMMARY, stands, why_of
 from resilient_train.record.endings import told as ending_told
-from resilient_train.record.incidents import CLOSED, IN_FORCE, OPENED, PHASE, TREATED, from_line
+from resilient_train.record.facts import IN_FORCE
+from resilient_train.record.incident_lines import from_line
+from resilient_train.record.incident_log import CLOSED, OPENED, PHASE, TREATED
 from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.record.left import Checkpoint, best_of, checkpoints_of, last_good_of
 from resilient_train.record.loop import Loop, loop_of

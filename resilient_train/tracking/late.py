@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.record.endings import CONFIG, SUMMARY, is_run, last_sign_ms, stands, told
-from resilient_train.record.incidents import INCIDENTS
+from resilient_train.record.incident_log import INCIDENTS
 from resilient_train.record.journal import plain
 from resilient_train.record.loop import LOOP, loop_of
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox, entries

@@ -1,10 +1,9 @@
-"""What a loop does by itself, past the guard: it takes steps, scales losses, or leaves the guard unused."""
+"""What a loop does by itself, past the guard: it steps an optimizer, or scales losses."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,15 +12,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from resilient_train.errors import TrainError
-from resilient_train.ranks.world import World
 from resilient_train.wording import log
 
 
-class Turn:
-    """Whose turn it is: while the loop has a batch in hand, nobody but the guard may step; later, it is warned of."""
+class DirectStepCheck:
+    """Notices steps past the gate: while the loop has a batch in hand they are an error, later a warning."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        """Make a step that the loop takes by itself, past the gate, an error."""
         self._is_loops: bool | None = None  # None: it is neither the loop's nor the guard's
         self._is_over = self._has_warned = False
         for optimizer in optimizers:
@@ -29,13 +26,13 @@ class Turn:
 
     @contextmanager
     def of_loop(self) -> Iterator[None]:
-        """It is the loop's."""
+        """The loop has a batch in hand."""
         with self._being(True):
             yield
 
     @contextmanager
     def of_guard(self) -> Iterator[None]:
-        """It is the guard's, for as long as this lasts."""
+        """The guard is at work, for as long as this lasts."""
         with self._being(False):
             yield
 
@@ -70,12 +67,6 @@ class Turn:
         return watched
 
 
-def warn_if_unused(guard: object, world: World) -> weakref.finalize[Any, Any]:
-    """Warn when a guard goes, or its process ends, unless `detach` was called because it has begun."""
-    say = log.warning if world.is_main else log.debug
-    return weakref.finalize(guard, say, "%s", _UNUSED)
-
-
 def warn_of_scalers(ours: GradScaler | None) -> None:
     """Warn where a loss scaler is at work that the guard does not know. A pass over all objects: call it once."""
     found = (one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one is not ours)
@@ -90,8 +81,4 @@ _SCALED = (
 _UNPROTECTED = (
     "optimizer.step() was called outside of guard.batches(): such updates are not protected, and a rewind does not "
     "know of them"
-)
-_UNUSED = (
-    "this guard has made no update, so it has protected nothing: iterate over guard.batches() and call guard.step or "
-    "guard.update; a trainer that steps the optimizer itself is not guarded"
 )

@@ -1,4 +1,4 @@
-"""What a run goes on from: the newest checkpoint that verifies, and what the process before this one came to."""
+"""What a run resumes from: the newest checkpoint that verifies, and what became of the previous process."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from resilient_train.checkpoint.manifest import Damaged, Manifest
 from resilient_train.checkpoint.store import Entry, Saved, Store
 from resilient_train.errors import ConfigError, TrainError, unusable
 from resilient_train.record import endings, hangs
+from resilient_train.record.facts import Facts
 from resilient_train.record.progress import Doing, Progress
-from resilient_train.recovery import Treatment, Trouble
+from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked
 from resilient_train.state.run_state import Snapshot, Stateful
-from resilient_train.types import Incident, Signal
+from resilient_train.types import Incident, ProcessIncident, Signal
 from resilient_train.update.updater import LR_OF_GUARD
-from resilient_train.ward import Ward
 from resilient_train.wording import log
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """How a run is to be taken up."""
+    """How a run is to be resumed."""
 
     source: Path | None = None  # another place than its newest checkpoint
     config: str = ""  # digest of the configuration
@@ -33,13 +33,13 @@ class Resume:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ResumePlan:
     """What rank 0 found, for all ranks."""
 
     path: Path | None
     tick: int = 0
     remedies: tuple[Mapping[str, Any], ...] = ()  # in force, the latest last
-    troubles: tuple[Trouble, ...] = ()
+    found: tuple[ProcessIncident, ...] = ()  # to be written down
     incidents: tuple[Incident, ...] = ()  # of the processes before this one: strikes count on every rank
     skipped: tuple[int, int] | None = None  # samples that are to blame for the end of processes
     samples: int = 0  # of an update, if the run began with another number of processes
@@ -49,21 +49,23 @@ class Choice:
 class Resumption:
     """Looks for checkpoints, reads them, and puts them into the run."""
 
-    ward: Ward
-    treatment: Treatment
+    parts: RunParts
+    facts: Facts
     progress: Progress
     store: Store | None  # None on ranks that write nothing
+    directory: Path | None
     how: Resume
     remembered: dict[str, Stateful] = field(default_factory=dict)  # what does not rewind
-    found: dict[Path, Saved] = field(default_factory=dict)  # that was read already
+    read_already: dict[Path, Saved] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.configured = _configured(self.ward)
-        self.each = self.ward.slicing.batch_size * self.ward.slicing.accumulation  # before anything is cut otherwise
+        self.configured = _configured(self.parts)
+        slicing = self.parts.samples.slicing  # before anything is cut otherwise
+        self.each = slicing.batch_size * slicing.accumulation
 
-    def choose(self, *, is_explained: bool = False) -> Choice:
-        """Find what to go on from, and what there is to tell about the process before this one's unexplained end."""
-        book, last = self.treatment.book, self.progress.last
+    def plan(self, incidents: Sequence[Incident], crashes: int, *, is_explained: bool) -> ResumePlan:
+        """Find what to resume from, and what is to be said about the unexplained end of the previous process."""
+        facts, last = self.facts, self.progress.last
         hung = self._hung()
         damaged: list[tuple[Entry, str]] = []
         if self.store is not None:
@@ -71,45 +73,39 @@ class Resumption:
         path = self._from_named()
         if path is None and self.store is not None:
             path = self.newest(lambda one: True, damaged)
-        if path is None and (book.has_saved or damaged):
+        if path is None and (facts.has_saved or damaged):
             why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
             where = self.store.path if self.store else "memory"
             raise TrainError(f"no checkpoint in {where} can be gone on from: {why}. run.resume=never starts anew")
         entry = Entry.of(path) if path else None
         step = entry.manifest_step if entry else 0
-        troubles = [_damage(one, why, step) for one, why in damaged]
+        found = [_damage(one, why, step) for one, why in damaged]
         skipped, span = None, last.stop - last.start
         is_updating = last.doing in (Doing.UPDATING, Doing.FIRST)
-        if book.directory is not None and endings.failure(book.directory, in_training=True) is not None:
+        if self.directory is not None and endings.failure(self.directory, in_training=True) is not None:
             is_explained = True
         if not is_explained and (is_updating or last.doing is Doing.HUNG) and 0 < span <= _MOST_BLAMED:
-            times = book.ended(last.tick, last.start, last.stop, in_first=last.doing is Doing.FIRST)
-            skipped = (last.start, last.stop) if times >= self.treatment.policy.crashes else None
+            times = facts.process_ended(last.tick, last.start, last.stop, in_first=last.doing is Doing.FIRST)
+            skipped = (last.start, last.stop) if times >= crashes else None
         if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):
-            troubles.append(self._crash(step, skipped, hung))
+            found.append(self._crash(step, skipped, hung, incidents))
         remedies = [entry.manifest.remedies] if entry and entry.manifest else []
-        remedies += [dict(book.remedies)] if book.remedies else []
+        remedies += [dict(facts.remedies)] if facts.remedies else []
         latest_last = sorted(remedies, key=_tick_of)  # the journal's behind those of a checkpoint of the same tick
-        incidents = tuple(self.treatment.history.incidents)
-        return Choice(
-            path,
-            last.tick,
-            tuple(latest_last),
-            tuple(troubles),
-            incidents,
-            skipped,
-            self._samples_before(entry),
+        return ResumePlan(
+            *(path, last.tick, tuple(latest_last), tuple(found), tuple(incidents), skipped),
+            samples=self._samples_before(entry),
         )
 
     def _samples_before(self, entry: Entry | None) -> int:
         """What an update was made of, where that is to be kept: each process brings as many, and there are others."""
-        book, ward = self.treatment.book, self.ward
+        facts, slicing = self.facts, self.parts.samples.slicing
         if entry is not None and entry.manifest is not None:
             samples, each = entry.manifest.samples, entry.manifest.each
         else:
-            processes, samples = book.began_with or (ward.world.size, ward.slicing.samples)
+            processes, samples = facts.began_with or (self.parts.world.size, slicing.samples)
             each = samples // processes
-        return samples if samples != ward.slicing.samples and each == self.each else 0
+        return samples if samples != slicing.samples and each == self.each else 0
 
     def newest(self, wanted: Callable[[Entry], bool], damaged: list[tuple[Entry, str]]) -> Path | None:
         """The newest checkpoint that is wanted, verifies and fits; what does not is added to `damaged`."""
@@ -118,7 +114,7 @@ class Resumption:
                 damaged.append((entry, entry.damage))
             elif entry.is_usable and wanted(entry):
                 try:
-                    self.found[entry.path] = self.read(entry)
+                    self.read_already[entry.path] = self.read(entry)
                 except Damaged as why:
                     damaged.append((entry, str(why)))
                 else:
@@ -127,19 +123,19 @@ class Resumption:
 
     def read(self, entry: Entry) -> Saved:
         """Read a checkpoint, and see whether it is one of this run. Raises Damaged."""
-        if entry.path in self.found:
-            return self.found.pop(entry.path)
-        ward, manifest = self.ward, entry.manifest
+        if entry.path in self.read_already:
+            return self.read_already.pop(entry.path)
+        parts, manifest = self.parts, entry.manifest
         if manifest is None:
             raise Damaged(entry.damage)
-        live = ward.state.live()
+        live = parts.state.live()
         # All have the same files before them: rank 0 reads them through for all.
-        saved = Store.load(entry, ward.world.device, live["weights"], is_verified=not ward.world.is_main)
-        why = ward.state.misfit(saved.parts)
+        saved = Store.load(entry, parts.world.device, live["weights"], is_verified=not parts.world.is_main)
+        why = parts.state.misfit(saved.parts)
         has_changed = any(key.startswith(_SHAPES) for key in self.how.changed)
         is_of_others = manifest.each == self.each and not manifest.samples % self.each  # of another number of processes
-        if not why and manifest.samples != ward.slicing.samples and not is_of_others:
-            why = f"an update was made of {manifest.samples} samples, and is to be of {ward.slicing.samples}"
+        if not why and manifest.samples != parts.samples.slicing.samples and not is_of_others:
+            why = f"an update was made of {manifest.samples} samples, and is to be of {parts.samples.slicing.samples}"
             if not has_changed:
                 raise TrainError(f"{entry.path} cannot be gone on from: {why}")
         if why and has_changed:
@@ -153,33 +149,33 @@ class Resumption:
 
     def put_in(self, entry: Entry, *, resuming: bool) -> None:
         """Make a checkpoint the state of the run; `resuming`, what the process had in memory as well."""
-        ward, manifest, saved = self.ward, entry.manifest, self.read(entry)
+        run, manifest, saved = self.parts, entry.manifest, self.read(entry)
         assert manifest is not None
-        parts = ward.state.dealt(saved.parts)
+        parts = run.state.dealt(saved.parts)
         if resuming and any(key.startswith(("optimizer.", "schedule.")) for key in self.how.changed):
-            fresh = ward.state.live()  # schedules as they are configured now, led to where the run stands
+            fresh = run.state.live()  # schedules as they are configured now, led to where the run stands
             parts |= {name: fresh[name] for name in parts if name.startswith("schedule.")}
-        now = [[dict(group) for group in optimizer.param_groups] for optimizer in ward.updater.optimizers]
+        now = [[dict(group) for group in optimizer.param_groups] for optimizer in run.updater.optimizers]
         try:
-            ward.state.restore(Snapshot(parts))
-            ward.panel.load_state_dict(saved.memory["statistics"]["panel"])
-            ward.scans.load_state_dict(saved.memory["statistics"]["scans"])
+            run.state.restore(Snapshot(parts))
+            run.panel.load_state_dict(saved.memory["statistics"]["panel"])
+            run.scans.load_state_dict(saved.memory["statistics"]["scans"])
             if resuming:
-                ward.panel.recall(saved.memory["panel"])
-                self.treatment.passed.recall(saved.memory["passed"])
+                run.panel.recall(saved.memory["panel"])
+                run.updates.recall(saved.memory["passed"])
                 for name, item in self.remembered.items():
                     item.load_state_dict(saved.memory["remembered"][name])
             self._as_configured(manifest, now)
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError) as error:
             raise TrainError(f"{entry.path} holds no state of this run: {type(error).__name__}: {error}") from error
-        ward.updater.note_rates()
-        ward.updater.accept(ward.clock.step)
-        ward.clock.tick = max(ward.clock.tick, manifest.tick)
+        run.updater.note_rates()
+        run.updater.accept(run.clock.step)
+        run.clock.tick = max(run.clock.tick, manifest.tick)
 
     def _from_named(self) -> Path | None:
         """The checkpoint that was asked for by name, the first time: a restart goes on from where that has led."""
-        source, book = self.how.source, self.treatment.book
-        if source is None or (masked(str(source)) in book.sources and book.has_saved):
+        source, facts = self.how.source, self.facts
+        if source is None or (masked(str(source)) in facts.sources and facts.has_saved):
             return None
         if not source.is_dir():
             why = "no such directory; expected auto, never, or the directory of a checkpoint or of a run"
@@ -188,12 +184,12 @@ class Resumption:
         why = "there is no checkpoint"
         for entry in entries:
             try:
-                self.found[entry.path] = self.read(entry)
+                self.read_already[entry.path] = self.read(entry)
             except Damaged as reason:
                 why = str(reason)
                 continue
             self._leave_own_way(entry)
-            book.began_from(str(source))
+            self.facts.resumed_from(str(source))
             return entry.path
         raise TrainError(f"run.resume={source}: nothing there can be gone on from: {why}")
 
@@ -210,14 +206,16 @@ class Resumption:
 
     def _hung(self) -> str:
         """What other ranks have noted of a hang that rank 0 could not tell of."""
-        place = self.treatment.book.directory
+        place = self.directory
         noted = hangs.found(place) if place is not None else []
         if not noted or place is None:
             return ""
         hangs.clear(place)
-        return hangs.told(noted, max(self.ward.world.size, noted[-1].rank + 1))
+        return hangs.told(noted, max(self.parts.world.size, noted[-1].rank + 1))
 
-    def _crash(self, step: int, skipped: tuple[int, int] | None, hung: str) -> Trouble:
+    def _crash(
+        self, step: int, skipped: tuple[int, int] | None, hung: str, incidents: Sequence[Incident]
+    ) -> ProcessIncident:
         last = self.progress.last
         at = f"update {last.step + 1:,}" if last.doing is not Doing.BETWEEN else f"the time after step {last.step:,}"
         evidence = f"the process before this one ended in {at}"
@@ -226,24 +224,15 @@ class Resumption:
         rows: tuple[int, ...] = ()
         if skipped:
             evidence += ", and the one before that at the same samples: they are passed over"
-            rows = self._narrowed(self.ward.samples.rows_at(*skipped))
+            rows = _narrowed(self.parts.samples.rows_at(*skipped), incidents)
         advice = f"Look at {_some(rows)} of the data: with that the process ended twice." if rows else ""
         remedy, lost = "skip" if skipped else "go_on", max(0, last.step - step)
         signal = Signal.HANG if last.doing is Doing.HUNG or hung else Signal.CRASH
-        return Trouble(signal, last.step + 1, step, evidence, remedy, advice, rows, step, lost)
-
-    def _narrowed(self, rows: tuple[int, ...]) -> tuple[int, ...]:
-        """In every epoch the rows come in other company: those that were there each time are to blame."""
-        earlier = [{*one.diagnosis.rows} for one in self.treatment.history.incidents if one.anomaly.signal in _ENDINGS]
-        common: list[set[int]] = [shared for one in earlier if (shared := {*rows} & one)]
-        if not common:
-            return rows
-        least: set[int] = min(common, key=len)
-        return tuple(sorted(least))
+        return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, rows, step, lost)
 
     def _as_configured(self, manifest: Manifest, now: list[list[dict[str, Any]]]) -> None:
         """Let what was configured anew since the checkpoint was written be in force."""
-        optimizers = self.ward.updater.optimizers
+        optimizers = self.parts.updater.optimizers
         for optimizer, new, old, fresh in zip(optimizers, self.configured, manifest.groups, now, strict=True):
             for group, ours, theirs, mine in zip(optimizer.param_groups, new, old, fresh, strict=True):
                 for key in ours:
@@ -251,14 +240,24 @@ class Resumption:
                         group[key] = mine[key]
 
 
-def _configured(ward: Ward) -> list[list[dict[str, Any]]]:
+def _narrowed(rows: tuple[int, ...], incidents: Sequence[Incident]) -> tuple[int, ...]:
+    """In every epoch the rows come in other company: those that were there each time are to blame."""
+    earlier = [{*one.diagnosis.rows} for one in incidents if one.anomaly.signal in _ENDINGS]
+    common: list[set[int]] = [shared for one in earlier if (shared := {*rows} & one)]
+    if not common:
+        return rows
+    least: set[int] = min(common, key=len)
+    return tuple(sorted(least))
+
+
+def _configured(parts: RunParts) -> list[list[dict[str, Any]]]:
     """What each parameter group was configured to, as JSON has it."""
     return [
         [
             json.loads(json.dumps({key: group[key] for key in group if key not in _NO_SETTINGS}, default=str))
             for group in optimizer.param_groups
         ]
-        for optimizer in ward.updater.optimizers
+        for optimizer in parts.updater.optimizers
     ]
 
 
@@ -268,9 +267,9 @@ _ENDINGS = (Signal.CRASH, Signal.HANG)
 _NO_SETTINGS = ("params", LR_OF_GUARD)
 
 
-def _damage(entry: Entry, why: str, step: int) -> Trouble:
+def _damage(entry: Entry, why: str, step: int) -> ProcessIncident:
     what = f"{entry.path.name} {why}"
-    return Trouble(Signal.CHECKPOINT_DAMAGED, step + 1, step, what, "fall_back", rewound_to=step)
+    return ProcessIncident(Signal.CHECKPOINT_DAMAGED, step + 1, step, what, "fall_back", rewound_to=step)
 
 
 def _tick_of(remedies: Mapping[str, Any]) -> int:

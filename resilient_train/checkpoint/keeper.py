@@ -1,10 +1,10 @@
-"""Keeps the proven states of a run on disk, and takes the run up from there."""
+"""Keeps the verified states of a run on disk, and resumes the run from there."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,64 +16,66 @@ from resilient_train import __version__
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.best import Best
 from resilient_train.checkpoint.manifest import CANDIDATE, VERIFIED, Manifest
+from resilient_train.checkpoint.resume import Resume, ResumePlan, Resumption
 from resilient_train.checkpoint.shares import Together
 from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.tree_files import try_tree
 from resilient_train.checkpoint.writer import DiskConfig, Job, Outcome, Writer
-from resilient_train.errors import TrainError, in_one_line, unusable
+from resilient_train.errors import in_one_line, unusable
 from resilient_train.files import Written, at_disk
-from resilient_train.record.progress import Doing, Progress
-from resilient_train.recovery import Treatment, Trouble
-from resilient_train.resumption import Resume, Resumption
+from resilient_train.record.facts import Facts
+from resilient_train.record.progress import Progress
+from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Held
 from resilient_train.state.run_state import Stateful
-from resilient_train.types import Signal
-from resilient_train.ward import Ward
+from resilient_train.types import Incident, ProcessIncident, Signal
 from resilient_train.wording import IN_FILE_ONLY, log
 
 _FOR_OTHERS_S = 5.0
 
 
-class Durable:
-    """Offers proven snapshots to the writer, leaves the state of a run that is stopped, and finds it again."""
+class CheckpointKeeper:
+    """Offers verified snapshots to the writer, leaves the state of a run that is stopped, and finds it again."""
 
-    def __init__(self, config: DiskConfig, ward: Ward, treatment: Treatment, resume: Resume) -> None:
-        self._config, self._ward, self._treatment, self._how = config, ward, treatment, resume
-        self._book = treatment.book
-        directory = self._book.directory  # None on ranks that write nothing
+    def __init__(self, config: DiskConfig, parts: RunParts, directory: Path | None, facts: Facts, how: Resume) -> None:
+        """`directory` is None on ranks that write nothing, and where nothing is written."""
+        self._config, self._parts, self._facts, self._how = config, parts, facts, how
         self.progress = Progress(directory)
         self._store = Store(directory) if directory is not None else None
-        self._writer: Writer | None = None
-
-        def reference() -> int | None:
-            held = ward.panel.probation.reference
-            return held.step if held is not None else None
-
-        writer = partial(Writer, keep=config.keep, keep_every=config.keep_every, reference=reference)
-        if self._store is not None:
-            self._writer = writer(self._store)
-        self._lasting = frozenset(ward.state.model.state_dict(keep_vars=True))  # a user's hooks may take their time
         self._best = Best(directory) if directory is not None else None
-        self._is_spread = ward.state.is_spread  # over ranks, so that each of them writes its share
+        self._lasting = frozenset(parts.state.model.state_dict(keep_vars=True))  # a user's hooks may take their time
+        self._is_spread = parts.state.is_spread  # over ranks, so that each of them writes its share
         self._together: Store | None = None  # where ranks write theirs
-        if self._is_spread and (common := ward.world.on_main(lambda: directory)) is not None:
+        if self._is_spread and (common := parts.world.on_main(lambda: directory)) is not None:
             self._together = self._store or Store(common)
-            self._writer = self._writer or Writer(
-                self._together, keep=config.keep, keep_every=config.keep_every, reference=reference
+        self._writer: Writer | None = None
+        if (store := self._store or self._together) is not None:
+            self._writer = Writer(
+                store, keep=config.keep, keep_every=config.keep_every, reference=self._step_of_reference
             )
-        self.samples = 0  # of an update, if the run began with another number of processes
-        self._label = ward.world.on_main(lambda: uuid4().hex[:12]) if self._is_spread else ""
+        self._label = parts.world.on_main(lambda: uuid4().hex[:12]) if self._is_spread else ""
         self._given_up = threading.Event()  # of ranks that write along, perhaps because they have died
         self._offered = 0  # checkpoints that were written together
-        self._resumption = Resumption(ward, treatment, self.progress, self._store, resume)
+        self._resumption = Resumption(parts, facts, self.progress, self._store, directory, how)
+        self.samples = 0  # of an update, if the run began with another number of processes
         self._last = 0  # the newest step that is on disk for good, on the way that the run is on
         self._highest = 0  # that was written, on any
         self._turned = (0, 0)  # tick and step of the last rewind
-        self._unproven: Entry | None = None  # that the run was taken up from
-        self._failing: int | None = None  # number of the incident, while saving fails
-        self._is_proven = True
-        if directory is not None and self._book.began_with is None:  # now: times are counted from here
-            self._book.began(ward.world.size, ward.slicing.samples)
+        self._candidate: Entry | None = None  # that the run was resumed from
+        self.is_proven = True  # the state that the run was resumed at
+        self._is_failing = False
+        self._news: list[ProcessIncident | None] = []
+        if directory is not None and facts.began_with is None:  # now: times are counted from here
+            facts.began(parts.world.size, parts.samples.slicing.samples)
+
+    def _step_of_reference(self) -> int | None:
+        held = self._parts.panel.probation.reference
+        return held.step if held is not None else None
+
+    def news(self) -> list[ProcessIncident | None]:
+        """What is new of saving, oldest first: that it began to fail, or None where it works again."""
+        news, self._news = self._news, []
+        return news
 
     def remember(self, name: str, item: Stateful) -> None:
         """Let something that does not rewind be there again after a resume."""
@@ -84,7 +86,7 @@ class Durable:
 
         Raises ConfigError, on all of them, where something could never be saved.
         """
-        for name, why in filter(None, self._ward.world.all_of(self._unfit())):
+        for name, why in filter(None, self._parts.world.all_of(self._unfit())):
             if self._config.every:
                 raise unusable(name, why)
             log.warning("%s: %s", name, why)
@@ -92,7 +94,7 @@ class Durable:
     def _unfit(self) -> tuple[str, str] | None:
         if self._writer is None:
             return None
-        parts = dict(self._ward.state.live())
+        parts = dict(self._parts.state.live())
         parts |= {f"remembered.{name}": item.state_dict() for name, item in self._resumption.remembered.items()}
         for name, part in parts.items():
             try:
@@ -124,7 +126,7 @@ class Durable:
         if writer is None:
             return
         self._hear()
-        held = self._ward.ring.newest_proven()
+        held = self._parts.ring.newest_proven()
         if held is None:
             return
         if self._is_spread and self._config.every and held.step - self._last >= self._config.every:
@@ -135,9 +137,9 @@ class Durable:
         if self._store is None or not writer.is_free:
             return
         if self._best is not None and self._best.is_ripe(held.step):
-            writer.offer(Job(held.step, self._ward.clock.tick, self._best.write))
-        elif self._unproven is not None and held.step >= self._unproven.manifest_step:
-            self._prove(self._unproven)
+            writer.offer(Job(held.step, self._parts.clock.tick, self._best.write))
+        elif self._candidate is not None and held.step >= self._candidate.manifest_step:
+            self._prove(self._candidate)
         elif not self._is_spread and self._config.every and held.step - self._last >= self._config.every:
             writer.offer(self._job_of(held))
 
@@ -153,8 +155,8 @@ class Durable:
             self.close()
         if self._best is not None:
             self._best.distrust(since)
-        if self._unproven is not None and self._unproven.manifest_step > since:
-            self._unproven = None
+        if self._candidate is not None and self._candidate.manifest_step > since:
+            self._candidate = None
         if self._store is None or since >= self._highest:
             return
         try:
@@ -167,7 +169,7 @@ class Durable:
         """Take note that the run went back to a step."""
         self._hear()
         self._last = min(self._last, step)
-        self._turned = self._ward.clock.tick, step
+        self._turned = self._parts.clock.tick, step
 
     def leave(self, held: Held) -> Path | None:
         """Leave a proven state on disk at the end of a run; None where that is not possible. Every rank comes here.
@@ -186,7 +188,7 @@ class Durable:
 
     def _on_all(self, first: Callable[[], Path | None], then: Callable[[], Path | None]) -> Path | None:
         """What rank 0 finds `first`, or what `then` writes: rank 0 alone, or all ranks where each has a share."""
-        world = self._ward.world
+        world = self._parts.world
         with at_disk():  # also where it is another rank's
             if not self._is_spread:
                 return world.on_main(lambda: first() or then())
@@ -203,7 +205,7 @@ class Durable:
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Take note of an evaluation of the state as it is: its weights may be the best so far. Every rank comes."""
-        world, best, state = self._ward.world, self._best, self._ward.state
+        world, best, state = self._parts.world, self._best, self._parts.state
         if "loss" not in metrics:
             return
         if self._is_spread and world.on_main(lambda: best is not None and best.wants(metrics)):
@@ -213,46 +215,36 @@ class Durable:
         else:
             return
         if best is not None:
-            best.take(self._ward.clock.step, metrics, tensors)
+            best.take(self._parts.clock.step, metrics, tensors)
 
-    def finish(self, *, healthy: bool) -> Path | None:
-        """Leave the state as it is now: a healthy end proves it, a stop on request leaves a candidate.
+    def finish(self, remedies: Mapping[str, Any], *, healthy: bool) -> Path | None:
+        """Leave the state as it is now: a healthy end verifies it, a stop on request leaves a candidate.
 
         Every rank comes here, and waits for the one that writes.
         """
-        failing = self._failing
         self.close()
 
         def best() -> None:
             if healthy:
                 self._write_best()
 
-        left = self._on_all(best, lambda: self._finished(healthy=healthy))
-        if healthy:
-            self.end_failing(failing)
-        return left
-
-    def end_failing(self, number: int | None = None) -> None:
-        """The run is complete: say what became of an incident in which saving failed, if there is one."""
-        if (number := self._failing or number) is not None:
-            self._treatment.end_lasting(number)
+        return self._on_all(best, lambda: self._finished(remedies, healthy=healthy))
 
     def _write_best(self) -> None:
-        best, step, tick = self._best, self._ward.clock.step, self._ward.clock.tick
+        best, step, tick = self._best, self._parts.clock.step, self._parts.clock.tick
         while best is not None and best.is_ripe(step) and self._writer is not None:
             outcome = self._writer.write_now(Job(step, tick, best.write))
             self._heard(outcome)
             if outcome.trouble:
                 return
 
-    def _finished(self, *, healthy: bool) -> Path | None:
-        writer, ward = self._writer, self._ward
+    def _finished(self, remedies: Mapping[str, Any], *, healthy: bool) -> Path | None:
+        writer, parts = self._writer, self._parts
         if writer is None or (healthy and not self._config.every):
             return None
-        statistics = {"panel": ward.panel.state_dict(), "scans": ward.scans.state_dict()}
-        kind, last, proven = VERIFIED if healthy else CANDIDATE, self._last, ward.ring.newest_proven()
-        left = self._now(self._job(ward.clock.step, kind, ward.state.live, statistics, self._treatment.remedies()))
-        if not healthy and proven is not None and max(0, last) < proven.step < ward.clock.step:
+        kind, last, proven = VERIFIED if healthy else CANDIDATE, self._last, parts.ring.newest_proven()
+        left = self._now(self._job(parts.clock.step, kind, parts.state.live, parts.statistics(), remedies))
+        if not healthy and proven is not None and max(0, last) < proven.step < parts.clock.step:
             self._now(self._job_of(proven))  # what trouble would go back to, had the run not been stopped
         return left
 
@@ -261,7 +253,7 @@ class Durable:
 
         Returns the step that the run goes on from, and where its state is; None where that is not the newest proven.
         """
-        held = self._ward.ring.newest_proven()
+        held = self._parts.ring.newest_proven()
         is_newer = held is not None and held.step > max(0, self._last)
         try:
             is_left = not is_newer or (held is not None and self.leave_alone(held) is not None)
@@ -271,16 +263,18 @@ class Durable:
             return max(0, self._last), None
         return (0, None) if entry is None else (entry.manifest_step, entry.path if is_left else None)
 
-    def hung(self, evidence: str, *, in_update: bool) -> None:
-        """Write down that the run does not go on, and save what can be saved."""
-        self.progress.turned_to(Doing.HUNG if in_update and self.progress.is_updating else Doing.ENDED)
-        step, held = self._ward.clock.step, self._ward.ring.newest_proven()
+    def rescue(self) -> tuple[int, Callable[[], object]]:
+        """From another thread, while the loop hangs: how many steps are lost, and what writes the newest state."""
+        step, held = self._parts.clock.step, self._parts.ring.newest_proven()
         is_free = self._writer is not None and self._writer.is_free and not self._is_spread  # it would take the others
         newer = held if held is not None and held.step > self._last and is_free else None
         lost = step - (newer.step if newer is not None else max(0, self._last))  # by the start that follows
-        self._treatment.note(Trouble(Signal.HANG, step + 1, step, evidence, "end", steps_lost=max(0, lost)))
-        if newer is not None and self._writer is not None:
-            self._writer.write_now(self._job_of(newer))
+
+        def write() -> None:
+            if newer is not None and self._writer is not None:
+                self._writer.write_now(self._job_of(newer))
+
+        return max(0, lost), write
 
     def close(self, seconds: float | None = None) -> None:
         """Let what is being written be finished."""
@@ -297,102 +291,66 @@ class Durable:
 
     # Taking a run up.
 
-    def resume(self, *, is_explained: bool = False) -> bool:
-        """Go on from the newest checkpoint that verifies; False where the run begins. Every rank comes here.
+    def plan(self, incidents: Sequence[Incident], crashes: int, *, is_explained: bool) -> ResumePlan:
+        """On rank 0: find what to resume from. After `crashes` ends in a row the samples at work are to blame."""
+        return self._resumption.plan(incidents, crashes, is_explained=is_explained)
 
-        `is_explained`: it is known why the process before this one ended, and no samples are to blame.
-        """
-        ward, treatment = self._ward, self._treatment
-        choice = ward.world.on_main(lambda: self._resumption.choose(is_explained=is_explained))
-        treatment.know(choice.incidents)
-        self.samples = choice.samples
-        if choice.path is not None:
-            self._put_in(Entry.of(choice.path), resuming=True)
-        try:
-            for remedies in choice.remedies:
-                treatment.take_up(remedies)
-        except ValueError as error:
-            raise TrainError(f"{choice.path or self._book.directory}: {error}") from error
-        ward.clock.tick = max(ward.clock.tick, choice.tick)
-        if choice.skipped is not None:
-            treatment.skip_samples(*choice.skipped)
-        for trouble in choice.troubles:
-            treatment.note(trouble)
-            if trouble.remedy == "skip" and 0 < len(trouble.rows) < ward.slicing.samples // 2:
-                treatment.put_away(trouble.rows, trouble.advice)  # met twice in different company
-        if ward.clock.tick:  # the next samples at work are others: these are not to be blamed twice for one end
-            self.progress.turned_to(Doing.BETWEEN)
-        return choice.path is not None
+    def begin(self, plan: ResumePlan) -> None:
+        """Put the run where it is resumed from. Every rank comes here."""
+        self.samples = plan.samples
+        if plan.path is not None:
+            self._put_in(Entry.of(plan.path), resuming=True)
 
-    def restore(self, since: int) -> int | None:
-        """Go back to the newest proven checkpoint not after `since`, where memory holds nothing. Every rank comes."""
+    def restore(self, since: int) -> bool:
+        """Go back to the newest verified checkpoint not after `since`; False: none can be read. Every rank comes."""
         self.close()
         with at_disk():
-            path = self._ward.world.on_main(lambda: self._resumption.newest(lambda one: _is_proven(one, since), []))
-        if path is None:
-            return None
-        self._put_in(Entry.of(path), resuming=False)
-        self._ward.ring.clear()
-        self.take(verified=True)
-        return self._ward.clock.step
+            path = self._parts.world.on_main(lambda: self._resumption.newest(lambda one: _is_proven(one, since), []))
+        if path is not None:
+            self._put_in(Entry.of(path), resuming=False)
+        return path is not None
 
     def has_proven(self, since: int) -> bool:
         """Say whether `restore` has something to go back to, as far as its manifest tells."""
         self.close()
         with at_disk():
-            return self._ward.world.on_main(
+            return self._parts.world.on_main(
                 lambda: self._store is not None and any(_is_proven(one, since) for one in self._store.usable())
             )
-
-    def take(self, *, verified: bool) -> Held | None:
-        """Keep the state as it was taken up in memory, too."""
-        ward = self._ward
-        if not verified and not ward.ring.is_due(ward.clock.step):
-            return None  # nor would it be in memory had the run not been stopped: trouble goes back to the same states
-        held = ward.ring.take(ward.clock.step, verified=verified)
-        if held is not None:
-            held.statistics = {"panel": ward.panel.state_dict(), "scans": ward.scans.state_dict()}
-            held.remedies = self._treatment.remedies()
-        return held
-
-    @property
-    def is_proven(self) -> bool:
-        """Say whether the state that the run was taken up at had its proof."""
-        return self._is_proven
 
     # How it is done.
 
     def _job_of(self, held: Held) -> Job:
-        self._ward.ring.settled()
+        self._parts.ring.settled()
         held.is_being_written = True
 
         def done() -> None:
             held.is_being_written = False
 
-        def parts() -> Mapping[str, Any]:
+        def state() -> Mapping[str, Any]:
             return held.snapshot.parts
 
-        return self._job(held.step, VERIFIED, parts, held.statistics, held.remedies, done)
+        return self._job(held.step, VERIFIED, state, held.statistics, held.remedies, done)
 
     def _job(
         self,
         step: int,
         kind: str,
-        parts: Callable[[], Mapping[str, Any]],
+        state: Callable[[], Mapping[str, Any]],
         statistics: Any,
         remedies: Mapping[str, Any],
         done: Callable[[], None] = lambda: None,
     ) -> Job:
         """What is to be written. All that takes time is left to the thread that writes."""
-        ward, store, tick = self._ward, self._store, int(remedies["tick"])
+        parts, store, tick = self._parts, self._store, int(remedies["tick"])
         together = None
         if self._together is not None:
             self._offered += 1
-            together = Together(ward.world.rank, ward.world.size, f"{self._label}-{self._offered}", self._given_up)
-        passed = self._treatment.passed.copy()
+            together = Together(parts.world.rank, parts.world.size, f"{self._label}-{self._offered}", self._given_up)
+        updates = self._parts.updates.copy()
         memory = {
             "statistics": statistics,
-            "panel": ward.panel.memory(),
+            "panel": parts.panel.memory(),
             "lasting": sorted(self._lasting),  # the names that a state_dict has
             "remembered": {name: item.state_dict() for name, item in self._resumption.remembered.items()},
         }
@@ -403,8 +361,8 @@ class Durable:
                 step=step,
                 tick=tick,
                 position=position,
-                world=ward.world.size,
-                samples=ward.slicing.samples,
+                world=parts.world.size,
+                samples=parts.samples.slicing.samples,
                 each=self._resumption.each,
                 config=self._how.config,
                 made_by=f"resilient_train {__version__}, torch {torch.__version__}",
@@ -419,14 +377,14 @@ class Durable:
             if store is None:
                 assert together is not None
                 assert self._together is not None
-                self._together.write_share(parts, together)
+                self._together.write_share(state, together)
                 return None
-            state = parts()
-            describe = partial(described, int(state["position"]["position"]))
-            memory["passed"] = passed.until(step)
-            exported = {} if self._is_spread else self._exported(state)
-            entry = store.write(describe, state, exported, memory, together)
-            self._book.saved(step, tick)
+            parts_of_state = state()
+            describe = partial(described, int(parts_of_state["position"]["position"]))
+            memory["passed"] = updates.until(step)
+            exported = {} if self._is_spread else self._exported(parts_of_state)
+            entry = store.write(describe, parts_of_state, exported, memory, together)
+            self._facts.saved(step, tick)
             return entry
 
         return Job(step, tick, write, done)
@@ -437,12 +395,12 @@ class Durable:
         assert store is not None
         assert writer is not None
         assert entry.manifest is not None
-        self._unproven = None
+        self._candidate = None
         step, tick = entry.manifest.step, entry.manifest.tick
 
         def mark() -> Entry:
             marked = store.mark(entry, VERIFIED)
-            self._book.saved(step, tick)
+            self._facts.saved(step, tick)
             return marked
 
         writer.offer(Job(step, tick, mark))
@@ -471,10 +429,11 @@ class Durable:
                 log.error("this rank's share of step %d could not be written: %s", step, outcome.trouble)
         elif not outcome.trouble:
             self._heard_good(outcome)
-        elif self._failing is None:
+        elif not self._is_failing:
+            self._is_failing = True
             what = f"the checkpoint of step {step:,} could not be written: {outcome.trouble}"
             signal = Signal.DISK_FULL if outcome.is_room else Signal.CHECKPOINT_FAILED
-            self._failing = self._treatment.note(Trouble(signal, step, step, what, "try_again"), lasts=True)
+            self._news.append(ProcessIncident(signal, step, step, what, "try_again"))
             if not outcome.is_room:
                 log.info("the writer of checkpoints failed", exc_info=outcome.error, extra=IN_FILE_ONLY)
 
@@ -484,20 +443,20 @@ class Durable:
             self._highest = max(self._highest, step)
             turned_at, to = self._turned
             self._last = max(self._last, step if outcome.job.tick > turned_at else min(step, to))
-        if self._failing is not None:
+        if self._is_failing:
             log.info("checkpoints are saved again: step %d", step)
-            self._treatment.over(self._failing)
-            self._failing = None
+            self._is_failing = False
+            self._news.append(None)
 
     def _put_in(self, entry: Entry, *, resuming: bool) -> None:
         self._resumption.put_in(entry, resuming=resuming)
-        ward, store = self._ward, self._store
+        parts, store = self._parts, self._store
         known = store or self._together  # ranks that write along have to count along
         is_own = known is not None and entry.path.parent == known.path
         is_candidate = entry.manifest is not None and entry.manifest.kind == CANDIDATE
-        self._unproven = entry if is_candidate and is_own and store is not None else None
-        self._is_proven = not is_candidate  # on ranks, too, that write nothing: they take the same snapshots
-        self._last = ward.clock.step if is_own else 0
+        self._candidate = entry if is_candidate and is_own and store is not None else None
+        self.is_proven = not is_candidate  # on ranks, too, that write nothing: they take the same snapshots
+        self._last = parts.clock.step if is_own else 0
         if is_own and store is not None:
             self._highest = max([self._highest, *(one.manifest_step for one in store.entries())])
 

@@ -1,0 +1,137 @@
+"""An incident as a line of JSON: how incidents.jsonl and the journal hold it, and how it is read again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from resilient_train.record.journal import plain
+from resilient_train.secrets import masked_tree
+from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+
+
+def as_line(incident: Incident) -> dict[str, Any]:
+    """Return an incident as incidents.jsonl and the journal hold it: the contract's keys first, then the rest of it.
+
+    `rank` is the first of the ranks it began on, and null if it began on all of them at once.
+    """
+    anomaly, diagnosis, decision = incident.anomaly, incident.diagnosis, incident.decision
+    line = {
+        "id": incident.id,
+        "step": anomaly.step,
+        "tick": anomaly.tick,
+        "rank": min(anomaly.ranks, default=None),
+        "signal": anomaly.signal,
+        "cause": diagnosis.cause,
+        "culprit": _line_of(diagnosis.culprit),
+        "rows": diagnosis.rows,
+        "advice": diagnosis.advice,
+        "actions": [{"remedy": action.remedy, **action.settings} for action in decision.actions],
+        "rewound_to": incident.rewound_to,
+        "steps_lost": incident.steps_lost,
+        "seconds": incident.seconds,
+        "outcome": incident.outcome,
+        "evidence": anomaly.evidence,
+        "ranks": anomaly.ranks,
+        "follower": _line_of(diagnosis.follower),
+        "since": anomaly.since,
+        "landed": anomaly.landed,
+        "rung": decision.rung,
+        "gave_up": decision.gave_up,
+        "drill": incident.drill,
+        "trace": incident.trace,
+    }
+    whole: dict[str, Any] = masked_tree(plain(line))
+    return whole
+
+
+def from_line(line: Any) -> Incident:
+    """Return the incident that a line tells of; ValueError says which field is not what it should be.
+
+    Keys that are unknown are passed over. Nothing is looked up, imported or built but what `events` defines.
+    """
+    if not isinstance(line, Mapping):
+        raise ValueError(f"an incident cannot be {line!r:.60}")
+    step = _whole(line, "step")
+    anomaly = Anomaly(
+        signal=Signal(_take(line, "signal", str)),
+        step=step,
+        tick=_whole(line, "tick"),
+        since=_whole(line, "since", max(0, step - 1)),
+        evidence=_take(line, "evidence", str, default=""),
+        landed=_take(line, "landed", bool, default=True),
+        ranks=_wholes(line, "ranks"),
+    )
+    culprit, follower = _take(line, "culprit", dict, None), _take(line, "follower", dict, default=None)
+    diagnosis = Diagnosis(
+        cause=Cause(_take(line, "cause", str)),
+        advice=_take(line, "advice", str),
+        culprit=None if culprit is None else _culprit(culprit),
+        rows=_wholes(line, "rows"),
+        follower=None if follower is None else _culprit(follower),
+    )
+    decision = Decision(
+        actions=tuple(_action(action) for action in _dicts(line, "actions")),
+        rung=_whole(line, "rung", 0),
+        gave_up=_take(line, "gave_up", str, None, default=None),
+    )
+    outcome = _take(line, "outcome", str, None)
+    seconds = _take(line, "seconds", int, float)
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"an incident cannot have seconds={seconds}")
+    return Incident(
+        id=_whole(line, "id"),
+        anomaly=anomaly,
+        diagnosis=diagnosis,
+        decision=decision,
+        rewound_to=None if line.get("rewound_to") is None else _whole(line, "rewound_to"),
+        steps_lost=_whole(line, "steps_lost"),
+        seconds=float(seconds),
+        outcome=None if outcome is None else Outcome(outcome),
+        drill=_take(line, "drill", str, default=""),
+        trace=_whole(line, "trace", 0),
+    )
+
+
+def _line_of(culprit: Culprit | None) -> dict[str, Any] | None:
+    return None if culprit is None else {name: getattr(culprit, name) for name in Culprit.__slots__}
+
+
+def _culprit(line: Mapping[str, Any]) -> Culprit:
+    words = {name: _take(line, name, str) for name in ("phase", "op", "module", "file")}
+    return Culprit(**words, line=_whole(line, "line"), inputs=_dicts(line, "inputs"))
+
+
+def _action(line: Mapping[str, Any]) -> Action:
+    return Action(_take(line, "remedy", str), {key: value for key, value in line.items() if key != "remedy"})
+
+
+_NEEDED = object()
+
+
+def _take(line: Mapping[str, Any], name: str, *kinds: type | None, default: Any = _NEEDED) -> Any:
+    """Return a field that is exactly of one of `kinds`, where None stands for null; a bool is no whole number."""
+    value = line.get(name, default)
+    if value is _NEEDED:
+        raise ValueError(f"an incident lacks {name}")
+    if (None if value is None else type(value)) not in (*kinds, *([None] if default is None else [])):
+        raise ValueError(f"an incident cannot have {name}={value!r:.60}")
+    return value
+
+
+def _whole(line: Mapping[str, Any], name: str, default: Any = _NEEDED) -> int:
+    value: int = _take(line, name, int, default=default)
+    if value < 0:
+        raise ValueError(f"an incident cannot have {name}={value}")
+    return value
+
+
+def _wholes(line: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    values = _take(line, name, list, default=[])
+    return tuple(_whole({name: value}, name) for value in values)
+
+
+def _dicts(line: Mapping[str, Any], name: str) -> tuple[dict[str, Any], ...]:
+    values = _take(line, name, list, default=[])
+    return tuple(_take({name: value}, name, dict) for value in values)
