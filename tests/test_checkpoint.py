@@ -22,8 +22,9 @@ from resilient_train.checkpoint import manifest as manifests
 from resilient_train.checkpoint.manifest import CANDIDATE, DEMOTED, MANIFEST, VERIFIED, Damaged
 from resilient_train.checkpoint.safetensors_file import NAMES, chunks
 from resilient_train.checkpoint.store import Entry, Store
-from resilient_train.checkpoint.weights import WEIGHTS
+from resilient_train.checkpoint.weights import WEIGHTS, load_into
 from resilient_train.checkpoint.writer import Job, Writer
+from resilient_train.errors import ConfigError
 from resilient_train.files import Written
 from resilient_train.state.misfit import misfit
 from resilient_train.state.run_state import Clock, RunState
@@ -137,6 +138,14 @@ def test_a_state_of_another_step_is_damage(store: Store) -> None:
     seal(entry.path, lambda node: node.update(step=8))
     with pytest.raises(Damaged, match="another step"):
         Store.load(Entry.of(entry.path), CPU, weights(7))
+
+
+def test_weights_are_not_waited_for(tmp_path: Path) -> None:
+    """A pipe in place of a file is refused, also where it lies in a directory."""
+    os.mkfifo(tmp_path / WEIGHTS)
+    for source in (tmp_path / WEIGHTS, tmp_path, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="no regular file"):
+            load_into(torch.nn.Linear(1, 1), source)
 
 
 def test_left_overs_of_a_mark_are_no_damage(store: Store) -> None:

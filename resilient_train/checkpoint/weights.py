@@ -14,7 +14,7 @@ from resilient_train.checkpoint.safetensors_file import chunks
 from resilient_train.checkpoint.shares import is_share
 from resilient_train.checkpoint.tree_files import load_tree
 from resilient_train.errors import ConfigError
-from resilient_train.files import commit
+from resilient_train.files import commit, open_plain
 from resilient_train.state.spread import dealt, whole
 
 WEIGHTS = "weights.safetensors"
@@ -44,7 +44,7 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
     Raises OSError, ValueError or SafetensorError where they cannot be read.
     """
     if not any(is_share(path.name) for path in directory.iterdir()):
-        return load_file(directory / WEIGHTS)
+        return _loaded(directory / WEIGHTS)
     match load_tree(directory):
         case {"parts": {"weights": dict(weights), "buffers": dict(buffers)}, "memory": {"lasting": list(lasting)}}:
             kept = {name: one for name, one in buffers.items() if name in lasting and one is not None}
@@ -56,7 +56,7 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 def load_into(model: nn.Module, source: Path) -> None:
     """Start `model` from the weights in a file or a run directory; everything has to fit."""
     try:
-        saved = stored(source) if source.is_dir() else load_file(source)
+        saved = stored(source) if source.is_dir() else _loaded(source)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError("run.init_from", source, f"holds no weights that can be read: {error}") from error
     wanted = _tensors(model)
@@ -73,6 +73,11 @@ def load_into(model: nn.Module, source: Path) -> None:
                 f"fits another model: {name} is {list(saved[name].shape)}, not {list(tensor.shape)}",
             )
         tensor.copy_(saved[name])
+
+
+def _loaded(file: Path) -> dict[str, torch.Tensor]:
+    open_plain(file).close()  # a pipe or a device would be waited for
+    return load_file(file)
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
