@@ -22,6 +22,7 @@ from resilient_train.checkpoint import manifest as manifests
 from resilient_train.checkpoint.manifest import CANDIDATE, DEMOTED, MANIFEST, VERIFIED, Damaged
 from resilient_train.checkpoint.safetensors_file import NAMES, chunks
 from resilient_train.checkpoint.store import Entry, Store
+from resilient_train.checkpoint.tree_files import TENSORS
 from resilient_train.checkpoint.weights import WEIGHTS, load_into
 from resilient_train.checkpoint.writer import Job, Writer
 from resilient_train.errors import ConfigError
@@ -138,6 +139,17 @@ def test_a_state_of_another_step_is_damage(store: Store) -> None:
     seal(entry.path, lambda node: node.update(step=8))
     with pytest.raises(Damaged, match="another step"):
         Store.load(Entry.of(entry.path), CPU, weights(7))
+
+
+def test_a_file_that_is_larger_than_its_tensors_is_not_read_through(store: Store) -> None:
+    """40 GiB of which the manifest says that they were written: it takes no time to tell."""
+    entry, size = write(store, 7), 40 * 2**30
+    os.truncate(entry.path / TENSORS, size)
+    seal(entry.path, lambda node: node["files"][TENSORS].update(bytes=size))
+    began = time.monotonic()
+    with pytest.raises(Damaged, match=r"tensors\.safetensors is 42,949,672,960 bytes long, and its tensors \d"):
+        manifests.verify(entry.path)
+    assert time.monotonic() - began < 5
 
 
 def test_weights_are_not_waited_for(tmp_path: Path) -> None:

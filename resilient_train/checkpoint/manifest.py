@@ -27,6 +27,7 @@ _KINDS = (VERIFIED, CANDIDATE, DEMOTED)
 _COUNTS = ("step", "tick", "position", "world", "samples", "each")
 _FILES = {WEIGHTS, TENSORS, TREE}
 _MOST_BYTES, _MOST_TREE = 2**26, 2**30  # of a manifest, and of what is in no tensor
+_MOST_HEADER = 10**8  # of a safetensors file: its own limit
 _MOST = 10**18  # of any count
 _PIECE = 2**22
 _AT_ONCE = 8  # files
@@ -148,6 +149,8 @@ def verify(checkpoint: Path, *, is_read: bool = True) -> Manifest:
             raise Damaged(f"{name} is {size:,} bytes long: no state is")
         if size != written.size:
             raise Damaged(f"{name} is {size:,} bytes long, and {written.size:,} were written")
+        if name != TREE:
+            _require_described(checkpoint / name, size)
     if is_read:
         with ThreadPoolExecutor(_AT_ONCE) as pool:  # hashing lets go of Python's lock
             digests = pool.map(lambda name: _sha256(checkpoint / name), manifest.files)
@@ -182,9 +185,22 @@ def _plain_size(file: Path) -> int:
     return facts.st_size
 
 
-def _opened(file: Path) -> bytes:
+def _require_described(file: Path, size: int) -> None:
+    """Raise Damaged unless the tensors that a file lists at its head fill it: what is too large takes long to read."""
+    try:
+        length = int.from_bytes(_opened(file, 8), "little")
+        tensors = json.loads(_opened(file, 8 + min(length, _MOST_HEADER))[8:])
+        ends = [one["data_offsets"][1] for name, one in tensors.items() if name != "__metadata__"]
+        filled = 8 + length + max(ends, default=0)
+    except (OSError, ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
+        raise Damaged(f"{file.name} does not say which tensors it holds") from error
+    if filled != size:
+        raise Damaged(f"{file.name} is {size:,} bytes long, and its tensors {filled:,}")
+
+
+def _opened(file: Path, most: int = _MOST_BYTES + 1) -> bytes:
     with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
-        return opened.read(_MOST_BYTES + 1)
+        return opened.read(most)
 
 
 def _sha256(file: Path) -> str:
