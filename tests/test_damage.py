@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from command import command, train
-from sealed import CPU, write
+from sealed import CPU, seal, write
 
 from resilient_train.checkpoint import manifest as manifests
 from resilient_train.checkpoint.manifest import MANIFEST, Damaged
@@ -200,6 +201,14 @@ def test_a_run_goes_on_from_the_previous_one_and_says_so(
         _made["sha"] = Path(outcome.summary(tmp_path / "whole")["weights_sha256"])
     assert outcome.summary(copied)["weights_sha256"] == str(_made["sha"])
     assert Store(copied).entries()[0].manifest_step == 40
+
+
+def test_knobs_that_no_run_has_are_damage(copied: Path, run_command: command) -> None:
+    """Digests that are right do not make a rate of nan: the checkpoint before that is taken."""
+    seal(Store(copied).entries()[0].path, lambda node: node["remedies"]["knobs"].update(lr=math.nan))
+    outcome = train(run_command, copied, 40)
+    assert outcome.code == 0, outcome.stderr
+    assert "holds knobs that no run has: ValueError: the knob lr is nan" in outcome.stdout + outcome.stderr
 
 
 def test_without_one_that_verifies_a_run_says_so_and_stops(copied: Path, run_command: command) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -1015,6 +1016,14 @@ def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]]
 
 
 # Causes.
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, "nan"])
+@pytest.mark.parametrize("name", ["lr", "clip", "eps", "regain", "ceiling", "leapt_to"])
+def test_no_knob_is_below_0_or_not_finite(name: str, value: Any) -> None:
+    """Where a file says so it is refused."""
+    with pytest.raises(ValueError, match=f"the knob {name} is {value}, not a number from 0 up"):
+        Knobs().load_state_dict({**Knobs().state_dict(), name: value})
 
 
 @pytest.mark.parametrize("signal", list(Signal))
