@@ -168,15 +168,16 @@ class Resumption:
         """Make a checkpoint the state of the run; `resuming`, what the process had in memory as well."""
         ward, manifest, saved = self.ward, entry.manifest, self.read(entry)
         assert manifest is not None
-        parts = ward.state.dealt(saved.parts)
+        made, parts = f"{entry.path}, written by {manifest.made_by}", ward.state.dealt(saved.parts)
         if resuming and any(key.startswith(("optimizer.", "schedule.")) for key in self.how.changed):
             fresh = ward.state.live()  # schedules as they are configured now, led to where the run stands
             parts |= {name: fresh[name] for name in parts if name.startswith("schedule.")}
         now = [[dict(group) for group in optimizer.param_groups] for optimizer in ward.updater.optimizers]
         try:
             ward.state.restore(Snapshot(parts))
-            ward.panel.load_state_dict(saved.memory["statistics"]["panel"])
-            ward.scans.load_state_dict(saved.memory["statistics"]["scans"])
+            lacking = ward.panel.load_state_dict(saved.memory["statistics"]["panel"])
+            if lacking := lacking + ward.scans.load_state_dict(saved.memory["statistics"]["scans"]):
+                log.info("%s, has no statistics of %s: these start empty", made, ", ".join(lacking))
             if resuming:
                 ward.panel.recall(saved.memory["panel"])
                 self.treatment.passed.recall(saved.memory["passed"])
@@ -184,7 +185,8 @@ class Resumption:
                     item.load_state_dict(saved.memory["remembered"][name])
             self._as_configured(manifest, now)
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError) as error:
-            raise TrainError(f"{entry.path} holds no state of this run: {type(error).__name__}: {error}") from error
+            what = f"lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            raise TrainError(f"{made}, holds no state of this run as this version has it: {what}") from error
         ward.updater.note_rates()
         ward.updater.accept(ward.clock.step)
         ward.clock.tick = max(ward.clock.tick, manifest.tick)

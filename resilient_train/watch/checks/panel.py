@@ -66,6 +66,7 @@ class Panel:
         self._checks: dict[str, Remembers] = {
             name.removeprefix("_"): check for name, check in vars(self).items() if isinstance(check, Remembers)
         }
+        self._empty = self.state_dict()
         self._refusals = Refusals(config.limit)
         self._declared: set[int] = set()
         self._latest: deque[float] = deque(maxlen=_LATEST)  # losses, whatever became of their updates
@@ -297,10 +298,13 @@ class Panel:
         """What rewinds with the run, as plain data of its own."""
         return {name: check.state_dict() for name, check in self._checks.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Take it back; return the checks of which another version kept less: what these have seen starts empty."""
+        lacking = [name for name, empty in self._empty.items() if empty.keys() - state.get(name, {}).keys()]
         for name, check in self._checks.items():
-            check.load_state_dict(state[name])
+            check.load_state_dict(self._empty[name] if name in lacking else state[name])
         self.limits = (self._loss_limit.limit, self._grad_limit.limit)
+        return lacking
 
 
 def _which(vitals: Vitals) -> int:

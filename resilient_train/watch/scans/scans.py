@@ -337,8 +337,10 @@ class Scans:
             "batch": self._batch.largest,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back: comparisons start from the state that was."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
+        """Go back: comparisons start from the state that was. Return what another version kept nothing of."""
+        empty: dict[str, Any] = {"norms": [state["step"], {}], "batch": None}
+        lacking, state = [name for name in empty if name not in state], {**empty, **state}
         self._pending = None
         self._landed.clear()
         self._armed = self._armed_norms = self._saw_batch = False
@@ -352,6 +354,7 @@ class Scans:
         if state["shares"] != self.layout.shares:  # of what is spread, the largest share was measured
             self.rebase()
         self.replicas.clean_step = self._step  # states that are gone back to are proven, or one for all ranks
+        return lacking
 
 
 def _due(every: int, step: int) -> bool:
