@@ -17,7 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import yaml
 
-_MOST, _MOST_JSON, _MOST_YAML, _DEEPEST = 2**29, 2**26, 2**18, 64  # bytes, and levels: nobody writes more
+_MOST, _MOST_JSON, _MOST_YAML = 2**29, 2**26, 2**18  # bytes: nobody writes more
+_DEEPEST, _MOST_NODES = 64, 100_000  # levels and values of YAML
 _TEMPORARY = ".resilient-tmp"
 _log = logging.getLogger("resilient_train")
 
@@ -212,11 +213,29 @@ def read_plain(path: Path, last: int | None = None, most: int = _MOST) -> bytes:
 
 def read_yaml_text(path: Path) -> str:
     """Read a file of YAML that takes no longer than a moment to parse. Raises OSError, ValueError or YAMLError."""
-    text, depth = read_plain(path, most=_MOST_YAML).decode("utf-8"), 0
+    text = read_plain(path, most=_MOST_YAML).decode("utf-8")
+    named: dict[str, tuple[int, int]] = {}  # how many nodes and levels an anchor stands for: aliases unfold to any size
+    open_nodes: list[tuple[str | None, int, int]] = [(None, 0, 0)]
     for event in yaml.parse(text, yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):  # a few lines of those unfold to any size
-            raise ValueError(f"{path} is nested too deep, or has aliases")
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, 1, 1))
+            nodes = levels = 0
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, nodes, levels = open_nodes.pop()
+            named |= {anchor: (nodes, levels)} if anchor else {}
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in named:
+                raise ValueError(f"*{event.anchor} stands inside of itself, or before what it names")
+            nodes, levels = named[event.anchor]
+        elif isinstance(event, yaml.ScalarEvent):
+            nodes, levels = 1, 0
+            named |= {event.anchor: (1, 0)} if event.anchor else {}
+        else:
+            continue
+        anchor, count, below = open_nodes[-1]
+        open_nodes[-1] = anchor, count + nodes, max(below, levels + 1)
+        if len(open_nodes) + levels > _DEEPEST or count + nodes > _MOST_NODES:
+            raise ValueError(f"it has more than {_DEEPEST} levels, or unfolds to more than {_MOST_NODES:,} values")
     return text
 
 

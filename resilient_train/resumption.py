@@ -10,19 +10,11 @@ from typing import Any
 
 from resilient_train.checkpoint.manifest import Damaged, Manifest
 from resilient_train.checkpoint.store import Entry, Saved, Store
-<<<<<<< HEAD
-from resilient_train.errors import ConfigError, TrainError, unusable
-=======
 from resilient_train.errors import ConfigError, TrainError, in_one_line, unusable
-from resilient_train.events import Incident, Signal
->>>>>>> 3a7263f (Take a checkpoint for damaged whose knobs no run has)
 from resilient_train.record import endings, hangs
 from resilient_train.record.progress import Doing, Progress
-<<<<<<< HEAD
-from resilient_train.recovery import Treatment, Trouble
-=======
 from resilient_train.recover.knobs import Knobs
->>>>>>> 3a7263f (Take a checkpoint for damaged whose knobs no run has)
+from resilient_train.recovery import Treatment, Trouble
 from resilient_train.secrets import masked
 from resilient_train.state.run_state import Snapshot, Stateful
 from resilient_train.types import Incident, Signal

@@ -495,6 +495,38 @@ def test_a_policy_of_ones_own(tmp_path: Path) -> None:
         named(file)
 
 
+BOMB = "ladders: &a [x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{new}: &{new} [{','.join([f'*{old}'] * 8)}]\n" for old, new in itertools.pairwise("abcdefgh")
+)
+CHAIN = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 99))
+NO_POLICIES = {
+    "unfolds": (BOMB, "unfolds to more than 100,000 values"),
+    "holds itself": ("ladders: &a {default: *a}", r"\*a stands inside of itself"),
+    "is deep": ("ladders: " + "[" * 5000 + "]" * 5000, "more than 64 levels"),
+    "is deep by aliases": (CHAIN, "more than 64 levels"),
+    "names what is not there": ("ladders: *a", "before what it names"),
+    "has a tag": ("ladders: !!python/name:os.system", "could not determine a constructor"),
+    "is binary": ("\0\1", "special characters are not allowed"),
+    "is a number": ("7", "must be a mapping"),
+}
+
+
+@pytest.mark.parametrize("what", NO_POLICIES)
+def test_a_file_that_is_no_policy_is_refused_at_once(what: str, tmp_path: Path) -> None:
+    """Whatever lies in it, in one line and before it unfolds."""
+    text, why = NO_POLICIES[what]
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=why) as error:
+        named(tmp_path / "mine.yaml")
+    assert "\n" not in str(error.value)
+
+
+def test_a_policy_may_have_anchors(tmp_path: Path) -> None:
+    """A ladder that is written once and named twice is one."""
+    (tmp_path / "mine.yaml").write_text("ladders: {default: &usual [[skip]], data: *usual}\n")
+    assert named(tmp_path / "mine.yaml").ladders["data"] == named(tmp_path / "mine.yaml").ladders["default"]
+
+
 OWN = """
 from dataclasses import dataclass
 from typing import ClassVar

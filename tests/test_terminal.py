@@ -25,9 +25,9 @@ from command import command
 from warm import ENVIRONMENT
 
 from resilient_train.app import incidents
-from resilient_train.app.config.explain import CONF
 from resilient_train.app.config.meanings import Option, meanings, nodes
 from resilient_train.app.config.schema import Config
+from resilient_train.app.config.sources import CONF
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.directory import Launcher, launcher_of
 from resilient_train.record.incidents import IncidentBook, as_line

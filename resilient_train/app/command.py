@@ -21,9 +21,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from resilient_train.app.config import manual
-from resilient_train.app.config.explain import CONF, VERSION_BASE, explained
+from resilient_train.app.config.explain import VERSION_BASE, explained
 from resilient_train.app.config.meanings import meanings
 from resilient_train.app.config.options import is_option, options_first, refuse_unknown
+from resilient_train.app.config.sources import CONF, look_first
 from resilient_train.app.page import Page
 from resilient_train.app.streams import outlived
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
@@ -59,6 +60,7 @@ def main() -> None:
     _main_process = os.getpid()
     _wants_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra hands its errors to us instead of printing them
+    look_first()
     learn(dict(word.partition("=")[::2] for word in words))
     if _wants_traceback:
         sys.excepthook = _traceback_without_secrets

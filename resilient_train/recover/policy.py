@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from resilient_train.errors import ConfigError, unusable
-from resilient_train.files import conf
+from resilient_train.files import conf, read_yaml_text
 from resilient_train.recover.own import unknown
 from resilient_train.recover.prescription import Prescribed, number, prescribed
 from resilient_train.types import Cause
@@ -80,10 +80,10 @@ def named(name: str | Path) -> Policy:
             hint = "one of your own is named by the path of its YAML file"
             raise unusable("recovery", f"{unknown('policy', str(name), names)}; {hint}")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(read_yaml_text(path))
     except OSError as error:
         raise ConfigError("recovery", name, f"cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError("recovery", name, f"is not YAML: {' '.join(str(error).split())}") from error
     if (path.parent / _JOURNAL).exists() and (own := next(_own_names(tree), None)) is not None:
         why = f"lies in a run directory, from which nothing is imported, and names {own}: copy it to another place"

@@ -14,17 +14,17 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from resilient_train.app.config.sources import CONF, look_first
 from resilient_train.errors import ConfigError, TrainError, in_one_line, text_of, unusable
-from resilient_train.files import conf
 from resilient_train.imports import similar
 
-CONF = conf()
 VERSION_BASE = "1.3"
 
 
 def composed_raw(overrides: Sequence[str]) -> DictConfig:
     """Compose without a command line; Hydra's own node comes along."""
     GlobalHydra.instance().clear()
+    look_first()
     try:
         with initialize_config_dir(str(CONF), version_base=VERSION_BASE):
             return compose("config", overrides=list(overrides), return_hydra_config=True)

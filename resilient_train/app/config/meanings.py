@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from resilient_train.app.config.explain import CONF
+from resilient_train.app.config.sources import CONF
 
 _LONG = 40  # characters of a default; what is longer is left to the file
 
