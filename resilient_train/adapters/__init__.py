@@ -26,6 +26,7 @@ from resilient_train.data.fingerprint import change, fingerprint
 from resilient_train.data.foreign import ForeignSamples
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
+from resilient_train.drill.drill import Drill
 from resilient_train.errors import ConfigError, TrainError, named_type, require_finite, unusable
 from resilient_train.objective import Measured
 from resilient_train.ranks.world import World
@@ -196,6 +197,8 @@ def samples(
         told = "data: this loader is not ours and does not rewind: after a rewind come the batches that come next"
         return ForeignSamples(given, slicing, seed=seed, device=device), told
     name = type(given).__name__
+    if isinstance(given, str | bytes):
+        raise TypeError(f"data: expected a data set or a loader, got {named_type(given)}")
     config = build.DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
     try:
         fitted = build.samples(
@@ -327,6 +330,9 @@ def check(run_dir: str | Path | None, /, **given: Any) -> None:
     """Refuse what a guard cannot work with, by the name of the argument: NaN, infinities, checkpoints to nowhere."""
     if run_dir is None and disk(given["disk"]).every:
         raise unusable("disk", "needs a run_dir: checkpoints are written there")
+    for name, kind in (("memory", MemoryConfig), ("drill", Drill)):
+        if not isinstance(given[name], kind | None):
+            raise TypeError(f"{name}: expected a {kind.__name__}, got {named_type(given[name])}")
     for name, value in given.items():
         is_config = isinstance(value, ClipConfig | MemoryConfig | DiskConfig | ChecksConfig)
         require_finite(name, asdict(value) if is_config else value)
