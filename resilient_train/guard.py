@@ -152,7 +152,8 @@ class Guard:
         if is_own:
             adapters.speak_up(self.world)
             numbers = {"clip": clip, "verify_after": verify_after, "seed": seed, "num_workers": num_workers}
-            adapters.check(run_dir, **numbers, disk=disk, memory=memory, checks=checks, drill=drill)
+            adapters.check(run_dir, **numbers, disk=disk, memory=memory, checks=checks)
+            adapters.expect("drill", drill, Drill)
         self.objective, self.steps = adapters.objective(objective), adapters.steps(steps)
         batch_size = adapters.batch_size(batch_size, data, self.world)
         slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, self.world.rank, self.world.size)

@@ -318,6 +318,14 @@ class Treatment:
         for plate in plates:
             self._wear(plate)
 
+    @staticmethod
+    def try_knobs(remedies: Mapping[str, Any]) -> None:
+        """Raise ValueError where no run has such knobs; nothing is put in force."""
+        try:
+            Knobs().load_state_dict(remedies["knobs"])
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ValueError(in_one_line(error)) from error
+
     def _recall_rows(self, rows: frozenset[int]) -> None:
         """Keep rows in quarantine whose list is lost or damaged."""
         known = {row for row in rows if row < self.ward.samples.rows}  # there may be fewer than there were

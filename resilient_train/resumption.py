@@ -10,10 +10,9 @@ from typing import Any
 
 from resilient_train.checkpoint.manifest import Damaged, Manifest
 from resilient_train.checkpoint.store import Entry, Saved, Store
-from resilient_train.errors import ConfigError, TrainError, in_one_line, unusable
+from resilient_train.errors import ConfigError, TrainError, unusable
 from resilient_train.record import endings, hangs
 from resilient_train.record.progress import Doing, Progress
-from resilient_train.recover.knobs import Knobs
 from resilient_train.recovery import Treatment, Trouble
 from resilient_train.secrets import masked
 from resilient_train.state.run_state import Snapshot, Stateful
@@ -151,9 +150,9 @@ class Resumption:
         if not {"statistics", "passed", "panel", "remembered"} <= saved.memory.keys():
             raise Damaged("lacks what the checks remember")
         try:
-            Knobs().load_state_dict(manifest.remedies["knobs"])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise Damaged(f"holds knobs that no run has: {in_one_line(error)}") from error
+            self.treatment.try_knobs(manifest.remedies)
+        except ValueError as error:
+            raise Damaged(f"holds knobs that no run has: {error}") from error
         return saved
 
     def put_in(self, entry: Entry, *, resuming: bool) -> None:

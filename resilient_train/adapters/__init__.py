@@ -26,7 +26,6 @@ from resilient_train.data.fingerprint import change, fingerprint
 from resilient_train.data.foreign import ForeignSamples
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing
-from resilient_train.drill.drill import Drill
 from resilient_train.errors import ConfigError, TrainError, named_type, require_finite, unusable
 from resilient_train.objective import Measured
 from resilient_train.ranks.world import World
@@ -330,12 +329,16 @@ def check(run_dir: str | Path | None, /, **given: Any) -> None:
     """Refuse what a guard cannot work with, by the name of the argument: NaN, infinities, checkpoints to nowhere."""
     if run_dir is None and disk(given["disk"]).every:
         raise unusable("disk", "needs a run_dir: checkpoints are written there")
-    for name, kind in (("memory", MemoryConfig), ("drill", Drill)):
-        if not isinstance(given[name], kind | None):
-            raise TypeError(f"{name}: expected a {kind.__name__}, got {named_type(given[name])}")
+    expect("memory", given["memory"], MemoryConfig)
     for name, value in given.items():
         is_config = isinstance(value, ClipConfig | MemoryConfig | DiskConfig | ChecksConfig)
         require_finite(name, asdict(value) if is_config else value)
+
+
+def expect(name: str, given: Any, kind: type) -> None:
+    """Raise where an argument is neither of a kind nor None."""
+    if not isinstance(given, kind | None):
+        raise TypeError(f"{name}: expected a {kind.__name__}, got {named_type(given)}")
 
 
 def checks(given: ChecksConfig | Mapping[str, Any] | str) -> ChecksConfig:
