@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 
 import hydra
 import yaml
@@ -21,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from resilient_train.app.config import manual
-from resilient_train.app.config.explain import VERSION_BASE, explained
+from resilient_train.app.config.explain import CONF, VERSION_BASE, explained, typed
 from resilient_train.app.config.meanings import meanings
 from resilient_train.app.config.options import is_option, options_first, refuse_unknown
 from resilient_train.app.config.sources import CONF, look_first
@@ -62,8 +61,6 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra hands its errors to us instead of printing them
     look_first()
     learn(dict(word.partition("=")[::2] for word in words))
-    if _wants_traceback:
-        sys.excepthook = _traceback_without_secrets
     with outlived():
         try:
             _answer(words, given)
@@ -118,10 +115,6 @@ def _printed(task: Callable[[], object]) -> str:
     return said.getvalue()
 
 
-def _traceback_without_secrets(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    print(masked("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
-
-
 def _refuse_sweep_of_a_group(words: Sequence[str]) -> None:
     """The processes of a launcher make one run together: they joined once, and end once."""
     flags = [word for word in words if is_option(word, "--multirun")]
@@ -135,8 +128,9 @@ def _refuse_sweep_of_a_group(words: Sequence[str]) -> None:
 def _job(raw: DictConfig) -> float | None:
     """One run, or one of a sweep: a job that fails does not keep the others from running."""
     hydra_config = HydraConfig.get()
+    given = typed(hydra_config.overrides.task)
     if hydra_config.mode == RunMode.MULTIRUN:
-        words = [re.sub(r"\\(.)", r"\1", word) for word in hydra_config.overrides.task]  # Hydra has quoted them
+        words = [re.sub(r"\\(.)", r"\1", word) for word in given]  # Hydra has quoted them
         told = " ".join(map(masked_override, words))
         print(f"job {hydra_config.job.num} of the sweep: {told}", flush=True)
         _hide_secrets_in(Path(hydra_config.sweep.dir) / "multirun.yaml")
@@ -148,7 +142,7 @@ def _job(raw: DictConfig) -> float | None:
         ending = run(from_hydra(raw))
         code, loss = ending.exit_code, ending.loss
     except Exception as error:
-        code, loss = _complain(error, hydra_config.overrides.task), None
+        code, loss = _complain(error, given), None
     _exit_codes.append(code)
     if code and os.getpid() != _main_process:
         raise _JobEnded(f"job {hydra_config.job.num}", code)
@@ -179,9 +173,10 @@ def _leave(code: int) -> None:
 
 def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
     """Say what is wrong: once, however many processes were launched."""
-    if _wants_traceback:
-        raise error
     told = explained(error, overrides)
+    if _wants_traceback:  # not from Hydra, which would print the overrides with their secrets
+        print(masked("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        return told.exit_code
     if launched_rank() == 0:
         print(f"error: {masked(str(told))}", file=sys.stderr)
         directory = _directory_of(told, overrides)

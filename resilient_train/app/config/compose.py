@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from resilient_train.app.config.compared import compared
-from resilient_train.app.config.explain import composed_raw, explained
+from resilient_train.app.config.explain import composed_raw, explained, typed
 from resilient_train.app.config.schema import Config, broken_limit
 from resilient_train.errors import ConfigError, require_finite, unusable
 from resilient_train.files import read_yaml_text
@@ -132,8 +132,8 @@ def composed(
 def from_hydra(raw: DictConfig) -> Composed:
     """Check what Hydra hands to its job."""
     hydra = HydraConfig.get()
-    swept = list(hydra.overrides.task) if hydra.mode == RunMode.MULTIRUN else []
-    return composed(raw, hydra.runtime.choices, swept=swept, given=list(hydra.overrides.task))
+    given = typed(hydra.overrides.task)
+    return composed(raw, hydra.runtime.choices, swept=given if hydra.mode == RunMode.MULTIRUN else [], given=given)
 
 
 def load(overrides: Sequence[str] = ()) -> Composed:
