@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -35,6 +36,7 @@ _ENGINES = {
 def refuse_what_is_not_supported(environment: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError where the run would silently be something else than what the launcher was asked for."""
     said = os.environ if environment is None else environment
+    _refuse_odd_numbers(said)
     for name, why in _ENGINES.items():
         if said.get(name, "").lower() in ("true", "1", "yes"):
             raise ConfigError(name, said[name], why)
@@ -68,7 +70,17 @@ def refuse_too_few_devices(devices: int) -> None:
 
 def launched_rank() -> int:
     """This process's rank as its launcher set it: known before the group is joined."""
-    return int(os.environ.get("RANK", "0"))
+    rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    return int(rank) if rank.isdecimal() and size.isdecimal() and int(rank) < int(size) else 0
+
+
+def _refuse_odd_numbers(said: Mapping[str, str]) -> None:
+    alone = "launchers such as torchrun set it; for a run of one process unset RANK and WORLD_SIZE"
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        if name in said and re.fullmatch(r"-?\d{1,9}", said[name]) is None:
+            raise ConfigError(name, said[name], f"must be a whole number: {alone}")
+    if "RANK" in said and "WORLD_SIZE" in said and not 0 <= int(said["RANK"]) < int(said["WORLD_SIZE"]):
+        raise ConfigError("RANK", said["RANK"], f"must be from 0 to below WORLD_SIZE={said['WORLD_SIZE']}: {alone}")
 
 
 def hosts(size: int) -> int:
