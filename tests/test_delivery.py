@@ -447,7 +447,10 @@ def _children(pid: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [("nothing there", OUTBOX), ("no address", "--uri"), ("a secret", "MLFLOW_TRACKING_URI"), ("elsewhere", "--uri")],
+    [
+        *(("nothing there", OUTBOX), ("no address", "--uri"), ("a secret", "MLFLOW_TRACKING_URI")),
+        *(("elsewhere", "--uri"), ("a bracket", "http://[::1: is no address")),
+    ],
 )
 def test_sync_says_in_one_line_what_it_lacks(
     tmp_path: Path, what: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -456,13 +459,14 @@ def test_sync_says_in_one_line_what_it_lacks(
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     address = {"a secret": "http://***@127.0.0.1:1", "elsewhere": "sqlite:////not/here/mlflow.db"}
+    address["a bracket"] = "http://127.0.0.1:1"
     if what != "nothing there":
         box = Outbox(run_dir / OUTBOX)
         if what != "no address":
             box.put(BEGAN, name="run", tracking_uri=address[what], experiment="e")
         box.put(METRICS, tick=1, values={"loss": 1.0})
         assert box.close(30)
-    assert sync.main([str(run_dir)]) == 2
+    assert sync.main([str(run_dir), *(["--uri", "http://[::1"] if what == "a bracket" else [])]) == 2
     told = capsys.readouterr().err
     assert said in told
     assert told.count("\n") == 1

@@ -177,10 +177,14 @@ def locate(uri: str | None, home: Path) -> Store:
     """Choose the store: the one configured, else MLFLOW_TRACKING_URI, else a SQLite file in `home`."""
     key = "tracking.uri" if uri else "MLFLOW_TRACKING_URI"
     uri = uri or os.environ.get(key) or f"sqlite:///{home.absolute() / 'mlflow.db'}"
-    if urlsplit(uri).scheme in ("", "file") and uri not in _SCHEMELESS:
+    try:
+        scheme = urlsplit(uri).scheme
+    except ValueError as error:  # a bracket that is left open
+        raise ConfigError(key, uri, f"is no address ({error}): give one such as http://host:5000") from None
+    if scheme in ("", "file") and uri not in _SCHEMELESS:
         why = "MLflow no longer takes a plain directory: give sqlite:///mlflow.db or the address of a server"
         raise ConfigError(key, uri, why)
-    if not _is_known(urlsplit(uri).scheme) and uri not in _SCHEMELESS:
+    if not _is_known(scheme) and uri not in _SCHEMELESS:
         why = (
             "MLflow has no such kind of store: give http://host:5000, https://..., sqlite:///file.db, postgresql://..."
         )
@@ -188,7 +192,7 @@ def locate(uri: str | None, home: Path) -> Store:
     if file := _SQLITE_FILE.fullmatch(uri):
         path = Path(file["path"]).expanduser().absolute()
         return Store(f"{file['scheme']}:///{path}{file['options'] or ''}", path, path.parent)
-    return Store(uri, home=home.absolute() if urlsplit(uri).scheme.startswith(_DATABASES) else None)
+    return Store(uri, home=home.absolute() if scheme.startswith(_DATABASES) else None)
 
 
 def _is_known(scheme: str) -> bool:
