@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from resilient_train.app.config import manual
-from resilient_train.app.config.explain import CONF, VERSION_BASE, explained, typed
+from resilient_train.app.config.explain import VERSION_BASE, explained, typed
 from resilient_train.app.config.meanings import meanings
 from resilient_train.app.config.options import is_option, options_first, refuse_unknown
 from resilient_train.app.config.sources import CONF, look_first
