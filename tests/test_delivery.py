@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -27,7 +28,7 @@ from resilient_train.record.incidents import IncidentBook
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox, entries
 from resilient_train.record.story import told
 from resilient_train.tracking.courier import Courier
-from resilient_train.tracking.store import KNOWN, locate
+from resilient_train.tracking.store import KNOWN, KnownRun, locate
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
 
 if TYPE_CHECKING:
@@ -199,6 +200,33 @@ def test_a_lost_cursor_costs_time_and_nothing_else(tmp_path: Path, server: str) 
         one.leave()
         (run_dir / KNOWN).unlink()
     prove(run_dir, server, "cursor")
+
+
+def test_whose_run_a_directory_is_outlives_damage(tmp_path: Path, server: str) -> None:
+    """The first one finds its run again, and a copy is a run of its own, however often mlflow.json is damaged."""
+    run_dir = trained(tmp_path / "run", server, "damaged", range(50), incidents=1)
+    found: dict[Path, set[str]] = {run_dir: set(), tmp_path / "copy": set()}
+
+    def deliver(one: Path) -> None:
+        KnownRun(one).settle(trains=False)
+        sent = courier(one, server, "damaged")
+        sent.conclude()
+        sent.leave()
+        assert sent.run is not None
+        found[one].add(sent.run.run_id)
+        (one / KNOWN).write_bytes(b"\xff{")
+
+    deliver(run_dir)
+    shutil.copytree(run_dir, tmp_path / "copy")
+    for one in (*found, *found):
+        deliver(one)
+    assert [len(ids) for ids in found.values()] == [1, 1]
+    client = client_of(server)
+    home = client.get_experiment_by_name("damaged")
+    assert home is not None
+    assert {one.info.run_id for one in client.search_runs([home.experiment_id])} == set.union(*found.values())
+    for run_id in set.union(*found.values()):
+        assert len(client.get_metric_history(run_id, "loss")) == 50
 
 
 def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, server: str) -> None:
