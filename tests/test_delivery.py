@@ -202,6 +202,15 @@ def test_a_lost_cursor_costs_time_and_nothing_else(tmp_path: Path, server: str) 
     prove(run_dir, server, "cursor")
 
 
+def test_a_line_that_breaks_off_is_told_as_damage(tmp_path: Path, server: str) -> None:
+    """Where an outbox was cut short, MLflow does not have everything, and nothing else says so."""
+    run_dir = trained(tmp_path / "run", server, "cut", range(50), incidents=0)
+    os.truncate(run_dir / OUTBOX, (run_dir / OUTBOX).stat().st_size - 9)
+    one = courier(run_dir, server, "cut")
+    one.conclude()
+    assert one.report.damaged == 1
+
+
 def test_whose_run_a_directory_is_outlives_damage(tmp_path: Path, server: str) -> None:
     """The first one finds its run again, and a copy is a run of its own, however often mlflow.json is damaged."""
     run_dir = trained(tmp_path / "run", server, "damaged", range(50), incidents=1)

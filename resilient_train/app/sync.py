@@ -154,7 +154,7 @@ def _report(run_dir: Path, store: Store, courier: Courier) -> int:
     for why in courier.report.refused:
         print(printable(f"  but it refused something: {shown(why)}"))
     if courier.report.damaged:
-        print(f"  but {courier.report.damaged:,} lines of {OUTBOX} are damaged and left out")
+        print(f"  but damaged lines of {OUTBOX} are left out: {courier.report.damaged:,}")
     for line in to_see_it(ui_command(where), courier.run.url if courier.run is not None else None):
         print(line)
     return 0

@@ -95,6 +95,10 @@ class Courier:
             if self._reached is not None:
                 self._end(self._reached[0])
         assert self._reached is not None
+        assert self._lock is not None
+        size, delivered = os.fstat(self._lock).st_size, self._known.delivered
+        if size > delivered and next(entries(self.outbox, delivered), None) is None:
+            self.report.damaged += 1  # it breaks off within a line
         forget_twins(self._reached[0], self._known, self.outbox)
 
     def leave(self) -> None:
