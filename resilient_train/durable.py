@@ -54,7 +54,7 @@ class Durable:
             self._writer = writer(self._store)
         self._lasting = frozenset(ward.state.model.state_dict(keep_vars=True))  # a user's hooks may take their time
         self._best = Best(directory) if directory is not None else None
-        self._is_spread = ward.state.is_spread  # over ranks, so that each of them writes its share
+        self._is_spread = ward.state.is_sharded  # over ranks, so that each of them writes its share
         self._together: Store | None = None  # where ranks write theirs
         if self._is_spread and (common := ward.world.on_main(lambda: directory)) is not None:
             self._together = self._store or Store(common)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from resilient_train.data.rescue import FailedRow
+from resilient_train.data.failed_rows import FailedRow
 from resilient_train.ranks import majority
 from resilient_train.ranks.world import World
-from resilient_train.state.backup import Backup, Backups
+from resilient_train.state.copies import Backup, Backups
 from resilient_train.state.run_state import Clock
 from resilient_train.types import Anomaly, Signal
 from resilient_train.watch import pulse

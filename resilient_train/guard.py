@@ -27,8 +27,7 @@ from resilient_train.adapters.memory import is_out_of_memory
 from resilient_train.adapters.memory import told as memory_told
 from resilient_train.adapters.reporter import REPORT_EVERY, Chronicle, Told
 from resilient_train.checkpoint.writer import DiskConfig
-from resilient_train.data.fingerprint import sampled
-from resilient_train.data.rows import Collate
+from resilient_train.data.rows import Collate, sampled
 from resilient_train.data.samples import Slicing, Update
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Refused, Search
@@ -42,7 +41,7 @@ from resilient_train.record.incidents import IncidentBook
 from resilient_train.record.progress import Doing
 from resilient_train.recovery import Treatment
 from resilient_train.resumption import Resume
-from resilient_train.state.backup import Backup, Backups
+from resilient_train.state.copies import Backup, Backups
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.ring import Held, MemoryConfig, Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
@@ -228,7 +227,7 @@ class Guard:
         self.chronicle.belongs_to(self)
         self._treatment.ends_with = self.chronicle.fail
         self._portions = Portions(self._treatment)
-        self._is_spread = self.state.is_spread
+        self._is_spread = self.state.is_sharded
         self._owes_resume = bool(resume)
         self._treatment.on_disk = self._durable
         self._examination.convict = self._treatment.convict

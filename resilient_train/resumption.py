@@ -135,7 +135,7 @@ class Resumption:
         live = ward.state.live()
         # All have the same files before them: rank 0 reads them through for all.
         saved = Store.load(entry, ward.world.device, live["weights"], is_verified=not ward.world.is_main)
-        why = ward.state.misfit(saved.parts)
+        why = ward.state.explain_mismatch(saved.parts)
         has_changed = any(key.startswith(_SHAPES) for key in self.how.changed)
         is_of_others = manifest.each == self.each and not manifest.samples % self.each  # of another number of processes
         if not why and manifest.samples != ward.slicing.samples and not is_of_others:
@@ -155,7 +155,7 @@ class Resumption:
         """Make a checkpoint the state of the run; `resuming`, what the process had in memory as well."""
         ward, manifest, saved = self.ward, entry.manifest, self.read(entry)
         assert manifest is not None
-        parts = ward.state.dealt(saved.parts)
+        parts = ward.state.reshard(saved.parts)
         if resuming and any(key.startswith(("optimizer.", "schedule.")) for key in self.how.changed):
             fresh = ward.state.live()  # schedules as they are configured now, led to where the run stands
             parts |= {name: fresh[name] for name in parts if name.startswith("schedule.")}

@@ -25,7 +25,7 @@ from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.weights import WEIGHTS
 from resilient_train.checkpoint.writer import Job, Writer
 from resilient_train.files import Written
-from resilient_train.state.misfit import misfit
+from resilient_train.state.mismatch import explain_mismatch
 from resilient_train.state.run_state import Clock, RunState
 
 
@@ -339,5 +339,5 @@ def test_the_state_of_the_run_itself_always_fits(kind: str) -> None:
     model(torch.randn(4, 3)).square().mean().backward()
     optimizer.step()
     model, optimizer, fresh = made()
-    assert misfit(fresh.live(), old.live(), model, [optimizer]) == ""
-    assert misfit(old.live(), fresh.live(), model, [optimizer]) == ""
+    assert explain_mismatch(fresh.live(), old.live(), model, [optimizer]) == ""
+    assert explain_mismatch(old.live(), fresh.live(), model, [optimizer]) == ""

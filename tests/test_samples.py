@@ -22,10 +22,9 @@ from torch.utils.data import SequentialSampler, default_collate
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
-from resilient_train.data.foreign import ForeignSamples
-from resilient_train.data.iterable import IterableSamples
-from resilient_train.data.rescue import fewest
+from resilient_train.data.failed_rows import fewest
 from resilient_train.data.samples import MapSamples, Samples, Slicing, Update
+from resilient_train.data.sequential import IterableSamples, LoaderSamples
 from resilient_train.data.stream import Stream
 from resilient_train.state.tree import sha256
 from resilient_train.zoo.hf import hf_dataset
@@ -262,7 +261,7 @@ def test_the_update_after_a_quarantine_is_made_with_substitutes(workers: int) ->
 
 def test_samples_without_an_index_say_so() -> None:
     """Nobody can fetch one of their rows again, so remedies that need that are passed over."""
-    for samples in (over(Counting(), Slicing(5)), ForeignSamples([torch.zeros(5)], Slicing(5))):
+    for samples in (over(Counting(), Slicing(5)), LoaderSamples([torch.zeros(5)], Slicing(5))):
         assert samples.rows == 0
         assert samples.next_update().keys == []
         with pytest.raises(TypeError, match="have no index"):

@@ -31,7 +31,7 @@ from resilient_train.checkpoint.weights import load_into, stored
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import ConfigError
 from resilient_train.ranks.sharding import blocks, shard
-from resilient_train.state.spread import Box, assembled, covers
+from resilient_train.state.sharded import Box, assembled, covers
 from resilient_train.zoo.models import MLP
 
 DIGITS = ["model=mlp", "data=digits", "objective=classification", "accelerate.cpu=true", "tracking=none"]

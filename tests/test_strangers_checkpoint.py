@@ -31,7 +31,7 @@ from resilient_train.checkpoint.weights import WEIGHTS
 from resilient_train.numerics.armor.suit import Plate
 from resilient_train.record.incidents import INCIDENTS, IncidentBook
 from resilient_train.record.journal import seal as sealed_line
-from resilient_train.state.misfit import misfit
+from resilient_train.state.mismatch import explain_mismatch
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Signal
 from resilient_train.types import Outcome as Outcomes
 from resilient_train.update.optimizers import parameter_groups
@@ -472,7 +472,7 @@ def test_a_forged_checkpoint_is_damage(run_dir: Path, what: str) -> None:
         else:
             model = MLP()
             groups = parameter_groups(model, no_decay=["1d"])
-            why = misfit(live, saved.parts, model, [torch.optim.AdamW(groups)])
+            why = explain_mismatch(live, saved.parts, model, [torch.optim.AdamW(groups)])
             why = why or ("it lacks memory" if "panel" not in saved.memory else "")
     assert why
     assert len(why.splitlines()) == 1

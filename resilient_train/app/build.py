@@ -32,7 +32,7 @@ from resilient_train.record.summary import Tally
 from resilient_train.recover import policy
 from resilient_train.resumption import Resume
 from resilient_train.state.randomness import Purpose, mix, seed_all
-from resilient_train.state.spread import own_class
+from resilient_train.state.sharded import own_class
 from resilient_train.tracking.store import locate
 from resilient_train.update.optimizers import parameter_groups
 from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
@@ -128,7 +128,7 @@ def assemble(
     schedules = [_schedule(config.schedule, optimizer) for optimizer in optimizers]
     if config.accelerate.compile:
         model.compile()  # in place: torch.compile() would put _orig_mod. before every name
-    prepared = world.prepared(model, optimizers, is_spread=bool(strategy))
+    prepared = world.prepared(model, optimizers, is_sharded=bool(strategy))
     guard = Guard(
         world.accelerator,
         prepared,

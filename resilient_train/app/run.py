@@ -40,7 +40,7 @@ from resilient_train.record.left import last_good_of
 from resilient_train.record.review import review
 from resilient_train.record.summary import Summary
 from resilient_train.resumption import Resume
-from resilient_train.state.determinism import set_deterministic
+from resilient_train.state.randomness import set_deterministic
 from resilient_train.tracking import uploads as tracking
 from resilient_train.tracking.store import left_in
 from resilient_train.tracking.uploads import NullTracker, TrackedRun, Tracker

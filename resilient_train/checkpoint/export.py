@@ -24,7 +24,7 @@ from resilient_train.checkpoint.shares import is_share
 from resilient_train.checkpoint.weights import WEIGHTS, stored
 from resilient_train.errors import in_one_line
 from resilient_train.files import commit, commit_directory, commit_text, remove, temporary, write_file
-from resilient_train.state.spread import own_class
+from resilient_train.state.sharded import own_class
 
 PRETRAINED = "pretrained"  # its name in a run directory
 

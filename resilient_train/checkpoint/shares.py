@@ -25,7 +25,7 @@ from resilient_train import files
 from resilient_train.checkpoint.safetensors_file import NAMES, chunks
 from resilient_train.errors import in_one_line
 from resilient_train.files import Written, commit_text, read_json, write_file
-from resilient_train.state.spread import Box, Share, assembled, covers, own, spread_of
+from resilient_train.state.sharded import Box, Share, assembled, covers, local_part, sharding_of
 
 _NAME = re.compile(r"share-(\d{5,})-of-(\d{5,})\.safetensors")
 _BOXES = "boxes"  # in the header of a file, beside its names
@@ -69,7 +69,7 @@ def write(beside: Path, together: Together, planned: Callable[[], Mapping[str, A
             _look_again(together, until, f"{beside}: rank 0 has not begun")
         mine = {name: one for name, one in planned().items() if _is_mine(one)}
         boxes = {name: _spread(one).box() for name, one in mine.items()}
-        tensors = {name: own(one) for name, one in mine.items()}
+        tensors = {name: local_part(one) for name, one in mine.items()}
         written = write_file(name, chunks(tensors, {_BOXES: json.dumps(boxes)}))
         commit_text(beside / _note(together.rank), json.dumps({"bytes": written.size, "sha256": written.sha256}))
     except Exception as error:
@@ -181,11 +181,11 @@ def _is_mine(one: Any) -> bool:
     spread = _spread(one)
     coordinate = spread.mesh.get_coordinate() or ()
     pairs = zip(coordinate, spread.placements, strict=True)
-    return own(one).numel() > 0 and not any(at for at, placement in pairs if placement.is_replicate())
+    return local_part(one).numel() > 0 and not any(at for at, placement in pairs if placement.is_replicate())
 
 
 def _spread(one: Any) -> Any:
-    return one.spread if isinstance(one, Share) else spread_of(one)
+    return one.spread if isinstance(one, Share) else sharding_of(one)
 
 
 def _look_again(together: Together, until: float, why: str) -> None:

@@ -26,8 +26,8 @@ from safetensors.torch import load_file
 from resilient_train.checkpoint.safetensors_file import chunks
 from resilient_train.checkpoint.shares import Shares
 from resilient_train.files import Written, write_file
-from resilient_train.state.spread import Share, is_spread, own
-from resilient_train.state.tree import home
+from resilient_train.state.sharded import Share, is_sharded, local_part
+from resilient_train.state.tree import original_device
 
 TENSORS, TREE = "tensors.safetensors", "tree.json"
 
@@ -120,7 +120,7 @@ class _Writing:
             return values if type(node) is list else {"tuple": values}
         if type(node) is dict:
             return self._dict(node, path)
-        if type(node) is Share or is_spread(node):
+        if type(node) is Share or is_sharded(node):
             return self._spread(node, path)
         if type(node) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return self._tensor(node, path)
@@ -141,8 +141,8 @@ class _Writing:
         described: dict[str, Any] = {"tensor": name, "dtype": dtype, "shape": list(tensor.shape)}
         if order := _order(tensor):
             described["order"] = order
-        if home(tensor).type != "cpu":
-            described["device"] = home(tensor).type
+        if original_device(tensor).type != "cpu":
+            described["device"] = original_device(tensor).type
         if self._is_trial:
             return described
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -152,12 +152,14 @@ class _Writing:
         return described
 
     def _spread(self, share: Any, path: Place) -> Any:
-        name, local = self._name(path), own(share)
+        name, local = self._name(path), local_part(share)
         if share.dtype not in _COMMON or local.layout is not torch.strided:
             raise _unfit(path, f"is a {local.layout} tensor of {share.dtype} that is spread over ranks")
         self.spread[name] = share
         described = {"spread": name, "dtype": _NAMES[share.dtype], "shape": list(share.shape)}
-        return described if home(local).type == "cpu" else {**described, "device": home(local).type}
+        return (
+            described if original_device(local).type == "cpu" else {**described, "device": original_device(local).type}
+        )
 
     def _array(self, array: np.ndarray[Any, Any] | np.generic, path: Place) -> Any:
         name, dtype = self._name(path), array.dtype.str

@@ -15,7 +15,7 @@ from resilient_train.checkpoint.shares import is_share
 from resilient_train.checkpoint.tree_files import load_tree
 from resilient_train.errors import ConfigError
 from resilient_train.files import commit
-from resilient_train.state.spread import dealt, whole
+from resilient_train.state.sharded import full_tensor, reshard
 
 WEIGHTS = "weights.safetensors"
 
@@ -27,7 +27,7 @@ def gathered(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
     """
     found = {}
     for name, tensor in _tensors(model).items():
-        full = whole(tensor)
+        full = full_tensor(tensor)
         if keep:
             found[name] = full.cpu() if full is not tensor else tensor
     return found
@@ -48,7 +48,7 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
     match load_tree(directory):
         case {"parts": {"weights": dict(weights), "buffers": dict(buffers)}, "memory": {"lasting": list(lasting)}}:
             kept = {name: one for name, one in buffers.items() if name in lasting and one is not None}
-            return {name: dealt(one, None) for name, one in {**weights, **kept}.items()}
+            return {name: reshard(one, None) for name, one in {**weights, **kept}.items()}
     raise ValueError(f"{directory} holds no weights")
 
 

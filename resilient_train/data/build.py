@@ -8,9 +8,9 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
-from resilient_train.data.iterable import IterableSamples
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import MapSamples, Samples, Slicing
+from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Stream
 from resilient_train.errors import ConfigError
 

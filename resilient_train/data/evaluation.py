@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
-from resilient_train.data.patience import Patience, may_pass, unwatched
-from resilient_train.data.rescue import fetched_again
+from resilient_train.data.failed_rows import Patience, fetched_again, may_pass, unwatched
 from resilient_train.data.rows import Collate, RepeatableBatches
 from resilient_train.data.samples import Slicing, loader
 from resilient_train.data.stream import Key

@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from resilient_train.data.patience import Patience, may_pass, unwatched
-from resilient_train.data.rescue import FailedRow, rescued
+from resilient_train.data.failed_rows import FailedRow, Patience, may_pass, rescued, unwatched
 from resilient_train.data.rows import Collate, RepeatableBatches, only
 from resilient_train.data.stream import Key, Stream, micro_batches
 from resilient_train.errors import StorageFailed, in_one_line

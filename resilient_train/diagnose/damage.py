@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from resilient_train.state.spread import Share, is_spread, own, spread_of
+from resilient_train.state.sharded import Share, is_sharded, local_part, sharding_of
 from resilient_train.types import Anomaly, Cause, Diagnosis, Signal
 
 
@@ -70,7 +70,7 @@ def lost_eps(optimizers: Iterable[Optimizer]) -> str | None:
 @torch.no_grad()
 def _first_nonfinite(weights: Mapping[str, Tensor]) -> tuple[float, str] | None:
     for name, whole in weights.items():
-        weight = own(whole)
+        weight = local_part(whole)
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
             place = (~weight.isfinite()).nonzero()[0].tolist()
             return inf, f"`{name}` is {float(weight[tuple(place)]):g} at {_in_whole(place, whole)}"
@@ -84,7 +84,7 @@ def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share
     for name, whole in weights.items():
         if (kept := before.get(name)) is None:
             continue
-        weight, was = own(whole), own(kept)
+        weight, was = local_part(whole), local_part(kept)
         if was.shape != weight.shape or not weight.is_floating_point() or not weight.numel():
             continue
         moved = (weight - was.to(weight.device)).abs().flatten()
@@ -99,6 +99,6 @@ def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share
 
 def _in_whole(place: Sequence[int], whole: Tensor) -> list[int]:
     """Where an element of this rank's share lies in the whole."""
-    if not is_spread(whole):
+    if not is_sharded(whole):
         return list(place)
-    return [at + start for at, (start, _) in zip(place, spread_of(whole).box(), strict=True)]
+    return [at + start for at, (start, _) in zip(place, sharding_of(whole).box(), strict=True)]

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map
 
 from resilient_train.diagnose.microscope import Microscope, Seen
 from resilient_train.state import randomness
-from resilient_train.state.backup import Backups
+from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import Purpose, mix, seed_all
-from resilient_train.state.spread import is_spread, own
+from resilient_train.state.sharded import is_sharded, local_part
 
 Measure = Callable[[nn.Module, Any], Tensor]  # (model, batch) -> loss
 
@@ -39,7 +39,7 @@ class Replayed:
 class Replay:
     """Makes forward and backward of given batches at the weights as they are.
 
-    No rank waits for another in it, as the model is taken out of DistributedDataParallel; unless it `is_spread` over
+    No rank waits for another in it, as the model is taken out of DistributedDataParallel; unless it `is_sharded` over
     them: then all make a replay at the same time, and gradients are those of all their batches.
     """
 
@@ -74,7 +74,7 @@ class Replay:
         self._bare: nn.Module = getattr(model, "_orig_mod", model)
         self.armored: set[tuple[str, int, str]] = set()  # operations that break no more, by file, line and name
         self._over_ranks = over_ranks
-        self.is_spread = any(map(is_spread, self._bare.parameters()))
+        self.is_sharded = any(map(is_sharded, self._bare.parameters()))
         self._trained, self._scale = {id(weight) for weight in trained}, scale
         # Frozen weights may be teachers that a forward moves. Those that have moved so far are few; all would be many.
         frozen = [weight for weight in self._bare.parameters() if not weight.requires_grad]
@@ -125,12 +125,12 @@ class Replay:
         mine = [(name, one) for name, one in self._bare.named_parameters() if id(one) in self._trained]
         named = [(name, one.grad) for name, one in mine if one.grad is not None]
         grads = [grad.coalesce().values() if grad.is_sparse else grad for _, grad in named]
-        shares = [own(grad) for grad in grads]
+        shares = [local_part(grad) for grad in grads]
         norms = [torch.linalg.vector_norm(one.double() if one.numel() else one.new_zeros(1)) for one in shares]
         scale = self._scale()
         by_layer = {name: float(norm) / scale for (name, _), norm in zip(named, norms, strict=True)}
         total = math.sqrt(sum(norm**2 for norm in by_layer.values())) if by_layer else 0.0
-        if self.is_spread and grads:
+        if self.is_sharded and grads:
             total = float(self._over_ranks(grads)) / scale
         return Replayed(float(torch.stack(losses).mean()), total, by_layer)
 

@@ -163,7 +163,7 @@ class Search:
         if birth is not None:
             after = None if birth.after is None else _culprit(birth.after, Seen())
             facts = replace(facts, culprit=_culprit(birth, seen), kind=birth.kind, is_total=birth.is_total, after=after)
-        if self._replay.is_spread:
+        if self._replay.is_sharded:
             found = self._guilty_together(refused, filler)
             reproduced = bool(found) or birth is not None or _breaks_by_loss(first, refused)
             if not any(self._world.all_of(reproduced)):  # the gradients of all together, which all of them share
@@ -260,7 +260,7 @@ class Search:
     def _with(
         self, batches: Callable[[], Sequence[Any]], replay: Callable[[Sequence[Any]], Replayed]
     ) -> tuple[Replayed | None, str]:
-        if not self._replay.is_spread:
+        if not self._replay.is_sharded:
             return self._attempted(lambda: replay(batches()))
         made: Sequence[Any] | None = None
         why = "another rank could not make its batches"

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from resilient_train.drills.limits import require_claim, require_list_of_whole, require_share, require_whole
 from resilient_train.errors import ConfigError, unusable
-from resilient_train.state.spread import own
+from resilient_train.state.sharded import local_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,5 +105,5 @@ def draw(*parts: object) -> int:
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers of a tensor that this rank holds itself, in the tensor's own memory."""
-    tensor = own(tensor.detach())
+    tensor = local_part(tensor.detach())
     return tensor._values() if tensor.is_sparse else tensor

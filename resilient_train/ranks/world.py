@@ -114,9 +114,9 @@ class World:
             raise ConfigError("accelerate.mixed_precision", "fp16", why)
         return cls(accelerator)
 
-    def prepared(self, model: nn.Module, optimizers: Iterable[Optimizer], *, is_spread: bool) -> nn.Module:
+    def prepared(self, model: nn.Module, optimizers: Iterable[Optimizer], *, is_sharded: bool) -> nn.Module:
         """Let Accelerate put a model to its device and precision; and copy it to all ranks, unless it is spread."""
-        if is_spread:
+        if is_sharded:
             return self.accelerator.prepare_model(model, evaluation_mode=True)  # type: ignore[no-any-return]
         prepared, *_ = self.accelerator.prepare(model, *optimizers)
         return prepared  # type: ignore[no-any-return]

@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from resilient_train.state import randomness
-from resilient_train.state.misfit import misfit
-from resilient_train.state.spread import Share, dealt, is_spread, own
-from resilient_train.state.tree import Tree, brought_home, copied, copy_into, home, sha256
+from resilient_train.state.mismatch import explain_mismatch
+from resilient_train.state.sharded import Share, is_sharded, local_part, reshard
+from resilient_train.state.tree import Tree, copied, copy_into, original_device, sha256, to_original_device
 
 
 class Stateful(Protocol):
@@ -71,9 +71,9 @@ class RunState:
             self._stateful["scaler"] = _LossScale(scaler)
 
     @property
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Say whether this rank holds a share of the weights only."""
-        return any(map(is_spread, self.model.parameters()))
+        return any(map(is_sharded, self.model.parameters()))
 
     def keep(self, name: str, item: Stateful) -> None:
         """Let something else rewind along, such as an average of the weights."""
@@ -90,7 +90,9 @@ class RunState:
             raise ValueError(f"the snapshot is of another run: {', '.join(sorted(odd))} in one of them only")
         modules = dict(self.model.named_modules())
         weights = _weights(modules)
-        copy_into([own(one) for one in weights.values()], [own(parts["weights"][name]) for name in weights])
+        copy_into(
+            [local_part(one) for one in weights.values()], [local_part(parts["weights"][name]) for name in weights]
+        )
         for weight in weights.values():
             weight.grad = None
         _restore_buffers(modules, parts["buffers"])
@@ -98,7 +100,7 @@ class RunState:
             _restore_optimizer(optimizer, parts[f"optimizer.{number}"])
         self.clock.step = parts["clock"]
         for name, item in self._stateful.items():
-            item.load_state_dict(brought_home(parts[name]))
+            item.load_state_dict(to_original_device(parts[name]))
         for name in randomness.names(self.device):  # last: what came before may have drawn
             randomness.restore(name, parts[f"random.{name}"], self.device)
 
@@ -106,22 +108,22 @@ class RunState:
     def weights_of(self, snapshot: Snapshot) -> Iterator[None]:
         """Have the weights of a snapshot for a while, and nothing else of it."""
         weights = _weights(dict(self.model.named_modules()))
-        live = [own(one) for one in weights.values()]
+        live = [local_part(one) for one in weights.values()]
         now = [one.detach().clone() for one in live]
-        copy_into(live, [own(snapshot.parts["weights"][name]) for name in weights])
+        copy_into(live, [local_part(snapshot.parts["weights"][name]) for name in weights])
         try:
             yield
         finally:
             copy_into(live, now)
 
-    def misfit(self, parts: Mapping[str, Tree]) -> str:
+    def explain_mismatch(self, parts: Mapping[str, Tree]) -> str:
         """Say in one line why a state from outside is none of this run; empty where it is one."""
-        return misfit(self.live(), parts, self.model, self.optimizers)
+        return explain_mismatch(self.live(), parts, self.model, self.optimizers)
 
-    def dealt(self, parts: Mapping[str, Tree]) -> dict[str, Tree]:
+    def reshard(self, parts: Mapping[str, Tree]) -> dict[str, Tree]:
         """Deal out a state from outside, which fits, as this run's tensors are dealt out over its ranks."""
         live, out = self.live(), dict(parts)
-        out["weights"] = {name: dealt(saved, live["weights"][name]) for name, saved in parts["weights"].items()}
+        out["weights"] = {name: reshard(saved, live["weights"][name]) for name, saved in parts["weights"].items()}
         for number, optimizer in enumerate(self.optimizers):
             part, weights = parts[f"optimizer.{number}"], dict(_places(optimizer))
             moments = {
@@ -225,10 +227,10 @@ def _restore_buffers(modules: Mapping[str, nn.Module], saved: Mapping[str, torch
         table = modules[owner]._buffers
         here = table.get(name)
         if value is not None and here is not None and _alike(here, value):
-            targets.append(own(here))
-            sources.append(own(value))
+            targets.append(local_part(here))
+            sources.append(local_part(value))
         else:
-            table[name] = brought_home(value)
+            table[name] = to_original_device(value)
     copy_into(targets, sources)
 
 
@@ -259,14 +261,14 @@ def _has_own_state_dict(optimizer: Optimizer) -> bool:
 
 def _restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
     if _has_own_state_dict(optimizer):
-        optimizer.load_state_dict({**optimizer.state_dict(), **brought_home(saved["own"])})
+        optimizer.load_state_dict({**optimizer.state_dict(), **to_original_device(saved["own"])})
     for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
         del optimizer.state[key]
-    optimizer.state.update(brought_home(saved["shared"]))
+    optimizer.state.update(to_original_device(saved["shared"]))
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         weights = group["params"]
         group.clear()
-        group.update(brought_home(settings), params=weights)
+        group.update(to_original_device(settings), params=weights)
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for place, weight in _places(optimizer):
@@ -280,10 +282,10 @@ def _restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
         for key, value in moments.items():
             here = live.get(key)
             if isinstance(value, torch.Tensor | Share) and isinstance(here, torch.Tensor) and _alike(here, value):
-                targets.append(own(here))
-                sources.append(own(value))
+                targets.append(local_part(here))
+                sources.append(local_part(value))
             else:
-                live[key] = brought_home(value)
+                live[key] = to_original_device(value)
     copy_into(targets, sources)
 
 
@@ -291,7 +293,7 @@ def _dealt_like(saved: Any, weight: torch.Tensor | None) -> Any:
     """A moment is dealt out as its weight is, unless it is of another shape: a count of steps, a mean of rows."""
     if not hasattr(saved, "shape") or not hasattr(saved, "dtype") or isinstance(saved, np.ndarray | np.generic):
         return saved
-    return dealt(saved, weight if weight is not None and weight.shape == saved.shape else None)
+    return reshard(saved, weight if weight is not None and weight.shape == saved.shape else None)
 
 
 def _dealt_along(saved: Tree, live: Tree) -> Tree:
@@ -305,7 +307,7 @@ def _dealt_along(saved: Tree, live: Tree) -> Tree:
         those = live if isinstance(live, list | tuple) and len(live) == len(saved) else [None] * len(saved)
         return type(saved)(_dealt_along(one, other) for one, other in zip(saved, those, strict=True))
     if isinstance(saved, torch.Tensor) or hasattr(saved, "read"):
-        return dealt(saved, live if hasattr(live, "shape") and live.shape == saved.shape else None)
+        return reshard(saved, live if hasattr(live, "shape") and live.shape == saved.shape else None)
     return saved
 
 
@@ -314,7 +316,7 @@ def _places(optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor | Share) -> bool:
-    if is_spread(one) is not isinstance(other, Share):
+    if is_sharded(one) is not isinstance(other, Share):
         return False
-    mine, its = own(one), own(other)
-    return mine.shape == its.shape and mine.dtype is its.dtype and mine.device == home(its)
+    mine, its = local_part(one), local_part(other)
+    return mine.shape == its.shape and mine.dtype is its.dtype and mine.device == original_device(its)

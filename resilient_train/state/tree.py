@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from resilient_train.state.spread import Share, Spread, is_spread, own, spread_of, whole
+from resilient_train.state.sharded import Sharding, Share, full_tensor, is_sharded, local_part, sharding_of
 
 Tree = Any  # dict, list or tuple of trees; a leaf is a tensor, a numpy array or a plain value
 
@@ -20,13 +20,13 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 _HOLE = object()  # where a tensor was
 
 
-class _SpreadHole:
+class _ShardingHole:
     """Where a tensor was of which this rank holds a share."""
 
-    def __init__(self, spread: Spread) -> None:
+    def __init__(self, spread: Sharding) -> None:
         self.spread = spread
 
-    def __deepcopy__(self, memo: Any) -> _SpreadHole:
+    def __deepcopy__(self, memo: Any) -> _ShardingHole:
         return self
 
 
@@ -38,15 +38,17 @@ def copied(tree: Tree) -> Tree:
     return _copied(tree, torch.empty_like, Share)
 
 
-def brought_home(tree: Tree) -> Tree:
+def to_original_device(tree: Tree) -> Tree:
     """Return a copy whose tensors lie where the originals did: a snapshot may lie in the host's memory."""
     return _copied(
-        tree, lambda source: torch.empty_like(source, device=home(source)), lambda local, spread: spread.joined(local)
+        tree,
+        lambda source: torch.empty_like(source, device=original_device(source)),
+        lambda local, spread: spread.joined(local),
     )
 
 
 def _copied(
-    tree: Tree, empty: Callable[[torch.Tensor], torch.Tensor], joined: Callable[[torch.Tensor, Spread], Any]
+    tree: Tree, empty: Callable[[torch.Tensor], torch.Tensor], joined: Callable[[torch.Tensor, Sharding], Any]
 ) -> Tree:
     plain, sources = taken_apart(tree)
     targets = [empty(source) for source in sources]
@@ -66,11 +68,11 @@ def taken_apart(tree: Tree) -> tuple[Tree, list[torch.Tensor]]:
         if kind in _PLAIN:
             return node
         if isinstance(node, torch.Tensor):
-            tensors.append(own(node))
-            return _SpreadHole(spread_of(node)) if is_spread(node) else _HOLE
+            tensors.append(local_part(node))
+            return _ShardingHole(sharding_of(node)) if is_sharded(node) else _HOLE
         if kind is Share:
             tensors.append(node.local)
-            return _SpreadHole(node.spread)
+            return _ShardingHole(node.spread)
         if isinstance(node, dict):
             return {key: visit(value) for key, value in node.items()}
         if kind is tuple and _is_long_and_plain(node):
@@ -83,7 +85,7 @@ def taken_apart(tree: Tree) -> tuple[Tree, list[torch.Tensor]]:
 
 
 def put_together(
-    plain: Tree, tensors: Iterable[torch.Tensor], joined: Callable[[torch.Tensor, Spread], Any] = Share
+    plain: Tree, tensors: Iterable[torch.Tensor], joined: Callable[[torch.Tensor, Sharding], Any] = Share
 ) -> Tree:
     """Make one tree of what was taken apart, with `tensors` in the place of the ones it had."""
     following = iter(tensors)
@@ -94,7 +96,7 @@ def put_together(
             return {key: visit(value) for key, value in node.items()}
         if kind is list or (kind is tuple and not _is_long_and_plain(node)):
             return kind(visit(value) for value in node)
-        if kind is _SpreadHole:
+        if kind is _ShardingHole:
             return joined(next(following), node.spread)
         return next(following) if node is _HOLE else node
 
@@ -108,7 +110,7 @@ def pinned(source: torch.Tensor) -> torch.Tensor:
     return room
 
 
-def home(tensor: torch.Tensor) -> torch.device:
+def original_device(tensor: torch.Tensor) -> torch.device:
     """Where the original of a copy is."""
     return getattr(tensor, "home", tensor.device)
 
@@ -147,7 +149,7 @@ def sha256(tree: Tree) -> str:
         digest.update(f"{path}\0".encode())
         if isinstance(leaf, torch.Tensor):
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}\0".encode())
-            flat = whole(leaf).detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            flat = full_tensor(leaf).detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             if flat.stride() != (1,):  # a single element counts as contiguous whatever its stride
                 flat = flat.clone(memory_format=torch.contiguous_format)
             digest.update(flat.view(torch.uint8).numpy().data)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
-from resilient_train.state.spread import is_spread, own, spread_of
+from resilient_train.state.sharded import is_sharded, local_part, sharding_of
 
 _COARSE = (torch.float16, torch.bfloat16)
 
@@ -41,7 +41,7 @@ def clip(
     if over_ranks is None:
         norm = total_norm(grads, plain=plain)
     else:
-        norm, grads = norm_over_ranks(grads, over_ranks), [own(grad) for grad in grads]
+        norm, grads = norm_over_ranks(grads, over_ranks), [local_part(grad) for grad in grads]
     configured = usual if config.max_norm is None and tightened < 1 else config.max_norm
     max_norm = None if configured is None else configured * tightened
     if max_norm is not None:
@@ -85,16 +85,16 @@ def norm_over_ranks(grads: list[torch.Tensor], over_ranks: Callable[[torch.Tenso
     wide = torch.float64 if grads[0].device.type != "mps" else None
     squares = torch.zeros((), dtype=wide, device=grads[0].device)
     for grad in grads:
-        if (share := own(grad)).numel():
+        if (share := local_part(grad)).numel():
             squares += torch.linalg.vector_norm(share, dtype=wide).square() / _holders(grad)
     return over_ranks(squares).sqrt().to(dtype)
 
 
 def _holders(grad: torch.Tensor) -> int:
     """How many ranks hold the same share: all of them, of what is not spread."""
-    if not is_spread(grad):
+    if not is_sharded(grad):
         return torch.distributed.get_world_size()
-    spread, count = spread_of(grad), 1
+    spread, count = sharding_of(grad), 1
     for size, placement in zip(spread.mesh.shape, spread.placements, strict=True):
         count *= size if placement.is_replicate() else 1
     return count

@@ -14,7 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from resilient_train.errors import TrainError
-from resilient_train.state.spread import is_spread
+from resilient_train.state.sharded import is_sharded
 from resilient_train.update.agreement import DIGESTS, Agreement, Flag
 from resilient_train.update.clip import ClipConfig, clip
 from resilient_train.update.gate import Gate
@@ -112,7 +112,7 @@ class Updater:
         self._restarts = Restarts()
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.weights = [weight for group in groups for weight in group["params"]]
-        self._over_ranks = over_ranks if any(map(is_spread, self.weights)) else None
+        self._over_ranks = over_ranks if any(map(is_sharded, self.weights)) else None
         # Torch's own does nothing but set them to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
         self._eps = [[_number(group.get("eps")) for group in optimizer.param_groups] for optimizer in optimizers]

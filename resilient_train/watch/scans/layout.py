@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from resilient_train.state.spread import is_spread, largest_share
+from resilient_train.state.sharded import is_sharded, largest_share
 from resilient_train.watch.scans.measure import Gauge, is_coarse, is_measurable, is_number
 from resilient_train.watch.scans.moments import ADAMS, Moment
 from resilient_train.watch.scans.weights import Weight
@@ -71,7 +71,7 @@ class Layout:
         self._state: State | None = None
         self.device = named[0][1].device if named else torch.device("cpu")
         self.gauge = Gauge([weight for _, weight in named], self.device)
-        self.is_whole = not any(is_spread(weight) for _, weight in named)
+        self.is_whole = not any(is_sharded(weight) for _, weight in named)
         self.shares = 1 if self.is_whole else torch.distributed.get_world_size()
 
     def groups(self) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from resilient_train.state.spread import is_spread, own
+from resilient_train.state.sharded import is_sharded, local_part
 from resilient_train.state.tree import leaves
 
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
@@ -40,7 +40,7 @@ def is_coarse(tensor: Tensor) -> bool:
 
 def here(tensor: Tensor) -> Tensor:
     """The part of a tensor that this process holds, as real numbers, never empty."""
-    tensor = own(tensor) if is_spread(tensor) else tensor
+    tensor = local_part(tensor) if is_sharded(tensor) else tensor
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor if tensor.numel() else tensor.new_zeros(1)

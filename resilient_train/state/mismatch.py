@@ -18,7 +18,7 @@ _LATER = {"drawn"}  # counts that earlier versions did not write
 _SHAPED_OTHERWISE = {"Adafactor", "LBFGS", "Muon"}  # of torch's optimizers, which keep moments of other shapes
 
 
-def misfit(
+def explain_mismatch(
     live: Mapping[str, Tree], saved: Mapping[str, Tree], model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> str:
     """Say in one line what does not fit, or nothing where all does; `live` are the parts of the run as it is."""

@@ -13,7 +13,7 @@ import torch
 Box = tuple[tuple[int, int], ...]  # of a tensor, along each of its axes: from, to
 
 
-class Spread(NamedTuple):
+class Sharding(NamedTuple):
     """How a tensor is dealt out over the ranks."""
 
     mesh: Any
@@ -42,7 +42,7 @@ class Share:
     """A copy of what this rank holds of a tensor."""
 
     local: torch.Tensor
-    spread: Spread
+    spread: Sharding
 
     @property
     def shape(self) -> torch.Size:
@@ -63,7 +63,7 @@ class Whole(Protocol):
         """Read a part of it."""
 
 
-def is_spread(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> bool:
     """Say whether this rank holds a share of it only. Asked without loading what makes such tensors."""
     return hasattr(tensor, "to_local")
 
@@ -74,16 +74,16 @@ def own_class(module: torch.nn.Module) -> type:
     return next(one for one in type(module).__mro__ if one not in made)
 
 
-def spread_of(tensor: Any) -> Spread:
-    """How a tensor that `is_spread` is dealt out."""
-    return Spread(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
+def sharding_of(tensor: Any) -> Sharding:
+    """How a tensor that `is_sharded` is dealt out."""
+    return Sharding(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
 
 
 def largest_share(tensor: torch.Tensor) -> int:
     """How many numbers of a tensor a rank holds at most: the same on all of them, also where the last has fewer."""
-    if not is_spread(tensor):
+    if not is_sharded(tensor):
         return tensor.numel()
-    spread = spread_of(tensor)
+    spread = sharding_of(tensor)
     sizes = list(spread.shape)
     for ranks, placement in zip(spread.mesh.shape, spread.placements, strict=True):
         if placement.is_shard():
@@ -91,29 +91,29 @@ def largest_share(tensor: torch.Tensor) -> int:
     return math.prod(sizes)
 
 
-def own(tensor: Any) -> torch.Tensor:
+def local_part(tensor: Any) -> torch.Tensor:
     """The numbers that this rank holds itself, in the tensor's own memory."""
     if isinstance(tensor, Share):
         return tensor.local
-    if not is_spread(tensor):
+    if not is_sharded(tensor):
         return tensor  # type: ignore[no-any-return]
     with torch.no_grad():
         return tensor.detach().to_local()  # type: ignore[no-any-return]
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor, gathered from all ranks, each of which has to ask."""
-    if not is_spread(tensor):
+    if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
         return tensor.detach().full_tensor()  # type: ignore[attr-defined,no-any-return]
 
 
-def dealt(saved: torch.Tensor | Whole, like: Any) -> Any:
+def reshard(saved: torch.Tensor | Whole, like: Any) -> Any:
     """Give a tensor from outside the form of one of this run, be that spread over other ranks or over none."""
-    if like is None or not is_spread(like):
+    if like is None or not is_sharded(like):
         return saved if isinstance(saved, torch.Tensor) else saved.read(_everything(saved.shape))
-    spread = spread_of(like)
+    spread = sharding_of(like)
     box = spread.box()
     if not isinstance(saved, torch.Tensor):
         return Share(saved.read(box), spread)
