@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from importlib import import_module
 
-from resilient_train.ranks.leaving import end_with_agent, ignore_requests, leave_when_asked, say_who_stays
+from resilient_train.ranks.process_exit import end_with_agent, ignore_requests, leave_when_asked, say_who_stays
 
 VERBS = ("incidents", "checkpoints", "status", "sync")
 

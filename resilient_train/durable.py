@@ -14,11 +14,11 @@ import torch
 
 from resilient_train import __version__
 from resilient_train.checkpoint import weights
-from resilient_train.checkpoint.best import Best
 from resilient_train.checkpoint.manifest import CANDIDATE, VERIFIED, Manifest
-from resilient_train.checkpoint.shares import Together
+from resilient_train.checkpoint.safetensors_files import Together
 from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.tree_files import try_tree
+from resilient_train.checkpoint.weights import Best
 from resilient_train.checkpoint.writer import DiskConfig, Job, Outcome, Writer
 from resilient_train.errors import TrainError, in_one_line, unusable
 from resilient_train.files import Written, at_disk

@@ -48,8 +48,7 @@ from resilient_train.state.run_state import Clock, RunState, Stateful
 from resilient_train.types import Anomaly, Incident, Signal, Vitals
 from resilient_train.update.agreement import DIGEST, Flag
 from resilient_train.update.clip import ClipConfig, norm_over_ranks
-from resilient_train.update.precision import Precision
-from resilient_train.update.updater import Attempt, Knobs, Updater
+from resilient_train.update.updater import Attempt, Knobs, Precision, Updater
 from resilient_train.ward import Ward
 from resilient_train.watch import pulse
 from resilient_train.watch.anomaly_mode import AnomalyMode

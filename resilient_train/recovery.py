@@ -16,7 +16,7 @@ from resilient_train.errors import GaveUp, RanksDiffer, TrainError, in_one_line
 from resilient_train.explanation import Explanation
 from resilient_train.numerics.armor import Armor, CannotArmor, Plate
 from resilient_train.passed import Leap, PassedUpdates
-from resilient_train.ranks.majority import named, odd_ones
+from resilient_train.ranks.world import odd_ones
 from resilient_train.record.drills import made_by
 from resilient_train.record.incidents import IncidentBook, farewell, outcome_told, told
 from resilient_train.record.phases import DECIDE, DIAGNOSE, REMEDY, REWIND, Phases
@@ -34,7 +34,7 @@ from resilient_train.state.ring import Held
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.ward import OnDisk, Ward
 from resilient_train.watch.reference import Standing
-from resilient_train.wording import log
+from resilient_train.wording import log, rank_names
 
 _BEGINNING = 16  # accepted updates: what breaks so soon was wrong from the start
 _IN_UPDATE = (Signal.HANG, Signal.OUT_OF_MEMORY)  # of the process, and met while an update was made
@@ -216,7 +216,9 @@ class Treatment:
         ward, odd = self.ward, odd_ones(digests)
         step, since = ward.clock.step + 1, ward.clock.step
         others = len(digests) - len(odd)
-        evidence = f"{named(odd)} decided " + (f"otherwise than the {others:,} others" if others else "differently")
+        evidence = f"{rank_names(odd)} decided " + (
+            f"otherwise than the {others:,} others" if others else "differently"
+        )
         anomaly = Anomaly(Signal.RANK_MISMATCH, step, ward.clock.tick, since, evidence, ranks=odd)
         incident, _ = self._open(anomaly, Diagnosis(Cause.PROCESS, _DIFFER), Decision((Action("end"),)))
         self.book.opened(incident)
@@ -245,7 +247,9 @@ class Treatment:
             incident = replace(incident, anomaly=replace(incident.anomaly, ranks=ranks))
             self.history.treated(incident)
             self.book.treated(incident)
-            log.info("incident %d began on %s: the others came to the same weights again", incident.id, named(ranks))
+            log.info(
+                "incident %d began on %s: the others came to the same weights again", incident.id, rank_names(ranks)
+            )
 
     def over(self, number: int) -> None:
         """Take note that an incident does not last any more: from now on healthy updates count."""

@@ -13,7 +13,7 @@ import torch
 from group import launch, together
 from kills import checkpoints, incidents, summary
 
-from resilient_train.ranks.majority import named, odd_ones
+from resilient_train.ranks.world import odd_ones
 from resilient_train.recover import digest
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
@@ -21,6 +21,7 @@ from resilient_train.update.agreement import DIGESTS, Agreement, Flag
 from resilient_train.watch import pulse
 from resilient_train.watch.config import ReplicasConfig
 from resilient_train.watch.scans import replicas
+from resilient_train.wording import rank_names
 
 CPU = torch.device("cpu")
 INF, NAN = math.inf, math.nan
@@ -198,8 +199,8 @@ def test_who_differs_is_told_by_the_majority(said: list[int], odd: tuple[int, ..
 )
 def test_ranks_are_named_in_words(ranks: tuple[int, ...], words: str) -> None:
     """Of many, the first few."""
-    assert named(ranks) == words
-    assert named(range(10_000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 9,992 more"
+    assert rank_names(ranks) == words
+    assert rank_names(range(10_000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 9,992 more"
 
 
 def test_a_rank_that_decides_otherwise_ends_the_run_on_all(tmp_path: Path) -> None:

@@ -19,10 +19,9 @@ from sealed import CPU, FILES, manifest, newest, parts, seal, weights, write
 
 from resilient_train import files
 from resilient_train.checkpoint import manifest as manifests
-from resilient_train.checkpoint.manifest import CANDIDATE, DEMOTED, MANIFEST, VERIFIED, Damaged
-from resilient_train.checkpoint.safetensors_file import NAMES, chunks
+from resilient_train.checkpoint.manifest import CANDIDATE, DEMOTED, MANIFEST, VERIFIED, WEIGHTS, Damaged
+from resilient_train.checkpoint.safetensors_files import NAMES, chunks
 from resilient_train.checkpoint.store import Entry, Store
-from resilient_train.checkpoint.weights import WEIGHTS
 from resilient_train.checkpoint.writer import Job, Writer
 from resilient_train.files import Written
 from resilient_train.state.mismatch import explain_mismatch

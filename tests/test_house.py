@@ -76,7 +76,7 @@ KNOWN_TO = {
 WITHOUT_TORCH = {
     *(f"{name}.py" for name in GROUND),
     *("app/command", "app/config/explain.py", "app/config/manual.py"),  # --help and a mistake are answered at once
-    *("app/incidents", "app/status", "diagnose/advice.py", "diagnose/verdict.py", "ranks/leaving.py"),
+    *("app/incidents", "app/status", "diagnose/advice.py", "diagnose/verdict.py", "ranks/process_exit.py"),
     *("record", "recover", "tracking", "watch/checks", "watch/config.py"),
 }
 

@@ -25,8 +25,8 @@ from launched import Launched, never_imported
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from warm import ENVIRONMENT, Forked
 
-from resilient_train.ranks.joining import join, named
-from resilient_train.ranks.leaving import leave_when_asked, leaving_at_once
+from resilient_train.ranks.process_exit import leave_when_asked, leaving_at_once
+from resilient_train.ranks.world import attempt_name, join
 from resilient_train.record import hangs
 from resilient_train.record.hangs import Hung
 from resilient_train.zoo.data import digits
@@ -58,7 +58,7 @@ def test_every_attempt_has_a_name_of_its_own(size: int) -> None:
         agreed: dict[int, str] = {}
 
         def joins(rank: int, agreed: dict[int, str] = agreed) -> None:
-            agreed[rank] = named(store, rank, size, patience)
+            agreed[rank] = attempt_name(store, rank, size, patience)
 
         ranks = range(size) if attempt % 2 else reversed(range(size))
         threads = [threading.Thread(target=joins, args=(rank,)) for rank in ranks]
@@ -78,7 +78,7 @@ def test_who_asked_before_it_was_killed_gets_no_answer_in_the_place_of_another()
     store = HashStore()
     store.set("resilient_train/asks/1", "of-one-that-is-gone")
     with pytest.raises(TimeoutError, match="1 of 2 processes have not come"):
-        named(store, 0, 2, timedelta(seconds=0.3))
+        attempt_name(store, 0, 2, timedelta(seconds=0.3))
 
 
 def waits_for_the_others() -> None:
@@ -180,7 +180,7 @@ if "TORCHELASTIC_RUN_ID" in os.environ:  # a script between the agent and the pr
 """
 STAYS = """
 import os, time
-from resilient_train.ranks.leaving import end_with_agent
+from resilient_train.ranks.process_exit import end_with_agent
 end_with_agent()
 print(os.getpid(), flush=True)
 time.sleep(3600)

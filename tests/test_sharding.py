@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from resilient_train.app.command import main
 from resilient_train.checkpoint.manifest import Damaged, verify
-from resilient_train.checkpoint.shares import are_complete, name_of
+from resilient_train.checkpoint.safetensors_files import are_complete, name_of
 from resilient_train.checkpoint.tree_files import load_tree
 from resilient_train.checkpoint.weights import load_into, stored
 from resilient_train.data.samples import Slicing

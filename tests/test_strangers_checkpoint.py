@@ -24,17 +24,16 @@ from safetensors.torch import load_file, save_file
 from sealed import CPU, FILES, seal, weights, write
 
 from resilient_train.app.status import status_of
-from resilient_train.checkpoint.manifest import MANIFEST, Damaged
+from resilient_train.checkpoint.manifest import MANIFEST, WEIGHTS, Damaged
 from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE, load_tree, save_tree
-from resilient_train.checkpoint.weights import WEIGHTS
 from resilient_train.numerics.armor.suit import Plate
 from resilient_train.record.incidents import INCIDENTS, IncidentBook
 from resilient_train.record.journal import seal as sealed_line
 from resilient_train.state.mismatch import explain_mismatch
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Signal
 from resilient_train.types import Outcome as Outcomes
-from resilient_train.update.optimizers import parameter_groups
+from resilient_train.update.updater import parameter_groups
 from resilient_train.zoo.models import MLP
 
 # Nothing that a stranger writes is waited for.

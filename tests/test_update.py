@@ -18,9 +18,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCyc
 
 from resilient_train.errors import TrainError
 from resilient_train.update.clip import ClipConfig, clip
-from resilient_train.update.optimizers import parameter_groups
 from resilient_train.update.schedule import CurveSchedule, Restarts, ShadowSchedule, constant, cosine, linear
-from resilient_train.update.updater import NoKnobs, Updater
+from resilient_train.update.updater import NoKnobs, Updater, parameter_groups
 
 CPU = torch.device("cpu")
 

@@ -34,8 +34,8 @@ from resilient_train.resumption import Resume
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.sharded import own_class
 from resilient_train.tracking.store import locate
-from resilient_train.update.optimizers import parameter_groups
 from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
+from resilient_train.update.updater import parameter_groups
 from resilient_train.wording import log
 
 

@@ -29,7 +29,7 @@ from resilient_train.app.streams import outlived
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_plain
 from resilient_train.ranks.launch import launched_rank
-from resilient_train.ranks.leaving import as_seen_by_agent
+from resilient_train.ranks.process_exit import as_seen_by_agent
 from resilient_train.record.endings import refused
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
 

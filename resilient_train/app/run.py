@@ -14,7 +14,8 @@ from resilient_train.app.build import Run, assemble, validate
 from resilient_train.app.config.compose import Composed, is_fixed, told_changes
 from resilient_train.app.terminal import Terminal
 from resilient_train.app.train import train
-from resilient_train.checkpoint import export, weights
+from resilient_train.checkpoint import weights
+from resilient_train.checkpoint.manifest import WEIGHTS
 from resilient_train.diagnose.frames import called_by_us, is_users
 from resilient_train.errors import (
     ConfigError,
@@ -27,9 +28,8 @@ from resilient_train.errors import (
     told_in_short,
 )
 from resilient_train.files import commit_text
-from resilient_train.ranks.leaving import has_lost_sibling
 from resilient_train.ranks.lock import DirectoryLock
-from resilient_train.ranks.stop import StopRequests
+from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings, hangs, story
@@ -153,7 +153,7 @@ class _Session:
             self.run = run = assemble(self.config, self.world, self.book, resume, requests.asked)
             log.info("%s", run)
             if self.world.is_main:
-                export.describe(run.bare_model, directory.path)
+                weights.describe(run.bare_model, directory.path)
             self._take_up(run)
             self.tracker.params(composed.params)
             self.tracker.artifact(directory.config)
@@ -173,7 +173,7 @@ class _Session:
                 if left is None:
                     raise TrainError(f"{told}: no state could be written, the run begins again at step {step:,}")
                 raise Stopped(f"{told}: the state is in {left}")
-            self._save_weights(run, directory.path / weights.WEIGHTS)
+            self._save_weights(run, directory.path / WEIGHTS)
 
     def _watchdog(self, requests: StopRequests) -> Watchdog:
         """Somebody who looks at the clock, from before the first of a user's code runs."""

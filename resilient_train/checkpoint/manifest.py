@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.checkpoint.shares import are_complete, is_share
+from resilient_train.checkpoint.safetensors_files import are_complete, is_share
 from resilient_train.checkpoint.tree_files import TENSORS, TREE
-from resilient_train.checkpoint.weights import WEIGHTS
 from resilient_train.files import Written, is_left_over
 
-MANIFEST = "manifest.json"
+MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 VERIFIED, CANDIDATE, DEMOTED = "verified", "candidate", "demoted"
 
 UNKNOWN_FORMAT = "is of format"  # how it is told of one that this version does not read

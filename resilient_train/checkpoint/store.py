@@ -23,20 +23,19 @@ from safetensors.torch import load_file
 
 from resilient_train import files
 from resilient_train.checkpoint import manifest as manifests
-from resilient_train.checkpoint import shares
+from resilient_train.checkpoint import safetensors_files as shares
 from resilient_train.checkpoint.manifest import (
     CANDIDATE,
     DEMOTED,
     MANIFEST,
     UNKNOWN_FORMAT,
     VERIFIED,
+    WEIGHTS,
     Damaged,
     Manifest,
 )
-from resilient_train.checkpoint.safetensors_file import NAMES, chunks
-from resilient_train.checkpoint.shares import Together
+from resilient_train.checkpoint.safetensors_files import NAMES, Together, chunks
 from resilient_train.checkpoint.tree_files import Planned, load_tree
-from resilient_train.checkpoint.weights import WEIGHTS
 from resilient_train.files import Written, commit_directory, commit_text, remove, sweep, temporary, write_file
 
 CHECKPOINTS = "checkpoints"  # its name in a run directory

@@ -23,8 +23,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from resilient_train.checkpoint.safetensors_file import chunks
-from resilient_train.checkpoint.shares import Shares
+from resilient_train.checkpoint.safetensors_files import Shares, chunks
 from resilient_train.files import Written, write_file
 from resilient_train.state.sharded import Share, is_sharded, local_part
 from resilient_train.state.tree import original_device

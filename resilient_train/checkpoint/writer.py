@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from resilient_train.checkpoint import manifest as manifests
 from resilient_train.checkpoint.manifest import Damaged
-from resilient_train.checkpoint.shares import is_share
+from resilient_train.checkpoint.safetensors_files import is_share
 from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.errors import in_one_line
 from resilient_train.files import at_disk

@@ -17,7 +17,7 @@ from resilient_train.data.failed_rows import FailedRow, Patience, may_pass, resc
 from resilient_train.data.rows import Collate, RepeatableBatches, only
 from resilient_train.data.stream import Key, Stream, micro_batches
 from resilient_train.errors import StorageFailed, in_one_line
-from resilient_train.ranks.leaving import end_with_parent
+from resilient_train.ranks.process_exit import end_with_parent
 
 _log = logging.getLogger("resilient_train")
 

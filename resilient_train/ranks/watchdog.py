@@ -18,8 +18,7 @@ from types import FrameType
 from typing import IO
 
 from resilient_train.files import at_disk_since
-from resilient_train.ranks.leaving import as_seen_by_agent
-from resilient_train.ranks.stop import StopRequests
+from resilient_train.ranks.process_exit import StopRequests, as_seen_by_agent
 
 _log = logging.getLogger("resilient_train")
 

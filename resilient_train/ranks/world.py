@@ -6,8 +6,11 @@ import contextlib
 import gc
 import os
 import re
+import time
 import traceback
-from collections.abc import Callable, Iterable
+import uuid
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,12 +27,12 @@ from accelerate.utils import (
     parse_flag_from_env,
 )
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.optim import Optimizer
 
 from resilient_train.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of
 from resilient_train.ranks import launch
-from resilient_train.ranks.joining import join
-from resilient_train.ranks.leaving import leaving_at_once
+from resilient_train.ranks.process_exit import leaving_at_once
 
 T = TypeVar("T")
 
@@ -223,3 +226,75 @@ def _is_mac() -> bool:
 
 def _timedelta(seconds: float) -> timedelta | None:
     return timedelta(seconds=seconds) if seconds else None
+
+
+_ROOM = "resilient_train"  # where in the agent's store
+_CONNECT = timedelta(seconds=300)  # the agent's store is there before any of its processes
+_PAUSE_S = 0.05
+_NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def is_under_agent() -> bool:
+    """Say whether an elastic agent has started this process, and shares its store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and all(name in os.environ for name in _NEEDED)
+
+
+def join(*, cpu: bool = False, patience: timedelta = timedelta(minutes=30), limit: timedelta | None = None) -> bool:
+    """Make the process group, as Accelerate would make it but for the store; False where it is left to Accelerate.
+
+    A loop of a user's own calls it before it makes its Accelerator, so that an agent's restarts find each other.
+    `cpu` is what that is given; `patience` is for the others to come, `limit` for every collective from then on.
+    """
+    if not is_under_agent() or torch.distributed.is_initialized():
+        return False
+    on_gpu = not cpu and torch.cuda.is_available()
+    if not (on_gpu or cpu) or (cpu and torch.distributed.is_mpi_available()):
+        return False  # another kind of device or backend, which Accelerate knows to choose
+    rank, local, size, port = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"))
+    device = torch.device("cuda", local % torch.cuda.device_count()) if on_gpu else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    agents = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+    agents.set_timeout(patience)
+    store = PrefixStore(f"{_ROOM}/{attempt_name(agents, rank, size, patience)}", agents)
+    torch.distributed.init_process_group(
+        "gloo" if device is None else "nccl",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=limit,
+        device_id=device,
+    )
+    return True
+
+
+def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> str:
+    """Agree on a name that no attempt had before, on a store that all attempts have in common."""
+    if rank > 0:
+        word = uuid.uuid4().hex
+        agents.set(f"{_ROOM}/asks/{rank}", word)
+        name = agents.get(f"{_ROOM}/answer/{word}").decode()
+        agents.add(f"{_ROOM}/joined/{name}", 1)
+        return name
+    name, answered = uuid.uuid4().hex, dict[int, bytes]()
+    deadline = time.monotonic() + patience.total_seconds()
+    while (joined := agents.add(f"{_ROOM}/joined/{name}", 0)) < size - 1:
+        for other in range(1, size):
+            if not agents.check([f"{_ROOM}/asks/{other}"]):
+                continue
+            word_of_other = agents.get(f"{_ROOM}/asks/{other}")
+            if word_of_other != answered.get(other):  # perhaps that of a process before it: then it will ask anew
+                answered[other] = word_of_other
+                agents.set(f"{_ROOM}/answer/{word_of_other.decode()}", name)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{size - 1 - joined} of {size} processes have not come within {patience.seconds} s")
+        time.sleep(_PAUSE_S)
+    return name
+
+
+def odd_ones(said: Sequence[Hashable]) -> tuple[int, ...]:
+    """The ranks that say something else than most; all of them where no two agree, or two camps are of one size."""
+    (most, count), *others = Counter(said).most_common(2) if said else [(None, 0)]
+    if others and (count == 1 or others[0][1] == count):
+        return tuple(range(len(said)))
+    return tuple(rank for rank, one in enumerate(said) if one != most)

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from resilient_train.files import commit_text, read_json
-from resilient_train.ranks.majority import named
 from resilient_train.secrets import masked_tree
+from resilient_train.wording import rank_names
 
 _NAME = "hung.rank{}.json"
 _LOOK_S = 0.1
@@ -65,5 +65,5 @@ def told(noted: Sequence[Hung], size: int) -> str:
     silent = sorted(set(range(size)) - {one.rank for one in noted})
     at_fault = [f"rank {one.rank}: {one.evidence}" for one in noted if one.is_in_users_code]
     if silent and not at_fault:
-        at_fault.append(f"{named(silent)} gave no sign of life, and the others waited: {noted[0].evidence}")
+        at_fault.append(f"{rank_names(silent)} gave no sign of life, and the others waited: {noted[0].evidence}")
     return "; ".join(at_fault or [noted[0].evidence])

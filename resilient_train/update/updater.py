@@ -7,10 +7,12 @@ import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any, Protocol
 from zlib import crc32
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from resilient_train.errors import TrainError
@@ -287,3 +289,41 @@ def _digest_of_rates(settings: Settings) -> int:
 def _number(eps: Any) -> float | None:
     """An epsilon that a factor makes sense for: Adafactor's is a pair."""
     return eps if isinstance(eps, float) else None
+
+
+class Precision:
+    """Takes a model's forward out of Accelerate's autocast and puts it back."""
+
+    def __init__(self, model: nn.Module, mixed: str | None) -> None:
+        self._model: Any = model
+        self._prepared = model.forward
+        self._plain = getattr(model, "_original_forward", None) if mixed in ("fp16", "bf16") else None
+        self._is_higher = False
+
+    @property
+    def is_mixed(self) -> bool:
+        """Say whether there is a higher precision to go to."""
+        return self._plain is not None
+
+    def be(self, *, higher: bool) -> None:
+        """Compute the forwards from now on in full precision, or as prepared."""
+        if self._plain is not None and higher != self._is_higher:
+            self._is_higher = higher
+            self._model.forward = self._plain if higher else self._prepared
+
+
+def parameter_groups(model: nn.Module, *, no_decay: Sequence[str]) -> list[dict[str, Any]]:
+    """Split the trainable weights into those that decay and those that do not.
+
+    `no_decay` names the latter: `1d` stands for every weight with fewer than two dimensions (biases, norms); anything
+    else is a pattern over qualified names, such as `*.embedding.weight`.
+    """
+
+    def is_exempt(name: str, weight: nn.Parameter) -> bool:
+        return any((rule == "1d" and weight.ndim < 2) or fnmatch(name, rule) for rule in no_decay)
+
+    weights = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    exempt = [weight for name, weight in weights if is_exempt(name, weight)]
+    decayed = [weight for name, weight in weights if not is_exempt(name, weight)]
+    groups: list[dict[str, Any]] = [{"params": decayed}] if decayed else []
+    return groups + ([{"params": exempt, "weight_decay": 0.0}] if exempt else [])

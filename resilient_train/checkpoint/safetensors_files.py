@@ -1,9 +1,9 @@
-"""What each rank writes of a checkpoint whose tensors are spread over ranks, and how others read it back.
+"""The safetensors files of a checkpoint: written in pieces, as one file or as one share for each rank.
 
 checkpoints/step-00000400/share-00001-of-00004.safetensors
 
-holds what rank 1 of 4 has of each tensor, under its name in the tree; which part of the whole that is stands in the
-file's own header. A checkpoint of 4 ranks can so be read by any number, each of which reads what it needs.
+holds what rank 1 of 4 has of each sharded tensor, under its name in the tree; the file's header says which part of the
+full tensor that is. Any number of ranks can read such a checkpoint, and each reads only what it needs.
 """
 
 from __future__ import annotations
@@ -16,16 +16,68 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from resilient_train import files
-from resilient_train.checkpoint.safetensors_file import NAMES, chunks
 from resilient_train.errors import in_one_line
 from resilient_train.files import Written, commit_text, read_json, write_file
 from resilient_train.state.sharded import Box, Share, assembled, covers, local_part, sharding_of
+
+_PIECE = 2**22  # bytes: so much is hashed and written at a time, without Python's lock
+
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def chunks(
+    tensors: Mapping[str, torch.Tensor], told: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[bytes | memoryview]:
+    """Yield the bytes of a file: the length of its header, the header, and the tensors, the widest types first.
+
+    `told` is for people: words beside the names.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt", **told}}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in order:
+        data = _bytes(tensors[name])
+        for start in range(0, len(data), _PIECE):
+            yield data[start : start + _PIECE]
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    if flat.stride() != (1,):  # a single element counts as contiguous whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8).numpy().data.cast("B") if flat.numel() else memoryview(b"")
+
 
 _NAME = re.compile(r"share-(\d{5,})-of-(\d{5,})\.safetensors")
 _BOXES = "boxes"  # in the header of a file, beside its names
