@@ -710,7 +710,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"schedule": ReduceLROnPlateau(torch.optim.SGD(NOT_EMPTY.parameters()))}, "schedule: ReduceLROnPlateau follows"),
     ({"recovery": "balance"}, "recovery: .*balanced"),
     ({"recovery": {"ladders": {"default": [["rewnd"]]}}}, r"recovery.ladders.default\[0\]"),
-    ({"checks": "defualt"}, "checks=defualt is none of default"),
+    ({"checks": "defualt"}, r"checks=defualt: no such option; did you mean default\? There are"),
     ({"checks": 3}, "checks: expected the name of a set of checks, got int"),
     ({"clip": "tight"}, "clip: 'tight' is no number above 0"),
     ({"clip": 0}, "clip: 0 is no number above 0"),
