@@ -19,9 +19,8 @@ from resilient_train.passed import Leap, PassedUpdates
 from resilient_train.ranks.world import odd_ones
 from resilient_train.record.drills import made_by
 from resilient_train.record.incidents import IncidentBook, farewell, outcome_told, told
-from resilient_train.record.phases import DECIDE, DIAGNOSE, REMEDY, REWIND, Phases
 from resilient_train.record.quarantine import Quarantine
-from resilient_train.record.surroundings import Surroundings
+from resilient_train.record.surroundings import DECIDE, DIAGNOSE, REMEDY, REWIND, Phases, Surroundings
 from resilient_train.recover import digest
 from resilient_train.recover.causes import by_signal
 from resilient_train.recover.decide import decide

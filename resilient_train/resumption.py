@@ -11,7 +11,8 @@ from typing import Any
 from resilient_train.checkpoint.manifest import Damaged, Manifest
 from resilient_train.checkpoint.store import Entry, Saved, Store
 from resilient_train.errors import ConfigError, TrainError, unusable
-from resilient_train.record import endings, hangs
+from resilient_train.record import endings, notes
+from resilient_train.record.notes import Hung
 from resilient_train.record.progress import Doing, Progress
 from resilient_train.recovery import Treatment, Trouble
 from resilient_train.secrets import masked
@@ -211,11 +212,11 @@ class Resumption:
     def _hung(self) -> str:
         """What other ranks have noted of a hang that rank 0 could not tell of."""
         place = self.treatment.book.directory
-        noted = hangs.found(place) if place is not None else []
+        noted = notes.found(place, Hung) if place is not None else []
         if not noted or place is None:
             return ""
-        hangs.clear(place)
-        return hangs.told(noted, max(self.ward.world.size, noted[-1].rank + 1))
+        notes.clear(place, Hung)
+        return notes.who_hung(noted, max(self.ward.world.size, noted[-1].rank + 1))
 
     def _crash(self, step: int, skipped: tuple[int, int] | None, hung: str) -> Trouble:
         last = self.progress.last

@@ -321,7 +321,7 @@ def taken_up_at(run_dir: Path) -> list[int]:
     """The steps that starts after the first one began at, by the log of the run."""
     log = run_dir / "train.log"
     text = log.read_text() if log.exists() else ""
-    found = re.findall(r" INFO goes on from step (\d+)|(had no checkpoint yet: it begins at step 0)", text)
+    found = re.findall(r" INFO resumes from step (\d+)|(had no checkpoint yet: it begins at step 0)", text)
     return [int(step or 0) for step, _ in found]
 
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.left import Checkpoint
-from resilient_train.record.mending import still_open
-from resilient_train.record.story import Chapter, Phase, Story
+from resilient_train.record.endings import Checkpoint
+from resilient_train.record.story import Chapter, Phase, Story, open_advice
 from resilient_train.record.surroundings import Point
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import status_of
@@ -68,7 +67,7 @@ def story(*incidents: Incident, **changed: Any) -> Story:
         last_good=last_good,
         newest=last_good,
         best=Checkpoint(200, RUN / "best", "best", metrics={"loss": 2.261}),
-        advice=still_open(incidents),
+        advice=open_advice(incidents),
     )
     return replace(made, **changed)
 

@@ -222,7 +222,7 @@ def test_a_rank_that_decides_otherwise_ends_the_run_on_all(tmp_path: Path) -> No
     assert checkpoints(place / "run")
     done = launch(place, 2, *own)
     assert done.is_well, done
-    assert "goes on from step" in done.stdout
+    assert "resumes from step" in done.stdout
     found = summary(place / "run")
     assert (found["status"], found["steps"]) == ("completed", 60)
 

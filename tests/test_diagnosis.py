@@ -22,7 +22,7 @@ from resilient_train.app import incidents
 from resilient_train.diagnose.search import Search
 from resilient_train.errors import GaveUp
 from resilient_train.guard import Guard
-from resilient_train.record.mending import still_open
+from resilient_train.record.story import open_advice
 from resilient_train.types import Cause, Incident, Outcome, Signal
 from resilient_train.wording import told
 
@@ -156,7 +156,7 @@ def test_what_breaks_of_made_up_values_is_armored_and_not_accused(program: Modul
     assert follower is not None
     assert (follower.op, follower.line) == ("div", line("follows"))
     assert "put armor around div, " in told(second)
-    assert [one.text for one in still_open(guard.incidents)] == [first.diagnosis.advice]
+    assert [one.text for one in open_advice(guard.incidents)] == [first.diagnosis.advice]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way) or "plain")

@@ -341,7 +341,7 @@ def test_hours_are_enough(here: Path, run_command: command, monkeypatch: pytest.
     assert 5 <= steps < 20
     again = run_command([*own, f"run.steps={steps + 5}"])
     assert again.code == 0
-    assert f"goes on from step {steps}" in again.stdout
+    assert f"resumes from step {steps}" in again.stdout
 
 
 def sleeps(model: nn.Module, batch: Any) -> Tensor:

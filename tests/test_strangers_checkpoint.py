@@ -513,7 +513,7 @@ def test_nonsense_beside_a_good_state_does_no_harm(run_dir: Path, run_command: c
     """The run goes on from its newest checkpoint."""
     outcome = attacked(run_dir, run_command, HARMLESS[what])
     assert outcome.code == 0, outcome.stdout + outcome.stderr
-    assert "goes on from step 20" in outcome.stdout + outcome.stderr
+    assert "resumes from step 20" in outcome.stdout + outcome.stderr
     assert not damaged(run_dir)
 
 
@@ -669,7 +669,7 @@ def test_samples_without_end_that_ended_a_process_are_not_counted(run_dir: Path,
     attack = progress(7, 1, 20, 20, 0, 2**62)
     outcome = attacked(run_dir, run_command, attack)
     assert outcome.code == 0
-    assert "goes on from step 20" in outcome.stdout + outcome.stderr
+    assert "resumes from step 20" in outcome.stdout + outcome.stderr
 
 
 def test_samples_without_end_that_ended_two_processes_are_not_counted(run_dir: Path, run_command: command) -> None:

@@ -27,8 +27,8 @@ from resilient_train.guard import Guard
 from resilient_train.objective import Measured
 from resilient_train.ranks import sharding
 from resilient_train.ranks.world import World
+from resilient_train.record.endings import StepTimes
 from resilient_train.record.incidents import IncidentBook
-from resilient_train.record.summary import Tally
 from resilient_train.recover import policy
 from resilient_train.resumption import Resume
 from resilient_train.state.randomness import Purpose, mix, seed_all
@@ -57,7 +57,7 @@ class Run:
     has_begun: bool = False  # an update was made
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> StepTimes:
         """How long steps take."""
         return self.guard.chronicle.tally
 

@@ -30,7 +30,7 @@ from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_plain
 from resilient_train.ranks.launch import launched_rank
 from resilient_train.ranks.process_exit import as_seen_by_agent
-from resilient_train.record.endings import refused
+from resilient_train.record.endings import note_refusal
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
 
 _LAST_WORD_S = 2.0
@@ -184,7 +184,7 @@ def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
         print(f"error: {masked(str(told))}", file=sys.stderr)
         directory = _directory_of(told, overrides)
         if told.exit_code == 2 and directory is not None and "WORLD_SIZE" in os.environ:
-            refused(directory, told.exit_code, str(told))  # a launcher makes another code of it
+            note_refusal(directory, told.exit_code, str(told))  # a launcher makes another code of it
     return told.exit_code
 
 
