@@ -14,7 +14,7 @@ from resilient_train.diagnose.damage import lost_eps
 from resilient_train.diagnose.search import Refused
 from resilient_train.errors import GaveUp, RanksDiffer, TrainError, in_one_line
 from resilient_train.explanation import Explanation
-from resilient_train.numerics.armor import Armor, CannotArmor, Plate
+from resilient_train.numerics.armor import Armor, CannotArmor, PatchedLine
 from resilient_train.passed import Leap, PassedUpdates
 from resilient_train.ranks.world import odd_ones
 from resilient_train.record.drills import made_by
@@ -86,7 +86,7 @@ class Treatment:
             in_force = {
                 "skipped": self.ward.samples.passed_over(),
                 "quarantined": sorted(self.quarantined.rows),
-                "armor": [(plate.function, plate.text, plate.count, plate.op) for plate in self._armor.plates],
+                "armor": [(plate.function, plate.text, plate.count, plate.op) for plate in self._armor.lines],
                 "mends_eps": self.ward.updater.mends_eps,
             }
             self._decisions = digest.of_decisions(self.history.incidents, in_force)
@@ -286,7 +286,7 @@ class Treatment:
             "knobs": self.knobs.state_dict(),
             "skipped": [list(span) for span in self.ward.samples.passed_over()],
             "quarantined": sorted(self.quarantined.rows),
-            "armor": [asdict(plate) for plate in self._armor.plates],
+            "armor": [asdict(plate) for plate in self._armor.lines],
             "armored": sorted(map(list, self._armored)),
             "mends_eps": self.ward.updater.mends_eps,
             "micro_batch": self.micro_batch,
@@ -308,7 +308,7 @@ class Treatment:
             self.knobs.load_state_dict(remedies["knobs"])
             for start, stop in remedies["skipped"]:
                 self.ward.samples.skip(int(start), int(stop))
-            plates = [Plate(**plate) for plate in remedies["armor"]]
+            plates = [PatchedLine(**plate) for plate in remedies["armor"]]
             self._armored |= {(str(file), int(line), str(op)) for file, line, op in remedies["armored"]}
             usual, micro = remedies["usual_norm"], remedies["micro_batch"]
             self.micro_batch = None if micro is None else int(micro)
@@ -353,9 +353,9 @@ class Treatment:
         self.ward.samples.skip(start, stop)
         self.book.in_force(self.remedies())
 
-    def _wear(self, plate: Plate) -> None:
+    def _wear(self, plate: PatchedLine) -> None:
         try:
-            worn = self._armor.put_on_again(plate)
+            worn = self._armor.add_again(plate)
         except CannotArmor as why:
             log.warning("no armor around `%s` at %s:%d any more: %s", plate.op, plate.file, plate.line, why)
             return
@@ -366,7 +366,7 @@ class Treatment:
 
     def disarm(self) -> None:
         """Give the user's code back as it was: another run of this process is to find its own faults."""
-        self._armor.take_off()
+        self._armor.remove()
 
     def finish(self) -> None:
         """The run has come to its end: what is open has recovered where the loss is back, or none was to come back."""
@@ -465,7 +465,7 @@ class Treatment:
         assert culprit is not None
         where = (culprit.file, culprit.line, culprit.op)
         self._armored.add(where)
-        self._armor.put_on(*where)
+        self._armor.add(*where)
         self.ward.panel.armored()
         if self.ward.search is not None:
             self.ward.search.armored.add(where)
@@ -490,7 +490,7 @@ class Treatment:
             # Where armor makes values up, what is out of range at the beginning tells nothing about the rate.
             at_start=max(anomaly.since, reference.step if reference else 0) < _BEGINNING
             and [held.step for held in proven] == [0]
-            and not self._armor.plates,
+            and not self._armor.lines,
             mixed_precision=ward.precision.is_mixed,
             loss_scaler=ward.updater.scaler is not None,
             rows=ward.samples.rows,

@@ -201,11 +201,11 @@ def test_what_breaks_of_made_up_values_is_told_from_what_breaks_of_itself(does: 
     """A consequence knows the armored operation that it comes of; what has nothing to do with it does not."""
     worn = HERE, line_of(does, "# in armor"), "exp" if follows == "exp" else "sqrt"
     armor = Armor()
-    armor.put_on(*worn)
+    armor.add(*worn)
     try:
         found = born(does, armored=[worn])
     finally:
-        armor.take_off()
+        armor.remove()
     assert found is not None
     assert found.line is not None
     assert (found.op, found.line.line) == (op, line_of(does, "# breaks"))

@@ -27,7 +27,7 @@ from resilient_train.app.status import status_of
 from resilient_train.checkpoint.manifest import MANIFEST, WEIGHTS, Damaged
 from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE, load_tree, save_tree
-from resilient_train.numerics.armor.suit import Plate
+from resilient_train.numerics.armor import PatchedLine
 from resilient_train.record.incidents import INCIDENTS, IncidentBook
 from resilient_train.record.journal import seal as sealed_line
 from resilient_train.state.mismatch import explain_mismatch
@@ -206,7 +206,7 @@ def header(text: str, length: int | None = None) -> Callable[[Path], bytes]:
 
 
 def plate(**fields: Any) -> Attack:
-    good = asdict(Plate("/etc/passwd", "main", "x = 1", 0, 1, "log"))
+    good = asdict(PatchedLine("/etc/passwd", "main", "x = 1", 0, 1, "log"))
     return remedies(armor=[{**good, **fields}])
 
 

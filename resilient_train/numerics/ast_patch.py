@@ -1,7 +1,7 @@
 """Where a line calls us instead of its operation: the user's source, parsed, with some of its nodes replaced.
 
-Only the copy that is compiled changes, never the file. Names of what is called are made so that what they stand for can
-be made from them: `__armor_method_log__`.
+Only the copy that is compiled changes, never the file. The names that it calls say what they stand for:
+`__armor_method_of_log__`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from resilient_train.numerics.armor import stand_ins
-from resilient_train.numerics.armor.errors import CannotArmor
-from resilient_train.numerics.armor.names import computes, family, is_pointwise, torchs_name
+from resilient_train.numerics import replacements
+from resilient_train.numerics.operations import computes, family, is_pointwise, torchs_name
 
 PREFIX = "__armor_"
 
@@ -32,65 +31,65 @@ _LOOK_AT_THEIR_CALLER = {"super", "locals", "globals", "vars", "dir", "eval", "e
 Node = ast.Call | ast.BinOp | ast.AugAssign
 
 
+class CannotArmor(Exception):
+    """The line cannot be patched. The message says why, in one line for a person."""
+
+
 @dataclass(frozen=True, slots=True)
-class Seam:
+class Target:
     """A line and an operation, as `torch` names the function."""
 
     line: int
     op: str
 
 
-def stand_in(name: str) -> Callable[..., Any]:
-    """Return what the code calls by one of the names that `sew` put into it."""
+def replacement(name: str) -> Callable[..., Any]:
+    """Return what the code calls by one of the names that `patch` put into it."""
     form, _, of = name.removeprefix(PREFIX).removesuffix("__").partition("_of_")
-    return stand_ins.FORMS[form](of) if of else stand_ins.armored_call
+    return replacements.FORMS[form](of) if of else replacements.armored_call
 
 
-def sew(tree: ast.Module, seams: set[Seam], names: dict[str, Any]) -> None:
-    """Replace the guilty nodes of a module; its globals tell what `ln` is after `from torch import log as ln`."""
+def patch(tree: ast.Module, targets: set[Target], names: dict[str, Any]) -> None:
+    """Replace the guilty nodes of a module; its globals say what `ln` is after `from torch import log as ln`."""
     chosen: dict[ast.AST, None] = {}
-    for seam in seams:
-        chosen.update(dict.fromkeys(guilty(tree, seam, names)))
-    _Needle(set(chosen), names).visit(tree)
+    for target in targets:
+        chosen.update(dict.fromkeys(_guilty(tree, target, names)))
+    _Rewriter(set(chosen), names).visit(tree)
 
 
-def guilty(tree: ast.Module, seam: Seam, names: dict[str, Any]) -> list[Node]:
+def _guilty(tree: ast.Module, target: Target, names: dict[str, Any]) -> list[Node]:
     """Return the nodes that may have called an operation at a line.
 
     Those that name the operation, else all that compute anything: then it was called somewhere within torch.
     """
-    nodes = [node for node in ast.walk(tree) if isinstance(node, Node) and _covers(node, seam.line)]
-    by_name = [node for node in nodes if seam.op and family(seam.op) in _families(node, names)]
-    found = _nearest(by_name, seam.line) or _nearest([node for node in nodes if _may_compute(node)], seam.line)
+    nodes = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, Node) and node.lineno <= target.line <= (node.end_lineno or node.lineno)
+    ]
+    by_name = [node for node in nodes if target.op and family(target.op) in _families(node, names)]
+    found = _nearest(by_name, target.line) or _nearest([one for one in nodes if _may_compute(one)], target.line)
     if not found:
-        raise CannotArmor(f"nothing is computed in line {seam.line}")
+        raise CannotArmor(f"nothing is computed in line {target.line}")
     in_place = {node for node in found if isinstance(node, ast.AugAssign) and not _is_simple(node.target)}
     for node in in_place:
         if by_name or len(found) == 1:
-            target = ast.unparse(node.target)
-            raise CannotArmor(f"line {seam.line} changes `{target}` in place, which cannot be evaluated twice")
+            changed = ast.unparse(node.target)
+            raise CannotArmor(f"line {target.line} changes `{changed}` in place, which cannot be evaluated twice")
     return [node for node in found if node not in in_place]
 
 
 def _nearest(nodes: list[Node], line: int) -> list[Node]:
-    """Of those that cover a line, take those that a traceback would show there, else the innermost ones."""
+    """Of the nodes that cover a line, return those that a traceback would show there, else the innermost ones."""
     there = [node for node in nodes if line in (node.lineno, _line_in_traceback(node))]
     if there or not nodes:
         return there
-    least = min(_height(node) for node in nodes)
-    return [node for node in nodes if _height(node) == least]
-
-
-def _covers(node: Node, line: int) -> bool:
-    return node.lineno <= line <= (node.end_lineno or node.lineno)
-
-
-def _height(node: Node) -> int:
-    return (node.end_lineno or node.lineno) - node.lineno
+    heights = [(node.end_lineno or node.lineno) - node.lineno for node in nodes]
+    return [node for node, height in zip(nodes, heights, strict=True) if height == min(heights)]
 
 
 def _line_in_traceback(node: Node) -> int:
-    """The line of a call of a method is that of the method's name, if nothing is unpacked into its arguments."""
+    """The line of a method call is that of the method's name, unless something is unpacked into its arguments."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         unpacks = any(isinstance(one, ast.Starred) for one in node.args) or any(not one.arg for one in node.keywords)
         return node.lineno if unpacks else node.func.end_lineno or node.lineno
@@ -120,14 +119,14 @@ def _may_compute(node: Node) -> bool:
 
 
 def _is_simple(target: ast.expr) -> bool:
-    """Say whether it does no harm to evaluate something twice, to read it and to write it."""
+    """Say whether an expression can be evaluated twice, to read it and to write it."""
     simple = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Slice, ast.Tuple, ast.UnaryOp)
     parts = (ast.expr_context, ast.unaryop)
     return all(isinstance(node, (*simple, *parts)) for node in ast.walk(target))
 
 
-class _Needle(ast.NodeTransformer):
-    """Replaces nodes, at the places where they are, so that tracebacks stay what they were."""
+class _Rewriter(ast.NodeTransformer):
+    """Replaces nodes at the places where they are, so that tracebacks stay what they were."""
 
     def __init__(self, chosen: set[ast.AST], names: dict[str, Any]) -> None:
         self.chosen, self.names = chosen, names
@@ -145,7 +144,7 @@ class _Needle(ast.NodeTransformer):
             name, first = f"method_of_{function.attr}", function.value
         else:
             name, first = "call", function
-        call = ast.copy_location(_called(name, [first, *node.args], node.keywords, node), node)
+        call = _called(name, [first, *node.args], node.keywords, node)
         if isinstance(function, ast.Attribute) and line != node.lineno:
             call.lineno, call.col_offset = line, (function.end_col_offset or 0) - len(function.attr)
         return call
@@ -160,8 +159,10 @@ class _Needle(ast.NodeTransformer):
         self.generic_visit(node)
         if node not in self.chosen:
             return node
-        name = f"in_place_of_{_OPERATORS[type(node.op)]}"
-        value = _called(name, [_loaded(node.target), node.value], [], node)
+        read = ast.parse(ast.unparse(node.target), mode="eval").body
+        for part in ast.walk(read):
+            ast.copy_location(part, node.target)
+        value = _called(f"in_place_of_{_OPERATORS[type(node.op)]}", [read, node.value], [], node)
         return ast.copy_location(ast.Assign([node.target], value), node)
 
 
@@ -174,7 +175,7 @@ def _inside_a_logarithm(node: ast.Call, names: dict[str, Any]) -> ast.Call | Non
     if len(node.args) != of_torch:
         return None
     inner = node.args[0] if of_torch else owner
-    if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr in stand_ins.IN_ONE:
+    if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr in replacements.IN_ONE:
         return inner
     return None
 
@@ -184,14 +185,6 @@ def _is_special(function: ast.Attribute) -> bool:
     owner = function.value
     is_super = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super"
     return is_super or function.attr.startswith("__")
-
-
-def _loaded(target: ast.expr) -> ast.expr:
-    """The same expression, read instead of written."""
-    source = ast.parse(ast.unparse(target), mode="eval").body
-    for node in ast.walk(source):
-        ast.copy_location(node, target)
-    return source
 
 
 def _called(name: str, arguments: list[ast.expr], keywords: list[ast.keyword], at: ast.AST) -> ast.Call:
