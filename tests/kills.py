@@ -193,7 +193,7 @@ def _note_writings() -> None:
     """
     from resilient_train.checkpoint.writer import Writer
 
-    offer, heard = Writer.offer, Writer.heard
+    offer, heard = Writer.offer, Writer.next_outcome
 
     def note(writer: Any, what: str) -> None:
         run_dir = writer._store.path.parent
@@ -210,7 +210,7 @@ def _note_writings() -> None:
             note(writer, f"heard {outcome.job.step}")
         return outcome
 
-    Writer.offer, Writer.heard = noting_offer, noting_heard  # type: ignore[assignment,method-assign]
+    Writer.offer, Writer.next_outcome = noting_offer, noting_heard  # type: ignore[assignment,method-assign]
 
 
 # ------------------------------------------------------------------------------------------------------------- striking

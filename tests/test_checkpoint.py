@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,7 @@ def test_marking_changes_the_kind_and_nothing_else(store: Store, kind: str) -> N
     entry = write(store, 7)
     assert entry.manifest is not None
     marked = store.mark(entry, kind)
-    assert manifests.verify(entry.path) == marked.manifest == entry.manifest.of_kind(kind)
+    assert manifests.verify(entry.path) == marked.manifest == replace(entry.manifest, kind=kind)
     assert (newest(store) == 7) == (kind != DEMOTED)
 
 
@@ -238,7 +239,7 @@ def test_the_writer_writes_and_prunes_behind_it(store: Store) -> None:
         assert one.is_free
         one.offer(job(step, partial(write, store, step)))
         assert one.wait(200)
-    outcomes = [one.heard() for _ in range(4)]
+    outcomes = [one.next_outcome() for _ in range(4)]
     assert [outcome and outcome.job.step for outcome in outcomes] == [1, 2, 3, None]
     assert steps(store) == [3]
     for thread in [thread for thread in threading.enumerate() if thread.name == "checkpoint-writer"]:

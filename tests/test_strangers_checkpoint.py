@@ -26,7 +26,7 @@ from sealed import CPU, FILES, seal, weights, write
 from resilient_train.app.status import status_of
 from resilient_train.checkpoint.manifest import MANIFEST, WEIGHTS, Damaged
 from resilient_train.checkpoint.store import Entry, Store
-from resilient_train.checkpoint.tree_files import TENSORS, TREE, load_tree, save_tree
+from resilient_train.checkpoint.tree_files import TENSORS, TREE, SerializedTree, load_tree
 from resilient_train.numerics.armor import PatchedLine
 from resilient_train.record.incidents import INCIDENTS, IncidentBook
 from resilient_train.record.journal import seal as sealed_line
@@ -93,7 +93,7 @@ def tree(change: Callable[[Any], Any]) -> Attack:
         content = load_tree(newest)
         changed = change(content)
         (made := run_dir.parent / "made").mkdir()  # what was read may still lie in the files
-        save_tree(made, content if changed is None else changed)
+        SerializedTree(content if changed is None else changed).write(made)
         for file in made.iterdir():
             file.replace(newest / file.name)
         seal(newest)
