@@ -28,7 +28,7 @@ from safetensors import safe_open
 from resilient_train import files
 from resilient_train.errors import in_one_line
 from resilient_train.files import Written, commit_text, read_json, write_file
-from resilient_train.state.sharded import Box, Share, assembled, covers, local_part, sharding_of
+from resilient_train.state.sharded import Box, assembled, covers, local_part, sharding_of
 
 NAMES = {
     torch.float64: "F64",
@@ -109,7 +109,7 @@ def write_share(directory: Path, shared: SharedWrite, plan: Callable[[], Mapping
         while not directory.is_dir():
             _pause(shared, deadline, f"{directory}: rank 0 has not begun")
         mine = {name: one for name, one in plan().items() if _is_mine(one)}
-        boxes = json.dumps({name: _sharding(one).box() for name, one in mine.items()})
+        boxes = json.dumps({name: sharding_of(one).box() for name, one in mine.items()})
         tensors = {name: local_part(one) for name, one in mine.items()}
         written = write_file(path, chunks(tensors, {_BOXES: boxes}))
         commit_text(note, json.dumps({"bytes": written.size, "sha256": written.sha256}))
@@ -205,13 +205,9 @@ def _reader(file: Any, name: str) -> Callable[[Box], torch.Tensor]:
 
 def _is_mine(one: Any) -> bool:
     """Say whether this rank is to write a share: it is not empty, and of equal ones it has the first."""
-    sharding = _sharding(one)
+    sharding = sharding_of(one)
     pairs = zip(sharding.mesh.get_coordinate() or (), sharding.placements, strict=True)
     return local_part(one).numel() > 0 and not any(at for at, placement in pairs if placement.is_replicate())
-
-
-def _sharding(one: Any) -> Any:
-    return one.spread if isinstance(one, Share) else sharding_of(one)
 
 
 def _pause(shared: SharedWrite, deadline: float, why: str) -> None:

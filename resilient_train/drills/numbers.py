@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+
+from resilient_train.state.tree import rebuilt
 
 Change = Callable[[Any], Any]
 
 
 def changed(tree: Any, change: Change) -> Any:
     """Put every tensor, array and number of floating point through `change`; containers are copied on the way."""
-    if _is_floating(tree):
-        return change(tree)
-    if isinstance(tree, MutableMapping):
-        twin: Any = copy.copy(tree)  # a BatchEncoding stays one
-        for key, value in tree.items():
-            twin[key] = changed(value, change)
-        return twin
-    if isinstance(tree, Mapping):
-        return {key: changed(value, change) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [changed(value, change) for value in tree]
-    if isinstance(tree, tuple):
-        values = [changed(value, change) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        twin = copy.copy(tree)
-        for field in dataclasses.fields(tree):
-            object.__setattr__(twin, field.name, changed(getattr(tree, field.name), change))  # frozen or not
-        return twin
-    return tree
+
+    def visit(leaf: Any) -> Any:
+        if _is_floating(leaf):
+            return change(leaf)
+        if isinstance(leaf, Mapping):
+            return {key: changed(value, change) for key, value in leaf.items()}
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            twin = copy.copy(leaf)
+            for field in dataclasses.fields(leaf):
+                object.__setattr__(twin, field.name, changed(getattr(leaf, field.name), change))  # frozen or not
+            return twin
+        return leaf
+
+    return rebuilt(tree, visit)
 
 
 def holds_floats(tree: Any) -> bool:

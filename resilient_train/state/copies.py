@@ -4,42 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from operator import is_
 
 import torch
 from torch import nn
 
-from resilient_train.state.tree import copy_into, original_device, pinned
+from resilient_train.state.tree import copy_into, fits, pinned
 
 _BIG = 2**16  # bytes: less is not worth a stream of its own
+
+
+def room(
+    sources: list[torch.Tensor], old: list[torch.Tensor], empty: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Memory for copies of `sources`: tensors of `old`, which are not used any more, where they fit."""
+    return [
+        one if one is not None and fits(one, source) else empty(source)
+        for source, one in zip_longest(sources, old[: len(sources)])
+    ]
 
 
 class Copier:
     """Copies from where a run is to where its snapshots are.
 
-    On an accelerator that is pinned host memory. What nothing but an optimizer changes, and is big, is copied on a
-    stream of its own beside the next forward; the rest, which a forward or the loop may change at any moment, first
-    and on the stream that everything else runs on.
+    On an accelerator that is pinned host memory. What only an optimizer changes, and is big, is copied on a stream of
+    its own during the next forward; the rest, which a forward or the loop may change at any moment, first and on the
+    stream that everything else runs on.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None  # recorded after the newest copy
-        self._is_awaited = True
-        self._sources: list[torch.Tensor] = []  # held: their memory must not go to others while it is being read
-
-    def room(self, sources: list[torch.Tensor], old: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Memory for copies of `sources`: tensors of `old`, which nobody needs any more, where they fit."""
-        fitting: list[torch.Tensor] = []
-        on_host = self._stream is None
-        for source, one in zip(sources, old, strict=False):
-            fits = (
-                one.shape == source.shape
-                and one.dtype is source.dtype
-                and (on_host or original_device(one) == source.device)
-            )
-            fitting.append(one if fits else self.empty(source))
-        return fitting + [self.empty(source) for source in sources[len(fitting) :]]
+        self._sources: list[torch.Tensor] = []  # being read on that stream: their memory must not go to others
 
     def empty(self, source: torch.Tensor) -> torch.Tensor:
         """Memory for a copy of one tensor."""
@@ -51,22 +48,21 @@ class Copier:
             copy_into(targets, sources)
             return
         self.before_change()
-        beside = [place for place in range(trained) if sources[place].is_cuda and sources[place].nbytes >= _BIG]
-        at_once = sorted(set(range(len(sources))) - set(beside))
-        _enqueue([targets[place] for place in at_once], [sources[place] for place in at_once])
+        later = [place for place in range(trained) if sources[place].is_cuda and sources[place].nbytes >= _BIG]
+        at_once = sorted(set(range(len(sources))) - set(later))
+        copy_into([targets[place] for place in at_once], [sources[place] for place in at_once], non_blocking=True)
         self._stream.wait_stream(torch.cuda.current_stream())
-        self._sources = [sources[place].detach() for place in beside]  # a weight may be given other memory
+        self._sources = [sources[place].detach() for place in later]  # a weight may be given other memory
         with torch.cuda.stream(self._stream):
-            _enqueue([targets[place] for place in beside], self._sources)
+            copy_into([targets[place] for place in later], self._sources, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
-        self._is_awaited = False
 
     def before_change(self) -> None:
-        """Let the device finish copying before the weights change; the host goes on."""
-        if self._copied is not None and not self._is_awaited:
+        """Let the device finish copying before the weights change; the host does not wait."""
+        if self._sources:
+            assert self._copied is not None
             torch.cuda.current_stream().wait_event(self._copied)
-            self._is_awaited = True
             self._sources = []
 
     def wait(self) -> None:
@@ -74,12 +70,6 @@ class Copier:
         if self._copied is not None:
             self._copied.synchronize()
         self.before_change()
-
-
-@torch.no_grad()
-def _enqueue(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 @dataclass
@@ -140,7 +130,7 @@ class Frozen:
         return list(self._shared)
 
     def restored(self) -> None:
-        """Take note that a snapshot was written over the weights: new versions, and no news of their contents."""
+        """Take note that a snapshot was written over the weights: new versions, the same contents."""
         for one in self._shared.values():
             one.version = one.weight._version
 
@@ -237,11 +227,7 @@ class Backups:
         old = self._spare.pop() if self._spare else _NOTHING
         if old.shapes == shapes and all(map(is_, old.live, live)):
             return old.copies
-        room: list[torch.Tensor] = []
-        for place, one in enumerate(live):
-            fits = place < len(old.copies) and _alike(old.copies[place], one)
-            room.append(old.copies[place] if fits else torch.empty_like(one))
-        return room
+        return room(live, old.copies, torch.empty_like)
 
     def _scale(self) -> list[torch.Tensor]:
         """Of the loss scale: nothing before its first use."""
@@ -249,7 +235,3 @@ class Backups:
         if scaler is None or scaler._scale is None or scaler._growth_tracker is None:
             return []
         return [scaler._scale, scaler._growth_tracker]
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

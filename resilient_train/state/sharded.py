@@ -1,11 +1,11 @@
-"""Tensors that are spread over ranks: the share of each that this process holds, and where it lies in the whole."""
+"""Tensors that are sharded over ranks: the part of each that this process holds, and where it lies in the whole."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,7 +14,7 @@ Box = tuple[tuple[int, int], ...]  # of a tensor, along each of its axes: from, 
 
 
 class Sharding(NamedTuple):
-    """How a tensor is dealt out over the ranks."""
+    """How a tensor is distributed over the ranks."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -29,7 +29,7 @@ class Sharding(NamedTuple):
         return tuple((start, start + size) for start, size in zip(offsets, sizes, strict=True))
 
     def joined(self, local: torch.Tensor) -> torch.Tensor:
-        """Make this rank's share a part of the whole again."""
+        """Return the DTensor of which `local` is this rank's part."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -42,19 +42,19 @@ class Share:
     """A copy of what this rank holds of a tensor."""
 
     local: torch.Tensor
-    spread: Sharding
+    sharding: Sharding
 
     @property
     def shape(self) -> torch.Size:
-        return self.spread.shape
+        return self.sharding.shape
 
     @property
     def dtype(self) -> torch.dtype:
         return self.local.dtype
 
 
-class Whole(Protocol):
-    """A tensor that is not here yet: of a checkpoint that each of several ranks has written its share of."""
+class Unread(Protocol):
+    """A tensor in a checkpoint that several ranks have written, each its own part; not read yet."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -64,7 +64,7 @@ class Whole(Protocol):
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Say whether this rank holds a share of it only. Asked without loading what makes such tensors."""
+    """Say whether this rank holds a part of it only. Does not import torch.distributed.tensor."""
     return hasattr(tensor, "to_local")
 
 
@@ -75,7 +75,9 @@ def own_class(module: torch.nn.Module) -> type:
 
 
 def sharding_of(tensor: Any) -> Sharding:
-    """How a tensor that `is_sharded` is dealt out."""
+    """How a Share, or a tensor that `is_sharded`, is distributed."""
+    if isinstance(tensor, Share):
+        return tensor.sharding
     return Sharding(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tuple(tensor.stride()))
 
 
@@ -83,9 +85,9 @@ def largest_share(tensor: torch.Tensor) -> int:
     """How many numbers of a tensor a rank holds at most: the same on all of them, also where the last has fewer."""
     if not is_sharded(tensor):
         return tensor.numel()
-    spread = sharding_of(tensor)
-    sizes = list(spread.shape)
-    for ranks, placement in zip(spread.mesh.shape, spread.placements, strict=True):
+    sharding = sharding_of(tensor)
+    sizes = list(sharding.shape)
+    for ranks, placement in zip(sharding.mesh.shape, sharding.placements, strict=True):
         if placement.is_shard():
             sizes[placement.dim] = -(-sizes[placement.dim] // ranks)
     return math.prod(sizes)
@@ -102,33 +104,32 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, gathered from all ranks, each of which has to ask."""
+    """All of a tensor, gathered from all ranks, each of which has to call this."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
         return tensor.detach().full_tensor()  # type: ignore[attr-defined,no-any-return]
 
 
-def reshard(saved: torch.Tensor | Whole, like: Any) -> Any:
-    """Give a tensor from outside the form of one of this run, be that spread over other ranks or over none."""
+def reshard(saved: torch.Tensor | Unread, like: Any) -> Any:
+    """Shard a loaded tensor as one of this run is, over other ranks than it was or over none."""
     if like is None or not is_sharded(like):
-        return saved if isinstance(saved, torch.Tensor) else saved.read(_everything(saved.shape))
-    spread = sharding_of(like)
-    box = spread.box()
+        return saved if isinstance(saved, torch.Tensor) else saved.read(tuple((0, size) for size in saved.shape))
+    sharding = sharding_of(like)
+    box = sharding.box()
     if not isinstance(saved, torch.Tensor):
-        return Share(saved.read(box), spread)
-    local = saved[tuple(slice(*span) for span in box)].clone()
+        return Share(saved.read(box), sharding)
+    local = saved[_slices(box)].clone()
     if (home := getattr(saved, "home", None)) is not None:
         local.home = home  # type: ignore[attr-defined]
-    return Share(local, spread)
+    return Share(local, sharding)
 
 
 def assembled(box: Box, pieces: Sequence[tuple[Box, Callable[[Box], torch.Tensor]]], empty: torch.Tensor) -> None:
     """Fill `empty`, which is to hold `box` of the whole, from pieces that hold other boxes of it."""
     for there, read in pieces:
-        shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, there, strict=True))
-        if all(start < end for start, end in shared):
-            empty[_within(shared, box)] = read(tuple(_moved(shared, there)))
+        if (shared := _overlap(box, there)) is not None:
+            empty[_slices(_relative(shared, box))] = read(_relative(shared, there))
 
 
 def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
@@ -138,29 +139,23 @@ def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
             0 <= start <= end <= size for (start, end), size in zip(box, shape, strict=True)
         ):
             return False
-    full = sorted(box for box in boxes if _count(box))
-    if sum(map(_count, full)) != _count(_everything(shape)):
+    sizes = {box: math.prod(end - start for start, end in box) for box in boxes}
+    full = sorted(box for box in boxes if sizes[box])
+    if sum(sizes[box] for box in full) != math.prod(shape):
         return False
-    if len({tuple(box[1:]) for box in full}) <= 1:  # cut along the first axis, as a rule: thousands of ranks may be
-        return all(one[0][1] <= other[0][0] for one, other in pairwise(full)) or len(full) < 2
-    return all(not _overlap(one, other) for at, one in enumerate(full) for other in full[:at])
+    if len({box[1:] for box in full}) <= 1:  # cut along the first axis, as a rule: there may be thousands of ranks
+        return all(one[0][1] <= other[0][0] for one, other in pairwise(full))
+    return all(_overlap(one, other) is None for one, other in combinations(full, 2))
 
 
-def _everything(shape: Sequence[int]) -> Box:
-    return tuple((0, size) for size in shape)
+def _overlap(one: Box, other: Box) -> Box | None:
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return shared if all(start < end for start, end in shared) else None
 
 
-def _count(box: Box) -> int:
-    return math.prod(end - start for start, end in box)
+def _relative(box: Box, origin: Box) -> Box:
+    return tuple((start - at, end - at) for (start, end), (at, _) in zip(box, origin, strict=True))
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
-
-
-def _moved(box: Box, origin: Box) -> list[tuple[int, int]]:
-    return [(start - at, end - at) for (start, end), (at, _) in zip(box, origin, strict=True)]
-
-
-def _within(box: Box, origin: Box) -> tuple[slice, ...]:
-    return tuple(slice(*span) for span in _moved(box, origin))
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in box)
