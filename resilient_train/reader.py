@@ -99,11 +99,11 @@ def checked(key: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
     return taken
 
 
-def option(group: str, name: str) -> Any:
+def option(group: str, name: str, hint: str = "") -> Any:
     """Read the file of an option in `conf/`, on top of the one that its `defaults` name, as Hydra does."""
     names = sorted(file.stem for file in (conf() / group).glob("*.yaml"))
     if name not in names:
-        raise no_such("option", name, names, at=group, value=name)
+        raise no_such("option", name, names, at=group, value=name, hint=hint)
     tree = yaml.safe_load((conf() / group / f"{name}.yaml").read_text(encoding="utf-8"))
     for base in tree.pop("defaults", ()):
         tree = _merged(option(group, base), tree) if base != "_self_" else tree

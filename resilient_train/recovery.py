@@ -21,13 +21,12 @@ from resilient_train.record.drills import made_by
 from resilient_train.record.incidents import IncidentBook, farewell, outcome_told, told
 from resilient_train.record.quarantine import Quarantine
 from resilient_train.record.surroundings import DECIDE, DIAGNOSE, REMEDY, REWIND, Phases, Surroundings
-from resilient_train.recover import digest
 from resilient_train.recover.causes import by_signal
-from resilient_train.recover.decide import decide
+from resilient_train.recover.decide import decide, decisions_digest, update_digest
 from resilient_train.recover.history import History
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import Applicable, PutOnArmor, passes_over, remedy
+from resilient_train.recover.remedies import PatchOperation, RunFacts, passes_over, remedy
 from resilient_train.secrets import masked_tree
 from resilient_train.state.ring import Held
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
@@ -89,9 +88,9 @@ class Treatment:
                 "armor": [(plate.function, plate.text, plate.count, plate.op) for plate in self._armor.lines],
                 "mends_eps": self.ward.updater.mends_eps,
             }
-            self._decisions = digest.of_decisions(self.history.incidents, in_force)
+            self._decisions = decisions_digest(self.history.incidents, in_force)
         clock, samples = self.ward.clock, self.ward.slicing.samples
-        return digest.of_update(self._decisions, clock.step, clock.tick, start, samples, self.knobs.values)
+        return update_digest(self._decisions, clock.step, clock.tick, start, samples, self.knobs.values)
 
     def heard(self, vitals: Vitals) -> None:
         """Note an update that was attempted, in case it is to blame for something later."""
@@ -199,7 +198,7 @@ class Treatment:
             return  # a rewind makes the same updates again, to the last bit
         if anomaly.is_in_weights:
             rungs = self.policy.ladder(diagnosis.cause)  # where one of them does more, alarms lead there
-            is_all = all(passes_over(one.action for one in rung.remedies) for rung in rungs)
+            is_all = all(passes_over(one.action for one in rung.do) for rung in rungs)
             is_reported = is_all and bool(actions) and passes_over(actions)
             panel.hold(anomaly.since, reached(anomaly), is_only_reported=is_reported)
             if panel.probation.is_open:
@@ -482,10 +481,10 @@ class Treatment:
 
     # How it is done.
 
-    def _applicable(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> Applicable:
+    def _applicable(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> RunFacts:
         ward = self.ward
         proven, reference = ward.ring.proven(anomaly.since), ward.panel.probation.reference
-        return Applicable(
+        return RunFacts(
             snapshots=self._snapshots(proven, anomaly.since),
             # Where armor makes values up, what is out of range at the beginning tells nothing about the rate.
             at_start=max(anomaly.since, reference.step if reference else 0) < _BEGINNING
@@ -515,7 +514,7 @@ class Treatment:
         if culprit is None or not culprit.line or not diagnosis.mendable:
             return False
         rungs = self.policy.ladder(diagnosis.cause)
-        if all(one.action.remedy != PutOnArmor.name for rung in rungs for one in rung.remedies):
+        if all(one.action.remedy != PatchOperation.name for rung in rungs for one in rung.do):
             return False
         where = (culprit.file, culprit.line, culprit.op)
         if where in self._armored:

@@ -14,7 +14,7 @@ from group import launch, together
 from kills import checkpoints, incidents, summary
 
 from resilient_train.ranks.world import odd_ones
-from resilient_train.recover import digest
+from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.update.agreement import DIGESTS, Agreement, Flag
@@ -142,7 +142,7 @@ ALIKE: dict[str, Any] = {"decisions": 5, "step": 7, "tick": 9, "start": 64, "sam
 )
 def test_the_digest_of_an_update_tells_what_is_not_alike(other: dict[str, Any]) -> None:
     """Each of the things that ranks have to agree on changes it; it is exact in float32."""
-    mine, its = digest.of_update(**ALIKE), digest.of_update(**{**ALIKE, **other})
+    mine, its = update_digest(**ALIKE), update_digest(**{**ALIKE, **other})
     assert mine != its
     assert all(float(torch.tensor(float(one))) == one < DIGESTS for one in (mine, its))
 
@@ -170,8 +170,8 @@ def test_the_digest_of_decisions_tells_what_was_decided(
     incidents: list[Incident], in_force: dict[str, Any], same: bool
 ) -> None:
     """What was done about what, and what is in force; not what only one rank can know."""
-    mine = digest.of_decisions([incident()], {"skipped": [(8, 16)]})
-    assert (digest.of_decisions(incidents, in_force) == mine) is same
+    mine = decisions_digest([incident()], {"skipped": [(8, 16)]})
+    assert (decisions_digest(incidents, in_force) == mine) is same
 
 
 @pytest.mark.parametrize(

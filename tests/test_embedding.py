@@ -727,7 +727,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"verify_after": math.nan}, "verify_after=nan: must be a finite number"),
     ({"seed": math.nan}, "seed=nan: must be a finite number"),
     ({"recovery": {"ladders": {"default": []}, "budget": {"share": math.nan}}}, r"recovery\.budget\.share=nan"),
-    ({"recovery": {"ladders": {"default": [["json.dumps"]]}}}, "json.dumps is not a remedy: it is a function"),
+    ({"recovery": {"ladders": {"default": [["json.dumps"]]}}}, "json.dumps: is not a remedy: it is a function"),
 ]
 
 

@@ -18,7 +18,7 @@ from test_recover import ALL_APPLICABLE, Fault, Run, landed, policy_named, refus
 from resilient_train.passed import Leap, PassedUpdates
 from resilient_train.recover.decide import decide
 from resilient_train.recover.history import History, left_damage
-from resilient_train.recover.remedies import Applicable, cut
+from resilient_train.recover.remedies import RunFacts, cut
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.watch.checks.probation import Probation
 from resilient_train.watch.config import named
@@ -538,7 +538,7 @@ def decided(
     cause: Cause, history: Sequence[Incident] = (), *, trace: int = 0, policy: str = "balanced", **can: Any
 ) -> Decision:
     anomaly = landed(200 + len(history), 200 + 50 * len(history))
-    able: Applicable = dataclasses.replace(ALL_APPLICABLE, **can)
+    able: RunFacts = dataclasses.replace(ALL_APPLICABLE, **can)
     return decide(policy_named(policy), anomaly, Diagnosis(cause, ""), tuple(history), anomaly.tick, able, trace)
 
 
