@@ -46,7 +46,7 @@ class Durable:
         self._writer: Writer | None = None
 
         def reference() -> int | None:
-            held = ward.panel.probation.reference
+            held = ward.panel.rewind_check.reference
             return held.step if held is not None else None
 
         writer = partial(Writer, keep=config.keep, keep_every=config.keep_every, reference=reference)

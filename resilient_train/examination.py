@@ -14,9 +14,8 @@ from resilient_train.ranks.world import World, odd_ones
 from resilient_train.state.copies import Backup, Backups
 from resilient_train.state.run_state import Clock
 from resilient_train.types import Anomaly, Signal
-from resilient_train.watch import pulse
-from resilient_train.watch.readback import Sent
 from resilient_train.watch.scans import Scans
+from resilient_train.watch.vitals import Sent, all_finite
 from resilient_train.wording import rank_names
 
 _APART = 1e-5  # of a number that replicas have in common: far above rounding, far below what any scan minds
@@ -157,7 +156,7 @@ class Examination:
 
     def note_first(self, fed: Sequence[Any]) -> None:
         """Learn from the first update, which was healthy, whether NaN in a batch is usual."""
-        self.nan_is_usual = bool(self._ranks_where(not pulse.all_finite(fed)))
+        self.nan_is_usual = bool(self._ranks_where(not all_finite(fed)))
 
     def named(self, anomaly: Anomaly, fed: Sequence[Any], failed: Sequence[FailedRow], *, spiked: bool) -> Anomaly:
         """Say more precisely what is wrong, now that time does not matter. Every rank comes here.
@@ -181,7 +180,7 @@ class Examination:
             return dataclasses.replace(anomaly, ranks=ranks if len(ranks) < self._world.size else ())
         if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD) or self.nan_is_usual:
             return anomaly
-        ranks = self._ranks_where(not pulse.all_finite(fed))
+        ranks = self._ranks_where(not all_finite(fed))
         if not ranks:
             return anomaly
         evidence = f"the batch holds values that are not finite; {anomaly.evidence}"

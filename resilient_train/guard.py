@@ -50,14 +50,12 @@ from resilient_train.update.agreement import DIGEST, Flag
 from resilient_train.update.clip import ClipConfig, norm_over_ranks
 from resilient_train.update.updater import Attempt, Knobs, Precision, Updater
 from resilient_train.ward import Ward
-from resilient_train.watch import pulse
 from resilient_train.watch.anomaly_mode import AnomalyMode
-from resilient_train.watch.checks import Panel
+from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
-from resilient_train.watch.metrics import Metrics as MetricsLog
 from resilient_train.watch.modes import Modes
-from resilient_train.watch.readback import Sent
 from resilient_train.watch.scans import Scans
+from resilient_train.watch.vitals import MetricsLog, Sent, mean, mean_metrics, read_vitals, versions
 from resilient_train.wording import log
 
 
@@ -179,7 +177,7 @@ class Guard:
         self._backups = Backups(bare, scaler)
         self._ring = Ring(self.state, memory or MemoryConfig(every=25, keep=4, max_gib=None), self.world.least)
         self._verify_after = verify_after
-        self._panel = Panel(checks)
+        self._panel = Checks(checks)
         self._scans = Scans(checks, called, optimizers, adapters.own_weights(model) if self.world.size > 1 else None)
         self._anomaly_mode = AnomalyMode(accelerator.backward)
         self._modes = Modes(checks.evaluation, called, self._backups, is_alone=self.world.size == 1)
@@ -282,7 +280,7 @@ class Guard:
         self._owes_resume = False
         resumed = self._durable.resume(is_explained=self._portions.look())
         self._portions.as_before(self._durable.samples)
-        self._panel.probation.resumed(self.clock.step)
+        self._panel.rewind_check.resumed(self.clock.step)
         self._set_limits()
         self._seed_between(self.samples.position)
         return resumed
@@ -378,7 +376,7 @@ class Guard:
         begun = self._require_batch("step")
         if batch is not self._handed:
             begun.fed[-1] = batch  # as the loop has made it of the one it got
-        begun.versions.append(pulse.versions(begun.fed[-1]))
+        begun.versions.append(versions(begun.fed[-1]))
         try:
             loss, metrics = self.objective.for_training(self.model, batch)
             if self.drill is not None:
@@ -546,7 +544,7 @@ class Guard:
                 if found is not None and found.signal is Signal.RANK_MISMATCH:
                     raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
             self._durable.take(verified=self._durable.is_proven)
-            if self._panel.probation.is_open:  # since before the process ended
+            if self._panel.rewind_check.is_open:  # since before the process ended
                 self._ring.pin(self.clock.step)
 
     def _complete(self) -> None:
@@ -653,7 +651,6 @@ class Guard:
             batch = self.drill.on_batch(self._place(), batch)
         self._begun.fed.append(batch)  # where it lies already: on a device it would be kept for two updates
         self._handed = batch = self.on_device(batch)
-        self._scans.see_batch(self.attempted_step, batch)
         # Where weights are spread they go to their owners at once: to wait, each rank would have to hold all of them.
         stays_here = self.world.size > 1 and not is_last and not self._is_spread
         waits = self.world.accelerator.no_sync(self.model) if stays_here else nullcontext()
@@ -677,7 +674,7 @@ class Guard:
         if self.drill is not None:
             self.drill.on_gradients(self._place(), self._updater.weights)
         self._examination.launch(begun.backup)
-        loss = self._losses[0] if len(self._losses) == 1 else pulse.mean(self._losses)
+        loss = self._losses[0] if len(self._losses) == 1 else mean(self._losses)
         rate = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
         self._ring.before_change()
         self._updater.agreement.tell(Flag.BUSY, self._durable.is_busy)
@@ -685,7 +682,7 @@ class Guard:
         attempt = self._updater.apply(self.clock.step, loss, self._treatment.knobs.values, rate=rate, digest=digest)
         self._declare_restart(attempt)
         self.clock.tick += 1
-        sent, metrics = Sent(attempt.measured, attempt.numbers), pulse.mean_metrics(self._reported)
+        sent, metrics = Sent(attempt.measured, attempt.numbers), mean_metrics(self._reported)
         self._in_flight = _InFlight(begun, attempt, loss, self._updater.gate.limits, sent, metrics)
         return True
 
@@ -701,7 +698,7 @@ class Guard:
         if flight is None:
             return True
         update, lr = flight.begun.update, flight.attempt.settings[0][0]["lr"]
-        vitals = pulse.vitals(
+        vitals = read_vitals(
             *(flight.begun.tick, self.clock.step, update.start, update.stop, lr),
             flight.sent.read(),
             flight.limits,
@@ -736,7 +733,7 @@ class Guard:
             update, fed = flight.begun.update, flight.begun.fed
             spiked = not float(flight.loss) <= flight.limits[0]
             named = scanned or self._examination.named(anomaly, fed, update.failed, spiked=spiked)
-            is_spent = flight.begun.versions != [pulse.versions(batch) for batch in fed]
+            is_spent = flight.begun.versions != [versions(batch) for batch in fed]
             usual = self._examination.nan_is_usual
             refused = None if vitals.accepted else Refused(update, fed, flight.limits, is_spent, usual)
             self._treatment.treat(named, update, refused, began=flight.begun.began)
@@ -776,7 +773,7 @@ class Guard:
             if flight.held is not None:
                 flight.held.remedies = self._treatment.remedies()
             scanned, after = self._scans.clean_step, self._verify_after
-            is_back = self._panel.is_only_reported or self._panel.probation.allows_proof(self.clock.step)
+            is_back = self._panel.is_only_reported or self._panel.rewind_check.allows_proof(self.clock.step)
             self._ring.verify(healthy_until=self.clock.step, scanned_until=scanned, after=after, is_back=is_back)
             self._durable.verified(any_busy=vitals.any_busy)
         book = self._treatment.book

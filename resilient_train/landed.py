@@ -118,7 +118,7 @@ def samples_behind(anomaly: Anomaly, ward: Ward, passed: PassedUpdates) -> Diagn
     odd = far_out(ward, [one.start for one in suspects])
     if odd is not None and (anomaly.since < _YOUNG or set_apart(odd, ward, passed.lately_made())):
         return odd
-    reference, proven = ward.panel.probation.reference, ward.ring.proven(anomaly.since)
+    reference, proven = ward.panel.rewind_check.reference, ward.ring.proven(anomaly.since)
     if reference is None or not proven or not suspects:
         return None
     rise = max(one.loss for one in suspects) - reference.level

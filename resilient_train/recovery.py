@@ -100,11 +100,11 @@ class Treatment:
     def healthy(self, *, was_limited: bool) -> None:
         """Note that an update landed without trouble, with a rate that a limit held below what the schedule asks."""
         panel = self.ward.panel
-        may_relax = panel.probation.allows_proof(self.ward.clock.step)
+        may_relax = panel.rewind_check.allows_proof(self.ward.clock.step)
         self.knobs.advance(was_limited=was_limited, may_relax=may_relax)
         self.book.went_on()
         was_held = self.book.remedies is not None and self.book.remedies.get("reference") is not None
-        is_held = panel.probation.is_open
+        is_held = panel.rewind_check.is_open
         self._close(self.history.accepted(self.ward.clock.step, is_held=is_held), self.history.recovered_after)
         if was_held and not is_held:
             self.ward.ring.unpin()
@@ -149,7 +149,7 @@ class Treatment:
             trace=self.passed.trace(last) if last is not None else 0,
         )
         self._hold(anomaly, diagnosis, decision)
-        is_off = ward.panel.probation.is_open
+        is_off = ward.panel.rewind_check.is_open
         incident, closed = self._open(anomaly, diagnosis, decision, is_off=is_off)
         self._close(closed)
         self.book.opened(incident)
@@ -194,14 +194,14 @@ class Treatment:
         rewinds = any(action.remedy == "rewind" for action in actions)
         if diagnosis.cause is Cause.CORRUPTION and (rewinds or decision.gave_up):
             if panel.is_only_reported:  # as far as the checks could tell
-                panel.probation.end()
+                panel.rewind_check.end()
             return  # a rewind makes the same updates again, to the last bit
         if anomaly.is_in_weights:
             rungs = self.policy.ladder(diagnosis.cause)  # where one of them does more, alarms lead there
             is_all = all(passes_over(one.action for one in rung.do) for rung in rungs)
             is_reported = is_all and bool(actions) and passes_over(actions)
             panel.hold(anomaly.since, reached(anomaly), is_only_reported=is_reported)
-            if panel.probation.is_open:
+            if panel.rewind_check.is_open:
                 self.ward.ring.pin(anomaly.since)
 
     def ranks_differ(self, digests: Sequence[float], *, began: float | None = None) -> NoReturn:
@@ -290,7 +290,7 @@ class Treatment:
             "mends_eps": self.ward.updater.mends_eps,
             "micro_batch": self.micro_batch,
             "usual_norm": self.ward.updater.usual_norm,
-            "reference": self.ward.panel.probation.memory(),
+            "reference": self.ward.panel.rewind_check.memory(),
         }
         return masked_tree(in_force)  # type: ignore[no-any-return]  # it goes into files: armor knows a masked line again
 
@@ -314,7 +314,7 @@ class Treatment:
             self.ward.updater.mends_eps = remedies["mends_eps"] is True
             self.ward.updater.usual_norm = None if usual is None else float(usual)
             self._recall_rows(frozenset(map(int, remedies["quarantined"])))
-            self.ward.panel.probation.recall(remedies.get("reference"))
+            self.ward.panel.rewind_check.recall(remedies.get("reference"))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"the remedies in force cannot be read: {in_one_line(error)}") from error
         for plate in plates:
@@ -371,14 +371,14 @@ class Treatment:
         """The run has come to its end: what is open has recovered where the loss is back, or none was to come back."""
         is_back = self.is_back()
         self._close(self.history.finish(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED))
-        if is_back and self.ward.panel.probation.is_open:
-            self.ward.panel.probation.end()
+        if is_back and self.ward.panel.rewind_check.is_open:
+            self.ward.panel.rewind_check.end()
             self.book.in_force(self.remedies())
 
     def is_back(self) -> bool:
         """Say whether the loss is where it was before the last damage, as far as the losses since tell."""
-        probation = self.ward.panel.probation
-        return not probation.is_open or probation.final(self.ward.clock.step) is Standing.BACK
+        check = self.ward.panel.rewind_check
+        return not check.is_open or check.final(self.ward.clock.step) is Standing.BACK
 
     def has_to_return(self) -> bool:
         """Say whether the run, should it end now, has to end on the state that it is measured against.
@@ -389,12 +389,12 @@ class Treatment:
 
     def return_unrecovered(self) -> GaveUp:
         """End the run off its reference: back to the newest proven state, which is its result."""
-        reference = self.ward.panel.probation.reference
+        reference = self.ward.panel.rewind_check.reference
         assert reference is not None
         since = self.ward.panel.not_recovered_since(self.ward.clock.step)
         self._close(self.history.finish(Outcome.UNRECOVERED))
         path, is_there = self._restore_best(since)
-        self.ward.panel.probation.end()
+        self.ward.panel.rewind_check.end()
         if not is_there:
             return GaveUp("not recovered, and there is no proven state to return to", None)
         why = f"the loss did not come back to {reference.level:.4g}, where it was at step {reference.step:,}"
@@ -483,7 +483,7 @@ class Treatment:
 
     def _applicable(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> RunFacts:
         ward = self.ward
-        proven, reference = ward.ring.proven(anomaly.since), ward.panel.probation.reference
+        proven, reference = ward.ring.proven(anomaly.since), ward.panel.rewind_check.reference
         return RunFacts(
             snapshots=self._snapshots(proven, anomaly.since),
             # Where armor makes values up, what is out of range at the beginning tells nothing about the rate.
@@ -533,7 +533,7 @@ class Treatment:
         book.closed(incident, phases.timed)
         self.surroundings.treated(incident)
         path, is_back = self._restore_best(incident.anomaly.since)
-        ward.panel.probation.end()  # there is nothing left to wait for
+        ward.panel.rewind_check.end()  # there is nothing left to wait for
         if is_back:
             phases.ended(REWIND)
             book.came_after(incident.id, phases.timed[-1])

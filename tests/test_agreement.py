@@ -18,9 +18,9 @@ from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.update.agreement import DIGESTS, Agreement, Flag
-from resilient_train.watch import pulse
+from resilient_train.watch import replicas
 from resilient_train.watch.config import ReplicasConfig
-from resilient_train.watch.scans import replicas
+from resilient_train.watch.vitals import read_vitals
 from resilient_train.wording import rank_names
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def heard(
     numbers, table = agreement.reached(torch.tensor(rows[-1]), digests[-1])
     assert table is not None
     limits = (1e30, 1e30)
-    vitals = pulse.vitals(
+    vitals = read_vitals(
         1, 0, 0, 8, 0.1, numbers.tolist(), limits, has_scale=len(rows[-1]) > 2, by_rank=lambda: table.tolist()
     )
     return vitals, numbers.numel()

@@ -77,7 +77,8 @@ WITHOUT_TORCH = {
     *(f"{name}.py" for name in GROUND),
     *("app/command", "app/config/explain.py", "app/config/manual.py"),  # --help and a mistake are answered at once
     *("app/incidents", "app/status", "diagnose/advice.py", "diagnose/verdict.py", "ranks/process_exit.py"),
-    *("record", "recover", "tracking", "watch/checks", "watch/config.py"),
+    *("record", "recover", "tracking", "watch/checks.py", "watch/config.py"),
+    *(f"watch/{name}.py" for name in ("limit", "loss", "moments", "rate", "reference", "weights")),
 }
 
 

@@ -95,22 +95,6 @@ class RateConfig:
 
 
 @dataclass
-class StallConfig:
-    """The loss has not improved for long: reported, never treated."""
-
-    every: int = limited(at_least=0)
-    share: float = limited(above=0)
-
-
-@dataclass
-class OutlierConfig:
-    """A single loss far outside of its range: reported, never treated."""
-
-    every: int = limited(at_least=0)
-    sigmas: float = limited(above=0)
-
-
-@dataclass
 class ScaleConfig:
     """The loss scale of half precision falls without end."""
 
@@ -145,13 +129,6 @@ class ReplicasConfig:
 
 
 @dataclass
-class ActivationsConfig:
-    """What the modules put out: finite."""
-
-    every: int = limited(at_least=0)
-
-
-@dataclass
 class NormsConfig:
     """The running statistics of normalization layers: in the range of the batches they are made from."""
 
@@ -168,14 +145,6 @@ class EvaluationConfig:
 
 
 @dataclass
-class BatchConfig:
-    """What goes in: no value far above all that went in before."""
-
-    every: int = limited(at_least=0)
-    factor: float = limited(above=1)
-
-
-@dataclass
 class ChecksConfig:
     limit: LimitConfig
     overshoot: OvershootConfig
@@ -184,16 +153,12 @@ class ChecksConfig:
     slow: SlowConfig
     rate: RateConfig
     probation: ProbationConfig
-    stall: StallConfig
-    outlier: OutlierConfig
     scale: ScaleConfig
     weights: WeightsConfig
     optimizer: OptimizerConfig
     replicas: ReplicasConfig
-    activations: ActivationsConfig
     norms: NormsConfig
     evaluation: EvaluationConfig
-    batch: BatchConfig
     expect: list[int]
 
 

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from resilient_train.watch.config import ReplicasConfig
-from resilient_train.watch.scans.layout import Layout
-from resilient_train.watch.scans.measure import here
+from resilient_train.watch.layout import Layout, here
 
 _COLUMNS, _ROWS = 1024, 8  # what is larger is added up in so many columns first
 _FACTOR = -7046029254386353131  # 0x9E3779B97F4A7C15: odd, and its multiples are well spread
