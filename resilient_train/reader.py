@@ -7,6 +7,7 @@ line with the key, its value and what is allowed there.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import types
 import typing
@@ -37,7 +38,7 @@ def read(kind: type[T], tree: Any, key: str) -> T:
     """
     known = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
     given = mapping(tree, key, known)
-    hints, values = _hints(kind), {}
+    hints, values = _hints(kind), {}  # type: ignore[arg-type]
     for name, value in given.items():
         where, hint, field = f"{key}.{name}", hints.get(name, Any), known[name]
         if "read" in field.metadata:
@@ -57,7 +58,7 @@ def read(kind: type[T], tree: Any, key: str) -> T:
 
 def check(instance: Any, key: str = "") -> None:
     """Check the values that a dataclass was made with, nested ones too; lists become what their types say."""
-    hints = _hints(type(instance))
+    hints = _hints(type(instance))  # type: ignore[arg-type]
     for field in dataclasses.fields(instance):
         where, value = f"{key}{field.name}", getattr(instance, field.name)
         if dataclasses.is_dataclass(value):
@@ -171,6 +172,7 @@ def _allowed(kind: Any, limits: Mapping[str, Any]) -> str:
 _LIMITS = {"at_least": "at least", "above": "greater than", "at_most": "at most"}
 
 
+@functools.cache
 def _hints(kind: Any) -> dict[str, Any]:
     try:
         return typing.get_type_hints(kind)

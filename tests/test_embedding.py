@@ -708,7 +708,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"schedule": [None, None]}, "schedule: 2 schedules for 1 optimizers"),
     ({"schedule": StepLR(torch.optim.SGD(NOT_EMPTY.parameters()), 1)}, "schedule: this StepLR was made for another"),
     ({"schedule": ReduceLROnPlateau(torch.optim.SGD(NOT_EMPTY.parameters()))}, "schedule: ReduceLROnPlateau follows"),
-    ({"recovery": "balance"}, "recovery: .*balanced"),
+    ({"recovery": "balance"}, "recovery=balance: .*balanced"),
     ({"recovery": {"ladders": {"default": [["rewnd"]]}}}, r"recovery.ladders.default\[0\]"),
     ({"checks": "defualt"}, r"checks=defualt: no such option; did you mean default\? There are"),
     ({"checks": 3}, "checks: expected the name of a set of checks, got int"),
