@@ -25,7 +25,7 @@ from launched import Launched, never_imported
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from warm import ENVIRONMENT, Forked
 
-from resilient_train.ranks.process_exit import leave_when_asked, leaving_at_once
+from resilient_train.ranks.process_exit import exit_on_request, exit_on_request_in_c
 from resilient_train.ranks.world import attempt_name, join
 from resilient_train.record import notes
 from resilient_train.record.notes import Hung
@@ -82,8 +82,8 @@ def test_who_asked_before_it_was_killed_gets_no_answer_in_the_place_of_another()
 
 
 def waits_for_the_others() -> None:
-    leave_when_asked()
-    with leaving_at_once():
+    exit_on_request()
+    with exit_on_request_in_c():
         join(cpu=True, patience=timedelta(seconds=1000), limit=None)
 
 
@@ -180,8 +180,8 @@ if "TORCHELASTIC_RUN_ID" in os.environ:  # a script between the agent and the pr
 """
 STAYS = """
 import os, time
-from resilient_train.ranks.process_exit import end_with_agent
-end_with_agent()
+from resilient_train.ranks.process_exit import exit_with_agent
+exit_with_agent()
 print(os.getpid(), flush=True)
 time.sleep(3600)
 """

@@ -29,7 +29,7 @@ from resilient_train.app.streams import outlived
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_plain
 from resilient_train.ranks.launch import launched_rank
-from resilient_train.ranks.process_exit import as_seen_by_agent
+from resilient_train.ranks.process_exit import code_for_agent
 from resilient_train.record.endings import note_refusal
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
 
@@ -165,7 +165,7 @@ def _hide_secrets_in(file: Path) -> None:
 
 def _leave(code: int) -> None:
     """End the process. One that failed beside others ends at once: gloo's threads would abort it on its way out."""
-    seen = as_seen_by_agent(code)
+    seen = code_for_agent(code)
     if code and "WORLD_SIZE" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -363,11 +363,11 @@ def _write(summary: Summary, directory: RunDirectory) -> None:
 
 def _finish(tracker: Tracker, status: str, requests: StopRequests) -> TrackedRun | None:
     """Deliver the rest to MLflow and say where to look."""
-    requests.may_be_left = True
+    requests.may_interrupt = True
     try:
         tracked = tracker.finish(status)
     finally:
-        requests.may_be_left = False
+        requests.may_interrupt = False
     if tracked is not None:
         for line in where_to_look(tracking.ui_command(tracked.tracking_uri), tracked.url):
             log.info("%s", line)

@@ -17,7 +17,7 @@ from resilient_train.data.failed_rows import FailedRow, Patience, may_pass, resc
 from resilient_train.data.rows import Collate, RepeatableBatches, only
 from resilient_train.data.stream import Key, Stream, micro_batches
 from resilient_train.errors import StorageFailed, in_one_line
-from resilient_train.ranks.process_exit import end_with_parent
+from resilient_train.ranks.process_exit import exit_with_parent
 
 _log = logging.getLogger("resilient_train")
 
@@ -366,10 +366,10 @@ def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_m
         pin_memory=pin_memory,
         persistent_workers=num_workers > 0,
         generator=torch.Generator(),  # iter() would draw a seed from the global one
-        worker_init_fn=_end_with_parent if is_of_process else None,
+        worker_init_fn=_exit_with_parent if is_of_process else None,
     )
 
 
-def _end_with_parent(worker: int) -> None:
+def _exit_with_parent(worker: int) -> None:
     """Torch lets a worker see by itself that its process has gone: not while a row keeps it."""
-    end_with_parent()
+    exit_with_parent()

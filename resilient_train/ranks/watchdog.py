@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO
 
 from resilient_train.files import at_disk_since
-from resilient_train.ranks.process_exit import StopRequests, as_seen_by_agent
+from resilient_train.ranks.process_exit import StopRequests, code_for_agent
 
 _log = logging.getLogger("resilient_train")
 
@@ -147,7 +147,7 @@ class Watchdog:
                 break
             self._arm_backstop()
             words.join(_LOOK_S)
-        os._exit(as_seen_by_agent(code[0]) if code else 1)
+        os._exit(code_for_agent(code[0]) if code else 1)
 
     def _arm_backstop(self) -> None:
         """Have C end the process should this thread never get its turn again: some code keeps Python's lock."""

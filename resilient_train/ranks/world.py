@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from resilient_train.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of
 from resilient_train.ranks import launch
-from resilient_train.ranks.process_exit import leaving_at_once
+from resilient_train.ranks.process_exit import exit_on_request_in_c
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class World:
             launch.refuse_too_few_devices(torch.cuda.device_count())
         limits = InitProcessGroupKwargs(timeout=_timedelta(limit))
         try:
-            with leaving_at_once() if "WORLD_SIZE" in os.environ else nullcontext():
+            with exit_on_request_in_c() if "WORLD_SIZE" in os.environ else nullcontext():
                 join(cpu=cpu, patience=timedelta(seconds=start_timeout or _PATIENCE_S), limit=_timedelta(limit))
                 accelerator = Accelerator(
                     cpu=config.cpu,
