@@ -39,6 +39,7 @@ from resilient_train.objective import Measured, Metrics, Objective
 from resilient_train.portions import Portions
 from resilient_train.record.incidents import IncidentBook
 from resilient_train.record.progress import Doing
+from resilient_train.recover.knobs import KnobValues
 from resilient_train.recovery import Treatment
 from resilient_train.resumption import Resume
 from resilient_train.state.copies import Backup, Backups
@@ -48,7 +49,7 @@ from resilient_train.state.run_state import Clock, RunState, Stateful
 from resilient_train.types import Anomaly, Incident, Signal, Vitals
 from resilient_train.update.agreement import DIGEST, Flag
 from resilient_train.update.clip import ClipConfig, norm_over_ranks
-from resilient_train.update.updater import Attempt, Knobs, Precision, Updater
+from resilient_train.update.updater import Attempt, Precision, Updater
 from resilient_train.ward import Ward
 from resilient_train.watch.anomaly_mode import AnomalyMode
 from resilient_train.watch.checks import Checks
@@ -237,7 +238,7 @@ class Guard:
             self._cautions.append(
                 "checkpoints come from snapshots in memory, and there are none: one is left at the end"
             )
-        if device.type != "cpu" and (waits := self._updater.gate.waits()):
+        if device.type != "cpu" and (waits := self._updater.gate.synchronous()):
             why = "not fused, so each step waits for the device; use fused=True where it is to be had"
             self._cautions.append(f"{' and '.join(waits)}: {why}")
         if self.objective is None:
@@ -445,7 +446,7 @@ class Guard:
         self._durable.let_go()
 
     @property
-    def knobs(self) -> Knobs:
+    def knobs(self) -> KnobValues:
         """What remedies have turned, and the next update is made with."""
         return self._treatment.knobs.values
 
@@ -631,7 +632,7 @@ class Guard:
         self._losses.clear()
         self._reported.clear()
         knobs = self._treatment.knobs.values
-        self._precision.be(higher=knobs.higher_precision)
+        self._precision.set(higher=knobs.higher_precision)
         numerics.raise_eps(knobs.eps)
         begun = _Begun(update, self.clock.tick + 1, self.attempted_step + 1, self._backups.take(), [], time.monotonic())
         self._begun = self._newest_begun = begun
@@ -677,7 +678,7 @@ class Guard:
         loss = self._losses[0] if len(self._losses) == 1 else mean(self._losses)
         rate = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
         self._ring.before_change()
-        self._updater.agreement.tell(Flag.BUSY, self._durable.is_busy)
+        self._updater.agreement.set_flag(Flag.BUSY, self._durable.is_busy)
         digest = 0 if self._updater.agreement.is_alone else self._treatment.digest(begun.update.start)
         attempt = self._updater.apply(self.clock.step, loss, self._treatment.knobs.values, rate=rate, digest=digest)
         self._declare_restart(attempt)
@@ -705,10 +706,10 @@ class Guard:
             has_scale=self._updater.scaler is not None,
             is_busy=flight.attempt.is_busy,
             pace=flight.attempt.pace,
-            by_rank=flight.attempt.told,
+            by_rank=flight.attempt.rows_by_rank,
         )
         if not vitals.alike:
-            digests = [row[DIGEST] for row in flight.attempt.told()]
+            digests = [row[DIGEST] for row in flight.attempt.rows_by_rank()]
             self._treatment.ranks_differ(digests, began=flight.begun.began)
         self.newest = vitals
         self.stopped |= vitals.stop_asked

@@ -42,8 +42,8 @@ def heard(
     digests = digests or [7] * len(rows)
     agreement = Agreement(gathered, CPU)
     for flag in flags[-1] if flags else ():
-        agreement.tell(flag)
-    numbers, table = agreement.reached(torch.tensor(rows[-1]), digests[-1])
+        agreement.set_flag(flag)
+    numbers, table = agreement.reduce(torch.tensor(rows[-1]), digests[-1])
     assert table is not None
     limits = (1e30, 1e30)
     vitals = read_vitals(
@@ -118,8 +118,8 @@ def test_a_flag_can_be_taken_back() -> None:
 
     agreement = Agreement(gathered, CPU)
     for is_busy in (True, True, False):
-        agreement.tell(Flag.BUSY, is_busy)
-        agreement.reached(torch.zeros(2), 0)
+        agreement.set_flag(Flag.BUSY, is_busy)
+        agreement.reduce(torch.zeros(2), 0)
     assert [row[2 + Flag.BUSY] for row in told] == [1, 1, 0]
 
 

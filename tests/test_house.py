@@ -25,7 +25,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "data": {"ranks", "state"},
     "watch": {"state"},
     "numerics": set(),
-    "update": {"state"},
+    "update": {"recover", "state"},
     "recover": set(),
     "drills": {"state"},
     "ranks": set(),
@@ -52,7 +52,7 @@ MAY_KNOW: dict[str, set[str]] = {
     },
     "guard": {
         *("adapters", "checkpoint", "data", "diagnose", "drills", "durable", "examination", "numerics", "objective"),
-        *("portions", "ranks", "record", "recovery", "resumption", "state", "update", "ward", "watch"),
+        *("portions", "ranks", "record", "recover", "recovery", "resumption", "state", "update", "ward", "watch"),
     },
     "app": {
         *("checkpoint", "data", "diagnose", "drills", "guard", "objective", "ranks", "record", "recover"),

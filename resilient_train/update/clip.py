@@ -1,4 +1,4 @@
-"""Clipping of gradients, and the one norm that it measures."""
+"""Clipping of gradients, and the norm that it measures."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ def clip(
 ) -> tuple[torch.Tensor, float | None]:
     """Clip the gradients in place, by norm and then by value.
 
-    Where no norm is configured a clip that was tightened takes the `usual` one for it. Returns the gradients' norm
-    from before, and what it was clipped to if that can be said. `over_ranks` adds up what each rank has, where
-    gradients are spread over them.
+    Where no norm is configured, a tightened clip starts from the `usual` one. Returns the norm of the gradients
+    before, and what they were clipped to, if anything. `over_ranks` sums over the ranks where gradients are sharded.
     """
     grads = [weight.grad for weight in weights if weight.grad is not None]
     plain, has_sparse = is_plain(grads), False
@@ -80,7 +79,7 @@ def total_norm(grads: list[torch.Tensor], *, plain: bool) -> torch.Tensor:
 
 
 def norm_over_ranks(grads: list[torch.Tensor], over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The norm of gradients of which each rank holds a share: one number from each, and nothing is gathered."""
+    """The norm of sharded gradients: one number from each rank, and nothing is gathered."""
     dtype = _at_least_float32(grads[0].dtype)
     wide = torch.float64 if grads[0].device.type != "mps" else None
     squares = torch.zeros((), dtype=wide, device=grads[0].device)
@@ -91,7 +90,7 @@ def norm_over_ranks(grads: list[torch.Tensor], over_ranks: Callable[[torch.Tenso
 
 
 def _holders(grad: torch.Tensor) -> int:
-    """How many ranks hold the same share: all of them, of what is not spread."""
+    """How many ranks hold the same share: all of them, of what is not sharded."""
     if not is_sharded(grad):
         return torch.distributed.get_world_size()
     spread, count = sharding_of(grad), 1
@@ -114,7 +113,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _values(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients, of sparse ones what they hold: a row that occurred twice has to be added up to be measured."""
+    """The gradients; of sparse ones their values, after rows that occur twice are added up."""
     values = []
     for weight in weights:
         if weight.grad is not None and weight.grad.is_sparse:
