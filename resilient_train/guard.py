@@ -725,7 +725,7 @@ class Guard:
             self._ring.drop(flight.held)
         scanned = self._examination.hear()
         anomaly = scanned or finding.anomaly or self._repeated_in_vain(finding.repeat, vitals)
-        anomaly = anomaly or self._treatment.explanation.foresee(vitals, flight.begun.fed)
+        anomaly = anomaly or self._treatment.explainer.foresee(vitals, flight.begun.fed)
         if anomaly is None and not finding.repeat:
             self._healthy(flight, vitals)
             return True

@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from resilient_train import landed
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.damage import lost_eps
+from resilient_train.diagnose.explain import Explainer, NoMeasure
 from resilient_train.diagnose.search import Refused
 from resilient_train.errors import GaveUp, RanksDiffer, TrainError, in_one_line
-from resilient_train.explanation import Explanation
 from resilient_train.numerics.armor import Armor, CannotArmor, PatchedLine
 from resilient_train.passed import Leap, PassedUpdates
 from resilient_train.ranks.world import odd_ones
@@ -64,7 +63,10 @@ class Treatment:
         self.knobs = Knobs(relax_after=policy.relax_after)
         self.history = History(book.incidents, recovered_after=recovered_after)
         self.passed = PassedUpdates()
-        self.explanation = Explanation(ward, self.passed)
+        self.explainer = Explainer(
+            *(ward.world, ward.samples, ward.state, ward.ring, ward.updater.optimizers),
+            *(self.passed, ward.search, ward.beat),
+        )
         self.surroundings = Surroundings(book.directory, book.incidents)
         self.update_began: float | None = None  # the newest update, on the monotonic clock
         self._anomaly: Anomaly | None = None
@@ -120,7 +122,7 @@ class Treatment:
         phases = Phases(began)
         started, before, ward = time.perf_counter(), self.ward.clock.step, self.ward
         self._decisions = None
-        anomaly, leap = self.explanation.since_leap(anomaly)
+        anomaly, leap = self.explainer.since_leap(anomaly)
         self._anomaly = anomaly
         self._rewound, self._trace = None, 0
         self._blamed = self.passed.first_to_blame(anomaly, update.start), update.stop
@@ -129,12 +131,14 @@ class Treatment:
             self.on_disk.distrust(anomaly.since)
         ward.updater.usual_norm = ward.panel.usual_norm or ward.updater.usual_norm
         try:
-            diagnosis = self.explanation.of(anomaly, update, refused, self.history.of_training, leap)
-        except landed.NoMeasure as why:
+            reference = ward.panel.rewind_check.reference
+            diagnosis, leap = self.explainer.explain(
+                anomaly, update, refused, self.history.of_training, reference, leap
+            )
+        except NoMeasure as why:
             log.info("note: %s: what is usual is learned again", why)
             ward.panel.start_over()
             return
-        diagnosis, leap = self.explanation.by_rate(anomaly, diagnosis, leap)
         self._diagnosis = diagnosis
         if not anomaly.ranks:  # gradients are on every rank alike once they were averaged: a replay tells more
             self._anomaly = anomaly = replace(anomaly, ranks=diagnosis.ranks)

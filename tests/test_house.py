@@ -30,15 +30,13 @@ MAY_KNOW: dict[str, set[str]] = {
     "drills": {"state"},
     "ranks": set(),
     "checkpoint": {"state"},
-    "diagnose": {"data", "ranks", "state"},
+    "diagnose": {"data", "numerics", "passed", "ranks", "recover", "state", "watch"},
     "record": {"ranks"},
     "objective": set(),
     "passed": set(),
     "ward": {"data", "diagnose", "ranks", "state", "update", "watch"},
-    "landed": {"diagnose", "passed", "state", "ward"},
-    "explanation": {"data", "diagnose", "landed", "passed", "recover", "state", "ward"},
     "recovery": {
-        *("data", "diagnose", "explanation", "landed", "numerics", "passed", "ranks", "record"),
+        *("data", "diagnose", "numerics", "passed", "ranks", "record"),
         *("recover", "state", "ward", "watch"),
     },
     "portions": {"data", "record", "recovery"},
@@ -76,7 +74,7 @@ KNOWN_TO = {
 WITHOUT_TORCH = {
     *(f"{name}.py" for name in GROUND),
     *("app/command", "app/config/explain.py", "app/config/manual.py"),  # --help and a mistake are answered at once
-    *("app/incidents", "app/status", "diagnose/advice.py", "diagnose/verdict.py", "ranks/process_exit.py"),
+    *("app/incidents", "app/status", "diagnose/verdict.py", "ranks/process_exit.py"),
     *("record", "recover", "tracking", "watch/checks.py", "watch/config.py"),
     *(f"watch/{name}.py" for name in ("limit", "loss", "moments", "rate", "reference", "weights")),
 }

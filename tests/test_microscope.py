@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from resilient_train.diagnose.frames import Line
-from resilient_train.diagnose.microscope import Birth, Microscope, Seen, op_name
+from resilient_train.diagnose.microscope import Microscope, Origin, Seen
 from resilient_train.numerics.armor import Armor
+from resilient_train.numerics.operations import op_name
 
 HERE = __file__
 
@@ -106,7 +107,7 @@ def rematerialised(hidden: Tensor) -> Tensor:
     return result
 
 
-def born(does: Callable[[Tensor], Tensor], **options: Any) -> Birth | None:
+def born(does: Callable[[Tensor], Tensor], **options: Any) -> Origin | None:
     torch.manual_seed(0)
     model = Body(does)
     with Microscope(model, **options) as microscope:
@@ -143,7 +144,7 @@ def line_of(does: Callable[[Tensor], Tensor], text: str) -> int:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_it_names_operation_and_line(does: Any, phase: str, op: str, kind: str, text: str) -> None:
-    """Births are told as the operation's name, in the user's own line, forward or backward."""
+    """Origins are told as the operation's name, in the user's own line, forward or backward."""
     found = born(does)
     assert found is not None
     assert (found.phase, found.op) == (phase, op)

@@ -27,7 +27,7 @@ def of_state(
     before: Mapping[str, Tensor | Share],
     optimizers: Sequence[Optimizer],
 ) -> Damage | None:
-    """Say what became of weights or moments; `before` are the weights of a proven state, if there is one."""
+    """Say what is wrong with weights or moments; `before` are the weights of a proven state, if there is one."""
     if anomaly.signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER) and (lost := lost_eps(optimizers)):
         why = f"{lost}: raise it, or keep weights and moments in float32."
         return Damage(inf, Diagnosis(Cause.OPTIMIZER, why))
@@ -44,9 +44,9 @@ def of_state(
         why = "farther than updates went lately: if it returns, lower the learning rate, or suspect the hardware"
     else:
         why = "which no update can have done: if it returns, suspect the hardware"
-    size, told = where
-    told = f"{told}, {why}, or code that writes to weights between updates."
-    return Damage(size, Diagnosis(Cause.CORRUPTION, told))
+    size, what = where
+    what = f"{what}, {why}, or code that writes to weights between updates."
+    return Damage(size, Diagnosis(Cause.CORRUPTION, what))
 
 
 def is_possible(anomaly: Anomaly) -> bool:
@@ -80,7 +80,7 @@ def _first_nonfinite(weights: Mapping[str, Tensor]) -> tuple[float, str] | None:
 @torch.no_grad()
 def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]) -> tuple[float, str] | None:
     """The element that is farthest from where it was."""
-    farthest, told = 0.0, None
+    farthest, found = 0.0, None
     for name, whole in weights.items():
         if (kept := before.get(name)) is None:
             continue
@@ -93,8 +93,8 @@ def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share
             index = [int(one) for one in torch.unravel_index(place, weight.shape)]
             farthest = float(far)
             values = f"from {float(was[tuple(index)]):.3g} to {float(weight[tuple(index)]):.3g}"
-            told = farthest, f"`{name}` went {values} at {_in_whole(index, whole)}"
-    return told
+            found = farthest, f"`{name}` went {values} at {_in_whole(index, whole)}"
+    return found
 
 
 def _in_whole(place: Sequence[int], whole: Tensor) -> list[int]:
