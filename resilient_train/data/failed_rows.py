@@ -24,15 +24,15 @@ _log = logging.getLogger("resilient_train")
 PAUSES_S = (0.1, 0.3, 1.0, 2.0, 4.0)  # before each further try: for an update, not for each of its rows
 _BEAT_S = 0.5
 
-# Of the file, or of this machine: the next try would meet the same.
+# Of the file, or of this machine: the next try would fail alike.
 _LASTING = {
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EINVAL, errno.EBADF, errno.EEXIST, errno.EROFS, errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 }
 
 
-def unwatched() -> None:
-    """No watchdog to reassure."""
+def no_watchdog() -> None:
+    """What is called while fetches are retried, where nothing watches for hangs."""
 
 
 def may_pass(error: BaseException | None) -> bool:
@@ -45,22 +45,22 @@ def may_pass(error: BaseException | None) -> bool:
         if any("Timeout" in kind.__name__ or "Connection" in kind.__name__ for kind in type(error).__mro__):
             return True
         if isinstance(error, OSError):
-            told = re.search(r"errno\W+(\d+)", str(error), re.IGNORECASE)
-            number = error.errno or (int(told[1]) if told else None)
+            text = re.search(r"errno\W+(\d+)", str(error), re.IGNORECASE)
+            number = error.errno or (int(text[1]) if text else None)
             if number is not None and number not in _LASTING:
                 return True
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False
 
 
-class Patience:
+class Retries:
     """The tries that one update is given."""
 
-    def __init__(self, beat: Callable[[], None] = unwatched) -> None:
+    def __init__(self, beat: Callable[[], None] = no_watchdog) -> None:
         self.beat, self.pauses = beat, 0
 
-    def waits(self, error: BaseException, what: str = "a fetch") -> bool:
-        """Pause before another try; False where that would not help, or was tried often enough."""
+    def pause(self, error: BaseException, what: str = "a fetch") -> bool:
+        """Pause before another try; False where that would not help, or there were enough."""
         if self.pauses == len(PAUSES_S) or not may_pass(error):
             return False
         pause = PAUSES_S[self.pauses]
@@ -75,9 +75,9 @@ class Patience:
 
 
 _DRAWS = 5  # of others to put in; after that the data set, or the collate function, is broken as a whole
-_FEW = 3  # others in all draws but the first: the fewer, the likelier that none of them is odd itself
+_FEW = 3  # others in all draws but the first: the fewer, the likelier that none of them is bad itself
 _LONGEST = 300  # characters of an error
-_STORM = 4  # rows of a micro-batch that the storage fails to give; if they are a quarter of it, no row is to blame
+_STORM = 4  # rows of a micro-batch that the storage fails to give; if they are a quarter of it, no row is bad
 
 # Whose frames are not the user's. By package: a user's own code may well be installed.
 _LIBRARIES = sys.stdlib_module_names | {
@@ -100,42 +100,37 @@ class FailedRow:
         return self.error if self.file is None else f"{self.error} ({self.file}:{self.line})"
 
 
-@dataclass(frozen=True, slots=True)
-class Rescued:
-    """A micro-batch that could be made, of these keys: others stand in the places of the rows that failed."""
-
-    batch: Any
-    keys: Sequence[Key]
-    failed: tuple[FailedRow, ...] = ()
+Made = tuple[Any, Sequence[Key], Sequence[FailedRow]]  # a micro-batch, what it was made of, and the rows it is without
 
 
-def rescued(keys: Sequence[Key], rows: RepeatableBatches, stream: Stream, patience: Patience) -> Rescued:
+def with_substitutes(keys: Sequence[Key], rows: RepeatableBatches, stream: Stream, retries: Retries) -> Made:
     """Make a micro-batch, with others in the places of rows that raise. Where none helps, the error is raised.
 
     Before rows are blamed, they are fetched again one by one, with pauses where that may help.
     """
     try:
-        return Rescued(rows.collated(keys), keys)
+        return rows.collated(keys), keys, ()
     except Exception:
-        fetched, raised = fetched_again(keys, rows, patience)
+        fetched, raised = fetched_again(keys, rows, retries)
         if not raised:
             with suppress(Exception):
-                return Rescued(rows.of_rows(fetched, keys), keys)
-        of_storage = [row for row, error in raised.items() if may_pass(error)]
+                return rows.of_rows(fetched, keys), keys, ()
+        of_storage = [error for error in raised.values() if may_pass(error)]
+        what = f"{len(of_storage)} of {len(keys)} rows of a batch could not be fetched"
         if len(of_storage) >= max(_STORM, len(keys) / 4):
-            raise _storage_failed(of_storage, raised, keys) from raised[of_storage[0]]
-        patience = Patience(patience.beat)
+            raise StorageFailed(what, in_one_line(of_storage[0])) from of_storage[0]
+        retries = Retries(retries.beat)
         for draw in range(_DRAWS):
-            spares = stream.others(keys, draw, without=raised)[: len(keys) if draw == 0 else _FEW]
-            if spares and (found := _Trial(keys, spares, rows, patience).without_the_guilty(raised)) is not None:
+            others = stream.others(keys, draw, without=raised)[: len(keys) if draw == 0 else _FEW]
+            if others and (found := _without_bad_rows(keys, raised, others, rows, retries)) is not None:
                 return found
         if of_storage:
-            raise _storage_failed(of_storage, raised, keys) from raised[of_storage[0]]
+            raise StorageFailed(what, in_one_line(of_storage[0])) from of_storage[0]
         raise
 
 
 def fetched_again(
-    keys: Sequence[Key], rows: RepeatableBatches, patience: Patience
+    keys: Sequence[Key], rows: RepeatableBatches, retries: Retries
 ) -> tuple[list[Any], dict[int, Exception]]:
     """Fetch rows one by one, those that fail for a moment several times; return what came, and what still raises."""
     fetched: dict[int, Any] = {}  # by their places: the same row may stand at two
@@ -147,70 +142,56 @@ def fetched_again(
                     fetched[place] = rows.fetch(key)
                 except Exception as error:
                     raised[key.row] = error
-                patience.beat()
+                retries.beat()
         passing = next((error for error in raised.values() if may_pass(error)), None)
         at_once = passing is not None and tries == 1
-        if not at_once and (passing is None or not patience.waits(passing, f"{len(raised)} of {len(keys)} rows")):
+        if not at_once and (passing is None or not retries.pause(passing, f"{len(raised)} of {len(keys)} rows")):
             break
     return [fetched[place] for place in sorted(fetched)], raised
 
 
-def _storage_failed(failed: Sequence[int], raised: Mapping[int, Exception], keys: Sequence[Key]) -> StorageFailed:
-    what = f"{len(failed)} of {len(keys)} rows of a batch could not be fetched"
-    return StorageFailed(what, in_one_line(raised[failed[0]]))
+def _without_bad_rows(
+    keys: Sequence[Key],
+    raised: Mapping[int, Exception],
+    others: Sequence[Key],
+    rows: RepeatableBatches,
+    retries: Retries,
+) -> Made | None:
+    """Make the batch without rows that raise by themselves, or that do not collate. None: `others` do no better."""
 
+    def mixed(places: Collection[int]) -> list[Key]:
+        """The keys with others in these places: as many as before, because a collate function may count on that."""
+        left_out = set(places)
+        return [others[place % len(others)] if place in left_out else key for place, key in enumerate(keys)]
 
-@dataclass(frozen=True)
-class _Trial:
-    """Finds the guilty rows of a micro-batch by putting others in their places."""
-
-    keys: Sequence[Key]
-    spares: Sequence[Key]
-    rows: RepeatableBatches
-    patience: Patience
-
-    def without_the_guilty(self, raised: Mapping[int, Exception]) -> Rescued | None:
-        """Return the batch without rows that raise by themselves, or that do not collate. None: others do no better."""
-        places = range(len(self.keys))
-        guilty = [place for place in places if self.keys[place].row in raised]
-        batch, error = self._without(guilty)
-        if error is not None:
-            if not self._works_without(places):
-                return None
-            suspects = [place for place in places if place not in guilty]
-            guilty += fewest(suspects, lambda more: self._works_without([*guilty, *more]))
-            batch, error = self._without(guilty)
-        if error is not None:
-            return None
-        errors = {self.keys[place].row: raised.get(self.keys[place].row) for place in guilty}
-        for place in guilty:  # what does not collate raises again if it alone is put back
-            row = self.keys[place].row
-            errors[row] = errors[row] or self._without([one for one in guilty if one != place])[1]
-        failed = tuple(_failed(row, error) for row, error in errors.items() if error is not None)
-        return Rescued(batch, self._mixed(guilty), failed)
-
-    def _works_without(self, places: Collection[int]) -> bool:
-        return self._without(places)[1] is None
-
-    def _without(self, places: Collection[int]) -> tuple[Any, Exception | None]:
-        keys = self._mixed(places)
+    def without(places: Collection[int]) -> tuple[Any, Exception | None]:
         try:
-            return self.rows.collated(keys), None
+            return rows.collated(mixed(places)), None
         except Exception as error:
             if not may_pass(error):
                 return None, error
-        # Not of these rows: what failed for a moment would be taken for proof of their innocence, or guilt.
+        # Not of these rows: what failed for a moment would be taken as proof that they are bad, or that they are not.
         try:
-            fetched, raised = fetched_again(keys, self.rows, self.patience)
-            return (None, next(iter(raised.values()))) if raised else (self.rows.of_rows(fetched, keys), None)
+            fetched, failed = fetched_again(mixed(places), rows, retries)
+            return (None, next(iter(failed.values()))) if failed else (rows.of_rows(fetched, mixed(places)), None)
         except Exception as error:
             return None, error
 
-    def _mixed(self, places: Collection[int]) -> list[Key]:
-        """The keys with others in these places: as many as before, because a collate function may count on that."""
-        left_out = set(places)
-        spares = self.spares
-        return [spares[place % len(spares)] if place in left_out else key for place, key in enumerate(self.keys)]
+    bad = [place for place, key in enumerate(keys) if key.row in raised]
+    batch, error = without(bad)
+    if error is not None:
+        if without(range(len(keys)))[1] is not None:
+            return None
+        suspects = [place for place in range(len(keys)) if place not in bad]
+        bad += fewest(suspects, lambda more: without([*bad, *more])[1] is None)
+        batch, error = without(bad)
+    if error is not None:
+        return None
+    errors = {keys[place].row: raised.get(keys[place].row) for place in bad}
+    for place in bad:  # what does not collate raises again if it alone is put back
+        row = keys[place].row
+        errors[row] = errors[row] or without([one for one in bad if one != place])[1]
+    return batch, mixed(bad), [_failed(row, error) for row, error in errors.items() if error is not None]
 
 
 def fewest(suspects: Sequence[int], works_without: Callable[[Sequence[int]], bool]) -> list[int]:
@@ -227,22 +208,22 @@ def fewest(suspects: Sequence[int], works_without: Callable[[Sequence[int]], boo
 def _failed(row: int, error: Exception) -> FailedRow:
     text = masked(" ".join("".join(traceback.format_exception_only(error)).split()))
     text = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
-    return FailedRow(row, text, *users_line(error), may_pass=may_pass(error))
+    return FailedRow(row, text, *_users_line(error), may_pass=may_pass(error))
 
 
-def users_line(error: BaseException) -> tuple[str | None, int | None]:
+def _users_line(error: BaseException) -> tuple[str | None, int | None]:
     """Find the innermost line of the user's own code, which is rather outside of site-packages than inside."""
+
+    def is_users(module: str) -> bool:
+        package, _, rest = module.partition(".")
+        if package == "resilient_train":
+            return rest.startswith("zoo")
+        return package not in _LIBRARIES or package == "__main__"
+
     lines = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if _is_theirs(frame.f_globals.get("__name__", ""))
+        if is_users(frame.f_globals.get("__name__", ""))
     ]
     outside = [one for one in lines if not {"site-packages", "dist-packages"} & set(one[0].split("/"))]
     return (outside or lines)[-1] if lines else (None, None)
-
-
-def _is_theirs(module: str) -> bool:
-    package, _, rest = module.partition(".")
-    if package == "resilient_train":
-        return rest.startswith("zoo")
-    return package not in _LIBRARIES or package == "__main__"

@@ -20,9 +20,9 @@ class RepeatableBatches:
     """Fetches and collates the rows of one micro-batch, each with the random numbers that belong to it.
 
     Seeding three generators for every row costs more than many a row, and most data sets never draw. So the first
-    batch is watched: if nobody draws, later ones are fetched without seeding, and fetched again row by row if one
-    draws after all. From the first draw on every row is seeded. Leaves the process's generators anywhere: whoever
-    trains seeds them afterwards.
+    batch is watched: if it draws no random numbers, later ones are fetched without seeding, and fetched again row by
+    row if one draws after all. From the first draw on every row is seeded. Leaves the process's generators anywhere:
+    each update seeds them afterwards.
     """
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
@@ -41,12 +41,12 @@ class RepeatableBatches:
             return batch
         if not self._draws:
             self._probe = self._probe or _Probe(mix(Purpose.PROBE, keys[0].seed))
-            self._probe.place()
+            seed_host(self._probe.seed)
             batch = self.collate(self._plain(keys))
             if self._probe.is_untouched():
                 return batch
             self._draws = True
-        return self.of_rows(self._seeded(keys), keys)
+        return self.of_rows([self.fetch(key) for key in keys], keys)
 
     def of_rows(self, rows: list[Any], keys: Sequence[Key]) -> Any:
         """Make one micro-batch of rows that were fetched one by one."""
@@ -63,50 +63,34 @@ class RepeatableBatches:
         many = getattr(self.dataset, "__getitems__", None)
         return list(many(indices)) if many else [self.dataset[index] for index in indices]
 
-    def _seeded(self, keys: Sequence[Key]) -> list[Any]:
-        rows = []
-        for key in keys:
-            seed_host(mix(Purpose.ROW, *key))
-            rows.append(self.dataset[key.row])
-        return rows
-
     def _watched(self, keys: Sequence[Key]) -> tuple[Any, bool]:
         rows: list[Any] = []
         draws = False
         for key in keys:
             probe = _Probe(mix(Purpose.ROW, *key))
-            probe.place()
             rows.append(self.dataset[key.row])
             draws = not probe.is_untouched() or draws
         probe = _Probe(mix(Purpose.COLLATE, *keys[0]))
-        probe.place()
         batch = self.collate(rows)
         return batch, not probe.is_untouched() or draws
 
 
 class _Probe:
-    """Seeds the generators and tells later whether somebody drew from them."""
+    """Seeds the generators, and says later whether numbers were drawn from them."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         seed_host(seed)
         self.first = random.random(), np.random.random()
         self.state = torch.get_rng_state()
-
-    def place(self) -> None:
-        seed_host(self.seed)
+        seed_host(seed)
 
     def is_untouched(self) -> bool:
-        """Draw once more: the numbers are the first ones after the seed only if nobody drew before."""
+        """Draw once more: the numbers are the first ones after the seed only if none were drawn before."""
         return (random.random(), np.random.random()) == self.first and torch.equal(torch.get_rng_state(), self.state)
 
 
-def only(batches: list[Any]) -> Any:
-    """Collate for `RepeatableBatches`, whose batches are collated already."""
-    return batches[0]
-
-
-_LOOKED_AT = 8  # rows, spread over the data set
+_COMPARED = 8  # rows, spread over the data set
 _LASTING = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
@@ -116,22 +100,21 @@ def fingerprint(dataset: Any) -> dict[str, Any]:
     A digest is None, and nothing to go by, where a row raises or is another one every time it is fetched.
     """
     rows = len(dataset)
-    last = rows - 1
-    looked_at = sorted({last * number // (_LOOKED_AT - 1) for number in range(_LOOKED_AT)})
+    compared = sorted({(rows - 1) * number // (_COMPARED - 1) for number in range(_COMPARED)})
     with preserved(torch.device("cpu")):
-        digests = {str(row): _digest(dataset, row) for row in looked_at}
+        digests = {str(row): _digest(dataset, row) for row in compared}
     return {"dataset": type(dataset).__name__, "rows": rows, "digests": digests}
 
 
 def sampled(dataset: Any, rows: Iterable[int]) -> dict[str, Any]:
     """Return what a data set is compared with when the run resumes: its number of rows, and digests of these.
 
-    They are rows that training has fetched already: to read others might end the process, or never come back.
+    They are rows that training has fetched already: to read others might end the process, or never return.
     """
     some = sorted(set(rows))
-    looked_at = {some[len(some) * number // _LOOKED_AT] for number in range(_LOOKED_AT)} if some else set()
+    compared = {some[len(some) * number // _COMPARED] for number in range(_COMPARED)} if some else set()
     with preserved(torch.device("cpu")):
-        digests = {str(row): (_digest(dataset, row) or "")[:16] or None for row in sorted(looked_at)}
+        digests = {str(row): (_digest(dataset, row) or "")[:16] or None for row in sorted(compared)}
     return {"rows": len(dataset), "digests": digests}
 
 
@@ -157,7 +140,7 @@ def _digest(dataset: Any, row: int) -> str | None:
 
 
 def _lasting(node: Any) -> Any:
-    """What of a row is the same in the next process: of other objects than data only their class."""
+    """What of a row is the same in the next process: of objects other than data only their class."""
     if isinstance(node, Mapping):
         return {str(key): _lasting(value) for key, value in node.items()}
     if isinstance(node, list | tuple):

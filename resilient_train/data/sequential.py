@@ -5,24 +5,24 @@ from __future__ import annotations
 import copy
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
-from resilient_train.data.failed_rows import Patience, unwatched
+from resilient_train.data.failed_rows import Retries, no_watchdog
 from resilient_train.data.rows import Collate
-from resilient_train.data.samples import Slicing, Update, WithoutIndex
+from resilient_train.data.samples import Samples, Slicing, Update
 from resilient_train.data.stream import Ranges
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.state.randomness import Purpose, mix, preserved, seed_all, seed_host
-from resilient_train.state.tree import sha256
+from resilient_train.state.tree import rebuilt, sha256
 
 _log = logging.getLogger("resilient_train")
 
 _COMPARED = 4  # first rows of an update, whose digests with the last one's tell whether its place was found again
-_REMEMBERED = 10_000  # updates whose first rows are remembered: further back than anybody rewinds
+_REMEMBERED = 10_000  # updates whose first rows are remembered: further back than any rewind
 
 
 class _Read(NamedTuple):
@@ -36,7 +36,7 @@ class _Read(NamedTuple):
     rows: list[Any]
 
 
-class IterableSamples(WithoutIndex):
+class IterableSamples(Samples):
     """Samples of an iterable data set that can say where it stands and go back there.
 
     Every rank reads the whole stream and keeps its own share: that costs reading, and buys that the same run on
@@ -61,8 +61,8 @@ class IterableSamples(WithoutIndex):
     def next_start(self) -> int:
         return self._ahead[0].start if self._ahead else self.skipped.end_at(self.position)
 
-    def next_update(self, beat: Callable[[], None] = unwatched) -> Update:
-        read = self._ahead.popleft() if self._ahead else self._read_update(Patience(beat))
+    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
+        read = self._ahead.popleft() if self._ahead else self._read_update(Retries(beat))
         self._recent.append(read)
         start, self.position = read.start, read.stop
         batches = []
@@ -109,43 +109,40 @@ class IterableSamples(WithoutIndex):
         ):
             self._begin(state["dataset"])
         else:
-            self._begin_by_reading(state["epoch"], state["row"])
+            self._read_to(state["epoch"], state["row"])
 
     def close(self) -> None:
         del self._rows
 
-    def _read_update(self, patience: Patience) -> _Read:
+    def _read_update(self, retries: Retries) -> _Read:
         place, epoch, row = self.position, self._epoch, self._row
         start = at = self.skipped.end_at(place)
-        wanted: list[int] = []  # positions, between which skipped ones lie
-        while len(wanted) < self.slicing.samples:
+        positions: list[int] = []  # skipped ones may lie between them
+        while len(positions) < self.slicing.samples:
             low, high = self.skipped.next(at)
-            missing = self.slicing.samples - len(wanted)
-            wanted += range(at, at + missing if low is None else min(low, at + missing))
+            missing = self.slicing.samples - len(positions)
+            positions += range(at, at + missing if low is None else min(low, at + missing))
             at = high
-        stop = wanted[-1] + 1
-        rows = self._read_patiently(epoch, row, stop - place, patience)
+        stop = positions[-1] + 1
+        rows = self._read(epoch, row, stop - place, retries)
         digest = _digest(rows)
         known = self._first_rows.setdefault((place, stop), digest)
         if known != digest:
-            rows = self._found_by_reading(epoch, row, len(rows), known)
+            rows = self._read_again(epoch, row, len(rows), known)
         if len(self._first_rows) > _REMEMBERED:
             del self._first_rows[next(iter(self._first_rows))]
-        return _Read(place, epoch, row, start, stop, [rows[at - place] for at in wanted])
+        return _Read(place, epoch, row, start, stop, [rows[at - place] for at in positions])
 
-    def _read(self, count: int) -> list[Any]:
-        return [self._next_row() for _ in range(count)]
-
-    def _read_patiently(self, epoch: int, row: int, count: int, patience: Patience) -> list[Any]:
+    def _read(self, epoch: int, row: int, count: int, retries: Retries) -> list[Any]:
         """Where reading fails for a moment the epoch is read again: an iterator that has raised has ended."""
         while True:
             try:
-                if patience.pauses:
-                    self._begin_by_reading(epoch, row)
-                return self._read(count)
+                if retries.pauses:
+                    self._read_to(epoch, row)
+                return [self._next_row() for _ in range(count)]
             except Exception as error:
-                if not patience.waits(error, f"reading row {row} of epoch {epoch}"):
-                    if patience.pauses:
+                if not retries.pause(error, f"reading row {row} of epoch {epoch}"):
+                    if retries.pauses:
                         raise StorageFailed("the data set could not be read on", in_one_line(error)) from error
                     raise
 
@@ -174,45 +171,43 @@ class IterableSamples(WithoutIndex):
         seed_host(mix(Purpose.ROW, self.seed, self._epoch, self._row))
         return iter(self.dataset)
 
-    def _begin_by_reading(self, epoch: int, rows: int) -> None:
+    def _read_to(self, epoch: int, row: int) -> None:
         self._epoch, self._row = epoch, 0
         self._begin(self._pristine)
-        self._read(rows)
+        for _ in range(row):
+            self._next_row()
 
-    def _found_by_reading(self, epoch: int, row: int, count: int, expected: str) -> list[Any]:
+    def _read_again(self, epoch: int, row: int, count: int, expected: str) -> list[Any]:
         """The rows from a place that the data set's own state did not bring back.
 
-        The states of some data sets leave out what a shuffle buffer holds: after a rewind its rows would be missing
-        without a word. From then on a rewind begins at the start of its epoch and reads again.
+        The states of some data sets leave out what a shuffle buffer holds: after a rewind its rows would be missing,
+        and nothing would say so. From then on a rewind begins at the start of its epoch and reads again.
         """
         self._state_is_exact = False
         _log.warning(
             "the state of this %s forgets rows that it has read (a shuffle buffer?): a rewind reads their epoch again",
             type(self.dataset).__name__,
         )
-        self._begin_by_reading(epoch, row)
-        rows = self._read(count)
+        self._read_to(epoch, row)
+        rows = [self._next_row() for _ in range(count)]
         if _digest(rows) != expected:
             raise TrainError(f"data.train: this {type(self.dataset).__name__} gives other rows when it is read again")
         return rows
 
     def _require_repetition(self) -> None:
-        first = []
+        """Read the first rows twice, each with the random numbers that belong to it."""
+        first: list[list[str]] = []
         for _ in range(2):
-            first.append([sha256(row) for row in self._read_some()])
-            self._begin_by_reading(0, 0)
+            digests = []
+            for number in range(_COMPARED):  # there may be fewer
+                seed_host(mix(Purpose.ROW, self.seed, 0, number))
+                digests += [sha256(row) for row in islice(self._rows, 1)]
+            if not digests:
+                raise ValueError("the iterable data set is empty: it has no rows")
+            first.append(digests)
+            self._read_to(0, 0)
         if first[0] != first[1]:
             raise ValueError("gives other rows after load_state_dict than before, so a run over it cannot be repeated")
-
-    def _read_some(self) -> list[Any]:
-        """The first rows with the random numbers that belong to them, fewer where there are fewer."""
-        rows = []
-        for number in range(_COMPARED):
-            seed_host(mix(Purpose.ROW, self.seed, 0, number))
-            rows += list(islice(self._rows, 1))
-        if not rows:
-            raise ValueError("the iterable data set is empty: it has no rows")
-        return rows
 
 
 def _digest(rows: list[Any]) -> str:
@@ -224,27 +219,23 @@ class _Served(NamedTuple):
 
     start: int
     stop: int
-    batches: list[Any]  # in containers that nobody else has
+    batches: list[Any]  # in containers that the loop does not have
     versions: list[int]  # of their tensors, as torch counts what is done to them in place
 
-    def is_whole(self) -> bool:
-        """Say whether its tensors are what they were."""
-        return self.versions == _versions(self.batches)
 
+class LoaderSamples(Samples):
+    """Batches of a loader that the caller made: it continues where it is, whatever the run does.
 
-class LoaderSamples(WithoutIndex):
-    """Batches of somebody else's loader: it goes on where it is, whatever the run does.
-
-    The last two updates are remembered and can be had once more; further back nothing can be fetched again, so after
-    a rewind the run trains on what comes next. Positions count samples as if every batch were full.
+    The last two updates are remembered and can be served again; what lies further back cannot, so after a rewind the
+    run trains on what comes next. Positions count samples as if every batch were full.
 
     A loader may draw from the global generators, which rewind. So every batch is fetched with random numbers that are
     a function of how many were fetched before it, which never goes back and is continued by a resume: no batch comes
     again because the run went back, and a resume draws what the run would have drawn.
 
     A loop may do with its batches what it likes. The containers it gets are its own, which costs nothing. Tensors are
-    copied only once a loop was seen to change one in place: else a copy of every batch, out of pinned memory at that,
-    would be the price for what hardly any loop does. What was changed before that is not served again.
+    copied only once a loop was seen to change one in place, as few do: copies would cost time and lie outside of pinned
+    memory. What was changed before that is not served again.
     """
 
     def __init__(
@@ -254,8 +245,8 @@ class LoaderSamples(WithoutIndex):
         self.position = 0
         self._drawn = 0  # batches, by this run
         self._skipped = Ranges()  # that the run had not reached yet
-        self._beat: Callable[[], None] = unwatched
-        self._gone = 0  # up to here, as positions were counted before a rewind, batches are used up
+        self._beat: Callable[[], None] = no_watchdog
+        self._used_up = 0  # up to here, as positions were counted before a rewind, batches are used up
         self._batches: Iterator[Any] | None = None
         self._served = False
         self._recent: deque[_Served] = deque(maxlen=2)
@@ -266,21 +257,24 @@ class LoaderSamples(WithoutIndex):
     def next_start(self) -> int:
         return self.position if self._ahead else self._skipped.end_at(self.position)
 
-    def next_update(self, beat: Callable[[], None] = unwatched) -> Update:
+    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
         self._beat = beat
         while self.position < self.next_start:
             self._fetch()
             self.position += self.slicing.samples
         again = self._ahead.popleft() if self._ahead else None
         latest = again or (self._recent[-1] if self._recent else None)
-        is_whole = latest is None or latest.is_whole()
-        self._changes_tensors |= not is_whole
-        batches = again.batches if again is not None and is_whole else self._fetch()
+        is_unchanged = latest is None or latest.versions == _versions(latest.batches)
+        self._changes_tensors |= not is_unchanged
+        batches = again.batches if again is not None and is_unchanged else self._fetch()
         served = _Served(self.position, self.position + self.slicing.samples, batches, _versions(batches))
         self._recent.append(served)
-        self.position = self._gone = served.stop
-        leaf = _cloned if self._changes_tensors else _same
-        return Update(served.start, served.stop, [_rebuilt(batch, leaf) for batch in batches])
+        self.position = self._used_up = served.stop
+
+        def handed_out(leaf: Any) -> Any:
+            return leaf.clone() if self._changes_tensors and isinstance(leaf, torch.Tensor) else leaf
+
+        return Update(served.start, served.stop, [rebuilt(batch, handed_out) for batch in batches])
 
     def go_back(self, update: Update) -> None:
         while self._recent and self._recent[-1].start >= update.start:
@@ -295,7 +289,7 @@ class LoaderSamples(WithoutIndex):
         """
         while self._ahead and start <= self._ahead[0].start < stop:
             self.position = self._ahead.popleft().stop
-        at = max(self.position, self._gone)
+        at = max(self.position, self._used_up)
         if at == self.position <= start:
             self._skipped.add(start, stop)
             return
@@ -329,7 +323,7 @@ class LoaderSamples(WithoutIndex):
     def _next_batch(self) -> Any:
         seed_all(mix(Purpose.LOADER, self.seed, self._drawn, self.slicing.rank), self.device)
         self._drawn += 1
-        patience, failed = Patience(self._beat), ""
+        retries, failed = Retries(self._beat), ""
         ends = 0
         while ends < 2:
             try:
@@ -338,10 +332,10 @@ class LoaderSamples(WithoutIndex):
                 batch = next(self._batches)
             except StopIteration:
                 self._batches, ends = None, ends + 1
-            except Exception as error:  # most loaders go on behind it; a generator has ended, and is iterated again
+            except Exception as error:  # most loaders continue after it; a generator has ended, and is iterated again
                 failed = in_one_line(error)
-                if not patience.waits(error, "a batch of the loader"):
-                    if patience.pauses:
+                if not retries.pause(error, "a batch of the loader"):
+                    if retries.pauses:
                         raise StorageFailed("a batch of the loader could not be fetched", failed) from error
                     raise
             else:
@@ -354,34 +348,6 @@ class LoaderSamples(WithoutIndex):
         raise TrainError("data: the loader is empty: it has no batches")
 
 
-def _rebuilt(batch: Any, leaf: Callable[[Any], Any]) -> Any:
-    """A batch in new containers, of whatever class, with every leaf as it is made."""
-    if isinstance(batch, MutableMapping):
-        return _refilled(batch, list(batch.items()), leaf)
-    if isinstance(batch, list):
-        return _refilled(batch, list(enumerate(batch)), leaf)
-    if isinstance(batch, tuple):
-        parts = [_rebuilt(part, leaf) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else tuple(parts)
-    return leaf(batch)
-
-
-def _refilled(batch: Any, items: list[tuple[Any, Any]], leaf: Callable[[Any], Any]) -> Any:
-    rebuilt = copy.copy(batch)
-    for key, part in items:
-        if (new := _rebuilt(part, leaf)) is not part:
-            rebuilt[key] = new
-    return rebuilt
-
-
-def _same(leaf: Any) -> Any:
-    return leaf
-
-
-def _cloned(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-
 def _versions(batches: list[Any]) -> list[int]:
     versions: list[int] = []
 
@@ -390,6 +356,5 @@ def _versions(batches: list[Any]) -> list[int]:
             versions.append(leaf._version)
         return leaf
 
-    for batch in batches:
-        _rebuilt(batch, note)
+    rebuilt(batches, note)
     return versions
