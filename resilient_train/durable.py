@@ -14,11 +14,11 @@ import torch
 
 from resilient_train import __version__
 from resilient_train.checkpoint import weights
-from resilient_train.checkpoint.best import Best
 from resilient_train.checkpoint.manifest import CANDIDATE, VERIFIED, Manifest
-from resilient_train.checkpoint.shares import Together
+from resilient_train.checkpoint.safetensors_files import SharedWrite
 from resilient_train.checkpoint.store import Entry, Store
-from resilient_train.checkpoint.tree_files import try_tree
+from resilient_train.checkpoint.tree_files import SerializedTree
+from resilient_train.checkpoint.weights import Best
 from resilient_train.checkpoint.writer import DiskConfig, Job, Outcome, Writer
 from resilient_train.errors import TrainError, in_one_line, unusable
 from resilient_train.files import Written, at_disk
@@ -46,7 +46,7 @@ class Durable:
         self._writer: Writer | None = None
 
         def reference() -> int | None:
-            held = ward.panel.probation.reference
+            held = ward.panel.rewind_check.reference
             return held.step if held is not None else None
 
         writer = partial(Writer, keep=config.keep, keep_every=config.keep_every, reference=reference)
@@ -54,7 +54,7 @@ class Durable:
             self._writer = writer(self._store)
         self._lasting = frozenset(ward.state.model.state_dict(keep_vars=True))  # a user's hooks may take their time
         self._best = Best(directory) if directory is not None else None
-        self._is_spread = ward.state.is_spread  # over ranks, so that each of them writes its share
+        self._is_spread = ward.state.is_sharded  # over ranks, so that each of them writes its share
         self._together: Store | None = None  # where ranks write theirs
         if self._is_spread and (common := ward.world.on_main(lambda: directory)) is not None:
             self._together = self._store or Store(common)
@@ -96,7 +96,7 @@ class Durable:
         parts |= {f"remembered.{name}": item.state_dict() for name, item in self._resumption.remembered.items()}
         for name, part in parts.items():
             try:
-                try_tree(part)
+                SerializedTree(part, is_trial=True)
             except Exception as error:
                 called = f"keep({name.removeprefix('kept.')}=...)" if name.startswith("kept.") else name
                 return called, f"its state cannot be saved: {in_one_line(error)}"
@@ -206,9 +206,9 @@ class Durable:
         world, best, state = self._ward.world, self._best, self._ward.state
         if "loss" not in metrics:
             return
-        if self._is_spread and world.on_main(lambda: best is not None and best.wants(metrics)):
+        if self._is_spread and world.on_main(lambda: best is not None and best.is_better(metrics)):
             tensors = weights.gathered(state.model, keep=world.is_main)
-        elif not self._is_spread and best is not None and best.wants(metrics):
+        elif not self._is_spread and best is not None and best.is_better(metrics):
             tensors = self._exported(state.live())
         else:
             return
@@ -388,7 +388,7 @@ class Durable:
         together = None
         if self._together is not None:
             self._offered += 1
-            together = Together(ward.world.rank, ward.world.size, f"{self._label}-{self._offered}", self._given_up)
+            together = SharedWrite(ward.world.rank, ward.world.size, f"{self._label}-{self._offered}", self._given_up)
         passed = self._treatment.passed.copy()
         memory = {
             "statistics": statistics,
@@ -461,7 +461,7 @@ class Durable:
         return outcome.entry.path if outcome.entry is not None else None
 
     def _hear(self) -> None:
-        while self._writer is not None and (outcome := self._writer.heard()) is not None:
+        while self._writer is not None and (outcome := self._writer.next_outcome()) is not None:
             self._heard(outcome)
 
     def _heard(self, outcome: Outcome) -> None:
@@ -473,9 +473,9 @@ class Durable:
             self._heard_good(outcome)
         elif self._failing is None:
             what = f"the checkpoint of step {step:,} could not be written: {outcome.trouble}"
-            signal = Signal.DISK_FULL if outcome.is_room else Signal.CHECKPOINT_FAILED
+            signal = Signal.DISK_FULL if outcome.is_disk_full else Signal.CHECKPOINT_FAILED
             self._failing = self._treatment.note(Trouble(signal, step, step, what, "try_again"), lasts=True)
-            if not outcome.is_room:
+            if not outcome.is_disk_full:
                 log.info("the writer of checkpoints failed", exc_info=outcome.error, extra=IN_FILE_ONLY)
 
     def _heard_good(self, outcome: Outcome) -> None:

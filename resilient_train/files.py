@@ -12,8 +12,9 @@ import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -239,9 +240,12 @@ def read_yaml_text(path: Path) -> str:
     return text
 
 
-def open_plain(path: Path) -> BinaryIO:
-    """Open a regular file for reading: a pipe in its place would be waited for, and a device never ends."""
-    return open(_regular(path, os.O_RDONLY), "rb")
+def open_plain(path: Path, *, follow: bool = True) -> BufferedReader:
+    """Open a regular file for reading: a pipe in its place would be waited for, and a device never ends.
+
+    `follow`: where the path is a link, open what it leads to.
+    """
+    return open(_regular(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW)), "rb")
 
 
 def open_to_append(path: Path) -> int:

@@ -27,8 +27,7 @@ from resilient_train.adapters.memory import is_out_of_memory
 from resilient_train.adapters.memory import told as memory_told
 from resilient_train.adapters.reporter import REPORT_EVERY, Chronicle, Told
 from resilient_train.checkpoint.writer import DiskConfig
-from resilient_train.data.fingerprint import sampled
-from resilient_train.data.rows import Collate
+from resilient_train.data.rows import Collate, sampled
 from resilient_train.data.samples import Slicing, Update
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Refused, Search
@@ -40,26 +39,24 @@ from resilient_train.objective import Measured, Metrics, Objective
 from resilient_train.portions import Portions
 from resilient_train.record.incidents import IncidentBook
 from resilient_train.record.progress import Doing
+from resilient_train.recover.knobs import KnobValues
 from resilient_train.recovery import Treatment
 from resilient_train.resumption import Resume
-from resilient_train.state.backup import Backup, Backups
+from resilient_train.state.copies import Backup, Backups
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.ring import Held, MemoryConfig, Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
 from resilient_train.types import Anomaly, Incident, Signal, Vitals
 from resilient_train.update.agreement import DIGEST, Flag
 from resilient_train.update.clip import ClipConfig, norm_over_ranks
-from resilient_train.update.precision import Precision
-from resilient_train.update.updater import Attempt, Knobs, Updater
+from resilient_train.update.updater import Attempt, Precision, Updater
 from resilient_train.ward import Ward
-from resilient_train.watch import pulse
 from resilient_train.watch.anomaly_mode import AnomalyMode
-from resilient_train.watch.checks import Panel
+from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
-from resilient_train.watch.metrics import Metrics as MetricsLog
 from resilient_train.watch.modes import Modes
-from resilient_train.watch.readback import Sent
 from resilient_train.watch.scans import Scans
+from resilient_train.watch.vitals import MetricsLog, Sent, mean, mean_metrics, read_vitals, versions
 from resilient_train.wording import log
 
 
@@ -182,7 +179,7 @@ class Guard:
         self._backups = Backups(bare, scaler)
         self._ring = Ring(self.state, memory or MemoryConfig(every=25, keep=4, max_gib=None), self.world.least)
         self._verify_after = verify_after
-        self._panel = Panel(checks)
+        self._panel = Checks(checks)
         self._scans = Scans(checks, called, optimizers, adapters.own_weights(model) if self.world.size > 1 else None)
         self._anomaly_mode = AnomalyMode(accelerator.backward)
         self._modes = Modes(checks.evaluation, called, self._backups, is_alone=self.world.size == 1)
@@ -229,7 +226,7 @@ class Guard:
         self.chronicle.belongs_to(self)
         self._treatment.ends_with = self.chronicle.fail
         self._portions = Portions(self._treatment)
-        self._is_spread = self.state.is_spread
+        self._is_spread = self.state.is_sharded
         self._owes_resume = bool(resume)
         self._treatment.on_disk = self._durable
         self._examination.convict = self._treatment.convict
@@ -242,7 +239,7 @@ class Guard:
             self._cautions.append(
                 "checkpoints come from snapshots in memory, and there are none: one is left at the end"
             )
-        if device.type != "cpu" and (waits := self._updater.gate.waits()):
+        if device.type != "cpu" and (waits := self._updater.gate.synchronous()):
             why = "not fused, so each step waits for the device; use fused=True where it is to be had"
             self._cautions.append(f"{' and '.join(waits)}: {why}")
         if self.objective is None:
@@ -285,7 +282,7 @@ class Guard:
         self._owes_resume = False
         resumed = self._durable.resume(is_explained=self._portions.look())
         self._portions.as_before(self._durable.samples)
-        self._panel.probation.resumed(self.clock.step)
+        self._panel.rewind_check.resumed(self.clock.step)
         self._set_limits()
         self._seed_between(self.samples.position)
         return resumed
@@ -381,7 +378,7 @@ class Guard:
         begun = self._require_batch("step")
         if batch is not self._handed:
             begun.fed[-1] = batch  # as the loop has made it of the one it got
-        begun.versions.append(pulse.versions(begun.fed[-1]))
+        begun.versions.append(versions(begun.fed[-1]))
         try:
             loss, metrics = self.objective.for_training(self.model, batch)
             if self.drill is not None:
@@ -450,7 +447,7 @@ class Guard:
         self._durable.let_go()
 
     @property
-    def knobs(self) -> Knobs:
+    def knobs(self) -> KnobValues:
         """What remedies have turned, and the next update is made with."""
         return self._treatment.knobs.values
 
@@ -549,7 +546,7 @@ class Guard:
                 if found is not None and found.signal is Signal.RANK_MISMATCH:
                     raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
             self._durable.take(verified=self._durable.is_proven)
-            if self._panel.probation.is_open:  # since before the process ended
+            if self._panel.rewind_check.is_open:  # since before the process ended
                 self._ring.pin(self.clock.step)
 
     def _complete(self) -> None:
@@ -636,7 +633,7 @@ class Guard:
         self._losses.clear()
         self._reported.clear()
         knobs = self._treatment.knobs.values
-        self._precision.be(higher=knobs.higher_precision)
+        self._precision.set(higher=knobs.higher_precision)
         numerics.raise_eps(knobs.eps)
         begun = _Begun(update, self.clock.tick + 1, self.attempted_step + 1, self._backups.take(), [], time.monotonic())
         self._begun = self._newest_begun = begun
@@ -656,7 +653,6 @@ class Guard:
             batch = self.drill.on_batch(self._place(), batch)
         self._begun.fed.append(batch)  # where it lies already: on a device it would be kept for two updates
         self._handed = batch = self.on_device(batch)
-        self._scans.see_batch(self.attempted_step, batch)
         # Where weights are spread they go to their owners at once: to wait, each rank would have to hold all of them.
         stays_here = self.world.size > 1 and not is_last and not self._is_spread
         waits = self.world.accelerator.no_sync(self.model) if stays_here else nullcontext()
@@ -680,15 +676,15 @@ class Guard:
         if self.drill is not None:
             self.drill.on_gradients(self._place(), self._updater.weights)
         self._examination.launch(begun.backup)
-        loss = self._losses[0] if len(self._losses) == 1 else pulse.mean(self._losses)
+        loss = self._losses[0] if len(self._losses) == 1 else mean(self._losses)
         rate = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
         self._ring.before_change()
-        self._updater.agreement.tell(Flag.BUSY, self._durable.is_busy)
+        self._updater.agreement.set_flag(Flag.BUSY, self._durable.is_busy)
         digest = 0 if self._updater.agreement.is_alone else self._treatment.digest(begun.update.start)
         attempt = self._updater.apply(self.clock.step, loss, self._treatment.knobs.values, rate=rate, digest=digest)
         self._declare_restart(attempt)
         self.clock.tick += 1
-        sent, metrics = Sent(attempt.measured, attempt.numbers), pulse.mean_metrics(self._reported)
+        sent, metrics = Sent(attempt.measured, attempt.numbers), mean_metrics(self._reported)
         self._in_flight = _InFlight(begun, attempt, loss, self._updater.gate.limits, sent, metrics)
         return True
 
@@ -704,17 +700,17 @@ class Guard:
         if flight is None:
             return True
         update, lr = flight.begun.update, flight.attempt.settings[0][0]["lr"]
-        vitals = pulse.vitals(
+        vitals = read_vitals(
             *(flight.begun.tick, self.clock.step, update.start, update.stop, lr),
             flight.sent.read(),
             flight.limits,
             has_scale=self._updater.scaler is not None,
             is_busy=flight.attempt.is_busy,
             pace=flight.attempt.pace,
-            by_rank=flight.attempt.told,
+            by_rank=flight.attempt.rows_by_rank,
         )
         if not vitals.alike:
-            digests = [row[DIGEST] for row in flight.attempt.told()]
+            digests = [row[DIGEST] for row in flight.attempt.rows_by_rank()]
             self._treatment.ranks_differ(digests, began=flight.begun.began)
         self.newest = vitals
         self.stopped |= vitals.stop_asked
@@ -730,7 +726,7 @@ class Guard:
             self._ring.drop(flight.held)
         scanned = self._examination.hear()
         anomaly = scanned or finding.anomaly or self._repeated_in_vain(finding.repeat, vitals)
-        anomaly = anomaly or self._treatment.explanation.foresee(vitals, flight.begun.fed)
+        anomaly = anomaly or self._treatment.explainer.foresee(vitals, flight.begun.fed)
         if anomaly is None and not finding.repeat:
             self._healthy(flight, vitals)
             return True
@@ -739,7 +735,7 @@ class Guard:
             update, fed = flight.begun.update, flight.begun.fed
             spiked = not float(flight.loss) <= flight.limits[0]
             named = scanned or self._examination.named(anomaly, fed, update.failed, spiked=spiked)
-            is_spent = flight.begun.versions != [pulse.versions(batch) for batch in fed]
+            is_spent = flight.begun.versions != [versions(batch) for batch in fed]
             usual = self._examination.nan_is_usual
             refused = None if vitals.accepted else Refused(update, fed, flight.limits, is_spent, usual)
             self._treatment.treat(named, update, refused, began=flight.begun.began)
@@ -779,7 +775,7 @@ class Guard:
             if flight.held is not None:
                 flight.held.remedies = self._treatment.remedies()
             scanned, after = self._scans.clean_step, self._verify_after
-            is_back = self._panel.is_only_reported or self._panel.probation.allows_proof(self.clock.step)
+            is_back = self._panel.is_only_reported or self._panel.rewind_check.allows_proof(self.clock.step)
             self._ring.verify(healthy_until=self.clock.step, scanned_until=scanned, after=after, is_back=is_back)
             self._durable.verified(any_busy=vitals.any_busy)
         book = self._treatment.book

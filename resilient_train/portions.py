@@ -6,8 +6,8 @@ import torch
 
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import TrainError
-from resilient_train.record import shortage
-from resilient_train.record.shortage import Shortage
+from resilient_train.record import notes
+from resilient_train.record.notes import OutOfMemory
 from resilient_train.recovery import Treatment
 from resilient_train.wording import log
 
@@ -19,11 +19,11 @@ class Portions:
 
     def __init__(self, treatment: Treatment) -> None:
         self._treatment, self._ward = treatment, treatment.ward
-        self._lacking: list[Shortage] = []
+        self._lacking: list[OutOfMemory] = []
 
     def look(self) -> bool:
         """See whether the processes before these ran out of memory. Every rank comes here."""
-        found = self._ward.world.all_of(shortage.found(self._treatment.book.place))
+        found = self._ward.world.all_of(notes.found(self._treatment.book.place, OutOfMemory))
         self._lacking = sorted({one for some in found for one in some})
         return bool(self._lacking)
 
@@ -35,7 +35,7 @@ class Portions:
         for one in self._lacking[:1]:  # of several ranks the one with the least room
             if self._fit_into(one.batch_size - 1):
                 self._treatment.slimmed(one.step, f"rank {one.rank}: {one.evidence}; {self._told()}", (one.rank,))
-        shortage.clear(self._treatment.book.place)
+        notes.clear(self._treatment.book.place, OutOfMemory)
 
     def slimmer(self, step: int, evidence: str) -> Slicing:
         """Return how to make an update once more that did not fit into memory. Raises TrainError where that cannot be.
@@ -60,7 +60,7 @@ class Portions:
         if place is None:
             return _SMALLER
         try:
-            shortage.leave(place, Shortage(self._ward.slicing.batch_size, step, self._ward.world.rank, evidence))
+            notes.leave(place, OutOfMemory(self._ward.slicing.batch_size, step, self._ward.world.rank, evidence))
         except OSError as error:
             return f"{_SMALLER} ({place} could not take a note: {error.strerror})"
         return "the same command, or a restart by the launcher, goes on with micro-batches of half the rows"

@@ -8,33 +8,30 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from resilient_train import landed
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.damage import lost_eps
+from resilient_train.diagnose.explain import Explainer, NoMeasure
 from resilient_train.diagnose.search import Refused
 from resilient_train.errors import GaveUp, RanksDiffer, TrainError, in_one_line
-from resilient_train.explanation import Explanation
-from resilient_train.numerics.armor import Armor, CannotArmor, Plate
+from resilient_train.numerics.armor import Armor, CannotArmor, PatchedLine
 from resilient_train.passed import Leap, PassedUpdates
-from resilient_train.ranks.majority import named, odd_ones
+from resilient_train.ranks.world import odd_ones
 from resilient_train.record.drills import made_by
 from resilient_train.record.incidents import IncidentBook, farewell, outcome_told, told
-from resilient_train.record.phases import DECIDE, DIAGNOSE, REMEDY, REWIND, Phases
 from resilient_train.record.quarantine import Quarantine
-from resilient_train.record.surroundings import Surroundings
-from resilient_train.recover import digest
+from resilient_train.record.surroundings import DECIDE, DIAGNOSE, REMEDY, REWIND, Phases, Surroundings
 from resilient_train.recover.causes import by_signal
-from resilient_train.recover.decide import decide
+from resilient_train.recover.decide import decide, decisions_digest, update_digest
 from resilient_train.recover.history import History
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import Applicable, PutOnArmor, passes_over, remedy
+from resilient_train.recover.remedies import PatchOperation, RunFacts, passes_over, remedy
 from resilient_train.secrets import masked_tree
 from resilient_train.state.ring import Held
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.ward import OnDisk, Ward
 from resilient_train.watch.reference import Standing
-from resilient_train.wording import log
+from resilient_train.wording import log, rank_names
 
 _BEGINNING = 16  # accepted updates: what breaks so soon was wrong from the start
 _IN_UPDATE = (Signal.HANG, Signal.OUT_OF_MEMORY)  # of the process, and met while an update was made
@@ -66,7 +63,10 @@ class Treatment:
         self.knobs = Knobs(relax_after=policy.relax_after)
         self.history = History(book.incidents, recovered_after=recovered_after)
         self.passed = PassedUpdates()
-        self.explanation = Explanation(ward, self.passed)
+        self.explainer = Explainer(
+            *(ward.world, ward.samples, ward.state, ward.ring, ward.updater.optimizers),
+            *(self.passed, ward.search, ward.beat),
+        )
         self.surroundings = Surroundings(book.directory, book.incidents)
         self.update_began: float | None = None  # the newest update, on the monotonic clock
         self._anomaly: Anomaly | None = None
@@ -87,12 +87,12 @@ class Treatment:
             in_force = {
                 "skipped": self.ward.samples.passed_over(),
                 "quarantined": sorted(self.quarantined.rows),
-                "armor": [(plate.function, plate.text, plate.count, plate.op) for plate in self._armor.plates],
+                "armor": [(plate.function, plate.text, plate.count, plate.op) for plate in self._armor.lines],
                 "mends_eps": self.ward.updater.mends_eps,
             }
-            self._decisions = digest.of_decisions(self.history.incidents, in_force)
+            self._decisions = decisions_digest(self.history.incidents, in_force)
         clock, samples = self.ward.clock, self.ward.slicing.samples
-        return digest.of_update(self._decisions, clock.step, clock.tick, start, samples, self.knobs.values)
+        return update_digest(self._decisions, clock.step, clock.tick, start, samples, self.knobs.values)
 
     def heard(self, vitals: Vitals) -> None:
         """Note an update that was attempted, in case it is to blame for something later."""
@@ -102,11 +102,11 @@ class Treatment:
     def healthy(self, *, was_limited: bool) -> None:
         """Note that an update landed without trouble, with a rate that a limit held below what the schedule asks."""
         panel = self.ward.panel
-        may_relax = panel.probation.allows_proof(self.ward.clock.step)
+        may_relax = panel.rewind_check.allows_proof(self.ward.clock.step)
         self.knobs.advance(was_limited=was_limited, may_relax=may_relax)
         self.book.went_on()
         was_held = self.book.remedies is not None and self.book.remedies.get("reference") is not None
-        is_held = panel.probation.is_open
+        is_held = panel.rewind_check.is_open
         self._close(self.history.accepted(self.ward.clock.step, is_held=is_held), self.history.recovered_after)
         if was_held and not is_held:
             self.ward.ring.unpin()
@@ -122,7 +122,7 @@ class Treatment:
         phases = Phases(began)
         started, before, ward = time.perf_counter(), self.ward.clock.step, self.ward
         self._decisions = None
-        anomaly, leap = self.explanation.since_leap(anomaly)
+        anomaly, leap = self.explainer.since_leap(anomaly)
         self._anomaly = anomaly
         self._rewound, self._trace = None, 0
         self._blamed = self.passed.first_to_blame(anomaly, update.start), update.stop
@@ -131,12 +131,14 @@ class Treatment:
             self.on_disk.distrust(anomaly.since)
         ward.updater.usual_norm = ward.panel.usual_norm or ward.updater.usual_norm
         try:
-            diagnosis = self.explanation.of(anomaly, update, refused, self.history.of_training, leap)
-        except landed.NoMeasure as why:
+            reference = ward.panel.rewind_check.reference
+            diagnosis, leap = self.explainer.explain(
+                anomaly, update, refused, self.history.of_training, reference, leap
+            )
+        except NoMeasure as why:
             log.info("note: %s: what is usual is learned again", why)
             ward.panel.start_over()
             return
-        diagnosis, leap = self.explanation.by_rate(anomaly, diagnosis, leap)
         self._diagnosis = diagnosis
         if not anomaly.ranks:  # gradients are on every rank alike once they were averaged: a replay tells more
             self._anomaly = anomaly = replace(anomaly, ranks=diagnosis.ranks)
@@ -151,7 +153,7 @@ class Treatment:
             trace=self.passed.trace(last) if last is not None else 0,
         )
         self._hold(anomaly, diagnosis, decision)
-        is_off = ward.panel.probation.is_open
+        is_off = ward.panel.rewind_check.is_open
         incident, closed = self._open(anomaly, diagnosis, decision, is_off=is_off)
         self._close(closed)
         self.book.opened(incident)
@@ -196,14 +198,14 @@ class Treatment:
         rewinds = any(action.remedy == "rewind" for action in actions)
         if diagnosis.cause is Cause.CORRUPTION and (rewinds or decision.gave_up):
             if panel.is_only_reported:  # as far as the checks could tell
-                panel.probation.end()
+                panel.rewind_check.end()
             return  # a rewind makes the same updates again, to the last bit
         if anomaly.is_in_weights:
             rungs = self.policy.ladder(diagnosis.cause)  # where one of them does more, alarms lead there
-            is_all = all(passes_over(one.action for one in rung.remedies) for rung in rungs)
+            is_all = all(passes_over(one.action for one in rung.do) for rung in rungs)
             is_reported = is_all and bool(actions) and passes_over(actions)
             panel.hold(anomaly.since, reached(anomaly), is_only_reported=is_reported)
-            if panel.probation.is_open:
+            if panel.rewind_check.is_open:
                 self.ward.ring.pin(anomaly.since)
 
     def ranks_differ(self, digests: Sequence[float], *, began: float | None = None) -> NoReturn:
@@ -216,7 +218,9 @@ class Treatment:
         ward, odd = self.ward, odd_ones(digests)
         step, since = ward.clock.step + 1, ward.clock.step
         others = len(digests) - len(odd)
-        evidence = f"{named(odd)} decided " + (f"otherwise than the {others:,} others" if others else "differently")
+        evidence = f"{rank_names(odd)} decided " + (
+            f"otherwise than the {others:,} others" if others else "differently"
+        )
         anomaly = Anomaly(Signal.RANK_MISMATCH, step, ward.clock.tick, since, evidence, ranks=odd)
         incident, _ = self._open(anomaly, Diagnosis(Cause.PROCESS, _DIFFER), Decision((Action("end"),)))
         self.book.opened(incident)
@@ -245,7 +249,9 @@ class Treatment:
             incident = replace(incident, anomaly=replace(incident.anomaly, ranks=ranks))
             self.history.treated(incident)
             self.book.treated(incident)
-            log.info("incident %d began on %s: the others came to the same weights again", incident.id, named(ranks))
+            log.info(
+                "incident %d began on %s: the others came to the same weights again", incident.id, rank_names(ranks)
+            )
 
     def over(self, number: int) -> None:
         """Take note that an incident does not last any more: from now on healthy updates count."""
@@ -283,12 +289,12 @@ class Treatment:
             "knobs": self.knobs.state_dict(),
             "skipped": [list(span) for span in self.ward.samples.passed_over()],
             "quarantined": sorted(self.quarantined.rows),
-            "armor": [asdict(plate) for plate in self._armor.plates],
+            "armor": [asdict(plate) for plate in self._armor.lines],
             "armored": sorted(map(list, self._armored)),
             "mends_eps": self.ward.updater.mends_eps,
             "micro_batch": self.micro_batch,
             "usual_norm": self.ward.updater.usual_norm,
-            "reference": self.ward.panel.probation.memory(),
+            "reference": self.ward.panel.rewind_check.memory(),
         }
         return masked_tree(in_force)  # type: ignore[no-any-return]  # it goes into files: armor knows a masked line again
 
@@ -305,14 +311,14 @@ class Treatment:
             self.knobs.load_state_dict(remedies["knobs"])
             for start, stop in remedies["skipped"]:
                 self.ward.samples.skip(int(start), int(stop))
-            plates = [Plate(**plate) for plate in remedies["armor"]]
+            plates = [PatchedLine(**plate) for plate in remedies["armor"]]
             self._armored |= {(str(file), int(line), str(op)) for file, line, op in remedies["armored"]}
             usual, micro = remedies["usual_norm"], remedies["micro_batch"]
             self.micro_batch = None if micro is None else int(micro)
             self.ward.updater.mends_eps = remedies["mends_eps"] is True
             self.ward.updater.usual_norm = None if usual is None else float(usual)
             self._recall_rows(frozenset(map(int, remedies["quarantined"])))
-            self.ward.panel.probation.recall(remedies.get("reference"))
+            self.ward.panel.rewind_check.recall(remedies.get("reference"))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"the remedies in force cannot be read: {in_one_line(error)}") from error
         for plate in plates:
@@ -358,9 +364,9 @@ class Treatment:
         self.ward.samples.skip(start, stop)
         self.book.in_force(self.remedies())
 
-    def _wear(self, plate: Plate) -> None:
+    def _wear(self, plate: PatchedLine) -> None:
         try:
-            worn = self._armor.put_on_again(plate)
+            worn = self._armor.add_again(plate)
         except CannotArmor as why:
             log.warning("no armor around `%s` at %s:%d any more: %s", plate.op, plate.file, plate.line, why)
             return
@@ -371,20 +377,20 @@ class Treatment:
 
     def disarm(self) -> None:
         """Give the user's code back as it was: another run of this process is to find its own faults."""
-        self._armor.take_off()
+        self._armor.remove()
 
     def finish(self) -> None:
         """The run has come to its end: what is open has recovered where the loss is back, or none was to come back."""
         is_back = self.is_back()
         self._close(self.history.finish(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED))
-        if is_back and self.ward.panel.probation.is_open:
-            self.ward.panel.probation.end()
+        if is_back and self.ward.panel.rewind_check.is_open:
+            self.ward.panel.rewind_check.end()
             self.book.in_force(self.remedies())
 
     def is_back(self) -> bool:
         """Say whether the loss is where it was before the last damage, as far as the losses since tell."""
-        probation = self.ward.panel.probation
-        return not probation.is_open or probation.final(self.ward.clock.step) is Standing.BACK
+        check = self.ward.panel.rewind_check
+        return not check.is_open or check.final(self.ward.clock.step) is Standing.BACK
 
     def has_to_return(self) -> bool:
         """Say whether the run, should it end now, has to end on the state that it is measured against.
@@ -395,12 +401,12 @@ class Treatment:
 
     def return_unrecovered(self) -> GaveUp:
         """End the run off its reference: back to the newest proven state, which is its result."""
-        reference = self.ward.panel.probation.reference
+        reference = self.ward.panel.rewind_check.reference
         assert reference is not None
         since = self.ward.panel.not_recovered_since(self.ward.clock.step)
         self._close(self.history.finish(Outcome.UNRECOVERED))
         path, is_there = self._restore_best(since)
-        self.ward.panel.probation.end()
+        self.ward.panel.rewind_check.end()
         if not is_there:
             return GaveUp("not recovered, and there is no proven state to return to", None)
         why = f"the loss did not come back to {reference.level:.4g}, where it was at step {reference.step:,}"
@@ -470,7 +476,7 @@ class Treatment:
         assert culprit is not None
         where = (culprit.file, culprit.line, culprit.op)
         self._armored.add(where)
-        self._armor.put_on(*where)
+        self._armor.add(*where)
         self.ward.panel.armored()
         if self.ward.search is not None:
             self.ward.search.armored.add(where)
@@ -487,15 +493,15 @@ class Treatment:
 
     # How it is done.
 
-    def _applicable(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> Applicable:
+    def _applicable(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> RunFacts:
         ward = self.ward
-        proven, reference = ward.ring.proven(anomaly.since), ward.panel.probation.reference
-        return Applicable(
+        proven, reference = ward.ring.proven(anomaly.since), ward.panel.rewind_check.reference
+        return RunFacts(
             snapshots=self._snapshots(proven, anomaly.since),
             # Where armor makes values up, what is out of range at the beginning tells nothing about the rate.
             at_start=max(anomaly.since, reference.step if reference else 0) < _BEGINNING
             and [held.step for held in proven] == [0]
-            and not self._armor.plates,
+            and not self._armor.lines,
             mixed_precision=ward.precision.is_mixed,
             loss_scaler=ward.updater.scaler is not None,
             rows=ward.samples.rows,
@@ -520,7 +526,7 @@ class Treatment:
         if culprit is None or not culprit.line or not diagnosis.mendable:
             return False
         rungs = self.policy.ladder(diagnosis.cause)
-        if all(one.action.remedy != PutOnArmor.name for rung in rungs for one in rung.remedies):
+        if all(one.action.remedy != PatchOperation.name for rung in rungs for one in rung.do):
             return False
         where = (culprit.file, culprit.line, culprit.op)
         if where in self._armored:
@@ -539,7 +545,7 @@ class Treatment:
         book.closed(incident, phases.timed)
         self.surroundings.treated(incident)
         path, is_back = self._restore_best(incident.anomaly.since)
-        ward.panel.probation.end()  # there is nothing left to wait for
+        ward.panel.rewind_check.end()  # there is nothing left to wait for
         if is_back:
             phases.ended(REWIND)
             book.came_after(incident.id, phases.timed[-1])

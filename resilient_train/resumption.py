@@ -11,7 +11,8 @@ from typing import Any
 from resilient_train.checkpoint.manifest import Damaged, Manifest
 from resilient_train.checkpoint.store import Entry, Saved, Store
 from resilient_train.errors import ConfigError, TrainError, unusable
-from resilient_train.record import endings, hangs
+from resilient_train.record import endings, notes
+from resilient_train.record.notes import Hung
 from resilient_train.record.progress import Doing, Progress
 from resilient_train.recovery import Treatment, Trouble
 from resilient_train.secrets import masked
@@ -135,7 +136,7 @@ class Resumption:
         live = ward.state.live()
         # All have the same files before them: rank 0 reads them through for all.
         saved = Store.load(entry, ward.world.device, live["weights"], is_verified=not ward.world.is_main)
-        why = ward.state.misfit(saved.parts)
+        why = ward.state.explain_mismatch(saved.parts)
         has_changed = any(key.startswith(_SHAPES) for key in self.how.changed)
         is_of_others = manifest.each == self.each and not manifest.samples % self.each  # of another number of processes
         if not why and manifest.samples != ward.slicing.samples and not is_of_others:
@@ -159,7 +160,7 @@ class Resumption:
         """Make a checkpoint the state of the run; `resuming`, what the process had in memory as well."""
         ward, manifest, saved = self.ward, entry.manifest, self.read(entry)
         assert manifest is not None
-        made, parts = f"{entry.path}, written by {manifest.made_by}", ward.state.dealt(saved.parts)
+        made, parts = f"{entry.path}, written by {manifest.made_by}", ward.state.reshard(saved.parts)
         if resuming and any(key.startswith(("optimizer.", "schedule.")) for key in self.how.changed):
             fresh = ward.state.live()  # schedules as they are configured now, led to where the run stands
             parts |= {name: fresh[name] for name in parts if name.startswith("schedule.")}
@@ -217,11 +218,11 @@ class Resumption:
     def _hung(self) -> str:
         """What other ranks have noted of a hang that rank 0 could not tell of."""
         place = self.treatment.book.directory
-        noted = hangs.found(place) if place is not None else []
+        noted = notes.found(place, Hung) if place is not None else []
         if not noted or place is None:
             return ""
-        hangs.clear(place)
-        return hangs.told(noted, max(self.ward.world.size, noted[-1].rank + 1))
+        notes.clear(place, Hung)
+        return notes.who_hung(noted, max(self.ward.world.size, noted[-1].rank + 1))
 
     def _crash(self, step: int, skipped: tuple[int, int] | None, hung: str) -> Trouble:
         last = self.progress.last

@@ -12,9 +12,8 @@ from resilient_train.diagnose.search import Search
 from resilient_train.ranks.world import World
 from resilient_train.state.ring import Held, Ring
 from resilient_train.state.run_state import Clock, RunState
-from resilient_train.update.precision import Precision
-from resilient_train.update.updater import Updater
-from resilient_train.watch.checks import Panel
+from resilient_train.update.updater import Precision, Updater
+from resilient_train.watch.checks import Checks
 from resilient_train.watch.scans import Scans
 
 
@@ -29,7 +28,7 @@ class Ward:
     state: RunState
     updater: Updater
     ring: Ring
-    panel: Panel
+    panel: Checks
     scans: Scans
     precision: Precision
     search: Search | None  # None where a step cannot be replayed

@@ -15,10 +15,9 @@ from command import command, train
 from sealed import CPU, seal, write
 
 from resilient_train.checkpoint import manifest as manifests
-from resilient_train.checkpoint.manifest import MANIFEST, Damaged
+from resilient_train.checkpoint.manifest import MANIFEST, WEIGHTS, Damaged
 from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE
-from resilient_train.checkpoint.weights import WEIGHTS
 
 IN_THE_SUITE, IN_ALL = 60, 500
 

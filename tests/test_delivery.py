@@ -26,7 +26,7 @@ from resilient_train.app import sync
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incidents import IncidentBook
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox, entries
-from resilient_train.record.story import told
+from resilient_train.record.story import read_story
 from resilient_train.tracking.courier import Courier
 from resilient_train.tracking.store import KNOWN, KnownRun, locate
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
@@ -116,7 +116,7 @@ def prove(run_dir: Path, address: str, experiment: str) -> None:
         assert theirs == mine
     assert run.data.params == {f"layer.{index}": str(index) for index in range(120)}
     assert run.info.status == "FINISHED"
-    story = told(run_dir)
+    story = read_story(run_dir)
     assert run.data.tags["resilience.status"] == "recovered"
     assert run.data.tags["resilience.incidents"] == str(len(story.chapters))
     assert run.data.tags["resilience.cause"] == "transient"

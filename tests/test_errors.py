@@ -158,12 +158,12 @@ TABLE: dict[str, tuple[list[str], int, list[str]]] = {
     "a function for a remedy": (
         ["recovery.ladders.default=[[{os.system:{command:'touch called'}}]]"],
         2,
-        ["recovery.ladders.default[0][0]: os.system is not a remedy"],
+        ["recovery.ladders.default[0][0]=os.system: is not a remedy"],
     ),
     "a class for a remedy": (
         ["recovery.ladders.default=[[{subprocess.Popen:{args:[touch,called]}}]]"],
         2,
-        ["recovery.ladders.default[0][0]: subprocess.Popen is not a remedy"],
+        ["recovery.ladders.default[0][0]=subprocess.Popen: is not a remedy"],
     ),
     "a log file that is none": (["run.dir=crooked"], 1, ["IsADirectoryError", "train.log"]),
     "rows that cannot be read": (
@@ -234,8 +234,8 @@ def test_each_mistake_is_told_in_one_line(case: str, place: Path, run_command: c
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["recovery.budget.window=-1"], "recovery.budget.window=-1: must be at least 1"),
-        (["recovery.ladders.default=[[rewnd]]"], "recovery.ladders.default[0][0]: no such remedy rewnd"),
+        (["recovery.budget.window=-1"], "recovery.budget.window=-1: must be a whole number (at least 1)"),
+        (["recovery.ladders.default=[[rewnd]]"], "recovery.ladders.default[0][0]=rewnd: no such remedy"),
         (["tracking=mlflow", "tracking.uri=htp://x"], "tracking.uri=htp://x: "),
         (["run.init_from=absent"], "run.init_from=absent: "),
         (["run.resume=absent"], "run.resume=absent: "),

@@ -20,15 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from resilient_train.errors import TrainError
-from resilient_train.record.incidents import (
-    IncidentBook,
-    as_line,
-    farewell,
-    from_line,
-    outcome_told,
-    tags,
-    told,
-)
+from resilient_train.record.incidents import IncidentBook, as_line, farewell, from_line, outcome_told, tags, told
 from resilient_train.record.journal import Journal, plain, read
 from resilient_train.record.story import Chapter, Phase, chapters
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal

@@ -29,8 +29,8 @@ from resilient_train.app.streams import outlived
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_plain
 from resilient_train.ranks.launch import launched_rank
-from resilient_train.ranks.leaving import as_seen_by_agent
-from resilient_train.record.endings import refused
+from resilient_train.ranks.process_exit import code_for_agent
+from resilient_train.record.endings import note_refusal
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
 
 _LAST_WORD_S = 2.0
@@ -161,7 +161,7 @@ def _hide_secrets_in(file: Path) -> None:
 
 def _leave(code: int) -> None:
     """End the process. One that failed beside others ends at once: gloo's threads would abort it on its way out."""
-    seen = as_seen_by_agent(code)
+    seen = code_for_agent(code)
     if code and "WORLD_SIZE" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -181,7 +181,7 @@ def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
         print(f"error: {masked(str(told))}", file=sys.stderr)
         directory = _directory_of(told, overrides)
         if told.exit_code == 2 and directory is not None and "WORLD_SIZE" in os.environ:
-            refused(directory, told.exit_code, str(told))  # a launcher makes another code of it
+            note_refusal(directory, told.exit_code, str(told))  # a launcher makes another code of it
     return told.exit_code
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from resilient_train.files import commit_text, open_to_append, read_plain
 from resilient_train.record.drills import FIRED, Strike, strikes
 from resilient_train.record.journal import JOURNAL, Entry, Journal, plain
-from resilient_train.record.phases import RESUME, Timed
+from resilient_train.record.surroundings import RESUME, Timed
 from resilient_train.secrets import masked, masked_tree
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import farewell, outcome_told, tags, told

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import psutil
 import torch
 
-from resilient_train.state.available import available_memory
-from resilient_train.state.copier import Copier
-from resilient_train.state.frozen import Frozen
+from resilient_train.state.copies import Copier, Frozen, room
 from resilient_train.state.run_state import RunState, Snapshot
 from resilient_train.state.tree import Tree, nbytes, put_together, taken_apart
 
@@ -83,19 +84,14 @@ class Ring:
         """Say what it costs, for the start of a run; what turns out not to fit is let go of."""
         if not self._config.every:
             return "no snapshots in memory (checkpoint.memory.every=0): this run cannot rewind"
-        size = self._settle_slots(nbytes(self._state.live()))
-        if not self._slots:
-            return f"no snapshots in memory: this run cannot rewind; two take {_spoken(2 * size)}, of {self._budget()}"
-        often = f"taken every {self._config.every} steps"
-        needed = _spoken(self._slots * size)
-        return f"rewinds to one of {self._slots} snapshots, {often}: {needed} of memory, of {self._budget()}"
-
-    def _budget(self) -> str:
-        """What snapshots may take, and why no more."""
-        assert self._allowed is not None
+        size, allowed = self._settle_slots(nbytes(self._state.live()))
         is_given = self._config.max_gib is not None
         why = "checkpoint.memory.max_gib" if is_given else "half of what was available at the start"
-        return f"{_spoken(self._allowed)} allowed ({why})"
+        budget = f"{_spoken(allowed)} allowed ({why})"
+        if not self._slots:
+            return f"no snapshots in memory: this run cannot rewind; two take {_spoken(2 * size)}, of {budget}"
+        often, needed = f"taken every {self._config.every} steps", _spoken(self._slots * size)
+        return f"rewinds to one of {self._slots} snapshots, {often}: {needed} of memory, of {budget}"
 
     def is_due(self, step: int) -> bool:
         """Say whether the state after `step` accepted updates should be kept."""
@@ -114,9 +110,10 @@ class Ring:
         self._settle_slots(sum(one.nbytes for one in (*sources, *rest, *shared)))
         if not self._slots or not self._make_room(step):
             return None
-        room = self._spare.pop() if self._spare else []
-        held = self._filled(step, {**plain, **plain_rest}, [*sources, *rest], len(sources), room)
-        held.verified = verified
+        own = room([*sources, *rest], self._spare.pop() if self._spare else [], self._copier.empty)
+        copies, empty, more = self._frozen.copies(self._copier.empty)
+        self._copier.fill(own + empty, [*sources, *rest, *more], len(sources))
+        held = Held(step, {**plain, **plain_rest}, own, copies, verified=verified)
         self._held.append(held)
         return held
 
@@ -132,7 +129,7 @@ class Ring:
         ripe = [one for one in self._held if not one.verified and one.statistics is not None]
         ripe = [one for one in ripe if one.step + after <= healthy_until and one.step <= scanned_until]
         if not is_back:
-            self._drop(ripe)
+            self.drop(*ripe)
             return
         for held in ripe:
             held.verified = True
@@ -164,13 +161,14 @@ class Ring:
         before it was pinned: what is newer than `since` on this course says nothing about it, unless `since` lies
         before the two parted, for then both come from what is not to be trusted.
         """
-        self._drop([held for held in self._held if held.step > since])
+        self.drop(*[held for held in self._held if held.step > since])
         if since < self._parted:
             self._unpin()
 
-    def drop(self, held: Held) -> None:
-        """Let a candidate go."""
-        self._drop([held])
+    def drop(self, *dropped: Held) -> None:
+        """Let snapshots go, so that later ones can have their memory."""
+        self._spare += [held.own for held in self._held if held in dropped and not held.is_being_written]
+        self._held = [held for held in self._held if held not in dropped]
 
     def proven(self, since: int) -> list[Held]:
         """Every verified snapshot not after `since`, newest first."""
@@ -187,7 +185,7 @@ class Ring:
     def clear(self) -> None:
         """Let everything go: the run stands somewhere else."""
         self._unpin()
-        self._drop(list(self._held))
+        self.drop(*self._held)
         self._parted = 0
 
     def last_good(self, since: int) -> Held | None:
@@ -208,15 +206,18 @@ class Ring:
             self._pinned, self._parted = best, held.step
             self._held.remove(best)
         self._parted = min(self._parted, held.step)
-        self._drop([one for one in self._held if one.step > held.step])
+        self.drop(*[one for one in self._held if one.step > held.step])
 
-    def _settle_slots(self, size: int) -> int:
-        """Find out with all ranks how many snapshots fit, and let go of what has no place. Returns the agreed size.
+    def _settle_slots(self, size: int) -> tuple[int, float]:
+        """Find out with all ranks how many snapshots fit, and let go of what has no place.
 
-        A single one is of no use: it would be given up for a candidate that is not proven yet.
+        A single one is of no use: it would be given up for a candidate that is not proven yet. Returns the bytes that
+        one takes and that all may take, as agreed on: at first half of what is available to the ranks of this machine.
         """
         if self._allowed is None:
-            self._allowed = self._agree(_allowed_bytes(self._config))
+            given = self._config.max_gib
+            bytes_ = available_memory() / 2 if given is None else given * _GIB
+            self._allowed = self._agree(bytes_ / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         size = max(1, -int(self._agree(-size)))
         fitting = min(self._config.keep, int(self._allowed / size))
         self._slots = fitting if fitting > 1 else 0
@@ -226,7 +227,7 @@ class Ring:
             self._held.clear()
             self._spare.clear()
             self._frozen.clear()
-        return size
+        return size, self._allowed
 
     def _make_room(self, now: int) -> bool:
         """Let snapshots go until there is a slot for one of the state at `now`, if they may."""
@@ -235,34 +236,14 @@ class Ring:
             steps = [held.step for held in self._held]
             if (place := to_let_go(proven, steps, now)) is None:
                 return False
-            self._drop([self._held[place]])
+            self.drop(self._held[place])
         del self._spare[self._slots - len(self._held) - (self._pinned is not None) :]
         return True
-
-    def _filled(
-        self, step: int, plain: Tree, sources: list[torch.Tensor], trained: int, room: list[torch.Tensor]
-    ) -> Held:
-        own = self._copier.room(sources, room)
-        shared, targets, more = self._frozen.copies(self._copier.empty)
-        self._copier.fill(own + targets, sources + more, trained)
-        return Held(step, plain, own, shared)
-
-    def _drop(self, dropped: list[Held]) -> None:
-        self._spare += [held.own for held in self._held if held in dropped and not held.is_being_written]
-        self._held = [held for held in self._held if held not in dropped]
 
     def _unpin(self) -> None:
         if self._pinned is not None:
             self._spare += [] if self._pinned.is_being_written else [self._pinned.own]
             self._pinned = None
-
-
-def _allowed_bytes(config: MemoryConfig) -> float:
-    """Half of the memory that is available, unless it was said how much, shared with the ranks of this machine."""
-    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if config.max_gib is not None:
-        return config.max_gib * _GIB / neighbours
-    return available_memory() / 2 / neighbours
 
 
 def to_let_go(verified: Sequence[bool], steps: Sequence[int], now: int) -> int | None:
@@ -290,3 +271,51 @@ def _spoken(size: float) -> str:
         if size >= bytes_:
             return f"{size / bytes_:.3g} {unit}"
     return f"{size:.0f} bytes"
+
+
+# By version: limits, what is used, and what of that the kernel gives back when it is asked for memory.
+_FILES = {
+    "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    "cgroup2": (("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
+}
+
+
+def available_memory() -> int:
+    """Return the bytes that can be had without swapping; the page cache counts, as it is given back."""
+    return min([int(psutil.virtual_memory().available), *left_by_cgroups()])
+
+
+def left_by_cgroups(proc: Path = Path("/proc/self")) -> Iterator[int]:
+    """What each cgroup that the process is in, and each one above it, leaves it; nothing where there are none.
+
+    psutil reads the files of the machine, which in a container are those of its host.
+    """
+    try:
+        own = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
+        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return
+    paths = {kind: path for _, controllers, path in own for kind in controllers.split(",")}  # of version 2: ""
+    for mount in mounts:
+        root, place, kind, options = mount[3], Path(mount[4]), mount[mount.index("-") + 1], mount[-1]
+        name = "" if kind == "cgroup2" else "memory"
+        if kind not in _FILES or name not in paths or name not in ("", *options.split(",")):
+            continue
+        path = PurePosixPath(paths[name])
+        # Only what lies below the root of the mount can be seen: of a container its own cgroup, at the mount itself.
+        group = place / (path.relative_to(root) if path.is_relative_to(root) else "")
+        while group.is_relative_to(place):
+            yield from _left(group, *_FILES[kind])
+            group = group.parent
+
+
+def _left(group: Path, limits: tuple[str, ...], usage: str, cached: tuple[str, ...]) -> Iterator[int]:
+    with suppress(OSError, ValueError):
+        used = int((group / usage).read_text())
+        words: Mapping[str, str] = dict(
+            line.split() for line in (group / "memory.stat").read_text().splitlines() if " " in line
+        )
+        used -= sum(int(words.get(name, 0)) for name in cached)
+        for name in limits:
+            with suppress(OSError, ValueError):  # one that is not there, or `max`, is none
+                yield max(0, int((group / name).read_text()) - used)

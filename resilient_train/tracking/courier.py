@@ -1,4 +1,4 @@
-"""Carries what a run directory holds into MLflow: each entry of the outbox once, and the run as it stands now."""
+"""Carries what a run directory holds into MLflow: each entry of the outbox once, and the run as it is now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.endings import last_sign_ms, stands
+from resilient_train.record.endings import ended_as, last_sign_ms
 from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, OUTBOX, entries, seal_before
 from resilient_train.tracking.connection import (
@@ -172,7 +172,7 @@ class Courier:
 
     def _end(self, connection: Connection) -> None:
         """Say of a run that ended without a word to us that it has ended, and how."""
-        ended = stands(self.run_dir)
+        ended = ended_as(self.run_dir)
         if ended is None or connection.client.get_run(connection.run_id).info.status != "RUNNING":
             return
         connection.client.set_terminated(connection.run_id, ENDINGS.get(ended, "FAILED"), last_sign_ms(self.run_dir))
