@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.adapters.place import Place
-from resilient_train.errors import GaveUp, Stopped, TrainError, in_one_line, told_in_short
+from resilient_train.errors import GaveUp, Stopped, TrainError, in_one_line, short_message
 from resilient_train.passed import PassedUpdates
 from resilient_train.ranks.world import is_lost_peer
 from resilient_train.record import endings
@@ -171,7 +171,7 @@ class Chronicle:
                 return
             ending = self.summary(status, exit_code, time.monotonic() - self._began, digests)
             why = endings.failure(self._directory) if error is not None and is_lost_peer(error) else None
-            ending.why = why or (None if error is None else told_in_short(error))
+            ending.why = why or (None if error is None else short_message(error))
             if error is None or why or not is_lost_peer(error):  # else the record stays as if this process was killed
                 self.progress.turned_to(Doing.ENDED)
             self._ending = ending
@@ -180,7 +180,7 @@ class Chronicle:
     def fail(self, error: BaseException) -> None:
         """Write down that an error ended the loop, and tell all of it; ranks other than 0 leave a note of theirs."""
         if self.place.rank and not (self._is_over or isinstance(error, GaveUp | Stopped) or is_lost_peer(error)):
-            endings.note_failure(self._directory, self.place.rank, told_in_short(error), in_training=True)
+            endings.note_failure(self._directory, self.place.rank, short_message(error), in_training=True)
         status = {GaveUp: "gave_up", Stopped: "preempted"}.get(type(error), "failed")
         self.end(status, error.exit_code if isinstance(error, TrainError | Stopped) else 1, error)
         self.conclude()

@@ -26,7 +26,7 @@ from resilient_train.errors import (
     Stopped,
     TrainError,
     in_one_line,
-    told_in_short,
+    short_message,
 )
 from resilient_train.files import commit_text
 from resilient_train.ranks.lock import DirectoryLock
@@ -199,7 +199,7 @@ class _Session:
             ended = PeerEnded(why or "another process of this run ended; what it said is in its train.rank*.log")
             ended.__cause__, error = error, ended
         elif error is not None and status == "failed" and not self.world.is_main:
-            endings.note_failure(directory.path, self.world.rank, told_in_short(error), in_training=self.has_begun)
+            endings.note_failure(directory.path, self.world.rank, short_message(error), in_training=self.has_begun)
         if run is not None and self.has_begun:  # else the record is still of the process before this one
             run.guard.ended(was_killed=was_lost)
         self.book.close()
