@@ -21,7 +21,7 @@ from resilient_train.state.tree import rebuilt, sha256
 
 _log = logging.getLogger("resilient_train")
 
-_COMPARED = 4  # first rows of an update, whose digests with the last one's tell whether its place was found again
+_COMPARED = 4  # first rows of an update, whose digests with the last one's show whether its place was found again
 _REMEMBERED = 10_000  # updates whose first rows are remembered: further back than any rewind
 
 
@@ -37,7 +37,7 @@ class _Read(NamedTuple):
 
 
 class IterableSamples(Samples):
-    """Samples of an iterable data set that can say where it stands and go back there.
+    """Samples of an iterable data set that can return its position and go back to it.
 
     Every rank reads the whole stream and keeps its own share: that costs reading, and buys that the same run on
     1, 2 or 4 processes sees the same updates.

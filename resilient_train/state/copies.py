@@ -135,7 +135,7 @@ class Frozen:
             one.version = one.weight._version
 
     def clear(self) -> None:
-        """Let go of the copies."""
+        """Drop the copies."""
         self._shared.clear()
 
 

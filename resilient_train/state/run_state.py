@@ -23,10 +23,10 @@ from resilient_train.state.tree import Tree, copied, copy_into, fits, sha256, to
 
 
 class Stateful(Protocol):
-    """What a schedule, a cursor and whatever a user wants to rewind along have in common."""
+    """What a schedule, a cursor and whatever else a user lets rewind have in common."""
 
     def state_dict(self) -> Any:
-        """Return everything needed to go on from here."""
+        """Return everything needed to resume from here."""
 
     def load_state_dict(self, state: Any) -> Any:
         """Go back to a state."""
