@@ -99,7 +99,7 @@ def steps_of(folder: Path, name: str, ops: tuple[str, ...], *, compiles: bool) -
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         for op in ops:
             if line.endswith(f"  # {op}"):
-                Armor().put_on(str(path), number, op)
+                Armor().add(str(path), number, op)
     torch.manual_seed(0)
     model = module.GPT()
     run: Any = torch.compile(model, fullgraph=True) if compiles else model

@@ -272,7 +272,7 @@ def struck(strike: Callable[[Place, Started], object], codes: tuple[int, ...], *
             place.unharmed(said, steps=120)
         elif said.code != 75:
             place.refused(said, *codes)
-        if (again := goes_on(place, *words)) and said.code == 75 and "goes on from step" not in again.text:
+        if (again := goes_on(place, *words)) and said.code == 75 and "resumes from step" not in again.text:
             place.fails(f"stopped with 75, and began again: {again.last}")
 
     return attack
@@ -350,7 +350,7 @@ def grace_runs_out(place: Place) -> None:
     if said.code not in (1, 75):
         place.fails(f"ended with {said.code}: {said.last}")
     again = goes_on(place, "checkpoint.disk.every=1000")
-    if said.code == 75 and "goes on from step" not in again.text:
+    if said.code == 75 and "resumes from step" not in again.text:
         place.fails("ended with 75, and the next start begins at 0")
 
 

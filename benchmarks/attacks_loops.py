@@ -156,7 +156,7 @@ def bad(name: str, *values: Any, works: bool | None = False) -> dict[str, Attack
     def use(value: Any) -> Callable[[], None]:
         return lambda: loop(guard(**{name: value}))
 
-    return {f"{name}={value!r:.40}": misused(use(value), works=works) for value in values}
+    return {f"{name}={value!r:.40}".partition(" at 0x")[0]: misused(use(value), works=works) for value in values}
 
 
 NAN, INF = float("nan"), float("inf")

@@ -23,7 +23,7 @@ from detection_curves import FAMILIES, Curve, recorded, risen
 from detection_rivals import ALARM, REFUSED, Arc, Detector, MeanSigma, MedianMad, Ours
 
 from resilient_train.types import Vitals
-from resilient_train.watch.checks import Panel
+from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import named
 
 SCANS_SEE = ("w1e", "lay", "v", "mx")  # faults of weights and moments, which the scans look for besides
@@ -192,15 +192,15 @@ def cost(steps: int = 50_000) -> None:
     ]
     rows = []
     for name in ("default", "light", "paranoid", "off"):
-        panel, times = Panel(named(name)), []
+        checks, times = Checks(named(name)), []
         for first in range(0, steps, 5000):
             began = time.process_time()
             for one in vitals[first : first + 5000]:
-                panel.judge(one)
+                checks.judge(one)
             times.append((time.process_time() - began) / 5000 * 1e6)
         began = time.process_time()
         for _ in range(1000):
-            panel.state_dict()
+            checks.state_dict()
         copied = (time.process_time() - began) / 1000 * 1e6
         rows.append([name, f"{median(times):.1f}", f"{mean(times):.1f}", f"{copied:.0f}"])
     print("Cost in microseconds of CPU time\n")

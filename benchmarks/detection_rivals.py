@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from resilient_train.types import Signal, Vitals
-from resilient_train.watch.checks import Panel
+from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
 
 ALARM, REFUSED = "alarm", "refused"
@@ -24,18 +24,18 @@ class Ours:
     """Our checks behind a gate that does as it is told."""
 
     def __init__(self, config: ChecksConfig) -> None:
-        self.panel = Panel(config)
+        self.checks = Checks(config)
         self.tick = self.step = 0
         self.since: int | None = None
 
     def see(self, loss: float, norm: float) -> str | None:
         self.tick += 1
         refused = self._gate(loss, norm)
-        finding = self.panel.judge(self._vitals(loss, norm, refused))
+        finding = self.checks.judge(self._vitals(loss, norm, refused))
         if finding.repeat:
             refused = self._gate(loss, norm)
             assert refused is None, "a repeated update lands"
-            finding = self.panel.judge(self._vitals(loss, norm, refused))
+            finding = self.checks.judge(self._vitals(loss, norm, refused))
         if finding.anomaly is None:
             return None
         self.since = finding.anomaly.since
@@ -47,9 +47,9 @@ class Ours:
             return Signal.NONFINITE_LOSS
         if not isfinite(norm):
             return Signal.NONFINITE_GRAD
-        if not loss <= self.panel.limits[0]:
+        if not loss <= self.checks.limits[0]:
             return Signal.LOSS_SPIKE
-        return None if norm <= self.panel.limits[1] else Signal.GRAD_SPIKE
+        return None if norm <= self.checks.limits[1] else Signal.GRAD_SPIKE
 
     def _vitals(self, loss: float, norm: float, refused: Signal | None) -> Vitals:
         self.step += refused is None

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from resilient_train.app.build import Run
 from resilient_train.app.config import targets
 from resilient_train.drills import Place
-from resilient_train.update.optimizers import parameter_groups
+from resilient_train.update.updater import parameter_groups
 
 
 def by_hand(run: Run, *, skips: bool) -> tuple[int, int]:

@@ -92,7 +92,7 @@ class Host:
             self._init = subprocess.Popen(
                 [*isolated, "bash", "-c", f'{made} && "$@"; exit $?', "bash", *command],
                 cwd=place, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
-                preexec_fn=_end_with_parent,
+                preexec_fn=_exit_with_parent,
             )  # fmt: skip
 
     def plug_in(self) -> None:
@@ -141,7 +141,7 @@ class Host:
         subprocess.run(["nsenter", f"--target={self._init.pid}", "--net", *command], check=True)
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
 
 

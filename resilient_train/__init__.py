@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from resilient_train.adapters.guard import Guard as Guard
     from resilient_train.errors import GaveUp as GaveUp
-    from resilient_train.ranks.joining import join as join
-    from resilient_train.ranks.stop import StopRequests as StopRequests
+    from resilient_train.ranks.process_exit import StopRequests as StopRequests
+    from resilient_train.ranks.world import join as join
 
 __all__ = ["GaveUp", "Guard", "StopRequests", "join"]
 
@@ -19,8 +19,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "Guard": "resilient_train.adapters.guard",
     "GaveUp": "resilient_train.errors",
-    "StopRequests": "resilient_train.ranks.stop",
-    "join": "resilient_train.ranks.joining",
+    "StopRequests": "resilient_train.ranks.process_exit",
+    "join": "resilient_train.ranks.world",
 }
 
 

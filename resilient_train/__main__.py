@@ -7,7 +7,12 @@ import sys
 from functools import partial
 from importlib import import_module
 
-from resilient_train.ranks.leaving import end_with_agent, ignore_requests, leave_when_asked, say_who_stays
+from resilient_train.ranks.process_exit import (
+    exit_on_request,
+    exit_with_agent,
+    ignore_requests,
+    warn_of_running_threads,
+)
 
 VERBS = ("incidents", "checkpoints", "status", "sync")
 
@@ -21,15 +26,15 @@ def main() -> None:
         sys.exit(2)
     if sys.argv[1:2] and sys.argv[1] in VERBS:
         sys.exit(_read(*sys.argv[1:]))
-    end_with_agent()
-    leave_when_asked()
+    exit_with_agent()
+    exit_on_request()
     from resilient_train.app import command  # takes seconds, in which a person may change their mind
 
     try:
         command.main()
     finally:
         ignore_requests()
-        say_who_stays()
+        warn_of_running_threads()
 
 
 def _read(verb: str, *words: str) -> int:

@@ -9,13 +9,13 @@ from typing import Any
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.diagnose.damage import lost_eps
 from resilient_train.errors import TrainError, in_one_line
-from resilient_train.numerics.armor import Armor, CannotArmor, Plate
+from resilient_train.numerics.armor import Armor, CannotArmor, PatchedLine
 from resilient_train.passed import Leap
 from resilient_train.record.quarantine import Quarantine
-from resilient_train.recover import digest
+from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import Applicable, PutOnArmor
+from resilient_train.recover.remedies import PatchOperation, RunFacts
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.state.ring import Held
@@ -94,7 +94,7 @@ class Controls:
         culprit = self._incident.diagnosis.broken
         assert culprit is not None
         where = (culprit.file, culprit.line, culprit.op)
-        self._armor.put_on(*where)
+        self._armor.add(*where)
         self._note_armored(where)
         self._parts.panel.armored()
 
@@ -110,16 +110,16 @@ class Controls:
 
     # What can be done here.
 
-    def applicable(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> Applicable:
+    def applicable(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> RunFacts:
         """Say what can be done about an anomaly in this run at this moment. Every rank comes here."""
         parts = self._parts
-        proven, reference = parts.ring.proven(anomaly.since), parts.panel.probation.reference
-        return Applicable(
+        proven, reference = parts.ring.proven(anomaly.since), parts.panel.rewind_check.reference
+        return RunFacts(
             snapshots=len(proven) or int(self._keeper.has_proven(anomaly.since)),
             # Where armor makes values up, what is out of range at the beginning says nothing about the rate.
             at_start=max(anomaly.since, reference.step if reference else 0) < _BEGINNING
             and [held.step for held in proven] == [0]
-            and not self._armor.plates,
+            and not self._armor.lines,
             mixed_precision=parts.precision.is_mixed,
             loss_scaler=parts.updater.scaler is not None,
             rows=parts.samples.rows,
@@ -140,7 +140,7 @@ class Controls:
         if culprit is None or not culprit.line or not diagnosis.mendable:
             return False
         rungs = self._policy.ladder(diagnosis.cause)
-        if all(one.action.remedy != PutOnArmor.name for rung in rungs for one in rung.remedies):
+        if all(one.action.remedy != PatchOperation.name for rung in rungs for one in rung.do):
             return False
         where = (culprit.file, culprit.line, culprit.op)
         if where in self._armored:
@@ -170,12 +170,12 @@ class Controls:
             "knobs": self.knobs.state_dict(),
             "skipped": [list(span) for span in self._parts.samples.passed_over()],
             "quarantined": sorted(self.quarantined.rows),
-            "armor": [asdict(plate) for plate in self._armor.plates],
+            "armor": [asdict(plate) for plate in self._armor.lines],
             "armored": sorted(map(list, self._armored)),
             "mends_eps": updater.mends_eps,
             "micro_batch": self.micro_batch,
             "usual_norm": updater.usual_norm,
-            "reference": self._parts.panel.probation.memory(),
+            "reference": self._parts.panel.rewind_check.memory(),
         }
         return masked_tree(in_force)  # type: ignore[no-any-return]  # it goes into files: armor knows a masked line again
 
@@ -186,19 +186,19 @@ class Controls:
             self.knobs.load_state_dict(remedies["knobs"])
             for start, stop in remedies["skipped"]:
                 self._parts.samples.skip(int(start), int(stop))
-            plates = [Plate(**plate) for plate in remedies["armor"]]
+            plates = [PatchedLine(**plate) for plate in remedies["armor"]]
             self._armored |= {(str(file), int(line), str(op)) for file, line, op in remedies["armored"]}
             usual, micro = remedies["usual_norm"], remedies["micro_batch"]
             self.micro_batch = None if micro is None else int(micro)
             self._parts.updater.mends_eps = remedies["mends_eps"] is True
             self._parts.updater.usual_norm = None if usual is None else float(usual)
             self._restore_rows(map(int, remedies["quarantined"]))
-            self._parts.panel.probation.recall(remedies.get("reference"))
+            self._parts.panel.rewind_check.recall(remedies.get("reference"))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"the remedies in force cannot be read: {in_one_line(error)}") from error
         for plate in plates:
             try:
-                worn = self._armor.put_on_again(plate)
+                worn = self._armor.add_again(plate)
             except CannotArmor as why:
                 log.warning("cannot patch `%s` at %s:%d any longer: %s", plate.op, plate.file, plate.line, why)
             else:
@@ -236,7 +236,7 @@ class Controls:
 
     def disarm(self) -> None:
         """Give the user's code back as it was: another run of this process is to find its own faults."""
-        self._armor.take_off()
+        self._armor.remove()
 
     def digest(self, start: int, incidents: Sequence[Incident]) -> int:
         """Digest all that ranks have to have decided alike for an update whose samples begin at `start`."""
@@ -245,9 +245,9 @@ class Controls:
             in_force = {
                 "skipped": parts.samples.passed_over(),
                 "quarantined": sorted(self.quarantined.rows),
-                "armor": [(plate.function, plate.text, plate.count, plate.op) for plate in self._armor.plates],
+                "armor": [(plate.function, plate.text, plate.count, plate.op) for plate in self._armor.lines],
                 "mends_eps": parts.updater.mends_eps,
             }
-            self._decisions = digest.of_decisions(incidents, in_force)
+            self._decisions = decisions_digest(incidents, in_force)
         step, tick, samples = parts.clock.step, parts.clock.tick, parts.samples.slicing.samples
-        return digest.of_update(self._decisions, step, tick, start, samples, self.knobs.values)
+        return update_digest(self._decisions, step, tick, start, samples, self.knobs.values)

@@ -1,14 +1,14 @@
 """What can end a run, as exceptions that carry one clear line and an exit code.
 
-TrainError               1  told in one line; the traceback is in train.log
+TrainError               1  printed in one line; the traceback is in train.log
 ├── DirectoryInUse       1  another live process trains there: later the same command works
-├── StorageFailed        1  the data cannot be read, again and again: later the same command goes on
-├── RanksDiffer          1  the ranks did not decide alike: the same command goes on from the newest proven state
-├── PeerEnded            1  another rank failed or is gone: what this one saw of it is only the echo
-├── GaveUp               3  the policy has nothing left to try: the newest proven state is on disk
+├── StorageFailed        1  the data cannot be read, again and again: later the same command resumes
+├── RanksDiffer          1  the ranks did not decide alike: the same command resumes from the newest verified state
+├── PeerEnded            1  another rank failed or is gone: this one only lost its connection
+├── GaveUp               3  the policy has nothing left to try: the newest verified state is on disk
 └── ConfigError          2  the configuration is wrong: names the key, the value, and what is allowed
 
-Stopped                 75  no error: somebody asked for it; the state is on disk, and the same command goes on
+Stopped                 75  no error, a request; the state is on disk, and the same command resumes
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import math
 import re
 import traceback
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from resilient_train.secrets import MASK, is_secret, masked
 
 
 class TrainError(Exception):
-    """The run cannot go on. The message is one line for a person."""
+    """The run cannot continue. The message is one line."""
 
     exit_code = 1
 
@@ -34,7 +33,7 @@ class DirectoryInUse(TrainError):
     """Another live process holds the run directory."""
 
     def __init__(self, directory: object, holder: str, advice: str) -> None:
-        super().__init__(str(directory), holder, advice)  # what pickle makes it anew from, for other ranks
+        super().__init__(str(directory), holder, advice)  # what it is unpickled from, on other ranks
         self.directory, self.holder, self.advice = str(directory), holder, advice
 
     def __str__(self) -> str:
@@ -42,7 +41,7 @@ class DirectoryInUse(TrainError):
 
 
 class StorageFailed(TrainError):
-    """Rows could not be fetched because of the storage they lie on: they are not to blame."""
+    """Rows could not be read because their storage fails: they are not to blame."""
 
     def __init__(self, what: str, error: str) -> None:
         super().__init__(what, error)
@@ -58,11 +57,11 @@ class RanksDiffer(TrainError):
 
 
 class PeerEnded(TrainError):
-    """Another process of the run failed, or is gone; this one was well."""
+    """Another process of the run failed, or is gone; this one was healthy."""
 
 
 class Stopped(BaseException):
-    """A run ends because it was asked to: no error, so that nobody's `except Exception` takes it for one."""
+    """A run ends because it was asked to: no error, so that no `except Exception` catches it."""
 
     exit_code = 75
 
@@ -73,7 +72,7 @@ class GaveUp(TrainError):
     exit_code = 3
 
     def __init__(self, why: str, last_good: Path | None = None) -> None:
-        """`last_good` is where the newest proven state lies, if this process wrote it."""
+        """`last_good` is the path of the newest verified state, if this process wrote it."""
         super().__init__(why)
         self.last_good = last_good
 
@@ -85,7 +84,7 @@ class ConfigError(TrainError, ValueError):
 
     def __init__(self, key: str, value: Any, why: str) -> None:
         self.key, self.value, self.why = key, value, why
-        shown = "" if value is _NO_VALUE else f"={MASK if is_secret(key, value) else _short(value)}"
+        shown = "" if value is ... else f"={MASK if is_secret(key, value) else _short(value)}"
         super().__init__(f"{key}{shown}: {why}")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,46 +92,34 @@ class ConfigError(TrainError, ValueError):
 
 
 def named_type(value: Any) -> str:
-    """Name the type of what was given where something else was expected."""
     return "None" if value is None else type(value).__name__
 
 
-class _NoValue(Enum):
-    """A single value that pickling leaves single."""
-
-    NO_VALUE = 0
-
-
-_NO_VALUE = _NoValue.NO_VALUE
-
-
 def unusable(key: str, why: str) -> ConfigError:
-    """Build a ConfigError about a key whose value is no use in the message."""
-    return ConfigError(key, _NO_VALUE, why)
+    """Build a ConfigError about a key whose value does not help in the message."""
+    return ConfigError(key, ..., why)
 
 
 def require_finite(key: str, value: Any) -> None:
-    """Refuse NaN and infinities, however deep they lie; what the arguments of a user's own target mean is theirs."""
+    """Refuse NaN and infinities at any depth, except in the arguments of a user's own target."""
     match value:
         case float() if not math.isfinite(value):
             raise ConfigError(key, value, "must be a finite number")
         case Mapping() if str(value.get("_target_") or "torch.").startswith(("resilient_train.", "torch.")):
             for name, one in value.items():
                 path = f"{key}.{name}" if key else str(name)
-                if not (path.startswith("drill.") and name in _OF_FAULTS):
+                if not (path.startswith("drill.") and name in ("value", "what")):  # what a drill injects
                     require_finite(path, one)
         case list() | tuple():
             for place, one in enumerate(value):
                 require_finite(f"{key}[{place}]", one)
 
 
-_OF_FAULTS = ("value", "what")  # what a drill puts in on purpose
-
-_PLUMBING = {"hydra", "omegaconf", "importlib", "torch", "accelerate"}
+_LIBRARIES = {"hydra", "omegaconf", "importlib", "torch", "accelerate"}
 
 
 def text_of(error: BaseException) -> str:
-    """Return what an exception says: its class may be the user's own, with a `__str__` that raises."""
+    """Return the message of an exception: a user's class may have a `__str__` that raises."""
     try:
         return str(error)
     except Exception:
@@ -140,7 +127,7 @@ def text_of(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Tell any error in one line, with the place in the user's code where it was raised."""
+    """Describe any error in one line, with the place in the user's code where it was raised."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     kind, text = type(error).__name__, text_of(error)
     if "Original Traceback" in text:  # of a data worker, whose frames torch hands over as text
@@ -152,21 +139,19 @@ def in_one_line(error: BaseException) -> str:
     return f"{kind}: {_short(text, 300)}" + (f" ({theirs[-1]})" if theirs else "")
 
 
-def told_in_short(error: BaseException) -> str:
-    """Tell any error in one line: one of ours has told it already."""
+def short_message(error: BaseException) -> str:
+    """Describe any error in one line: those of this module are one already."""
     return str(error) if isinstance(error, TrainError | Stopped) else in_one_line(error)
 
 
 def is_plumbing(filename: str) -> bool:
-    """Say whether a file is of a library that a run is made with, or ours."""
-    parts = filename.replace("\\", "/").split("/")
-    ours = "resilient_train" in parts and "zoo" not in parts
-    return (
-        ours or filename.startswith("<") or bool({"hydra", "omegaconf", "importlib", "torch", "accelerate"} & {*parts})
-    )
+    """Say whether a file belongs to a library that runs user code, or to this package."""
+    parts = {*filename.replace("\\", "/").split("/")}
+    is_ours = "resilient_train" in parts and "zoo" not in parts
+    return is_ours or filename.startswith("<") or bool(_LIBRARIES & parts)
 
 
 def _short(value: Any, limit: int = 200) -> str:
     text = "null" if value is None else str(value)
-    text = " ".join(masked(text).split())  # before it is cut: of half a secret nobody could tell that it is one
+    text = " ".join(masked(text).split())  # before it is cut: half a secret is not recognised
     return text if len(text) <= limit else text[: limit - 3] + "..."

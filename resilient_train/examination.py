@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from resilient_train.data.rescue import FailedRow
-from resilient_train.ranks import majority
-from resilient_train.ranks.world import World
-from resilient_train.state.backup import Backup, Backups
+from resilient_train.data.failed_rows import FailedRow
+from resilient_train.ranks.world import World, odd_ones
+from resilient_train.state.copies import Backup, Backups
 from resilient_train.state.run_state import Clock
 from resilient_train.types import Anomaly, Signal
-from resilient_train.watch import pulse
-from resilient_train.watch.readback import Sent
 from resilient_train.watch.scans import Scans
+from resilient_train.watch.vitals import Sent, all_finite
+from resilient_train.wording import rank_names
 
 _APART = 1e-5  # of a number that replicas have in common: far above rounding, far below what any scan minds
 _LARGEST = torch.finfo(torch.float32).max
@@ -129,7 +128,7 @@ class Examination:
             self._settle_suspicion(compared.step, largest)
             return None
         digests = self._by_rank(compared.mine[:1])
-        odd = majority.odd_ones(digests)
+        odd = odd_ones(digests)
         self._suspicion = _Suspicion(compared.step, digests) if len(odd) == len(digests) else None
         names, mine = replicas.each(self._scans.layout)
         most, least = self._world.max(torch.cat([mine, ~mine])).view(2, -1)
@@ -137,7 +136,7 @@ class Examination:
         more = f" and {len(apart) - 1:,} more" if len(apart) > 1 else ""
         where = f" in `{apart[0]}`{more}, of {len(names):,} tensors" if apart else ""
         others = "" if len(odd) == len(digests) else f" from the {len(digests) - len(odd):,} others"
-        evidence = f"{majority.named(odd)} {'differs' if len(odd) == 1 else 'differ'}{others}{where}"
+        evidence = f"{rank_names(odd)} {'differs' if len(odd) == 1 else 'differ'}{others}{where}"
         return Anomaly(
             *(Signal.RANK_MISMATCH, compared.step, compared.tick, replicas.clean_step, evidence),
             ranks=odd,
@@ -158,7 +157,7 @@ class Examination:
 
     def note_first(self, fed: Sequence[Any]) -> None:
         """Learn from the first update, which was healthy, whether NaN in a batch is usual."""
-        self.nan_is_usual = bool(self._ranks_where(not pulse.all_finite(fed)))
+        self.nan_is_usual = bool(self._ranks_where(not all_finite(fed)))
 
     def refine_signal(
         self, anomaly: Anomaly, fed: Sequence[Any], failed: Sequence[FailedRow], *, spiked: bool
@@ -184,7 +183,7 @@ class Examination:
             return dataclasses.replace(anomaly, ranks=ranks if len(ranks) < self._world.size else ())
         if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD) or self.nan_is_usual:
             return anomaly
-        ranks = self._ranks_where(not pulse.all_finite(fed))
+        ranks = self._ranks_where(not all_finite(fed))
         if not ranks:
             return anomaly
         evidence = f"the batch holds values that are not finite; {anomaly.evidence}"

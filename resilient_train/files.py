@@ -12,12 +12,14 @@ import stat
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
-_MOST, _MOST_JSON, _MOST_YAML, _DEEPEST = 2**29, 2**26, 2**18, 64  # bytes, and levels: nobody writes more
+_MOST, _MOST_JSON, _MOST_YAML = 2**29, 2**26, 2**18  # bytes: no run writes more
+_DEEPEST, _MOST_NODES = 64, 100_000  # levels and values of YAML
 _TEMPORARY = ".resilient-tmp"
 _log = logging.getLogger("resilient_train")
 
@@ -27,7 +29,7 @@ _at_disk: dict[int, float] = {}  # by thread: since when it waits, on the monoto
 
 @contextlib.contextmanager
 def at_disk() -> Iterator[None]:
-    """Let a watchdog know that this thread waits for the disk, which may be slow, and does not hang."""
+    """Let the watchdog know that this thread waits for the disk, which may be slow, and does not hang."""
     thread = threading.get_ident()
     if thread in _at_disk:
         yield
@@ -51,14 +53,14 @@ def at_disk_since(thread: int | None) -> float | None:
 
 
 class Disk:
-    """The calls that make something last, all of them: the seam where a test cuts the power at any one."""
+    """All calls that change the disk: tests replace them, to cut the power at any one."""
 
     def create(self, path: Path) -> int:
         """Open a new file for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
 
     def open(self, path: Path) -> int:
-        """Open a file for reading and writing, which need not be there."""
+        """Open a file for reading and writing; made if it is not there."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
     @at_disk()
@@ -90,14 +92,14 @@ disk = Disk()
 
 
 class Written(NamedTuple):
-    """What a file holds."""
+    """The size and digest of a file that was written."""
 
     size: int
     sha256: str
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-    """Write a new file and sync it; its name lasts only once its directory is synced, too."""
+    """Write a new file and sync it; its name is only durable once its directory is synced, too."""
     digest, size = hashlib.sha256(), 0
     descriptor = disk.create(path)
     try:
@@ -111,7 +113,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
 
 
 def write_all(descriptor: int, data: bytes | memoryview, at: int) -> int:
-    """Write to the last byte: the kernel takes less at a time on a disk that is about to say why."""
+    """Write all bytes: the kernel may write fewer at a time on a disk that is nearly full."""
     view, done = memoryview(data), 0
     while done < len(view):
         done += disk.write(descriptor, view[done:], at + done)
@@ -119,33 +121,32 @@ def write_all(descriptor: int, data: bytes | memoryview, at: int) -> int:
 
 
 def commit(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-    """Write beside `path`, sync, rename, sync the directory."""
-    beside = temporary(path)
+    """Write next to `path`, sync, rename, sync the directory."""
+    new = temporary(path)
     try:
-        written = write_file(beside, chunks)
-        disk.rename(beside, path)
+        written = write_file(new, chunks)
+        disk.rename(new, path)
     except OSError:
         with contextlib.suppress(OSError):
-            disk.unlink(beside)
+            disk.unlink(new)
         raise
     sync_directory(path.parent)
     return written
 
 
 def commit_text(path: Path, text: str) -> None:
-    """Commit a text file."""
     commit(path, [text.encode("utf-8")])
 
 
-def commit_directory(beside: Path, path: Path) -> None:
+def commit_directory(new: Path, path: Path) -> None:
     """Give a directory, whose files are synced, its name."""
-    sync_directory(beside)
-    disk.rename(beside, path)
+    sync_directory(new)
+    disk.rename(new, path)
     sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:
-    """Let the names in a directory last."""
+    """Make the names in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         disk.sync(descriptor)
@@ -154,7 +155,7 @@ def sync_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a directory with all it holds; links are removed, not followed."""
+    """Remove a file, or a directory with its contents; links are removed, not followed."""
     if stat.S_ISDIR(path.lstat().st_mode):
         for one in path.iterdir():
             remove(one)
@@ -164,7 +165,7 @@ def remove(path: Path) -> None:
 
 
 def temporary(path: Path) -> Path:
-    """Where a file or directory is made before it gets its name."""
+    """The path at which a file or directory is written before it gets its name."""
     return path.with_name(f".{path.name}{_TEMPORARY}")
 
 
@@ -174,7 +175,7 @@ def is_left_over(name: str) -> bool:
 
 
 def own_directory(path: Path) -> None:
-    """Make a directory to write to. A symbolic link in its place is removed: what it leads to belongs to others."""
+    """Make a directory to write to. A symbolic link in its place is removed: its target belongs to others."""
     if path.is_symlink():
         _log.warning("%s was a symbolic link to %s: it is removed, and nothing is written there", path, path.readlink())
         disk.unlink(path)
@@ -184,7 +185,7 @@ def own_directory(path: Path) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what kills have left behind; what cannot be removed does no harm. A link is not followed."""
+    """Remove temporary files that kills have left behind; those that cannot be removed do no harm."""
     with contextlib.suppress(OSError):
         for path in [one for one in directory.iterdir() if is_left_over(one.name) and not directory.is_symlink()]:
             with contextlib.suppress(OSError):
@@ -192,7 +193,7 @@ def sweep(directory: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds; None if there is no such file or it holds something else."""
+    """Return the content of a JSON file; None if there is no such file or it is no JSON."""
     try:
         return json.loads(read_plain(path, most=_MOST_JSON).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -212,32 +213,53 @@ def read_plain(path: Path, last: int | None = None, most: int = _MOST) -> bytes:
 
 def read_yaml_text(path: Path) -> str:
     """Read a file of YAML that takes no longer than a moment to parse. Raises OSError, ValueError or YAMLError."""
-    text, depth = read_plain(path, most=_MOST_YAML).decode("utf-8"), 0
+    text = read_plain(path, most=_MOST_YAML).decode("utf-8")
+    named: dict[str, tuple[int, int]] = {}  # how many nodes and levels an anchor stands for: aliases unfold to any size
+    open_nodes: list[tuple[str | None, int, int]] = [(None, 0, 0)]
     for event in yaml.parse(text, yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):  # a few lines of those unfold to any size
-            raise ValueError(f"{path} is nested too deep, or has aliases")
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_nodes.append((event.anchor, 1, 1))
+            nodes = levels = 0
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, nodes, levels = open_nodes.pop()
+            named |= {anchor: (nodes, levels)} if anchor else {}
+        elif isinstance(event, yaml.AliasEvent):
+            if event.anchor not in named:
+                raise ValueError(f"*{event.anchor} stands inside of itself, or before what it names")
+            nodes, levels = named[event.anchor]
+        elif isinstance(event, yaml.ScalarEvent):
+            nodes, levels = 1, 0
+            named |= {event.anchor: (1, 0)} if event.anchor else {}
+        else:
+            continue
+        anchor, count, below = open_nodes[-1]
+        open_nodes[-1] = anchor, count + nodes, max(below, levels + 1)
+        if len(open_nodes) + levels > _DEEPEST or count + nodes > _MOST_NODES:
+            raise ValueError(f"it has more than {_DEEPEST} levels, or unfolds to more than {_MOST_NODES:,} values")
     return text
 
 
-def open_plain(path: Path) -> BinaryIO:
-    """Open a regular file for reading: a pipe in its place would be waited for, and a device never ends."""
-    return open(_regular(path, os.O_RDONLY), "rb")
+def open_plain(path: Path, *, follow: bool = True) -> BufferedReader:
+    """Open a regular file for reading: a pipe in its place would be waited for, and a device never ends.
+
+    `follow`: where the path is a link, open what it leads to.
+    """
+    return open(_regular(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW)), "rb")
 
 
 def open_to_append(path: Path) -> int:
-    """Open a regular file, made if it is not there, to write behind what it holds; links are not followed."""
+    """Open a regular file to append to it; made if it is not there. Links are not followed."""
     return _regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
 
 
 def _regular(path: Path, flags: int) -> int:
-    """Open a file that is no pipe: one without anybody at its other end is waited for in the opening itself."""
+    """Open a file that is no pipe: opening one without a reader or writer at its other end would block."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
         os.close(descriptor)
     except OSError as error:
-        if error.errno != errno.ENXIO:  # a pipe that nobody reads
+        if error.errno != errno.ENXIO:  # a pipe without a reader
             raise
     raise OSError(errno.EINVAL, "it is no regular file", str(path))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from resilient_train import numerics
-from resilient_train.data.fingerprint import sampled
+from resilient_train.data.rows import sampled
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.search import Refused
 from resilient_train.drills import Drill, Place
@@ -30,18 +30,16 @@ from resilient_train.objective import Measured, Metrics
 from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
-from resilient_train.state.backup import Backup, Backups
+from resilient_train.state.copies import Backup, Backups
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.ring import Held
 from resilient_train.types import Anomaly, Signal, Vitals
 from resilient_train.update.agreement import DIGEST, Flag
 from resilient_train.update.direct_steps import DirectStepCheck, warn_of_scalers
 from resilient_train.update.updater import Attempt
-from resilient_train.watch import pulse
 from resilient_train.watch.anomaly_mode import AnomalyMode
-from resilient_train.watch.metrics import Metrics as MetricsLog
 from resilient_train.watch.modes import Modes
-from resilient_train.watch.readback import Sent
+from resilient_train.watch.vitals import MetricsLog, Sent, mean, mean_metrics, read_vitals, versions
 from resilient_train.wording import log
 
 _MOST_REPEATS = 2  # of one update that was refused by mistake
@@ -145,14 +143,14 @@ class Guard:
                     raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
             if self._keeper.is_proven or self._ring.is_due(self.clock.step):  # else it would not be in memory either
                 self._controls.snapshot(self.clock.step, verified=self._keeper.is_proven)
-            if self._panel.probation.is_open:  # since before the process ended
+            if self._panel.rewind_check.is_open:  # since before the process ended
                 self._ring.pin(self.clock.step)
 
     def resume(self) -> bool:
         """Resume from the newest checkpoint of the run directory; False where there is none."""
         resumed = self._recovery.resume(is_explained=self._sizer.previous_ran_out())
         self._sizer.as_before(self._keeper.samples)
-        self._panel.probation.resumed(self.clock.step)
+        self._panel.rewind_check.resumed(self.clock.step)
         self._set_limits()
         self._seed_between(self.samples.position)
         return resumed
@@ -226,7 +224,7 @@ class Guard:
         self._losses.clear()
         self._reported.clear()
         knobs = self._controls.knobs.values
-        self._parts.precision.be(higher=knobs.higher_precision)
+        self._parts.precision.set(higher=knobs.higher_precision)
         numerics.raise_eps(knobs.eps)
         begun = _Begun(update, self.clock.tick + 1, self.attempted_step + 1, self._backups.take(), [], time.monotonic())
         self._begun = self._newest_begun = begun
@@ -245,9 +243,8 @@ class Guard:
             batch = self.drill.on_batch(self._place(), batch)
         self._begun.fed.append(batch)  # where it lies already: on a device it would be kept for two updates
         self._handed = batch = self.world.on_device(batch)
-        self._scans.see_batch(self.attempted_step, batch)
         # Where weights are spread they go to their owners at once: to wait, each rank would have to hold all of them.
-        stays_here = self.world.size > 1 and not is_last and not self.state.is_spread
+        stays_here = self.world.size > 1 and not is_last and not self.state.is_sharded
         waits = self.world.accelerator.no_sync(self.model) if stays_here else nullcontext()
         with waits, self._direct_steps.of_loop(), self._anomaly_mode.unchecked():
             yield batch
@@ -261,7 +258,7 @@ class Guard:
         begun = self._require_batch("step")
         if batch is not self._handed:
             begun.fed[-1] = batch  # as the loop has made it of the one it got
-        begun.versions.append(pulse.versions(begun.fed[-1]))
+        begun.versions.append(versions(begun.fed[-1]))
         try:
             loss, metrics = self.objective.for_training(self.model, batch)
             if self.drill is not None:
@@ -319,18 +316,18 @@ class Guard:
         if self.drill is not None:
             self.drill.on_gradients(self._place(), self._updater.weights)
         self._examination.launch(begun.backup)
-        loss = self._losses[0] if len(self._losses) == 1 else pulse.mean(self._losses)
+        loss = self._losses[0] if len(self._losses) == 1 else mean(self._losses)
         rate = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
         self._ring.before_change()
         agreement, controls = self._updater.agreement, self._controls
-        agreement.tell(Flag.BUSY, self._keeper.is_busy)
+        agreement.set_flag(Flag.BUSY, self._keeper.is_busy)
         start, incidents = begun.update.start, self._recovery.incidents.incidents
         digest = 0 if agreement.is_alone else controls.digest(start, incidents)
         attempt = self._updater.apply(self.clock.step, loss, controls.knobs.values, rate=rate, digest=digest)
         if attempt.restarts:  # a schedule that starts again makes the loss jump on purpose
             self._panel.expect(self.clock.step + 1)
         self.clock.tick += 1
-        sent, metrics = Sent(attempt.measured, attempt.numbers), pulse.mean_metrics(self._reported)
+        sent, metrics = Sent(attempt.measured, attempt.numbers), mean_metrics(self._reported)
         self._in_flight = _InFlight(begun, attempt, loss, self._updater.gate.limits, sent, metrics)
         return True
 
@@ -342,18 +339,18 @@ class Guard:
         if flight is None:
             return True
         update, lr = flight.begun.update, flight.attempt.settings[0][0]["lr"]
-        vitals = pulse.vitals(
+        vitals = read_vitals(
             *(flight.begun.tick, self.clock.step, update.start, update.stop, lr),
             flight.sent.read(),
             flight.limits,
             has_scale=self._updater.scaler is not None,
             is_busy=flight.attempt.is_busy,
             pace=flight.attempt.pace,
-            by_rank=flight.attempt.told,
+            by_rank=flight.attempt.rows_by_rank,
         )
         if not vitals.alike:
             with self._failing():
-                digests = [row[DIGEST] for row in flight.attempt.told()]
+                digests = [row[DIGEST] for row in flight.attempt.rows_by_rank()]
                 self._recovery.ranks_differ(digests, began=flight.begun.began)
         self.newest = vitals
         self.stopped |= vitals.stop_asked
@@ -371,7 +368,7 @@ class Guard:
         if guilty := self._examination.guilty_ranks():
             self._recovery.name_guilty_ranks(guilty)
         anomaly = scanned or finding.anomaly or self._repeated_in_vain(finding.repeat, vitals)
-        anomaly = anomaly or self._recovery.explanation.foresee(vitals, flight.begun.fed)
+        anomaly = anomaly or self._recovery.explainer.foresee(vitals, flight.begun.fed)
         if anomaly is None and not finding.repeat:
             self._healthy(flight, vitals)
             return True
@@ -380,7 +377,7 @@ class Guard:
             fed, examination = flight.begun.fed, self._examination
             spiked = not float(flight.loss) <= flight.limits[0]
             refined = scanned or examination.refine_signal(anomaly, fed, update.failed, spiked=spiked)
-            is_spent = flight.begun.versions != [pulse.versions(batch) for batch in fed]
+            is_spent = flight.begun.versions != [versions(batch) for batch in fed]
             usual = examination.nan_is_usual
             refused = None if vitals.accepted else Refused(update, fed, flight.limits, is_spent, usual)
             self._treat(refined, update, refused, began=flight.begun.began)
@@ -414,7 +411,7 @@ class Guard:
             self._is_saved_once = True
         if flight.held is not None:
             flight.held.remedies = self._controls.in_force()
-        is_back = self._panel.is_only_reported or self._panel.probation.allows_proof(step)
+        is_back = self._panel.is_only_reported or self._panel.rewind_check.allows_proof(step)
         scanned = self._scans.clean_step
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=self._verify_after, is_back=is_back)
         keeper.verified(any_busy=vitals.any_busy)

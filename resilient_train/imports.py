@@ -1,4 +1,4 @@
-"""What a dotted path names, and the near miss that was meant."""
+"""Imports by dotted path, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from resilient_train.errors import in_one_line
 
 
 class Unimportable(Exception):
-    """There is nothing to import at a path; the message says which part of it is missing."""
+    """A path names nothing that can be imported; the message says which part of it is missing."""
 
 
 def find(path: str) -> Any:
@@ -37,6 +37,6 @@ def find(path: str) -> Any:
 
 
 def similar(name: object, known: Iterable[str]) -> str:
-    """Ask whether something known was meant."""
+    """Suggest the known name that is closest, if one is."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""

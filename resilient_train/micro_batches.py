@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from resilient_train.errors import TrainError, text_of
-from resilient_train.record import shortage
-from resilient_train.record.shortage import Shortage
+from resilient_train.record import notes
+from resilient_train.record.notes import OutOfMemory
 from resilient_train.recovery import Recovery
 from resilient_train.wording import log
 
@@ -22,11 +22,11 @@ class MicroBatchSizer:
     def __init__(self, recovery: Recovery) -> None:
         self._recovery, self._place = recovery, recovery.incidents.place
         self._world, self._samples = recovery.parts.world, recovery.parts.samples
-        self._lacking: list[Shortage] = []
+        self._lacking: list[OutOfMemory] = []
 
     def previous_ran_out(self) -> bool:
         """Say whether the previous processes ran out of memory. Every rank comes here."""
-        found = self._world.all_of(shortage.found(self._place))
+        found = self._world.all_of(notes.found(self._place, OutOfMemory))
         self._lacking = sorted({one for some in found for one in some})
         return bool(self._lacking)
 
@@ -38,7 +38,7 @@ class MicroBatchSizer:
         for one in self._lacking[:1]:  # of several ranks the one with the least room
             if self._fit_into(one.batch_size - 1):
                 self._recovery.slimmed(one.step, f"rank {one.rank}: {one.evidence}; {self._now()}", (one.rank,))
-        shortage.clear(self._place)
+        notes.clear(self._place, OutOfMemory)
 
     def slim(self, step: int, evidence: str, *, began: float) -> None:
         """Make smaller micro-batches from now on, as an update did not fit. Raises TrainError where that cannot be.
@@ -58,7 +58,7 @@ class MicroBatchSizer:
         if self._place is None:
             return _SMALLER
         try:
-            shortage.leave(self._place, Shortage(rows, step, self._world.rank, evidence))
+            notes.leave(self._place, OutOfMemory(rows, step, self._world.rank, evidence))
         except OSError as error:
             return f"{_SMALLER} ({self._place} could not take a note: {error.strerror})"
         return "the same command, or a restart by the launcher, resumes with micro-batches of half the rows"

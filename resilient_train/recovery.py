@@ -8,17 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from resilient_train import landed
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.controls import Controls
 from resilient_train.data.samples import Update
+from resilient_train.diagnose.explain import Explainer, NoMeasure
 from resilient_train.diagnose.search import Refused
 from resilient_train.errors import GaveUp, RanksDiffer, TrainError
-from resilient_train.explanation import Explanation
-from resilient_train.ranks.majority import named, odd_ones
+from resilient_train.ranks.world import odd_ones
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.phases import DECIDE, DIAGNOSE, REMEDY, REWIND, Phases
 from resilient_train.record.progress import Doing
+from resilient_train.record.surroundings import DECIDE, DIAGNOSE, REMEDY, REWIND, Phases
 from resilient_train.recover.causes import by_signal
 from resilient_train.recover.decide import decide
 from resilient_train.recover.policy import Policy
@@ -37,7 +36,7 @@ from resilient_train.types import (
     Vitals,
 )
 from resilient_train.watch.reference import Standing
-from resilient_train.wording import farewell, log
+from resilient_train.wording import farewell, log, rank_names
 
 _IN_UPDATE = (Signal.HANG, Signal.OUT_OF_MEMORY)  # of the process, and met while an update was made
 
@@ -57,7 +56,10 @@ class Recovery:
     ) -> None:
         self.parts, self.policy, self.incidents = parts, policy, incidents
         self.controls, self.keeper = controls, keeper
-        self.explanation = Explanation(parts, parts.updates)
+        self.explainer = Explainer(
+            *(parts.world, parts.samples, parts.state, parts.ring, parts.updater.optimizers),
+            *(parts.updates, parts.search, parts.beat),
+        )
         self._recovered_after = recovered_after
         self._saving_fails: int | None = None  # number of the newest incident of that kind
 
@@ -70,7 +72,7 @@ class Recovery:
 
     def healthy(self, *, was_limited: bool) -> None:
         """Note that an update landed without trouble, with a rate that a limit held below what the schedule asks."""
-        probation, step = self.parts.panel.probation, self.parts.clock.step
+        probation, step = self.parts.panel.rewind_check, self.parts.clock.step
         self.controls.knobs.advance(was_limited=was_limited, may_relax=probation.allows_proof(step))
         remedies = self.incidents.facts.remedies
         was_held = remedies is not None and remedies.get("reference") is not None
@@ -90,7 +92,7 @@ class Recovery:
         """
         phases, started = Phases(began), time.perf_counter()
         parts, controls, before = self.parts, self.controls, self.parts.clock.step
-        anomaly, leap = self.explanation.since_leap(anomaly)
+        anomaly, leap = self.explainer.since_leap(anomaly)
         blamed = parts.updates.first_to_blame(anomaly, update.start), update.stop
         parts.ring.distrust(anomaly.since)
         if anomaly.is_in_weights:  # before a diagnosis, in which the process may end
@@ -100,12 +102,12 @@ class Recovery:
 
         history = self.incidents.of_training
         try:
-            diagnosis = self.explanation.of(anomaly, update, refused, history, leap)
-        except landed.NoMeasure as why:
+            reference = parts.panel.rewind_check.reference
+            diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
+        except NoMeasure as why:
             log.info("note: %s: what is usual is learned again", why)
             parts.panel.start_over()
             return
-        diagnosis, leap = self.explanation.by_rate(anomaly, diagnosis, leap)
         if not anomaly.ranks:  # gradients are on every rank alike once they were averaged: a replay tells more
             anomaly = replace(anomaly, ranks=diagnosis.ranks)
         phases.ended(DIAGNOSE)
@@ -119,7 +121,7 @@ class Recovery:
             trace=parts.updates.trace(last) if last is not None else 0,
         )
         self._hold(anomaly, diagnosis, decision)
-        incident = self.incidents.open(anomaly, diagnosis, decision, is_off=parts.panel.probation.is_open)
+        incident = self.incidents.open(anomaly, diagnosis, decision, is_off=parts.panel.rewind_check.is_open)
         phases.ended(DECIDE)
         if decision.gave_up is not None:
             self._give_up(incident, phases)
@@ -152,21 +154,21 @@ class Recovery:
         rewinds = any(action.remedy == "rewind" for action in actions)
         if diagnosis.cause is Cause.CORRUPTION and (rewinds or decision.gave_up):
             if panel.is_only_reported:  # as far as the checks could tell
-                panel.probation.end()
+                panel.rewind_check.end()
             return  # a rewind makes the same updates again, to the last bit
         if anomaly.is_in_weights:
             rungs = self.policy.ladder(diagnosis.cause)  # where one of them does more, alarms lead there
-            is_all = all(passes_over(one.action for one in rung.remedies) for rung in rungs)
+            is_all = all(passes_over(one.action for one in rung.do) for rung in rungs)
             is_reported = is_all and bool(actions) and passes_over(actions)
             panel.hold(anomaly.since, _reached(anomaly), is_only_reported=is_reported)
-            if panel.probation.is_open:
+            if panel.rewind_check.is_open:
                 self.parts.ring.pin(anomaly.since)
 
     def _give_up(self, incident: Incident, phases: Phases) -> NoReturn:
         """End the run on its newest verified state, and leave that on disk."""
         self.incidents.close(incident, phases=phases.timed)
         path, is_back = self._restore_best(incident.anomaly.since)
-        self.parts.panel.probation.end()  # there is nothing left to wait for
+        self.parts.panel.rewind_check.end()  # there is nothing left to wait for
         if is_back:
             phases.ended(REWIND)
             self.incidents.came_after(incident.id, phases.timed[-1])
@@ -251,7 +253,8 @@ class Recovery:
         """
         phases, odd, since = Phases(began), odd_ones(digests), self.parts.clock.step
         others = len(digests) - len(odd)
-        evidence = f"{named(odd)} decided " + (f"otherwise than the {others:,} others" if others else "differently")
+        how = f"otherwise than the {others:,} others" if others else "differently"
+        evidence = f"{rank_names(odd)} decided {how}"
         tick = self.parts.clock.tick
         anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, tick, since, evidence, ranks=odd)
         incident = self.incidents.open(anomaly, Diagnosis(Cause.PROCESS, _DIFFER), Decision((Action("end"),)))
@@ -273,7 +276,8 @@ class Recovery:
         if differing:
             incident = replace(differing[-1], anomaly=replace(differing[-1].anomaly, ranks=ranks))
             self.incidents.amend(incident)
-            log.info("incident %d began on %s: the others came to the same weights again", incident.id, named(ranks))
+            began_on = rank_names(ranks)
+            log.info("incident %d began on %s: the others came to the same weights again", incident.id, began_on)
 
     # The beginning of a process, and the end of a run.
 
@@ -310,13 +314,13 @@ class Recovery:
         """The run has come to its end: what is open has recovered where the loss is back, or was never off."""
         is_back = self.is_back()
         self.incidents.finish(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED)
-        if is_back and self.parts.panel.probation.is_open:
-            self.parts.panel.probation.end()
+        if is_back and self.parts.panel.rewind_check.is_open:
+            self.parts.panel.rewind_check.end()
             self._write_in_force()
 
     def is_back(self) -> bool:
         """Say whether the loss is where it was before the last damage, as far as the losses since tell."""
-        probation = self.parts.panel.probation
+        probation = self.parts.panel.rewind_check
         return not probation.is_open or probation.final(self.parts.clock.step) is Standing.BACK
 
     def has_to_return(self) -> bool:
@@ -329,12 +333,12 @@ class Recovery:
     def return_unrecovered(self) -> GaveUp:
         """End the run off its reference: back to the newest verified state, which is its result."""
         panel, clock = self.parts.panel, self.parts.clock
-        reference = panel.probation.reference
+        reference = panel.rewind_check.reference
         assert reference is not None
         since = panel.not_recovered_since(clock.step)
         self.incidents.finish(Outcome.UNRECOVERED)
         path, is_there = self._restore_best(since)
-        panel.probation.end()
+        panel.rewind_check.end()
         if not is_there:
             return GaveUp("not recovered, and there is no verified state to return to", None)
         why = f"the loss did not come back to {reference.level:.4g}, where it was at step {reference.step:,}"

@@ -12,9 +12,8 @@ from resilient_train.passed import UpdateHistory
 from resilient_train.ranks.world import World
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState
-from resilient_train.update.precision import Precision
-from resilient_train.update.updater import Updater
-from resilient_train.watch.checks import Panel
+from resilient_train.update.updater import Precision, Updater
+from resilient_train.watch.checks import Checks
 from resilient_train.watch.scans import Scans
 
 
@@ -28,7 +27,7 @@ class RunParts:
     state: RunState
     updater: Updater
     ring: Ring
-    panel: Panel
+    panel: Checks
     scans: Scans
     precision: Precision
     updates: UpdateHistory
@@ -39,7 +38,6 @@ class RunParts:
         """What checks and scans have learned, as a snapshot keeps it."""
         return {"panel": self.panel.state_dict(), "scans": self.scans.state_dict()}
 
-    def restore_statistics(self, statistics: Mapping[str, Any]) -> None:
-        """Let checks and scans know what they knew then."""
-        self.panel.load_state_dict(statistics["panel"])
-        self.scans.load_state_dict(statistics["scans"])
+    def restore_statistics(self, statistics: Mapping[str, Any]) -> list[str]:
+        """Let checks and scans know what they knew then; return those that another version kept nothing of."""
+        return self.panel.load_state_dict(statistics["panel"]) + self.scans.load_state_dict(statistics["scans"])

@@ -1,9 +1,9 @@
-"""What nobody is to read, hidden wherever something is written down, printed or sent.
+"""Secrets, masked in whatever is written, printed or sent.
 
-Hidden are: who one is in an address (`scheme://user:password@host`, `scheme://token@host`); what is said of a password
-or token by name (`?token=...`, `password=...`); tokens of well-known services, by their form; and, wherever they turn
-up, the values of environment variables such as HF_TOKEN and DB_PASSWORD, and of settings whose names say that they are
-secret. Those may be plain words or numbers: they are hidden where they stand as a whole word.
+Masked are: credentials in an address (`scheme://user:password@host`, `scheme://token@host`); values whose name says
+that they are a password or token (`?token=...`, `password=...`); tokens of well-known services, by their form; and,
+wherever they occur, the values of environment variables such as HF_TOKEN and DB_PASSWORD, and of settings whose names
+say that they are secret. Those may be plain words or numbers: they are masked where they stand as a whole word.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from urllib.parse import quote, unquote
 
 MASK = "***"
 
-_LEAST = 4  # characters: what is shorter stands in ordinary text as well
-_EVERYDAY = {"true", "false", "none", "null", "test", "auto", "default"}  # to hide these would hide nothing
+_LEAST = 4  # characters: what is shorter occurs in ordinary text as well
+_EVERYDAY = {"true", "false", "none", "null", "test", "auto", "default"}  # ordinary words, never masked
 
 _VARIABLES = (
     *("TOKEN", "PASSWORD", "PASSWD", "PASSPHRASE", "SECRET", "APIKEY", "ACCESSKEY", "PRIVATEKEY", "SECRETKEY"),
@@ -28,13 +28,13 @@ _VARIABLES = (
 )
 _WHOLE_NAMES = ("KEY", "PIN")  # of variables
 
-# The tokens of services that training programs talk to, in the forms that the services document. There are packages
-# with such lists (detect-secrets): they bring an HTTP client along, take 0.3 s to import, their expressions can be made
-# to take for ever, and they know neither Hugging Face's tokens nor the newer ones of GitHub and OpenAI.
+# The tokens of services that training programs use, in the forms that the services document. There are packages with
+# such lists (detect-secrets): they bring an HTTP client, take 0.3 s to import, have expressions that some texts make
+# take for ever, and know neither Hugging Face's tokens nor the newer ones of GitHub and OpenAI.
 _FORMATS = re.compile(
     r"""(?<![A-Za-z0-9])(?:
       hf_(?=[a-z]{0,40}+[A-Z0-9])[A-Za-z0-9]{16,200}+          # Hugging Face
-    | (?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}(?![A-Za-z0-9])       # AWS: who one is
+    | (?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}(?![A-Za-z0-9])       # AWS: key ids
     | gh[oprsu]_[A-Za-z0-9]{20,255}+ | github_pat_[A-Za-z0-9_]{22,255}+
     | gl(?:pat|dt|rt|ptt|soat|ft|imt|agent|oas)-[\w-]{20,300}+  # GitLab
     | xox[a-z]-[A-Za-z0-9-]{10,300}+ | xapp-[A-Za-z0-9-]{20,300}+ | hooks\.slack\.com/services/[\w/]{20,200}+
@@ -52,15 +52,15 @@ _PEM = re.compile(
     r"(?:[^-]|-(?!----)){1,20000}+(?:-----END [A-Z0-9 ]{0,50}-----)?"
 )
 
-# Repetitions are bounded and give nothing back: nobody's text makes them take long.
+# Repetitions are bounded and possessive: no text makes them take long.
 _USERINFO = re.compile(
     r"""://(?P<user>[^\s/@:?\#"'<>\\\[]{0,4096}+)
     (?: :(?!\d{1,5}[/?\#,;)\]}]) (?P<word>[^\s@"'<>]{0,4096}+) )?  # what begins like a port and a path is no password
-    @(?:[^\s@/?\#"'<>]{0,64}+@)*+""",  # of several @ the last one ends it
+    @(?:[^\s@/?\#"'<>]{0,64}+@)*+""",  # up to the last of several @
     re.VERBOSE,
 )
 _NO_SECRET = ("", "x-oauth-basic", MASK)  # in the place of a password, where the user's place holds the token
-_WITH_CONTAINER = ("wasb", "wasbs", "abfs", "abfss")  # Azure's storage: before the @ stands the name of a container
+_WITH_CONTAINER = ("wasb", "wasbs", "abfs", "abfss")  # Azure's storage: the name of a container before the @
 
 _HEADER = re.compile(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?(?:basic|bearer|token)\s+)[^\s'\",]+")
 _QUOTED = re.compile(
@@ -77,24 +77,10 @@ _SECRET = {"password", "passwd", "passphrase", "secret", "apikey", "accesskey", 
 _KEYS = {"api", "access", "private", "secret", "auth", "account", "signing", "encryption"}
 _IN_QUERIES = {"key", "pwd", "sig", "signature", "credential", "token"}
 _OF_A_VOCABULARY = {  # these tokens are pieces of text
-    *(
-        "pad",
-        "bos",
-        "eos",
-        "unk",
-        "sep",
-        "cls",
-        "mask",
-        "start",
-        "begin",
-        "end",
-        "stop",
-        "special",
-        "blank",
-        "separator",
-    ),
+    *("pad", "bos", "eos", "unk", "sep", "cls", "mask", "start", "begin", "end", "stop", "special", "blank"),
     *("image", "audio", "video", "decoder", "space", "word", "boundary", "prefix", "suffix", "middle", "newline"),
     *("first", "last", "next", "per", "target", "source", "text", "class", "head", "tail", "context", "prompt"),
+    *("separator",),
 }
 _LIKE_A_TOKEN = re.compile(r"[^\s<\[{|$][^\s]{7,}")
 
@@ -102,7 +88,7 @@ _LONG = 12  # characters: what is shorter, or of letters alone, may be a part of
 _SHORT = 8
 _MAY_BE_WORDS = re.compile(r"[A-Za-z _.\-]+|\d+")
 
-# Fields of our own files that programs read, the next process of the run above all: each holds one of a few words.
+# Fields of our own files that programs read, such as the next process of the run: each holds one of a few words.
 _OF_OUR_OWN = {"kind", "status", "signal", "cause", "outcome", "phase", "op", "remedy", "doing"}
 
 _learned: set[str] = set()
@@ -110,7 +96,7 @@ _looked_at: set[str] = set()  # values of the environment
 
 
 def masked(text: str) -> str:
-    """Return the text with its secrets hidden; anything else stays as it is."""
+    """Return the text with its secrets masked; anything else stays as it is."""
     if (known := _forms(_known())) is not None:
         text = known.sub(MASK, text)
     text = _FORMATS.sub(MASK, text)
@@ -126,33 +112,31 @@ def masked(text: str) -> str:
 
 
 def masked_tree(tree: Any) -> Any:
-    """Return plain data with the secrets in its texts hidden, and what stands under a name that says it is one."""
+    """Return plain data with the secrets in its texts masked, and values whose key says that they are one."""
     match tree:
         case str():
             return masked(tree)
         case Mapping():
-            return {key: one if _is_our_own(key, one) else _masked_value(key, one) for key, one in tree.items()}
+            return {key: _masked_value(key, value) for key, value in tree.items()}
         case list() | tuple():
             return [masked_tree(one) for one in tree]
     return tree
 
 
 def _masked_value(key: Any, value: Any) -> Any:
+    if key in _OF_OUR_OWN and isinstance(value, str) and value.isidentifier() and value.islower():
+        return value
     return MASK if is_secret(str(key), value) else masked_tree(value)
 
 
-def _is_our_own(key: Any, value: Any) -> bool:
-    return key in _OF_OUR_OWN and isinstance(value, str) and value.isidentifier() and value.islower()
-
-
 def masked_override(word: str) -> str:
-    """The same for a word of the command line, of which the whole value goes."""
+    """Mask a word of the command line; of a secret setting the whole value."""
     key, equals, value = word.partition("=")
     return f"{key}={MASK}" if equals and is_secret(key, value) else masked(word)
 
 
 def masked_yaml(text: str) -> str:
-    """The same for YAML as it is written."""
+    """Mask a text of YAML."""
     return _LINE.sub(lambda found: f"{found[1]}{MASK}" if is_secret(found[2], found[3]) else found[0], masked(text))
 
 
@@ -160,32 +144,36 @@ def is_secret(name: str, value: Any) -> bool:
     """Say whether a setting is one, by its name and by what it looks like: `pad_token` is a piece of text."""
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value in ("", "null", "None", "???"):
         return False
-    if _is_secret_name(name):
+    words, text = _words(name), str(value)
+    if words[-1] in _SECRET:
         return True
-    return (_is_token_name(name) and _looks_like_token(value)) or (_is_key_name(name) and _looks_random(value))
+    if words[-1] in ("token", "accesstoken", "authtoken") and not {*words[-2:-1]} & _OF_A_VOCABULARY:
+        return isinstance(value, str) and _LIKE_A_TOKEN.fullmatch(value) is not None
+    looks_random = len(text) >= _LEAST and any(map(str.isdigit, text)) and any(map(str.isalpha, text))
+    return _is_key_name(name) and looks_random  # else a word that a person chose to be read
 
 
 def learn(tree: Any) -> None:
-    """Take note of the secrets in a configuration: from now on they are hidden wherever they turn up."""
+    """Note the secrets in a configuration: from now on they are masked wherever they occur."""
     _learned.update(filter(_can_be_hidden, _secrets_in(tree)))
 
 
 class Masking(logging.Filter):
-    """Hides secrets in all that a logger is told, tracebacks included, whoever listens to it."""
+    """Masks secrets in all records of a logger, tracebacks included, for every handler."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         try:
-            said = record.getMessage()
-        except Exception:  # a broken call: logging itself complains about it
+            message = record.getMessage()
+        except Exception:  # a broken call: logging itself reports it
             return True
-        if (hidden := masked(said)) != said:
+        if (hidden := masked(message)) != message:
             record.msg, record.args = hidden, None
         if record.exc_info and not record.exc_text:
             record.exc_text = masked(logging.Formatter().formatException(record.exc_info))  # what every formatter takes
         return True
 
 
-logging.getLogger("resilient_train").addFilter(Masking())  # the one that all of the package speaks through
+logging.getLogger("resilient_train").addFilter(Masking())  # the logger of the whole package
 
 
 def _known() -> frozenset[str]:
@@ -202,7 +190,7 @@ def _known() -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def is_secret_variable(name: str) -> bool:
-    """Say whether what an environment variable holds is secret, whatever it looks like."""
+    """Say whether the value of an environment variable is secret, whatever it looks like."""
     name = name.upper()
     words = _words(name)
     if words[-1] == "token" and {*words[-2:-1]} & _OF_A_VOCABULARY:
@@ -226,7 +214,7 @@ def _forms(values: frozenset[str]) -> re.Pattern[str] | None:
 
 
 def _as_a_word(form: str) -> str:
-    """The shorter it is and the plainer, the more has to be around it: 4711 is no part of 2.4711, 1,4711 or a_4711."""
+    """The shorter and plainer it is, the clearer its ends have to be: 4711 is no part of 2.4711, 1,4711 or a_4711."""
     escaped = re.escape(form)
     if len(form) < _SHORT and form.isdigit():
         return rf"(?<![\w.,]){escaped}(?!\w|[.,]\d)"
@@ -252,11 +240,11 @@ def _without_value(found: re.Match[str]) -> str:
     if value.startswith(MASK):
         return found[0]
     if head.startswith(("?", "&")):
-        hidden = _is_secret_name(name) or _words(name)[-1] in _IN_QUERIES
+        hidden = _words(name)[-1] in _SECRET | _IN_QUERIES
     elif head.rstrip().endswith("="):  # `token=` may be an argument in a line of code, `data.train.token=` is a setting
         plain = value.strip("'\"")
         is_setting = "." in name or name.isupper() or _is_key_name(name)
-        hidden = _is_secret_name(name) or (is_setting and is_secret(name, plain))
+        hidden = _words(name)[-1] in _SECRET or (is_setting and is_secret(name, plain))
         hidden = hidden or (name.isupper() and is_secret_variable(name) and _can_be_hidden(plain))
     else:
         hidden = is_secret(name, value)
@@ -264,29 +252,10 @@ def _without_value(found: re.Match[str]) -> str:
     return f"{head}{MASK}{end}" if hidden else found[0]
 
 
-def _is_secret_name(name: str) -> bool:
-    return _words(name)[-1] in _SECRET
-
-
 def _is_key_name(name: str) -> bool:
     """`account_key`, which may be the name of a column as well."""
     words = _words(name)
     return len(words) > 1 and words[-1] == "key" and words[-2] in _KEYS
-
-
-def _looks_random(value: Any) -> bool:
-    """Say whether it is no word that a person chose to be read."""
-    text = str(value)
-    return len(text) >= _LEAST and any(map(str.isdigit, text)) and any(map(str.isalpha, text))
-
-
-def _is_token_name(name: str) -> bool:
-    words = _words(name)
-    return words[-1] in ("token", "accesstoken", "authtoken") and not {*words[-2:-1]} & _OF_A_VOCABULARY
-
-
-def _looks_like_token(value: Any) -> bool:
-    return isinstance(value, str) and _LIKE_A_TOKEN.fullmatch(value) is not None
 
 
 @lru_cache(maxsize=1024)

@@ -391,3 +391,16 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """Name some ranks: "rank 3", "ranks 0, 1 and 3"."""
+    shown = [str(rank) for rank in ranks[:_MOST_RANKS]]
+    if more := len(ranks) - len(shown):
+        shown.append(f"{more:,} more")
+    if len(shown) == 1:
+        return f"rank {shown[0]}"
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
+
+
+_MOST_RANKS = 8  # that are listed

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from resilient_train.ranks import stop as requests
+from resilient_train.ranks import process_exit as requests
 from resilient_train.record.progress import Progress
 
 HOLD, HELD = "hold", "held"  # in the working directory of the run: where it is to wait, and that it does

@@ -193,7 +193,7 @@ def _note_writings() -> None:
     """
     from resilient_train.checkpoint.writer import Writer
 
-    offer, heard = Writer.offer, Writer.heard
+    offer, heard = Writer.offer, Writer.next_outcome
 
     def note(writer: Any, what: str) -> None:
         run_dir = writer._store.path.parent
@@ -210,7 +210,7 @@ def _note_writings() -> None:
             note(writer, f"heard {outcome.job.step}")
         return outcome
 
-    Writer.offer, Writer.heard = noting_offer, noting_heard  # type: ignore[assignment,method-assign]
+    Writer.offer, Writer.next_outcome = noting_offer, noting_heard  # type: ignore[assignment,method-assign]
 
 
 # ------------------------------------------------------------------------------------------------------------- striking
@@ -321,7 +321,7 @@ def taken_up_at(run_dir: Path) -> list[int]:
     """The steps that starts after the first one began at, by the log of the run."""
     log = run_dir / "train.log"
     text = log.read_text() if log.exists() else ""
-    found = re.findall(r" INFO goes on from step (\d+)|(had no checkpoint yet: it begins at step 0)", text)
+    found = re.findall(r" INFO resumes from step (\d+)|(had no checkpoint yet: it begins at step 0)", text)
     return [int(step or 0) for step, _ in found]
 
 

@@ -9,8 +9,7 @@ from accelerate import Accelerator
 from clinic_ranks import Net, Rows
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.drills import Drill
-from resilient_train.drills.corruption import BitFlip
+from resilient_train.drills import BitFlip, Drill
 from resilient_train.state.ring import MemoryConfig
 from resilient_train.watch.config import named
 

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from resilient_train.checkpoint.manifest import MANIFEST, VERIFIED, Manifest
+from resilient_train.checkpoint.manifest import MANIFEST, VERIFIED, WEIGHTS, Manifest
 from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE
-from resilient_train.checkpoint.weights import WEIGHTS
 
 CPU = torch.device("cpu")
 FILES = (WEIGHTS, TENSORS, TREE)

@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.left import Checkpoint
-from resilient_train.record.mending import still_open
-from resilient_train.record.story import Chapter, Phase, Story
+from resilient_train.record.endings import Checkpoint
+from resilient_train.record.story import Chapter, Phase, Story, open_advice
 from resilient_train.record.surroundings import Point
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import status_of
@@ -21,7 +20,7 @@ ROOT = Diagnosis(
     "`sqrt` at culprits.py:33 has an infinite slope at 0: add an epsilon inside, or mask those elements.",
     Culprit("backward", "sqrt", "model.norm", "/home/u/examples/culprits.py", 33, ({"dtype": "float32", "min": 0.0},)),
 )
-ROTTEN = Diagnosis(Cause.DATA, "Row 77 of the data: [0] at [2] is nan; mend or remove it.", rows=(77,))
+ROTTEN = Diagnosis(Cause.DATA, "Row 77 of the data: [0] at [2] is nan; fix or remove it.", rows=(77,))
 CLIMBED = Diagnosis(Cause.EXPLOSION, "The loss jumped and stayed there: lower the learning rate, or clip tighter.")
 FLIPPED = Diagnosis(Cause.CORRUPTION, "`w` went from 0.02 to 1e+37 at [7]: if it returns, suspect the hardware.")
 PASSED = Diagnosis(
@@ -68,7 +67,7 @@ def story(*incidents: Incident, **changed: Any) -> Story:
         last_good=last_good,
         newest=last_good,
         best=Checkpoint(200, RUN / "best", "best", metrics={"loss": 2.261}),
-        advice=still_open(incidents),
+        advice=open_advice(incidents),
     )
     return replace(made, **changed)
 

@@ -13,14 +13,15 @@ import torch
 from group import launch, together
 from kills import checkpoints, incidents, summary
 
-from resilient_train.ranks.majority import named, odd_ones
-from resilient_train.recover import digest
+from resilient_train.ranks.world import odd_ones
+from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.update.agreement import DIGESTS, Agreement, Flag
-from resilient_train.watch import pulse
+from resilient_train.watch import replicas
 from resilient_train.watch.config import ReplicasConfig
-from resilient_train.watch.scans import replicas
+from resilient_train.watch.vitals import read_vitals
+from resilient_train.wording import rank_names
 
 CPU = torch.device("cpu")
 INF, NAN = math.inf, math.nan
@@ -41,11 +42,11 @@ def heard(
     digests = digests or [7] * len(rows)
     agreement = Agreement(gathered, CPU)
     for flag in flags[-1] if flags else ():
-        agreement.tell(flag)
-    numbers, table = agreement.reached(torch.tensor(rows[-1]), digests[-1])
+        agreement.set_flag(flag)
+    numbers, table = agreement.reduce(torch.tensor(rows[-1]), digests[-1])
     assert table is not None
     limits = (1e30, 1e30)
-    vitals = pulse.vitals(
+    vitals = read_vitals(
         1, 0, 0, 8, 0.1, numbers.tolist(), limits, has_scale=len(rows[-1]) > 2, by_rank=lambda: table.tolist()
     )
     return vitals, numbers.numel()
@@ -117,8 +118,8 @@ def test_a_flag_can_be_taken_back() -> None:
 
     agreement = Agreement(gathered, CPU)
     for is_busy in (True, True, False):
-        agreement.tell(Flag.BUSY, is_busy)
-        agreement.reached(torch.zeros(2), 0)
+        agreement.set_flag(Flag.BUSY, is_busy)
+        agreement.reduce(torch.zeros(2), 0)
     assert [row[2 + Flag.BUSY] for row in told] == [1, 1, 0]
 
 
@@ -141,7 +142,7 @@ ALIKE: dict[str, Any] = {"decisions": 5, "step": 7, "tick": 9, "start": 64, "sam
 )
 def test_the_digest_of_an_update_tells_what_is_not_alike(other: dict[str, Any]) -> None:
     """Each of the things that ranks have to agree on changes it; it is exact in float32."""
-    mine, its = digest.of_update(**ALIKE), digest.of_update(**{**ALIKE, **other})
+    mine, its = update_digest(**ALIKE), update_digest(**{**ALIKE, **other})
     assert mine != its
     assert all(float(torch.tensor(float(one))) == one < DIGESTS for one in (mine, its))
 
@@ -169,8 +170,8 @@ def test_the_digest_of_decisions_tells_what_was_decided(
     incidents: list[Incident], in_force: dict[str, Any], same: bool
 ) -> None:
     """What was done about what, and what is in force; not what only one rank can know."""
-    mine = digest.of_decisions([incident()], {"skipped": [(8, 16)]})
-    assert (digest.of_decisions(incidents, in_force) == mine) is same
+    mine = decisions_digest([incident()], {"skipped": [(8, 16)]})
+    assert (decisions_digest(incidents, in_force) == mine) is same
 
 
 @pytest.mark.parametrize(
@@ -198,8 +199,8 @@ def test_who_differs_is_told_by_the_majority(said: list[int], odd: tuple[int, ..
 )
 def test_ranks_are_named_in_words(ranks: tuple[int, ...], words: str) -> None:
     """Of many, the first few."""
-    assert named(ranks) == words
-    assert named(range(10_000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 9,992 more"
+    assert rank_names(ranks) == words
+    assert rank_names(range(10_000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 9,992 more"
 
 
 def test_a_rank_that_decides_otherwise_ends_the_run_on_all(tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ def test_a_rank_that_decides_otherwise_ends_the_run_on_all(tmp_path: Path) -> No
     assert checkpoints(place / "run")
     done = launch(place, 2, *own)
     assert done.is_well, done
-    assert "goes on from step" in done.stdout
+    assert "resumes from step" in done.stdout
     found = summary(place / "run")
     assert (found["status"], found["steps"]) == ("completed", 60)
 

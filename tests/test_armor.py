@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import resilient_train.numerics
-from resilient_train.numerics.armor import Armor, CannotArmor, Plate
+from resilient_train.numerics.armor import Armor, CannotArmor, PatchedLine
 
 Write = Callable[[str], ModuleType]
 HEAD = """from __future__ import annotations
@@ -57,7 +57,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 def armor() -> Iterator[Armor]:
     armor = Armor()
     yield armor
-    armor.take_off()
+    armor.remove()
 
 
 def lines(module: ModuleType, mark: str = "# guilty") -> list[int]:
@@ -65,10 +65,10 @@ def lines(module: ModuleType, mark: str = "# guilty") -> list[int]:
     return [number for number, line in enumerate(text.splitlines(), start=1) if line.endswith(mark)]
 
 
-def put_on(armor: Armor, module: ModuleType, op: str) -> Plate:
+def put_on(armor: Armor, module: ModuleType, op: str) -> PatchedLine:
     """Armor the line that is marked."""
     (line,) = lines(module)
-    return armor.put_on(str(module.__file__), line, op)
+    return armor.add(str(module.__file__), line, op)
 
 
 def slopes(function: Callable[..., Any], *inputs: Tensor) -> list[Tensor]:
@@ -126,7 +126,7 @@ def test_what_does_not_break_keeps_every_bit(write: Write, armor: Armor, dtype: 
     x, y = torch.rand(4, 4, dtype=dtype) + 0.1, torch.rand(4, 4, dtype=dtype) + 0.1
     bare = [slopes(getattr(module, f"of_{number}"), x, y) for number in range(len(SOUND))]
     for line, op in zip(lines(module), SOUND.values(), strict=True):
-        armor.put_on(str(module.__file__), line, op)
+        armor.add(str(module.__file__), line, op)
     for number, text in enumerate(SOUND):
         assert same_bits(slopes(getattr(module, f"of_{number}"), x, y), bare[number]), text
 
@@ -176,7 +176,7 @@ def test_what_the_table_knows_is_called_instead(write: Write, armor: Armor) -> N
             )
     """)
     for line, op in zip(lines(module), ("log", "log", "log", "reciprocal"), strict=True):
-        armor.put_on(str(module.__file__), line, op)
+        armor.add(str(module.__file__), line, op)
     x = torch.tensor([0.0, 1e-9, 2.0])
     safe, *others = module.compute(x)
     assert torch.equal(safe, resilient_train.numerics.log(x))
@@ -210,7 +210,7 @@ def test_a_logarithm_of_what_rounded_to_zero_still_learns(write: Write, armor: A
             return torch.log(torch.sigmoid(x))  # guilty
     """)
     for line in lines(module):
-        armor.put_on(str(module.__file__), line, "log")
+        armor.add(str(module.__file__), line, "log")
     x = torch.tensor([[1000.0, 0.0, -3.0], [-2000.0, 0.0, -1000.0]])
     for function in (module.by_method, module.by_function, module.by_module):
         torch.testing.assert_close(slopes(function, x), slopes(lambda x: x.log_softmax(-1), x))
@@ -296,9 +296,9 @@ def test_augmented_assignments_are_in_place_too(write: Write, armor: Armor) -> N
     """)
     *simple, last = lines(module)
     for line in simple:
-        armor.put_on(str(module.__file__), line, "div_")
+        armor.add(str(module.__file__), line, "div_")
     with pytest.raises(CannotArmor, match="changes `x"):
-        armor.put_on(str(module.__file__), last, "div_")
+        armor.add(str(module.__file__), last, "div_")
     for function in (module.name, module.attribute, module.element):
         x = torch.tensor([1.0, 2.0])
         assert function(x, torch.tensor([2.0, 0.0])) is x
@@ -311,8 +311,8 @@ def test_numbers_of_python_and_whole_numbers_pass(write: Write, armor: Armor) ->
     """Armor is about tensors of floating numbers; what else is computed at the line is the same as ever."""
     module = write("def compute(x, y):\n    return x / y  # guilty\ndef joined(x, y):\n    return x + y  # guilty\n")
     div, add = lines(module)
-    armor.put_on(str(module.__file__), div, "div")
-    armor.put_on(str(module.__file__), add, "add")
+    armor.add(str(module.__file__), div, "div")
+    armor.add(str(module.__file__), add, "add")
     assert module.compute(1, 2) == 0.5
     with pytest.raises(ZeroDivisionError):
         module.compute(1, 0)
@@ -374,9 +374,9 @@ def test_any_kind_of_function_can_be_armored(write: Write, armor: Armor, place: 
     compute = module.compute
     for _ in range(100):
         assert not compute(torch.zeros(2)).isfinite().any()
-    plate = put_on(armor, module, "digamma")
+    patched = put_on(armor, module, "digamma")
     assert compute(torch.zeros(3)).isfinite().all()
-    armor.take_off(plate)
+    armor.remove(patched)
     assert not compute(torch.zeros(4)).isfinite().any()
 
 
@@ -407,9 +407,9 @@ def test_tracebacks_keep_their_lines(write: Write, armor: Armor) -> None:
     guilty = {"compute": "matmul", "in_place": "div", "called": "matmul"}
     for line, (name, op) in zip(lines(module), guilty.items(), strict=True):
         bare = place(name)
-        plate = armor.put_on(str(module.__file__), line, op)
+        patched = armor.add(str(module.__file__), line, op)
         assert place(name) == bare == [(module.__file__, line, name)]
-        assert plate.function == name
+        assert patched.function == name
 
 
 # --------------------------------------------------------------------------------------------------- under what it runs
@@ -486,7 +486,7 @@ def test_it_holds_under_autocast_and_in_half_precision(write: Write, armor: Armo
     network, x = broken_network(write, armor, op)
     with torch.autocast("cpu", torch.bfloat16):
         armored = network(x)
-        armor.take_off()
+        armor.remove()
         assert armored.dtype == network(x).dtype
     module = write("def compute(x, y):\n    return (x @ y).digamma()  # guilty\n")
     put_on(armor, module, "")
@@ -562,7 +562,7 @@ def test_a_compiled_model_is_compiled_anew(write: Write, armor: Armor) -> None:
         network.first.weight[0], network.first.bias[0] = 0.0, 0.5
         x[0, 0] = network.first(x)[0, 0].tanh()
     assert finite(gradients(network, compiled(x).sum()))
-    armor.take_off()
+    armor.remove()
     assert not finite(gradients(network, compiled(x).sum()))
 
 
@@ -615,17 +615,17 @@ def test_armor_adds_up_and_comes_off(write: Write, armor: Armor) -> None:
     first = put_on(armor, module, "digamma")
     assert put_on(armor, module, "digamma") is first
     second = put_on(armor, module, "erfinv")
-    assert armor.plates == [first, second]
+    assert armor.lines == [first, second]
 
     def sound() -> list[bool]:
         return [bool(out.isfinite()) for out in module.compute(torch.tensor(0.0) + torch.tensor([0.0]))]
 
     one = torch.tensor([1.0, 0.0])
     assert [bool(out.isfinite().all()) for out in module.compute(one)] == [True, True]
-    armor.take_off(first)
+    armor.remove(first)
     assert [bool(out.isfinite().all()) for out in module.compute(one)] == [False, True]
-    armor.take_off()
-    assert armor.plates == []
+    armor.remove()
+    assert armor.lines == []
     assert module.compute.__code__ is code
 
 
@@ -635,7 +635,7 @@ def test_what_two_put_on_stays_until_both_take_it_off(write: Write, armor: Armor
     other = Armor()
     put_on(armor, module, "digamma")
     put_on(other, module, "digamma")
-    other.take_off()
+    other.remove()
     assert module.compute(torch.zeros(2)).isfinite().all()
 
 
@@ -645,25 +645,25 @@ def test_a_plate_is_found_again_after_an_edit(write: Write, armor: Armor) -> Non
     module = write(body)
     path = Path(str(module.__file__))
     line = len(path.read_text().splitlines()) - 1
-    plate = armor.put_on(str(module.__file__), line, "digamma")
-    assert (plate.function, plate.text, plate.count) == ("compute", "x = x.digamma()", 1)
-    armor.take_off()
-    plate = Plate(**json.loads(json.dumps(asdict(plate))))
+    patched = armor.add(str(module.__file__), line, "digamma")
+    assert (patched.function, patched.text, patched.count) == ("compute", "x = x.digamma()", 1)
+    armor.remove()
+    patched = PatchedLine(**json.loads(json.dumps(asdict(patched))))
     edited = "def other(x):\n    x = x.digamma()\n    return x\n\n\n" + path.read_text()
     path.write_text(edited.replace("from __future__ import annotations\n", ""))
     module.__dict__.clear()  # no function of it is left
     sys.modules.pop(path.stem)
     importlib.invalidate_caches()
     module = importlib.import_module(path.stem)
-    again = armor.put_on_again(plate)
-    assert again == Plate(plate.file, "compute", "x = x.digamma()", 1, line + 4, "digamma")
+    again = armor.add_again(patched)
+    assert again == PatchedLine(patched.file, "compute", "x = x.digamma()", 1, line + 4, "digamma")
     out = module.compute(torch.tensor([1.0, 0.0]))
     assert not out.isnan().any()
-    gone = Plate(plate.file, "compute", "x = x.erfinv()", 0, line, "erfinv")
+    gone = PatchedLine(patched.file, "compute", "x = x.erfinv()", 0, line, "erfinv")
     with pytest.raises(CannotArmor, match="has no such line any more"):
-        armor.put_on_again(gone)
-    with pytest.raises(CannotArmor, match="no function that is alive comes from /nowhere"):
-        armor.put_on_again(Plate("/nowhere.py", "compute", "x", 0, 1, "log"))
+        armor.add_again(gone)
+    with pytest.raises(CannotArmor, match="no live function comes from /nowhere"):
+        armor.add_again(PatchedLine("/nowhere.py", "compute", "x", 0, 1, "log"))
 
 
 def test_the_code_of_a_cell_of_a_notebook_can_be_armored(armor: Armor) -> None:
@@ -673,7 +673,7 @@ def test_the_code_of_a_cell_of_a_notebook_can_be_armored(armor: Armor) -> None:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     names: dict[str, Any] = {}
     exec(compile(source, name, "exec"), names)
-    armor.put_on(name, 2, "digamma")
+    armor.add(name, 2, "digamma")
     assert names["compute"](torch.zeros(2)).isfinite().all()
     linecache.cache.pop(name)
 
@@ -701,11 +701,11 @@ def test_it_says_plainly_what_cannot_be_armored(write: Write, armor: Armor) -> N
         (line + 400, "nothing is computed"),
     ):
         with pytest.raises(CannotArmor, match=why):
-            armor.put_on(file, place, "digamma")
+            armor.add(file, place, "digamma")
         with pytest.raises(CannotArmor, match=why):
             armor.check(file, place, "digamma")
     armor.check(file, line, "digamma")
-    assert armor.plates == []
+    assert armor.lines == []
     assert not module.compute(torch.zeros(2))[0].isfinite().any()
 
 
@@ -714,7 +714,7 @@ def test_what_was_made_by_exec_has_no_source(armor: Armor) -> None:
     names: dict[str, Any] = {}
     exec("def compute(x):\n    return x.digamma()\n", names)
     with pytest.raises(CannotArmor, match="there is no source of <string>"):
-        armor.put_on("<string>", 2, "digamma")
+        armor.add("<string>", 2, "digamma")
     assert names["compute"](torch.zeros(1)).isinf()
 
 
@@ -730,11 +730,11 @@ def test_a_file_that_was_edited_is_not_what_runs(write: Write, armor: Armor, edi
     line = len(before.splitlines())
     path.write_text(edit.format(before))
     with pytest.raises(CannotArmor, match=f"{path} is not what runs: it was edited"):
-        armor.put_on(str(path), line, "digamma")
+        armor.add(str(path), line, "digamma")
     path.write_text(before)
-    armor.put_on(str(path), line, "digamma")
+    armor.add(str(path), line, "digamma")
     path.write_text(edit.format(before))  # what was read once is kept
-    armor.put_on(str(path), line, "")
+    armor.add(str(path), line, "")
     assert module.compute(torch.zeros(2)).isfinite().all()
 
 
@@ -756,16 +756,16 @@ def test_what_runs_goes_on_as_it_is(write: Write, armor: Armor) -> None:
 
     def refused(line: int, why: str) -> None:
         with pytest.raises(CannotArmor, match=why):
-            armor.put_on(str(module.__file__), line, "digamma")
+            armor.add(str(module.__file__), line, "digamma")
 
-    module.loop(lambda: refused(loop, "loop is running, and goes on as it is: move line"))
+    module.loop(lambda: refused(loop, "loop is running and keeps its code: move line"))
     module.maker(lambda: refused(maker, "maker.<locals>.<lambda> is not alive"))
     waiting = module.steps()
     next(waiting)
     refused(steps, "steps is running")
     waiting.close()
     for line in (loop, steps, maker):
-        armor.put_on(str(module.__file__), line, "digamma")
+        armor.add(str(module.__file__), line, "digamma")
     assert module.loop(lambda: None).isfinite().all()
     assert module.maker(lambda: None).isfinite().all()
     assert next(module.steps()).isfinite().all()

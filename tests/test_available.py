@@ -89,7 +89,7 @@ def group(place: Path, **files: object) -> None:
 
 
 def left(proc: Path, cgroup: str, *mounts: str) -> list[int]:
-    from resilient_train.state.available import left_by_cgroups
+    from resilient_train.state.ring import left_by_cgroups
 
     (proc / "cgroup").write_text(cgroup)
     (proc / "mountinfo").write_text("".join(f"{line}\n" for line in mounts))
@@ -122,7 +122,7 @@ def test_a_container_sees_its_own_cgroup_at_the_mount(tmp_path: Path) -> None:
 
 def test_where_there_are_no_cgroups_there_is_no_limit(tmp_path: Path) -> None:
     """Other systems, and mounts that say nothing."""
-    from resilient_train.state.available import left_by_cgroups
+    from resilient_train.state.ring import left_by_cgroups
 
     assert list(left_by_cgroups(tmp_path / "none")) == []
     root = tmp_path / "fs"

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,15 @@ from sealed import CPU, FILES, manifest, newest, parts, seal, weights, write
 
 from resilient_train import files
 from resilient_train.checkpoint import manifest as manifests
-from resilient_train.checkpoint.manifest import CANDIDATE, DEMOTED, MANIFEST, VERIFIED, Damaged
-from resilient_train.checkpoint.safetensors_file import NAMES, chunks
+from resilient_train.checkpoint.manifest import CANDIDATE, DEMOTED, MANIFEST, VERIFIED, WEIGHTS, Damaged
+from resilient_train.checkpoint.safetensors_files import NAMES, chunks
 from resilient_train.checkpoint.store import Entry, Store
-from resilient_train.checkpoint.weights import WEIGHTS
+from resilient_train.checkpoint.tree_files import TENSORS
+from resilient_train.checkpoint.weights import load_into
 from resilient_train.checkpoint.writer import Job, Writer
+from resilient_train.errors import ConfigError
 from resilient_train.files import Written
-from resilient_train.state.misfit import misfit
+from resilient_train.state.mismatch import explain_mismatch
 from resilient_train.state.run_state import Clock, RunState
 
 
@@ -127,7 +130,7 @@ def test_marking_changes_the_kind_and_nothing_else(store: Store, kind: str) -> N
     entry = write(store, 7)
     assert entry.manifest is not None
     marked = store.mark(entry, kind)
-    assert manifests.verify(entry.path) == marked.manifest == entry.manifest.of_kind(kind)
+    assert manifests.verify(entry.path) == marked.manifest == replace(entry.manifest, kind=kind)
     assert (newest(store) == 7) == (kind != DEMOTED)
 
 
@@ -137,6 +140,25 @@ def test_a_state_of_another_step_is_damage(store: Store) -> None:
     seal(entry.path, lambda node: node.update(step=8))
     with pytest.raises(Damaged, match="another step"):
         Store.load(Entry.of(entry.path), CPU, weights(7))
+
+
+def test_a_file_that_is_larger_than_its_tensors_is_not_read_through(store: Store) -> None:
+    """40 GiB of which the manifest says that they were written: it takes no time to tell."""
+    entry, size = write(store, 7), 40 * 2**30
+    os.truncate(entry.path / TENSORS, size)
+    seal(entry.path, lambda node: node["files"][TENSORS].update(bytes=size))
+    began = time.monotonic()
+    with pytest.raises(Damaged, match=r"tensors\.safetensors is 42,949,672,960 bytes long, and its tensors \d"):
+        manifests.verify(entry.path)
+    assert time.monotonic() - began < 5
+
+
+def test_weights_are_not_waited_for(tmp_path: Path) -> None:
+    """A pipe in place of a file is refused, also where it lies in a directory."""
+    os.mkfifo(tmp_path / WEIGHTS)
+    for source in (tmp_path / WEIGHTS, tmp_path, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="no regular file"):
+            load_into(torch.nn.Linear(1, 1), source)
 
 
 def test_left_overs_of_a_mark_are_no_damage(store: Store) -> None:
@@ -239,7 +261,7 @@ def test_the_writer_writes_and_prunes_behind_it(store: Store) -> None:
         assert one.is_free
         one.offer(job(step, partial(write, store, step)))
         assert one.wait(200)
-    outcomes = [one.heard() for _ in range(4)]
+    outcomes = [one.next_outcome() for _ in range(4)]
     assert [outcome and outcome.job.step for outcome in outcomes] == [1, 2, 3, None]
     assert steps(store) == [3]
     for thread in [thread for thread in threading.enumerate() if thread.name == "checkpoint-writer"]:
@@ -339,5 +361,5 @@ def test_the_state_of_the_run_itself_always_fits(kind: str) -> None:
     model(torch.randn(4, 3)).square().mean().backward()
     optimizer.step()
     model, optimizer, fresh = made()
-    assert misfit(fresh.live(), old.live(), model, [optimizer]) == ""
-    assert misfit(old.live(), fresh.live(), model, [optimizer]) == ""
+    assert explain_mismatch(fresh.live(), old.live(), model, [optimizer]) == ""
+    assert explain_mismatch(old.live(), fresh.live(), model, [optimizer]) == ""

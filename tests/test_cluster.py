@@ -421,7 +421,9 @@ def test_jobs_of_a_sweep_that_run_elsewhere_are_not_forgotten(cluster: Cluster) 
         said, _ = started.communicate(timeout=240)
     assert started.returncode == 2, said
     assert "error: job 0 of the sweep ended with 2" in said
-    assert "run.steps=-1: must be at least 1" in "".join(log.read_text() for log in cluster.place.glob(JOB_ERRORS))
+    assert "run.steps=-1: must be a whole number (at least 1)" in "".join(
+        log.read_text() for log in cluster.place.glob(JOB_ERRORS)
+    )
     (finished,) = cluster.place.glob("runs/*/summary.json")
     assert json.loads(finished.read_text())["steps"] == 3
 

@@ -141,7 +141,7 @@ def test_more_steps_go_on_where_the_run_ended(run_command: command) -> None:
     longer = run_command([*MINE, "run.steps=4", "run.name=short"])
     assert longer.code == 0, longer.stderr
     assert "changed: run.steps: 2 there, 4 here" in longer.stdout
-    assert "goes on from step 2" in longer.stdout
+    assert "resumes from step 2" in longer.stdout
     assert longer.summary("runs/short")["steps"] == 4
     again = run_command([*MINE, "run.steps=4", "run.name=short"])
     assert "short is complete: 4 steps" in again.stdout
@@ -415,7 +415,7 @@ def test_an_interrupted_run_says_so_and_is_not_in_the_way(tmp_path: Path) -> Non
         re.M,
     )
     assert step
-    assert done.stdout.splitlines()[-1] == f"the same command goes on from step {step[1]}"
+    assert done.stdout.splitlines()[-1] == f"the same command resumes from step {step[1]}"
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"]) == ("preempted", 75)
     assert summary["steps"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -11,13 +12,12 @@ from pathlib import Path
 
 import pytest
 from command import command, train
-from sealed import CPU, write
+from sealed import CPU, seal, write
 
 from resilient_train.checkpoint import manifest as manifests
-from resilient_train.checkpoint.manifest import MANIFEST, Damaged
+from resilient_train.checkpoint.manifest import MANIFEST, WEIGHTS, Damaged
 from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE
-from resilient_train.checkpoint.weights import WEIGHTS
 
 IN_THE_SUITE, IN_ALL = 60, 500
 
@@ -200,6 +200,32 @@ def test_a_run_goes_on_from_the_previous_one_and_says_so(
         _made["sha"] = Path(outcome.summary(tmp_path / "whole")["weights_sha256"])
     assert outcome.summary(copied)["weights_sha256"] == str(_made["sha"])
     assert Store(copied).entries()[0].manifest_step == 40
+
+
+def test_knobs_that_no_run_has_are_damage(copied: Path, run_command: command) -> None:
+    """Digests that are right do not make a rate of nan: the checkpoint before that is taken."""
+    seal(Store(copied).entries()[0].path, lambda node: node["remedies"]["knobs"].update(lr=math.nan))
+    outcome = train(run_command, copied, 40)
+    assert outcome.code == 0, outcome.stderr
+    assert "holds knobs that no run has: ValueError: the knob lr is nan" in outcome.stdout + outcome.stderr
+
+
+def test_statistics_that_another_version_did_not_keep_start_empty(copied: Path, run_command: command) -> None:
+    """One line says which, and what wrote the checkpoint; the run goes on all the same."""
+    newest = Store(copied).entries()[0].path
+    tree = json.loads((newest / TREE).read_text())
+    statistics = tree["dict"]["memory"]["dict"]["statistics"]["dict"]
+    del statistics["panel"]["dict"]["rate"], statistics["panel"]["dict"]["stall"]["dict"]
+    statistics["panel"]["dict"]["stall"]["dict"] = {}
+    del statistics["scans"]["dict"]["norms"], statistics["scans"]["dict"]["batch"]
+    (newest / TREE).write_text(json.dumps(tree))
+    seal(newest)
+    outcome = train(run_command, copied, 40)
+    assert outcome.code == 0, outcome.stderr
+    told = f"{newest}, written by resilient_train "
+    (line,) = [line for line in outcome.stdout.splitlines() if "no statistics of" in line]
+    assert told in line
+    assert line.endswith("has no statistics of rate, stall, norms, batch: these start empty")
 
 
 def test_without_one_that_verifies_a_run_says_so_and_stops(copied: Path, run_command: command) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,9 +26,9 @@ from resilient_train.app import sync
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox, entries
-from resilient_train.record.story import told
+from resilient_train.record.story import read_story
 from resilient_train.tracking.courier import Courier
-from resilient_train.tracking.store import KNOWN, locate
+from resilient_train.tracking.store import KNOWN, KnownRun, locate
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def prove(run_dir: Path, address: str, experiment: str) -> None:
         assert theirs == mine
     assert run.data.params == {f"layer.{index}": str(index) for index in range(120)}
     assert run.info.status == "FINISHED"
-    story = told(run_dir)
+    story = read_story(run_dir)
     assert run.data.tags["resilience.status"] == "recovered"
     assert run.data.tags["resilience.incidents"] == str(len(story.chapters))
     assert run.data.tags["resilience.cause"] == "transient"
@@ -199,6 +200,42 @@ def test_a_lost_cursor_costs_time_and_nothing_else(tmp_path: Path, server: str) 
         one.leave()
         (run_dir / KNOWN).unlink()
     prove(run_dir, server, "cursor")
+
+
+def test_a_line_that_breaks_off_is_told_as_damage(tmp_path: Path, server: str) -> None:
+    """Where an outbox was cut short, MLflow does not have everything, and nothing else says so."""
+    run_dir = trained(tmp_path / "run", server, "cut", range(50), incidents=0)
+    os.truncate(run_dir / OUTBOX, (run_dir / OUTBOX).stat().st_size - 9)
+    one = courier(run_dir, server, "cut")
+    one.conclude()
+    assert one.report.damaged == 1
+
+
+def test_whose_run_a_directory_is_outlives_damage(tmp_path: Path, server: str) -> None:
+    """The first one finds its run again, and a copy is a run of its own, however often mlflow.json is damaged."""
+    run_dir = trained(tmp_path / "run", server, "damaged", range(50), incidents=1)
+    found: dict[Path, set[str]] = {run_dir: set(), tmp_path / "copy": set()}
+
+    def deliver(one: Path) -> None:
+        KnownRun(one).settle(trains=False)
+        sent = courier(one, server, "damaged")
+        sent.conclude()
+        sent.leave()
+        assert sent.run is not None
+        found[one].add(sent.run.run_id)
+        (one / KNOWN).write_bytes(b"\xff{")
+
+    deliver(run_dir)
+    shutil.copytree(run_dir, tmp_path / "copy")
+    for one in (*found, *found):
+        deliver(one)
+    assert [len(ids) for ids in found.values()] == [1, 1]
+    client = client_of(server)
+    home = client.get_experiment_by_name("damaged")
+    assert home is not None
+    assert {one.info.run_id for one in client.search_runs([home.experiment_id])} == set.union(*found.values())
+    for run_id in set.union(*found.values()):
+        assert len(client.get_metric_history(run_id, "loss")) == 50
 
 
 def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, server: str) -> None:
@@ -447,7 +484,10 @@ def _children(pid: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [("nothing there", OUTBOX), ("no address", "--uri"), ("a secret", "MLFLOW_TRACKING_URI"), ("elsewhere", "--uri")],
+    [
+        *(("nothing there", OUTBOX), ("no address", "--uri"), ("a secret", "MLFLOW_TRACKING_URI")),
+        *(("elsewhere", "--uri"), ("a bracket", "http://[::1: is no address")),
+    ],
 )
 def test_sync_says_in_one_line_what_it_lacks(
     tmp_path: Path, what: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -456,13 +496,14 @@ def test_sync_says_in_one_line_what_it_lacks(
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     address = {"a secret": "http://***@127.0.0.1:1", "elsewhere": "sqlite:////not/here/mlflow.db"}
+    address["a bracket"] = "http://127.0.0.1:1"
     if what != "nothing there":
         box = Outbox(run_dir / OUTBOX)
         if what != "no address":
             box.put(BEGAN, name="run", tracking_uri=address[what], experiment="e")
         box.put(METRICS, tick=1, values={"loss": 1.0})
         assert box.close(30)
-    assert sync.main([str(run_dir)]) == 2
+    assert sync.main([str(run_dir), *(["--uri", "http://[::1"] if what == "a bracket" else [])]) == 2
     told = capsys.readouterr().err
     assert said in told
     assert told.count("\n") == 1

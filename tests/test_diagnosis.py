@@ -22,7 +22,7 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents
 from resilient_train.diagnose.search import Search
 from resilient_train.errors import GaveUp
-from resilient_train.record.mending import still_open
+from resilient_train.record.story import open_advice
 from resilient_train.types import Cause, Incident, Outcome, Signal
 from resilient_train.wording import told
 
@@ -156,7 +156,7 @@ def test_what_breaks_of_made_up_values_is_armored_and_not_accused(program: Modul
     assert follower is not None
     assert (follower.op, follower.line) == ("div", line("follows"))
     assert "put armor around div, " in told(second)
-    assert [one.text for one in still_open(guard.incidents)] == [first.diagnosis.advice]
+    assert [one.text for one in open_advice(guard.incidents)] == [first.diagnosis.advice]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way) or "plain")
@@ -169,7 +169,7 @@ def test_rotten_rows_are_named_and_replaced(program: ModuleType, way: dict[str, 
     assert {row for one in guard.incidents for row in one.diagnosis.rows} == {77, 401}
     assert {one.diagnosis.cause for one in guard.incidents} == {Cause.DATA}
     told = next(one.diagnosis.advice for one in guard.incidents if one.diagnosis.rows == (77,))
-    assert told == "Row 77 of the data: [0] at [4] is nan; mend or remove it."
+    assert told == "Row 77 of the data: [0] at [4] is nan; fix or remove it."
     listed = json.loads((tmp_path / "run" / "quarantine.json").read_text())
     assert {one["row"] for one in listed["rows"]} == {77, 401}
     assert guard.clock.tick == 70 + len(guard.incidents)
@@ -400,7 +400,7 @@ def test_the_story_can_be_read_afterwards(
         source.split(None, 1),
         ["cause", "data: row 77 of the data"],
         ["cure", "put it in quarantine"],
-        ["advice", "Row 77 of the data: [0] at [4] is nan; mend or remove it."],
+        ["advice", "Row 77 of the data: [0] at [4] is nan; fix or remove it."],
     ):
         assert row in rows, row
     assert told.count("outcome  recovered") == 2

@@ -155,7 +155,7 @@ def test_a_disk_that_stays_full(monkeypatch: pytest.MonkeyPatch, run_command: co
     monkeypatch.undo()
     again = train(run_command, disk, 110)
     assert again.code == 0, again.stderr
-    assert f"goes on from step {step}" in again.stdout + again.stderr
+    assert f"resumes from step {step}" in again.stdout + again.stderr
     assert saved(disk / "run") == [110]
 
 

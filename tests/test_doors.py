@@ -171,7 +171,7 @@ def test_following_a_run_that_is_killed_ends_with_1(nursery: Nursery) -> None:
         rest = follower.stdout.read()
     assert follower.returncode == 1
     assert rest.splitlines()[-1].startswith("Killed (no exit message): at step ")
-    assert "The same command goes on from step " in rest
+    assert "The same command resumes from step " in rest
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
@@ -243,7 +243,7 @@ def test_a_listing_is_what_a_resume_does(saved: Path, nursery: Nursery, capsys: 
     often = ["checkpoint.disk.every=10", "checkpoint.memory.every=10", "checkpoint.verify_after=2"]
     again = nursery.run(*MINE, f"run.dir={saved}", "run.name=saved", "run.steps=45", *often)
     assert again.code == 0, again.output
-    assert f"goes on from step {int(named.removeprefix('step-'))}\n" in (saved / "train.log").read_text()
+    assert f"resumes from step {int(named.removeprefix('step-'))}\n" in (saved / "train.log").read_text()
 
 
 # ------------------------------------------------------------------------------------------------- ends of a process

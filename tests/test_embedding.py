@@ -39,8 +39,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from resilient_train import GaveUp, Guard
 from resilient_train.checkpoint.writer import DiskConfig
-from resilient_train.data.foreign import ForeignSamples
 from resilient_train.data.samples import Slicing
+from resilient_train.data.sequential import LoaderSamples
 from resilient_train.errors import ConfigError, TrainError
 from resilient_train.state.ring import MemoryConfig
 from resilient_train.update.clip import ClipConfig
@@ -304,7 +304,7 @@ class Batches:
 
 def test_a_foreign_loader_serves_the_last_two_updates_again() -> None:
     """So a refused update can be repeated or skipped, though nothing rewinds."""
-    samples = ForeignSamples(Batches(), Slicing(1))
+    samples = LoaderSamples(Batches(), Slicing(1))
     updates = [samples.next_update() for _ in range(5)]
     samples.go_back(updates[3])
     assert [samples.next_update().batches for _ in range(3)] == [[3], [4], [5]]
@@ -316,7 +316,7 @@ def test_a_foreign_loader_serves_the_last_two_updates_again() -> None:
 def test_a_foreign_loader_passes_over_windows() -> None:
     """Batches that were used up before a rewind count as passed over; the rest of the window is fetched and dropped."""
     loader = Batches()
-    samples = ForeignSamples(loader, Slicing(1))
+    samples = LoaderSamples(loader, Slicing(1))
     for _ in range(10):
         samples.next_update()
     samples.load_state_dict({"position": 4})
@@ -342,7 +342,7 @@ def adds_in_place(batch: Any) -> float:
 def test_a_loop_may_change_its_batches(change: Callable[[Any], float], container: Any) -> None:
     """What is served again is what was served first, also if keys were taken out or tensors changed in place."""
     served = [container(x=torch.tensor([float(number)]), more=[{"y": 0}]) for number in range(20)]
-    samples = ForeignSamples(served, Slicing(1))
+    samples = LoaderSamples(served, Slicing(1))
     updates = []
     for number in range(6):
         updates.append(samples.next_update())
@@ -358,7 +358,7 @@ def test_a_loop_may_change_its_batches(change: Callable[[Any], float], container
 
 def test_a_changed_batch_is_not_served_again() -> None:
     """Before it is known that the loop changes tensors in place, none is copied: the next one comes instead."""
-    samples = ForeignSamples([torch.tensor([float(number)]) for number in range(9)], Slicing(1))
+    samples = LoaderSamples([torch.tensor([float(number)]) for number in range(9)], Slicing(1))
     update = samples.next_update()
     update.batches[0].add_(100)
     for _ in range(2):
@@ -371,7 +371,7 @@ def test_a_changed_batch_is_not_served_again() -> None:
 def test_nothing_is_copied_for_a_loop_that_changes_nothing() -> None:
     """Tensors are handed out as the loader made them: a copy would cost, and lie outside of pinned memory."""
     batches = [(torch.ones(2), {"x": torch.ones(3)}) for _ in range(5)]
-    samples = ForeignSamples(batches, Slicing(1))
+    samples = LoaderSamples(batches, Slicing(1))
     for made in batches:
         batch = samples.next_update().batches[0]
         assert batch[0] is made[0]
@@ -381,7 +381,7 @@ def test_nothing_is_copied_for_a_loop_that_changes_nothing() -> None:
 @pytest.mark.parametrize(("loader", "why"), [([], "is empty"), (iter([1, 2]), "cannot be iterated again")])
 def test_a_loader_that_has_ended_says_so(loader: Any, why: str) -> None:
     """An empty one and one that can be iterated only once are two mistakes."""
-    samples = ForeignSamples(loader, Slicing(1))
+    samples = LoaderSamples(loader, Slicing(1))
     with pytest.raises(TrainError, match=why):
         print([samples.next_update() for _ in range(3)])
 
@@ -698,6 +698,10 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": torch.optim.SGD(NOT_EMPTY.parameters())}, "2 of the weights that SGD trains are not the model's"),
     ({"optimizer": torch.optim.LBFGS(NOT_EMPTY.parameters())}, "optimizer: LBFGS is not supported: its step computes"),
     ({"data": 3}, "data: expected a data set or a loader, got int"),
+    ({"data": "rows"}, "data: expected a data set or a loader, got str"),
+    ({"memory": 5}, "memory: expected a MemoryConfig, got int"),
+    ({"memory": math.nan}, "memory: expected a MemoryConfig, got float"),
+    ({"drill": "nan_grad"}, "drill: expected a Drill, got str"),
     ({"data": TensorDataset(torch.zeros(0, 6))}, "data=TensorDataset: the data set is empty"),
     ({"data": Counting(9), "num_workers": 1}, "num_workers=1: an iterable data set"),
     ({"batch_size": None}, "batch_size: has to be given for a data set"),
@@ -708,9 +712,9 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"schedule": [None, None]}, "schedule: 2 schedules for 1 optimizers"),
     ({"schedule": StepLR(torch.optim.SGD(NOT_EMPTY.parameters()), 1)}, "schedule: this StepLR was made for another"),
     ({"schedule": ReduceLROnPlateau(torch.optim.SGD(NOT_EMPTY.parameters()))}, "schedule: ReduceLROnPlateau follows"),
-    ({"recovery": "balance"}, "recovery: .*balanced"),
+    ({"recovery": "balance"}, "recovery=balance: .*balanced"),
     ({"recovery": {"ladders": {"default": [["rewnd"]]}}}, r"recovery.ladders.default\[0\]"),
-    ({"checks": "defualt"}, "checks=defualt is none of default"),
+    ({"checks": "defualt"}, r"checks=defualt: no such option; did you mean default\? There are"),
     ({"checks": 3}, "checks: expected the name of a set of checks, got int"),
     ({"clip": "tight"}, "clip: 'tight' is no number above 0"),
     ({"clip": 0}, "clip: 0 is no number above 0"),
@@ -727,7 +731,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"verify_after": math.nan}, "verify_after=nan: must be a finite number"),
     ({"seed": math.nan}, "seed=nan: must be a finite number"),
     ({"recovery": {"ladders": {"default": []}, "budget": {"share": math.nan}}}, r"recovery\.budget\.share=nan"),
-    ({"recovery": {"ladders": {"default": [["json.dumps"]]}}}, "json.dumps is not a remedy: it is a function"),
+    ({"recovery": {"ladders": {"default": [["json.dumps"]]}}}, "json.dumps: is not a remedy: it is a function"),
 ]
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,12 @@ TABLE: dict[str, tuple[list[str], int, list[str]]] = {
     "a function for a remedy": (
         ["recovery.ladders.default=[[{os.system:{command:'touch called'}}]]"],
         2,
-        ["recovery.ladders.default[0][0]: os.system is not a remedy"],
+        ["recovery.ladders.default[0][0]=os.system: is not a remedy"],
     ),
     "a class for a remedy": (
         ["recovery.ladders.default=[[{subprocess.Popen:{args:[touch,called]}}]]"],
         2,
-        ["recovery.ladders.default[0][0]: subprocess.Popen is not a remedy"],
+        ["recovery.ladders.default[0][0]=subprocess.Popen: is not a remedy"],
     ),
     "a log file that is none": (["run.dir=crooked"], 1, ["IsADirectoryError", "train.log"]),
     "rows that cannot be read": (
@@ -233,8 +234,8 @@ def test_each_mistake_is_told_in_one_line(case: str, place: Path, run_command: c
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["recovery.budget.window=-1"], "recovery.budget.window=-1: must be at least 1"),
-        (["recovery.ladders.default=[[rewnd]]"], "recovery.ladders.default[0][0]: no such remedy rewnd"),
+        (["recovery.budget.window=-1"], "recovery.budget.window=-1: must be a whole number (at least 1)"),
+        (["recovery.ladders.default=[[rewnd]]"], "recovery.ladders.default[0][0]=rewnd: no such remedy"),
         (["tracking=mlflow", "tracking.uri=htp://x"], "tracking.uri=htp://x: "),
         (["run.init_from=absent"], "run.init_from=absent: "),
         (["run.resume=absent"], "run.resume=absent: "),
@@ -251,6 +252,30 @@ def test_a_complete_run_excuses_no_mistake(overrides: list[str], said: str, plac
     assert only_line(wrong).startswith(f"error: {said}")
     assert Path("runs/done/summary.json").read_bytes() == before
     assert run_command([*OWN, "run.name=done"]).code == 0
+
+
+@pytest.mark.parametrize("group", ["recovery", "checks"])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: &a [x,x]\n" + "".join(f"{n}: &{n} [*{o},*{o}]\n" for o, n in pairwise("abcdefghijklmnopqrst")), "unfolds"),
+        ("a: &a {b: *a}", "inside of itself"),
+        ("a: " + "[" * 5000, "levels"),
+        ("a: !!python/name:os.system", "constructor"),
+        ("\0\1", "special characters"),
+        ("7", "Invalid loaded object type"),
+    ],
+    ids=lambda one: one[:10],
+)
+def test_a_file_that_is_no_configuration_is_named(
+    group: str, text: str, why: str, place: Path, run_command: command
+) -> None:
+    """Whatever lies in it is told in one line, before it unfolds."""
+    Path(f"own/{group}").mkdir(parents=True)
+    Path(f"own/{group}/odd.yaml").write_text(text)
+    outcome = run_command(["--config-dir=own", *OWN, f"{group}=odd"])
+    assert outcome.code == 2, outcome.stderr
+    assert re.search(rf"own/{group}/odd\.yaml: is no configuration: .*{why}", only_line(outcome))
 
 
 def test_what_help_offers_can_be_typed(run_command: command) -> None:

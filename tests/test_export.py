@@ -11,7 +11,7 @@ from command import command
 from safetensors.torch import load_file
 
 from resilient_train.app import checkpoints
-from resilient_train.checkpoint.export import PRETRAINED, describe
+from resilient_train.checkpoint.weights import PRETRAINED, describe
 
 HF = ["model=hf_causal_lm", "data=python_source", "data.batch_size=2", "data.eval._target_=null", "run.steps=30"]
 HF += [

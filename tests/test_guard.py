@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import GaveUp
-from resilient_train.state.ring import MemoryConfig, to_let_go
+from resilient_train.state.ring import MemoryConfig, snapshot_to_drop
 from resilient_train.watch.config import named
 
 REWIND = {"ladders": {"default": [{"do": ["rewind"], "strikes": None}]}}
@@ -225,7 +225,7 @@ def test_a_schedule_that_starts_again_declares_it() -> None:
 )
 def test_which_snapshot_makes_room(steps: list[int], verified: list[bool], now: int, expected: int | None) -> None:
     """Candidates and the newest proven one stay; ages spread out."""
-    assert to_let_go(verified, steps, now) == expected
+    assert snapshot_to_drop(verified, steps, now) == expected
 
 
 def test_ages_in_the_ring_spread_out() -> None:

@@ -15,7 +15,7 @@ import resilient_train
 HOUSE = Path(resilient_train.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
 
-GROUND = {"errors", "files", "imports", "secrets", "types", "wording"}  # what every room may stand on
+GROUND = {"errors", "files", "imports", "reader", "secrets", "types", "wording"}  # what every room may stand on
 
 # The rooms and modules at the top, from the ground up: each may know the ground and those it names, nothing else.
 MAY_KNOW: dict[str, set[str]] = {
@@ -25,20 +25,18 @@ MAY_KNOW: dict[str, set[str]] = {
     "data": {"ranks", "state"},
     "watch": {"state"},
     "numerics": set(),
-    "update": {"state"},
+    "update": {"recover", "state"},
     "recover": set(),
     "drills": {"state"},
     "ranks": set(),
     "checkpoint": {"state"},
-    "diagnose": {"data", "ranks", "state"},
+    "diagnose": {"data", "numerics", "passed", "ranks", "recover", "state", "watch"},
     "record": {"ranks"},
     "objective": set(),
     "passed": set(),
     "ward": {"data", "diagnose", "ranks", "state", "update", "watch"},
-    "landed": {"diagnose", "passed", "state", "ward"},
-    "explanation": {"data", "diagnose", "landed", "passed", "recover", "state", "ward"},
     "recovery": {
-        *("data", "diagnose", "explanation", "landed", "numerics", "passed", "ranks", "record"),
+        *("data", "diagnose", "numerics", "passed", "ranks", "record"),
         *("recover", "state", "ward", "watch"),
     },
     "portions": {"data", "record", "recovery"},
@@ -52,7 +50,7 @@ MAY_KNOW: dict[str, set[str]] = {
     },
     "guard": {
         *("adapters", "checkpoint", "data", "diagnose", "drills", "durable", "examination", "numerics", "objective"),
-        *("portions", "ranks", "record", "recovery", "resumption", "state", "update", "ward", "watch"),
+        *("portions", "ranks", "record", "recover", "recovery", "resumption", "state", "update", "ward", "watch"),
     },
     "app": {
         *("checkpoint", "data", "diagnose", "drills", "guard", "objective", "ranks", "record", "recover"),
@@ -76,8 +74,9 @@ KNOWN_TO = {
 WITHOUT_TORCH = {
     *(f"{name}.py" for name in GROUND),
     *("app/command", "app/config/explain.py", "app/config/manual.py"),  # --help and a mistake are answered at once
-    *("app/incidents", "app/status", "diagnose/advice.py", "diagnose/verdict.py", "ranks/leaving.py"),
-    *("record", "recover", "tracking", "watch/checks", "watch/config.py"),
+    *("app/incidents", "app/status", "diagnose/verdict.py", "ranks/process_exit.py"),
+    *("record", "recover", "tracking", "watch/checks.py", "watch/config.py"),
+    *(f"watch/{name}.py" for name in ("limit", "loss", "moments", "rate", "reference", "weights")),
 }
 
 

@@ -88,6 +88,17 @@ def test_a_journal_that_cannot_be_read_is_never_written_over(tmp_path: Path) -> 
         Journal(tmp_path / "journal.jsonl")
 
 
+def test_a_journal_that_was_emptied_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its incidents are gone with it; one that is not there yet is no news."""
+    path = tmp_path / "journal.jsonl"
+    Journal(path)
+    assert not caplog.messages
+    path.touch()
+    Journal(path).write("a")
+    Journal(path)
+    assert caplog.messages == [f"{path} is empty: what it held is lost, incidents among it"]
+
+
 def test_a_cut_at_any_byte_leaves_the_entries_before_it(full: tuple[Path, list[dict[str, Any]]]) -> None:
     """Opening gives the whole entries and removes the rest, and what is written then is read back."""
     path, entries = full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -86,6 +87,28 @@ LAUNCHER = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PO
 def test_what_is_meant_to_be_one_process_is(said: Mapping[str, str]) -> None:
     """A launcher that was asked for one, names that are set in a shell, and processes that were in fact started."""
     refuse_what_is_not_supported(said)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"RANK": "first", "WORLD_SIZE": "many"}, "RANK=first: must be a whole number"),
+        ({"RANK": "0", "WORLD_SIZE": "many"}, "WORLD_SIZE=many: must be a whole number"),
+        ({"RANK": "5", "WORLD_SIZE": "1"}, "RANK=5: must be from 0 to below WORLD_SIZE=1"),
+    ],
+    ids=str,
+)
+def test_numbers_that_no_launcher_sets_are_refused(
+    said: Mapping[str, str], why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_command: command
+) -> None:
+    """In one line: a rank that is none is no reason to leave the talking to another."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    outcome = run_command(["model=mlp", "data=digits", "objective=classification", "tracking=none"])
+    assert (outcome.code, outcome.stderr.count("\n")) == (2, 1)
+    assert outcome.stderr.startswith(f"error: {why}")
 
 
 def accelerate_launch(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:

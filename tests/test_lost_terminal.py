@@ -21,8 +21,8 @@ from warm import ENVIRONMENT, Forked, python
 
 from resilient_train.app.streams import lasting, outlived, while_heard
 from resilient_train.app.terminal import LiveLine, Terminal, counting
-from resilient_train.record.doors import to_see_it
 from resilient_train.record.incident_log import IncidentLog
+from resilient_train.record.review import where_to_look
 from resilient_train.wording import log
 
 MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
@@ -215,4 +215,4 @@ def test_who_waits_for_mlflow_is_told_why_and_may_leave(tmp_path: Path) -> None:
 )
 def test_where_to_look_is_said_in_whole_sentences(command: str, url: str | None, told: list[str]) -> None:
     """Of a database, of a server, of a store without pages."""
-    assert to_see_it(command, url) == told
+    assert where_to_look(command, url) == told

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from resilient_train.diagnose.frames import Line
-from resilient_train.diagnose.microscope import Birth, Microscope, Seen, op_name
+from resilient_train.diagnose.microscope import Microscope, Origin, Seen
 from resilient_train.numerics.armor import Armor
+from resilient_train.numerics.operations import op_name
 
 HERE = __file__
 
@@ -106,7 +107,7 @@ def rematerialised(hidden: Tensor) -> Tensor:
     return result
 
 
-def born(does: Callable[[Tensor], Tensor], **options: Any) -> Birth | None:
+def born(does: Callable[[Tensor], Tensor], **options: Any) -> Origin | None:
     torch.manual_seed(0)
     model = Body(does)
     with Microscope(model, **options) as microscope:
@@ -143,7 +144,7 @@ def line_of(does: Callable[[Tensor], Tensor], text: str) -> int:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_it_names_operation_and_line(does: Any, phase: str, op: str, kind: str, text: str) -> None:
-    """Births are told as the operation's name, in the user's own line, forward or backward."""
+    """Origins are told as the operation's name, in the user's own line, forward or backward."""
     found = born(does)
     assert found is not None
     assert (found.phase, found.op) == (phase, op)
@@ -201,11 +202,11 @@ def test_what_breaks_of_made_up_values_is_told_from_what_breaks_of_itself(does: 
     """A consequence knows the armored operation that it comes of; what has nothing to do with it does not."""
     worn = HERE, line_of(does, "# in armor"), "exp" if follows == "exp" else "sqrt"
     armor = Armor()
-    armor.put_on(*worn)
+    armor.add(*worn)
     try:
         found = born(does, armored=[worn])
     finally:
-        armor.take_off()
+        armor.remove()
     assert found is not None
     assert found.line is not None
     assert (found.op, found.line.line) == (op, line_of(does, "# breaks"))

@@ -22,9 +22,9 @@ from resilient_train import files
 from resilient_train.checkpoint.manifest import CANDIDATE, DEMOTED
 from resilient_train.checkpoint.store import Store
 from resilient_train.files import commit_text, is_left_over
+from resilient_train.record.endings import Summary
 from resilient_train.record.journal import Journal, read
 from resilient_train.record.quarantine import Quarantine
-from resilient_train.record.summary import Summary
 
 FINGERPRINT = {"dataset": "digits", "rows": 100, "digests": {}}
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strangers import Augmented, Fixed, RarelyRandom
 
-from resilient_train.data.fingerprint import fingerprint
+from resilient_train.data.rows import fingerprint
 from resilient_train.errors import ConfigError
 from resilient_train.record import quarantine
 from resilient_train.record.quarantine import QUARANTINE, Quarantine, Quarantined

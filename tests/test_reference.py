@@ -18,11 +18,10 @@ from test_recover import ALL_APPLICABLE, Fault, Run, landed, policy_named, refus
 from resilient_train.passed import Leap, UpdateHistory
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover.decide import decide
-from resilient_train.recover.remedies import Applicable, cut
+from resilient_train.recover.remedies import RunFacts, cut
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
-from resilient_train.watch.checks.probation import Probation
 from resilient_train.watch.config import named
-from resilient_train.watch.reference import WINDOW, Reference, Standing, falls, without_top
+from resilient_train.watch.reference import WINDOW, Reference, RewindCheck, Standing, falls, without_top
 
 SIGMAS, SHARE = 4.0, 0.03
 
@@ -184,9 +183,9 @@ def test_what_is_above_and_falls_is_undecided(steepness: float, seed: int) -> No
     assert falls(down)
     assert not falls(down[::-1])
     for losses, expected in ((down, Standing.UNDECIDED), (down[::-1], Standing.OFF), ([6.0] * 50, Standing.OFF)):
-        probation = Probation(named("default").probation)
-        probation.begin(made(flat, seed=seed), 100, 100)
-        assert [probation.see(101 + place, loss) for place, loss in enumerate(losses)][-1] is expected
+        check = RewindCheck(named("default").probation)
+        check.begin(made(flat, seed=seed), 100, 100)
+        assert [check.see(101 + place, loss) for place, loss in enumerate(losses)][-1] is expected
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -244,35 +243,35 @@ def test_how_far_a_loss_is_above_it(loss: float, off: float) -> None:
     assert Reference(100, 0.0, 0.0, 0.0, 0.0, 48).off(1.0) == 0.0
 
 
-# The probation, apart from the panel.
+# The check after a rewind, apart from the others.
 
 
-def test_a_probation_outlives_the_process() -> None:
+def test_a_reference_outlives_the_process() -> None:
     """What it has in memory passes through a file, and the next process measures against the same place."""
-    probation = Probation(named("default").probation)
-    assert probation.memory() is None
+    check = RewindCheck(named("default").probation)
+    assert check.memory() is None
     way = by_step(losses_of(falling, 100))
-    probation.begin(Reference.of(way, 95), 100, 95)
-    probation.rewound(50, {step: loss for step, loss in way.items() if step <= 95})
-    again = Probation(named("default").probation)
-    again.recall(json.loads(json.dumps(probation.memory())))
-    assert again.memory() == probation.memory()
-    assert (again.reference, again.goal, again.came_from) == (probation.reference, 100, 50)
+    check.begin(Reference.of(way, 95), 100, 95)
+    check.rewound(50, {step: loss for step, loss in way.items() if step <= 95})
+    again = RewindCheck(named("default").probation)
+    again.recall(json.loads(json.dumps(check.memory())))
+    assert again.memory() == check.memory()
+    assert (again.reference, again.goal, again.came_from) == (check.reference, 100, 50)
     again.recall(None)
     assert not again.is_open
 
 
 def test_a_newer_anomaly_does_not_move_the_reference() -> None:
-    """Behind a rewind the older reference holds; it gives way only where trouble began before the two ways parted."""
-    probation = Probation(named("default").probation)
+    """Behind a rewind the older reference holds; it is replaced only where trouble began before the two ways parted."""
+    check = RewindCheck(named("default").probation)
     way = by_step(losses_of(flat, 200))
     first, second, third = (Reference.of(way, until) for until in (190, 150, 120))
-    probation.begin(first, 200, 190)
-    probation.rewound(140, way)
-    probation.begin(second, 155, 150)
-    assert (probation.reference, probation.goal) == (first, 200)
-    probation.begin(third, 145, 120)
-    assert (probation.reference, probation.goal, probation.came_from) == (third, 145, None)
+    check.begin(first, 200, 190)
+    check.rewound(140, way)
+    check.begin(second, 155, 150)
+    assert (check.reference, check.goal) == (first, 200)
+    check.begin(third, 145, 120)
+    assert (check.reference, check.goal, check.came_from) == (third, 145, None)
 
 
 def test_a_run_at_its_end_is_back_or_off() -> None:
@@ -283,12 +282,12 @@ def test_a_run_at_its_end_is_back_or_off() -> None:
         ([4.0] * 5, Standing.OFF),
         ([6.0 - 0.05 * place for place in range(50)], Standing.OFF),
     ]:
-        probation = Probation(named("default").probation)
-        probation.begin(reference, 100, 100)
-        probation.rewound(100, {})
+        check = RewindCheck(named("default").probation)
+        check.begin(reference, 100, 100)
+        check.rewound(100, {})
         for step, loss in enumerate(again, 101):
-            probation.see(step, loss)
-        assert probation.final(100 + len(again)) is expected
+            check.see(step, loss)
+        assert check.final(100 + len(again)) is expected
 
 
 # How deep the learning rate is cut.
@@ -541,7 +540,7 @@ def decided(
     cause: Cause, history: Sequence[Incident] = (), *, trace: int = 0, policy: str = "balanced", **can: Any
 ) -> Decision:
     anomaly = landed(200 + len(history), 200 + 50 * len(history))
-    able: Applicable = dataclasses.replace(ALL_APPLICABLE, **can)
+    able: RunFacts = dataclasses.replace(ALL_APPLICABLE, **can)
     return decide(policy_named(policy), anomaly, Diagnosis(cause, ""), tuple(history), anomaly.tick, able, trace)
 
 

@@ -15,9 +15,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from stories import CLIMBED, FLIPPED, PASSED, ROOT, ROTTEN, RUN, incident, story
 
-from resilient_train.record.left import Checkpoint
-from resilient_train.record.mending import still_open
-from resilient_train.record.story import Story, told
+from resilient_train.record.endings import Checkpoint
+from resilient_train.record.story import Story, open_advice, read_story
 from resilient_train.tracking.markdown import code, link, text, worded
 from resilient_train.tracking.report import note, report
 from resilient_train.types import Action, Cause, Culprit, Decision, Incident, Outcome
@@ -153,7 +152,7 @@ def test_a_note_leads_to_the_pictures_where_there_are_any() -> None:
     [
         ({}, "Recovering", "is refused while this run is at work"),
         ({"status": "gave_up", "summary": {"status": "gave_up"}}, "Gave up, somebody has to look", "ends with 3"),
-        ({"status": "preempted", "summary": {"status": "preempted"}}, "Stopped on request", "goes on from step 250"),
+        ({"status": "preempted", "summary": {"status": "preempted"}}, "Stopped on request", "resumes from step 250"),
         ({"status": "failed", "summary": {}, "newest": None, "why": "RuntimeError: x"}, "Failed", "at step 0 again"),
         ({"status": "recovered", "summary": {"status": "completed"}}, "Recovered", "the run is complete"),
     ],
@@ -289,18 +288,18 @@ def test_advice_is_told_once_for_each_line_cause_and_all_rows_the_most_important
         incident(7, None, diagnosis=replace(PASSED, advice="open")),
         incident(8, Outcome.GAVE_UP, diagnosis=replace(PASSED, advice="gave up")),
     ]
-    advice = [(one.text, one.incidents) for one in still_open(met)]
+    advice = [(one.text, one.incidents) for one in open_advice(met)]
     assert advice == [
         ("gave up", (8,)),
         ("open", (7,)),
         (ROOT.advice, (3, 5)),
-        ("Mend or remove rows 9, 77 of the data: quarantine.json says of each why.", (2, 6)),
+        ("Fix or remove rows 9, 77 of the data: quarantine.json has the reason for each.", (2, 6)),
         (CLIMBED.advice, (1,)),
     ]
     returned = [incident(1, diagnosis=PASSED), incident(2, diagnosis=PASSED)]
     passed = [replace(one, anomaly=replace(one.anomaly, signal=returned[0].anomaly.signal)) for one in returned]
-    assert [one.text for one in still_open(passed)] == [PASSED.advice]
-    assert still_open([incident(4)]) == ()
+    assert [one.text for one in open_advice(passed)] == [PASSED.advice]
+    assert open_advice([incident(4)]) == ()
 
 
 FLIP = "`{}` went from {:.3g} to {:.3g} at [{}], which no update can have done: if it returns, suspect the hardware."
@@ -323,7 +322,7 @@ def test_only_what_asks_for_the_same_is_told_together_in_the_words_of_the_newest
         for number, one in enumerate(said, 1)
     ]
     met = [replace(one, anomaly=met[0].anomaly) for one in met]
-    assert [(one.text, one.incidents) for one in still_open(met)] == [
+    assert [(one.text, one.incidents) for one in open_advice(met)] == [
         (said[5], (4, 5, 6)),
         (said[2], (1, 3)),
         (said[1], (2,)),
@@ -336,7 +335,7 @@ def test_what_is_wrong_with_a_line_is_told_apart_from_what_else_is() -> None:
     newer = replace(ROOT, advice=ROOT.advice.replace("at 0", "at 0, reached by 3 elements that are 0"))
     followed = replace(overflow, advice="`log` breaks of it: mend that one first.", follower=ROOT.culprit)
     met = [incident(number, diagnosis=one) for number, one in enumerate((ROOT, newer, overflow, followed), 1)]
-    assert [(one.text, one.incidents) for one in still_open(met)] == [
+    assert [(one.text, one.incidents) for one in open_advice(met)] == [
         (newer.advice, (1, 2, 4)),
         (overflow.advice, (3,)),
     ]
@@ -345,7 +344,7 @@ def test_what_is_wrong_with_a_line_is_told_apart_from_what_else_is() -> None:
 def test_the_same_words_are_told_once_with_all_their_incidents() -> None:
     """Whatever became of each."""
     met = [incident(at, outcome, diagnosis=CLIMBED) for at, outcome in enumerate((Outcome.GAVE_UP, None, None), 1)]
-    assert [(one.text, one.incidents) for one in still_open(met)] == [(CLIMBED.advice, (1, 2, 3))]
+    assert [(one.text, one.incidents) for one in open_advice(met)] == [(CLIMBED.advice, (1, 2, 3))]
 
 
 # --------------------------------------------------------------------------------------------------------------- story
@@ -380,7 +379,7 @@ def test_a_story_knows_what_is_left_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(
         json.dumps({"status": "preempted", "exit_code": 75, "steps": 60, "ticks": 80})
     )
-    of = told(tmp_path)
+    of = read_story(tmp_path)
     assert (of.status, of.step, of.tick, of.steps) == ("preempted", 60, 80, 300)
     assert of.last_good is not None
     assert (of.last_good.path, of.last_good.step) == (good, 50)
@@ -400,7 +399,7 @@ def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_p
     for folder, name in (("checkpoints/step-00000001", "manifest.json"), ("best", "best.json")):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / name).write_text(content)
-    of: Story = told(tmp_path)
+    of: Story = read_story(tmp_path)
     assert (of.status, of.last_good, of.newest, of.best, dict(of.quarantined)) == ("failed", None, None, None, {})
     assert note(of, nowhere).startswith("**Failed**: at step 0: its process was killed (no exit message).")
 
@@ -408,5 +407,5 @@ def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_p
 def test_the_directory_of_the_story_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path in MLflow is read somewhere else."""
     monkeypatch.chdir(tmp_path)
-    assert told(Path("run")).directory == tmp_path / "run"
+    assert read_story(Path("run")).directory == tmp_path / "run"
     assert story().directory == RUN

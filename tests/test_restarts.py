@@ -25,10 +25,10 @@ from launched import Launched, never_imported
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from warm import ENVIRONMENT, Forked
 
-from resilient_train.ranks.joining import join, named
-from resilient_train.ranks.leaving import leave_when_asked, leaving_at_once
-from resilient_train.record import hangs
-from resilient_train.record.hangs import Hung
+from resilient_train.ranks.process_exit import exit_on_request, exit_on_request_in_c
+from resilient_train.ranks.world import attempt_name, join
+from resilient_train.record import notes
+from resilient_train.record.notes import Hung
 from resilient_train.zoo.data import digits
 from resilient_train.zoo.models import MLP
 
@@ -58,7 +58,7 @@ def test_every_attempt_has_a_name_of_its_own(size: int) -> None:
         agreed: dict[int, str] = {}
 
         def joins(rank: int, agreed: dict[int, str] = agreed) -> None:
-            agreed[rank] = named(store, rank, size, patience)
+            agreed[rank] = attempt_name(store, rank, size, patience)
 
         ranks = range(size) if attempt % 2 else reversed(range(size))
         threads = [threading.Thread(target=joins, args=(rank,)) for rank in ranks]
@@ -78,12 +78,12 @@ def test_who_asked_before_it_was_killed_gets_no_answer_in_the_place_of_another()
     store = HashStore()
     store.set("resilient_train/asks/1", "of-one-that-is-gone")
     with pytest.raises(TimeoutError, match="1 of 2 processes have not come"):
-        named(store, 0, 2, timedelta(seconds=0.3))
+        attempt_name(store, 0, 2, timedelta(seconds=0.3))
 
 
 def waits_for_the_others() -> None:
-    leave_when_asked()
-    with leaving_at_once():
+    exit_on_request()
+    with exit_on_request_in_c():
         join(cpu=True, patience=timedelta(seconds=1000), limit=None)
 
 
@@ -180,8 +180,8 @@ if "TORCHELASTIC_RUN_ID" in os.environ:  # a script between the agent and the pr
 """
 STAYS = """
 import os, time
-from resilient_train.ranks.leaving import end_with_agent
-end_with_agent()
+from resilient_train.ranks.process_exit import exit_with_agent
+exit_with_agent()
 print(os.getpid(), flush=True)
 time.sleep(3600)
 """
@@ -247,19 +247,20 @@ def hangs_itself(rank: int) -> Hung:
 )
 def test_who_is_to_blame_for_a_hang(noted: list[Hung], size: int, told: str) -> None:
     """Who stands in the user's code, else who says nothing; those that only wait are never named."""
-    assert hangs.told(noted, size) == told
+    assert notes.who_hung(noted, size) == told
 
 
 def test_what_ranks_note_of_a_hang_is_found_and_taken_away(tmp_path: Path) -> None:
-    """Whatever else lies there; and a directory that this host does not have is no trouble."""
+    """Whatever else lies there; a directory that this host does not have is an OSError."""
     for one in (hangs_itself(10), waits(2)):
-        hangs.leave(tmp_path, one)
+        notes.leave(tmp_path, one)
     (tmp_path / "hung.rank3.json").write_text('{"rank": 3')
     (tmp_path / "hung.rank4.json").write_text('{"rank": "x", "evidence": 1, "is_in_users_code": true}')
     (tmp_path / "hung.rank5.json").write_text('{"rank": 1e99, "evidence": "", "is_in_users_code": true}')
-    hangs.leave(tmp_path / "elsewhere", waits(1))
-    assert hangs.found(tmp_path) == [waits(2), hangs_itself(10)]
-    hangs.clear(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        notes.leave(tmp_path / "elsewhere", waits(1))
+    assert notes.found(tmp_path, Hung) == [waits(2), hangs_itself(10)]
+    notes.clear(tmp_path, Hung)
     assert list(tmp_path.iterdir()) == []
 
 

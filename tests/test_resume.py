@@ -336,7 +336,7 @@ def test_another_run_can_be_gone_on_from(what: str, here: Path, run_command: com
     before = {one: one.read_bytes() for one in Path("first").rglob("*") if one.is_file()}
     outcome = run_command([*MINE, "run.steps=70", f"run.resume={what}", "run.dir=second"])
     assert outcome.code == 0, outcome.stderr
-    assert "goes on from step 40" in outcome.stdout
+    assert "resumes from step 40" in outcome.stdout
     assert outcome.summary("second")["weights_sha256"] == outcome.summary("at_once")["weights_sha256"]
     assert {one: one.read_bytes() for one in before} == before
     assert "is complete" in run_command([*MINE, "run.steps=70", f"run.resume={what}", "run.dir=second"]).stdout

@@ -34,7 +34,7 @@ from resilient_train.checkpoint.store import Store
 from resilient_train.record import drills
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.outbox import BEGAN, OUTBOX, Outbox
-from resilient_train.record.story import told
+from resilient_train.record.story import read_story
 from resilient_train.tracking.report import report
 from resilient_train.tracking.store import locate
 from resilient_train.types import Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
@@ -176,7 +176,7 @@ def test_what_a_drill_made_is_marked_wherever_it_is_shown_and_nothing_is_advised
     page = capsys.readouterr().out
     assert page.count("  drill    hot_lr, on purpose\n") == len(found)
     assert "  advice " not in page
-    story = told(here / "run")
+    story = read_story(here / "run")
     whole = report(story, lambda number: None)
     assert whole.count("on purpose (drill: hot\\_lr)") == len(found)
     assert "Advice" not in whole

@@ -22,10 +22,9 @@ from torch.utils.data import SequentialSampler, default_collate
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
-from resilient_train.data.foreign import ForeignSamples
-from resilient_train.data.iterable import IterableSamples
-from resilient_train.data.rescue import fewest
+from resilient_train.data.failed_rows import fewest
 from resilient_train.data.samples import MapSamples, Samples, Slicing, Update
+from resilient_train.data.sequential import IterableSamples, LoaderSamples
 from resilient_train.data.stream import Stream
 from resilient_train.state.tree import sha256
 from resilient_train.zoo.hf import hf_dataset
@@ -186,7 +185,7 @@ def test_skipping_and_quarantine_reach_the_batches() -> None:
     stream = Stream(20, 3)
     samples = MapSamples(Augmented(20), stream, Slicing(5), collate=default_collate)
     first = samples.next_update()
-    stream.skip(5, 10)
+    stream.skipped.add(5, 10)
     bad = samples.stream.take(10, 1).keys[0].row
     stream.quarantine([bad])
     samples.load_state_dict({"position": first.stop})
@@ -203,7 +202,7 @@ def test_evaluation_sees_every_row_once_with_equally_many_batches_on_every_rank(
         lambda slicing: MapEvaluation(Augmented(rows), slicing, seed=0, collate=default_collate, num_workers=0),
         lambda slicing: IterableEvaluation(Counting(rows), slicing, seed=0, collate=default_collate),
     ):
-        dealt = [list(build(slicing)) for slicing in slicings(world)]
+        dealt = [list(build(slicing).batches()) for slicing in slicings(world)]
         assert len({len(mine) for mine in dealt}) == 1
         seen = [index for mine in dealt for batch, weight in mine if weight for index in batch["index"].tolist()]
         assert sorted(seen) == list(range(rows))
@@ -262,7 +261,7 @@ def test_the_update_after_a_quarantine_is_made_with_substitutes(workers: int) ->
 
 def test_samples_without_an_index_say_so() -> None:
     """Nobody can fetch one of their rows again, so remedies that need that are passed over."""
-    for samples in (over(Counting(), Slicing(5)), ForeignSamples([torch.zeros(5)], Slicing(5))):
+    for samples in (over(Counting(), Slicing(5)), LoaderSamples([torch.zeros(5)], Slicing(5))):
         assert samples.rows == 0
         assert samples.next_update().keys == []
         with pytest.raises(TypeError, match="have no index"):
@@ -394,7 +393,7 @@ def test_rows_that_a_collate_function_stumbles_over_are_found() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.data(), st.integers(30, 80), st.integers(1, 24))
+@given(st.data(), st.integers(72, 120), st.integers(1, 24))
 def test_the_guilty_are_found_in_any_batch(data: st.DataObject, count: int, batch_size: int) -> None:
     """Whatever raises and whatever is odd, while that is little of the data: it is named, and nothing else is."""
     missing = data.draw(st.sets(st.integers(0, count - 1), max_size=2))

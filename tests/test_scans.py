@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import astuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.config import (
-    ActivationsConfig,
-    BatchConfig,
     NormsConfig,
     OptimizerConfig,
     ReplicasConfig,
     WeightsConfig,
 )
 from resilient_train.watch.scans import Scans
-from resilient_train.watch.scans.reach import Path, Traveller, adam_stride, reach
+from resilient_train.watch.weights import Path, Traveller, adam_stride, reach
 
 EVERY = 5
 NAN, INF = float("nan"), float("inf")
@@ -40,9 +39,7 @@ def config(**every: int) -> Any:
         weights=WeightsConfig(every.get("weights", EVERY), margin=1.05, jump=20.0),
         optimizer=OptimizerConfig(every.get("optimizer", EVERY), margin=1.05, recursion=1e-3),
         replicas=ReplicasConfig(0),
-        activations=ActivationsConfig(every.get("activations", 0)),
         norms=NormsConfig(every.get("norms", 0), factor=1000.0),
-        batch=BatchConfig(every.get("batch", 0), factor=10.0),
     )
 
 
@@ -613,7 +610,7 @@ def test_paths_add_up() -> None:
         whole.landed(setting, norm)
         parts.landed(setting, norm)
         path, parts.path = path.then(parts.path), Path()
-    assert path.sums() == pytest.approx(whole.path.sums())
+    assert astuple(path) == pytest.approx(astuple(whole.path))
 
 
 # ------------------------------------------------------------------------------------------------------ time and place
@@ -671,7 +668,7 @@ def test_what_comes_again_after_every_rewind_is_intended() -> None:
     run = trained("AdamW fused")
     for times in range(3):
         again = deepcopy(run)
-        again.scans._told = run.scans._told  # does not rewind
+        again.scans._times_found = run.scans._times_found  # does not rewind
         layer(10.0)(again)
         found = again.updates(2 * EVERY)
         assert (found is None) == (times == 2)
@@ -691,10 +688,9 @@ def test_the_clean_step_waits_for_every_scan() -> None:
 def test_everything_can_be_measured_out_of_turn() -> None:
     """After an alarm nobody waits until a scan is due."""
     for everything in (True, False):
-        run = Run(OPTIMIZERS["Adam"], checks=config(weights=4, optimizer=1000, batch=1))
-        assert run.updates(22) is None  # the scan of update 20 was judged
+        run = Run(OPTIMIZERS["Adam"], checks=config(weights=4, optimizer=1000))
+        assert run.updates(24) is None  # the scan of update 20 was judged, that of the weights alone is due
         run.hear()
-        run.scans.see_batch(run.step, torch.ones(3))
         moment("exp_avg_sq", -1.0)(run)
         found = run.scans.judge(run.step, 7, run.scans.measure(everything=everything).tolist())
         assert (found is not None) == everything
@@ -715,41 +711,3 @@ def test_measuring_reads_nothing_on_the_host() -> None:
         vector = run.scans.measure()
     assert reads.count == 0
     assert (vector.dtype, vector.ndim, vector.requires_grad) == (torch.float32, 1, False)
-
-
-# --------------------------------------------------------------------------------------------- activations and batches
-
-
-def test_activations_that_are_not_finite_are_a_remark() -> None:
-    """Hooks are there for one forward only; what they saw is told and nothing more."""
-    run = Run(OPTIMIZERS["Adam"], checks=config(weights=0, optimizer=0, activations=2))
-    run.model.mid.register_forward_hook(lambda _, args, out: torch.where(out > 0, INF, out))
-    hooks = len(run.model.mid._forward_hooks)
-    run.update()
-    run.update()
-    run.scans.landed(2, *run._landed)
-    run.scans.arm(2)
-    assert len(run.model.mid._forward_hooks) == hooks + 1
-    with torch.no_grad():
-        run.model(torch.randn(16, 8) * 100)
-    values = run.scans.measure().tolist()
-    assert len(run.model.mid._forward_hooks) == hooks
-    assert run.scans.judge(2, 2, values) is None
-    (remark,) = run.scans.remarks()
-    assert remark == "step 2: the output of mid is not finite"
-    run.scans.arm(3)
-    assert len(run.model.mid._forward_hooks) == hooks
-
-
-@pytest.mark.parametrize(
-    ("batches", "remarks"),
-    [([1.0, 2.0, 15.0], 0), ([1.0, 2.0, 25.0], 1), ([1.0, NAN, 3.0], 1), ([5.0, 60.0, 70.0], 1)],
-)
-def test_a_batch_far_beyond_all_before_is_a_remark(batches: list[float], remarks: int) -> None:
-    """It is compared with the largest value that went in so far."""
-    scans = Scans(config(weights=0, optimizer=0, batch=1), Net(), [])
-    for step, value in enumerate(batches, start=1):
-        scans.landed(step, [], None)
-        scans.see_batch(step, {"x": torch.tensor([value, 0.1]), "y": torch.tensor([10**6])})
-        assert scans.judge(step, step, scans.measure().tolist()) is None
-    assert len(scans.remarks()) == remarks

@@ -373,6 +373,24 @@ def test_a_sweep_gives_no_secret_away(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not found_in(tmp_path, outcome.stdout, outcome.stderr)
 
 
+@pytest.mark.parametrize("steps", ["${oc.env:NOPE}", "${run.steps}"])
+def test_what_cannot_be_resolved_gives_no_secret_away(steps: str, run_command: command) -> None:
+    """It is told once, by its key; Hydra would print all overrides as they are."""
+    outcome = run_command([f"run.steps={steps}", "+data.train.token=hf_inconfiguration"])
+    assert (outcome.code, outcome.stderr.count("\n")) == (2, 1)
+    assert outcome.stderr.startswith(f"error: run.steps={steps}: cannot be resolved")
+    assert not [one for one in SECRETS if one in outcome.stdout + outcome.stderr]
+
+
+def test_a_traceback_that_is_asked_for_gives_no_secret_away(tmp_path: Path) -> None:
+    start = [sys.executable, "-m", "resilient_train", "run.steps=-1", "+data.train.token=hf_inconfiguration"]
+    around = {**ENVIRONMENT, "HYDRA_FULL_ERROR": "1"}
+    done = subprocess.run(start, env=around, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("run.steps=-1: must be")) == (2, 1)
+    assert "Traceback" in done.stderr
+    assert "hf_inconfiguration" not in done.stderr
+
+
 @pytest.mark.parametrize("question", [["--cfg", "job"], ["--info", "config"]], ids=" ".join)
 def test_a_question_is_not_answered_with_secrets(question: list[str], run_command: command) -> None:
     """Hydra would print them as they are."""

@@ -25,13 +25,13 @@ from torch.utils.data import Dataset
 
 from resilient_train.app.command import main
 from resilient_train.checkpoint.manifest import Damaged, verify
-from resilient_train.checkpoint.shares import are_complete, name_of
+from resilient_train.checkpoint.safetensors_files import are_complete, share_name
 from resilient_train.checkpoint.tree_files import load_tree
 from resilient_train.checkpoint.weights import load_into, stored
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import ConfigError
 from resilient_train.ranks.sharding import blocks, shard
-from resilient_train.state.spread import Box, assembled, covers
+from resilient_train.state.sharded import Box, assembled, covers
 from resilient_train.zoo.models import MLP
 
 DIGITS = ["model=mlp", "data=digits", "objective=classification", "accelerate.cpu=true", "tracking=none"]
@@ -219,7 +219,7 @@ def killed(place: Path, tmp_path: Path) -> Path:
     run_dir = tmp_path / "killed"
     shutil.copytree(place / "killed", run_dir)
     newest = max((run_dir / "checkpoints").glob("step-*"))
-    assert {one.name for one in newest.glob("share-*")} == {name_of(0, 2), name_of(1, 2)}
+    assert {one.name for one in newest.glob("share-*")} == {share_name(0, 2), share_name(1, 2)}
     return run_dir
 
 
@@ -239,7 +239,7 @@ def test_rewound_killed_and_gone_on_with_it_is_the_run_without_a_fault(place: Pa
     ("processes", "overrides", "told"),
     [
         (1, ["accelerate.fsdp=true"], "an update stays 64 samples, as 32 rows x 2 micro-batches x 1 process"),
-        (2, ["data.batch_size=16", "accelerate.gradient_accumulation_steps=2"], "goes on from step"),
+        (2, ["data.batch_size=16", "accelerate.gradient_accumulation_steps=2"], "resumes from step"),
     ],
     ids=["one alone", "replicas"],
 )
@@ -288,7 +288,7 @@ def test_a_share_that_is_damaged_or_gone_is_noticed(killed: Path) -> None:
     """Each is one line, and nothing of it is loaded."""
     newest = max((killed / "checkpoints").glob("step-*"))
     verify(newest)
-    share = newest / name_of(1, 2)
+    share = newest / share_name(1, 2)
     content = share.read_bytes()
     share.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(Damaged, match="is not what was written"):
@@ -314,7 +314,7 @@ def test_a_checkpoint_of_several_is_whole_for_who_reads_it(place: Path, killed: 
 def test_shares_of_a_strangers_are_refused(boxes: str, killed: Path) -> None:
     """What their headers say is not believed."""
     newest = max((killed / "checkpoints").glob("step-*"))
-    save_file({"x": torch.ones(2)}, newest / name_of(1, 2), {"boxes": boxes})
+    save_file({"x": torch.ones(2)}, newest / share_name(1, 2), {"boxes": boxes})
     with pytest.raises(ValueError, match=r"share|part|damaged"):
         load_tree(newest)
 
@@ -323,9 +323,9 @@ def test_shares_of_a_strangers_are_refused(boxes: str, killed: Path) -> None:
     ("names", "wanted"),
     [
         ([], True),
-        ([name_of(0, 2), name_of(1, 2)], True),
-        ([name_of(0, 2)], False),
-        ([name_of(0, 2), name_of(1, 3)], False),
+        ([share_name(0, 2), share_name(1, 2)], True),
+        ([share_name(0, 2)], False),
+        ([share_name(0, 2), share_name(1, 3)], False),
     ],
 )
 def test_a_group_is_complete_or_it_is_none(names: list[str], wanted: bool) -> None:

@@ -32,8 +32,8 @@ from kills import (
 from torch import Tensor, nn
 
 from resilient_train.errors import Stopped
-from resilient_train.ranks import stop
-from resilient_train.ranks.stop import SIGNALS, StopRequests
+from resilient_train.ranks import process_exit
+from resilient_train.ranks.process_exit import SIGNALS, StopRequests
 
 DIGITS = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.log_every=100"]
 DISK = ["checkpoint.disk.every=30", "checkpoint.memory.every=10", "checkpoint.verify_after=12"]
@@ -330,7 +330,7 @@ def counted(model: nn.Module, batch: Any) -> Tensor:
 def test_hours_are_enough(here: Path, run_command: command, monkeypatch: pytest.MonkeyPatch) -> None:
     """run.max_hours ends it as a request does: an hour passes in the sixth update."""
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * (len(_calls) > 5))
-    monkeypatch.setattr(stop, "time", clock)
+    monkeypatch.setattr(process_exit, "time", clock)
     own = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
     own += ["objective=custom", "objective._target_=test_stop.counted", "tracking=none", "run.dir=run"]
     outcome = run_command([*own, "run.steps=1000000", "run.max_hours=0.5"])
@@ -341,7 +341,7 @@ def test_hours_are_enough(here: Path, run_command: command, monkeypatch: pytest.
     assert 5 <= steps < 20
     again = run_command([*own, f"run.steps={steps + 5}"])
     assert again.code == 0
-    assert f"goes on from step {steps}" in again.stdout
+    assert f"resumes from step {steps}" in again.stdout
 
 
 def sleeps(model: nn.Module, batch: Any) -> Tensor:

@@ -24,17 +24,16 @@ from safetensors.torch import load_file, save_file
 from sealed import CPU, FILES, seal, weights, write
 
 from resilient_train.app.status import status_of
-from resilient_train.checkpoint.manifest import MANIFEST, Damaged
+from resilient_train.checkpoint.manifest import MANIFEST, WEIGHTS, Damaged
 from resilient_train.checkpoint.store import Entry, Store
-from resilient_train.checkpoint.tree_files import TENSORS, TREE, load_tree, save_tree
-from resilient_train.checkpoint.weights import WEIGHTS
-from resilient_train.numerics.armor.suit import Plate
+from resilient_train.checkpoint.tree_files import TENSORS, TREE, SerializedTree, load_tree
+from resilient_train.numerics.armor import PatchedLine
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.journal import seal as sealed_line
-from resilient_train.state.misfit import misfit
+from resilient_train.state.mismatch import explain_mismatch
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Signal
 from resilient_train.types import Outcome as Outcomes
-from resilient_train.update.optimizers import parameter_groups
+from resilient_train.update.updater import parameter_groups
 from resilient_train.zoo.models import MLP
 
 # Nothing that a stranger writes is waited for.
@@ -94,7 +93,7 @@ def tree(change: Callable[[Any], Any]) -> Attack:
         content = load_tree(newest)
         changed = change(content)
         (made := run_dir.parent / "made").mkdir()  # what was read may still lie in the files
-        save_tree(made, content if changed is None else changed)
+        SerializedTree(content if changed is None else changed).write(made)
         for file in made.iterdir():
             file.replace(newest / file.name)
         seal(newest)
@@ -207,7 +206,7 @@ def header(text: str, length: int | None = None) -> Callable[[Path], bytes]:
 
 
 def plate(**fields: Any) -> Attack:
-    good = asdict(Plate("/etc/passwd", "main", "x = 1", 0, 1, "log"))
+    good = asdict(PatchedLine("/etc/passwd", "main", "x = 1", 0, 1, "log"))
     return remedies(armor=[{**good, **fields}])
 
 
@@ -472,7 +471,7 @@ def test_a_forged_checkpoint_is_damage(run_dir: Path, what: str) -> None:
         else:
             model = MLP()
             groups = parameter_groups(model, no_decay=["1d"])
-            why = misfit(live, saved.parts, model, [torch.optim.AdamW(groups)])
+            why = explain_mismatch(live, saved.parts, model, [torch.optim.AdamW(groups)])
             why = why or ("it lacks memory" if "panel" not in saved.memory else "")
     assert why
     assert len(why.splitlines()) == 1
@@ -514,7 +513,7 @@ def test_nonsense_beside_a_good_state_does_no_harm(run_dir: Path, run_command: c
     """The run goes on from its newest checkpoint."""
     outcome = attacked(run_dir, run_command, HARMLESS[what])
     assert outcome.code == 0, outcome.stdout + outcome.stderr
-    assert "goes on from step 20" in outcome.stdout + outcome.stderr
+    assert "resumes from step 20" in outcome.stdout + outcome.stderr
     assert not damaged(run_dir)
 
 
@@ -670,7 +669,7 @@ def test_samples_without_end_that_ended_a_process_are_not_counted(run_dir: Path,
     attack = progress(7, 1, 20, 20, 0, 2**62)
     outcome = attacked(run_dir, run_command, attack)
     assert outcome.code == 0
-    assert "goes on from step 20" in outcome.stdout + outcome.stderr
+    assert "resumes from step 20" in outcome.stdout + outcome.stderr
 
 
 def test_samples_without_end_that_ended_two_processes_are_not_counted(run_dir: Path, run_command: command) -> None:

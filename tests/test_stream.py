@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_train.data.stream import Key, Stream, micro_batches
+from resilient_train.data.samples import Slicing
+from resilient_train.data.stream import Key, Stream
 
 rows = st.integers(1, 50)
 seeds = st.integers(0, 2**32)
@@ -68,7 +69,7 @@ def test_skipped_ranges_are_passed_over_and_nothing_else_is(
     """What is taken is the uninterrupted pass without the skipped positions, overlapping ranges included."""
     stream = Stream(n, seed)
     for start, length in ranges:
-        stream.skip(start, start + length)
+        stream.skipped.add(start, start + length)
     dead = {position for start, length in ranges for position in range(start, start + length)}
     span = stream.take(at, count)
     alive = [position for position in range(at, span.stop) if position not in dead]
@@ -105,10 +106,7 @@ def test_quarantine_is_the_same_for_any_world(
     samples = 4 * batch_size
     at = data.draw(st.integers(0, 3 * n))
     keys = whole.take(at, samples).keys
-    mine = [
-        micro_batches(dealt.take(at, samples).keys, batch_size=batch_size, rank=rank, world=world)
-        for rank in range(world)
-    ]
+    mine = [Slicing(batch_size, 1, rank, world).of_this_rank(dealt.take(at, samples).keys) for rank in range(world)]
     assert [key for number in range(4 // world) for rank in range(world) for key in mine[rank][number]] == keys
 
 
@@ -154,7 +152,7 @@ def test_ranks_and_micro_batches_cut_an_update_into_the_same_groups(batch_size: 
     """Four processes, two that accumulate twice, and one that accumulates four times work on the same groups."""
     world, accumulation = cut
     keys = [Key(0, 0, index) for index in range(4 * batch_size)]
-    groups = [micro_batches(keys, batch_size=batch_size, rank=rank, world=world) for rank in range(world)]
+    groups = [Slicing(batch_size, 1, rank, world).of_this_rank(keys) for rank in range(world)]
     assert all(len(mine) == accumulation for mine in groups)
     dealt = [groups[rank][number] for number in range(accumulation) for rank in range(world)]
     assert dealt == [keys[start : start + batch_size] for start in range(0, len(keys), batch_size)]

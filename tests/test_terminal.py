@@ -25,16 +25,16 @@ from command import command
 from warm import ENVIRONMENT
 
 from resilient_train.app import incidents
-from resilient_train.app.config.explain import CONF
 from resilient_train.app.config.meanings import Option, meanings, nodes
 from resilient_train.app.config.schema import Config
+from resilient_train.app.config.sources import CONF
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.directory import Launcher, launcher_of
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import seal
 from resilient_train.record.review import review, shortened
-from resilient_train.record.story import told
+from resilient_train.record.story import read_story
 from resilient_train.tracking.report import note, report
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
@@ -433,7 +433,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     drilled = run_command([*often, "run.steps=40", "run.name=run", "drill=bit_flip", "drill.at=[30]"])
     assert drilled.code == 0, drilled.stderr
     told = after(drilled.stdout, "completed 40 steps in ")
-    assert re.fullmatch(r"this process went on from step 20; the run began \d{4}-\d\d-\d\d \d\d:\d\d", told[1])
+    assert re.fullmatch(r"this process resumed from step 20; the run began \d{4}-\d\d-\d\d \d\d:\d\d", told[1])
     assert re.fullmatch(
         r"recovered: met 1 incident \(1 corruption\), it did not come back\. \d+ of \d+ updates were lost\. "
         r"This run has a drill: faults on purpose \(bit_flip\)\.",
@@ -450,7 +450,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     told = after(gave_up.stdout, "made ")
     assert re.match(r"made \d of 20 steps in \d+ s; met 1 incident \(1 transient\), 1 not cured\.", told[0])
     assert "  transient: gave up" in told
-    assert re.fullmatch(r"the same command says so again at once and ends with 3; .* goes on from step \d+", told[-2])
+    assert re.fullmatch(r"the same command says so again at once and ends with 3; .* resumes from step \d+", told[-2])
 
 
 def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: command) -> None:
@@ -463,7 +463,7 @@ def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: comman
     assert re.fullmatch(r"made [34]\d of 60 steps in \d+ s; no incidents\.", told[0])
     newest = re.fullmatch(r"newest checkpoint: runs/run/checkpoints/step-000000(\d+) \(step \1\)", told[1])
     assert newest, told
-    assert told[2] == f"the same command goes on from step {newest[1]}"
+    assert told[2] == f"the same command resumes from step {newest[1]}"
     wrong = run_command([*MINE, "run.name=wrong", "+model.widht=3"])
     assert wrong.code == 2
     assert "met" not in wrong.stdout
@@ -483,7 +483,7 @@ def test_however_much_a_run_has_met_its_end_is_told_on_one_page(tmp_path: Path) 
         )
         for number in range(1, 201)
     ]
-    lines = review(told(write(tmp_path / "run", *several, summary={})), went_on_from=100)
+    lines = review(read_story(write(tmp_path / "run", *several, summary={})), resumed_from=100)
     assert len(lines) <= 20
     assert lines[1].startswith("recovered: met 200 incidents (20 ")
     assert sum(line.startswith("  ") for line in lines) == 7
@@ -514,9 +514,9 @@ def test_whoever_reviews_a_run_with_a_drill_reads_that_it_was_on_purpose(tmp_pat
     assert sentence in said.splitlines()[0]
     assert said.count("  drill    nan_grad, on purpose\n") == 1
     assert said.index("tick 50") < said.index("  drill ") < said.index("tick 100")
-    assert sentence in review(told(met))[0]
-    assert sentence in note(told(met), lambda number: None).splitlines()[0].replace("\\_", "_")
-    whole = report(told(met), lambda number: None)
+    assert sentence in review(read_story(met))[0]
+    assert sentence in note(read_story(met), lambda number: None).splitlines()[0].replace("\\_", "_")
+    whole = report(read_story(met), lambda number: None)
     assert whole.count("(drill: nan\\_grad)") == whole.count("nan\\_grad, by a drill") == 1
 
 
@@ -541,7 +541,8 @@ def test_every_option_and_all_its_keys_are_explained(option: Option) -> None:
 
     if option.group != "experiment":
         held = keys(yaml.safe_load(file.read_text()), option.group)
-        assert held - {option.group} == {entry.key for entry in option.entries}
+        own = {option.group, f"{option.group}.defaults"}  # and the file that it builds on
+        assert held - own == {entry.key for entry in option.entries}
 
 
 def test_everything_at_the_root_is_explained_in_the_order_of_the_design() -> None:

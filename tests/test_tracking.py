@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 
 from resilient_train import files
 from resilient_train.errors import ConfigError
-from resilient_train.record.doors import command
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
+from resilient_train.record.review import command
 from resilient_train.tracking import uploads as tracking
 from resilient_train.tracking.courier import Courier
 from resilient_train.tracking.store import locate, shown

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
-from resilient_train.checkpoint.tree_files import TENSORS, TREE, load_tree, save_tree
+from resilient_train.checkpoint.tree_files import TENSORS, TREE, SerializedTree, load_tree
 from resilient_train.state.run_state import Clock, RunState, Snapshot
 from resilient_train.state.tree import sha256
 from resilient_train.update.schedule import ShadowSchedule
@@ -31,7 +31,7 @@ from resilient_train.update.schedule import ShadowSchedule
 
 def there_and_back(directory: Path, tree: Any) -> Any:
     directory.mkdir(exist_ok=True)
-    save_tree(directory, tree)
+    SerializedTree(tree).write(directory)
     return load_tree(directory)
 
 
@@ -281,7 +281,7 @@ class Pair(NamedTuple):
 def test_what_cannot_be_saved_is_named_by_its_place(tmp_path: Path, tree: Any, place: str) -> None:
     """An object of any other type is refused before anything is written."""
     with pytest.raises(TypeError) as refused:
-        save_tree(tmp_path, tree)
+        SerializedTree(tree).write(tmp_path)
     assert place in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
@@ -333,7 +333,7 @@ TAMPERED: list[Any] = [
 @pytest.mark.parametrize("text", TAMPERED, ids=range(len(TAMPERED)))
 def test_a_tree_that_was_tampered_with_is_refused_in_one_line(tmp_path: Path, text: Any) -> None:
     """Wrong types, unknown words, shapes that do not fit and tensors that are not there are ValueErrors."""
-    save_tree(tmp_path, GOOD)
+    SerializedTree(GOOD).write(tmp_path)
     (tmp_path / TREE).write_text(text if isinstance(text, str) else json.dumps(text))
     with pytest.raises(ValueError, match="is damaged") as refused:
         load_tree(tmp_path)
@@ -344,7 +344,7 @@ def test_a_tree_that_was_tampered_with_is_refused_in_one_line(tmp_path: Path, te
 @pytest.mark.parametrize("name", [TENSORS, TREE])
 def test_a_missing_file_is_damage(tmp_path: Path, name: str) -> None:
     """Half a pair is no tree."""
-    save_tree(tmp_path, GOOD)
+    SerializedTree(GOOD).write(tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(ValueError, match="missing"):
         load_tree(tmp_path)
@@ -352,7 +352,7 @@ def test_a_missing_file_is_damage(tmp_path: Path, name: str) -> None:
 
 def test_cuts_and_flips_never_end_in_anything_but_a_value_error(tmp_path: Path) -> None:
     """Either file cut anywhere or changed in any byte is refused, or read as another tree; a manifest tells those."""
-    save_tree(tmp_path, GOOD)
+    SerializedTree(GOOD).write(tmp_path)
     for name in (TENSORS, TREE):
         whole = (tmp_path / name).read_bytes()
         cuts = [whole[:length] for length in range(len(whole))]
@@ -369,7 +369,7 @@ def test_pickles_in_place_of_the_files_are_not_executed(tmp_path: Path) -> None:
     """A stranger's file that would run a program on unpickling is damage, and nothing else."""
     trap = pickle.dumps(_Trap(tmp_path / "sprung"))
     for name in (TENSORS, TREE):
-        save_tree(tmp_path, GOOD)
+        SerializedTree(GOOD).write(tmp_path)
         (tmp_path / name).write_bytes(trap)
         with pytest.raises(ValueError, match="is damaged"):
             load_tree(tmp_path)
@@ -387,7 +387,7 @@ class _Trap:
 def test_another_process_reads_the_same(tmp_path: Path) -> None:
     """What one process saved another one loads to the same digest."""
     saved = dict(run().capture().parts)
-    save_tree(tmp_path, saved)
+    SerializedTree(saved).write(tmp_path)
     program = (
         "import sys; from pathlib import Path\n"
         "from resilient_train.checkpoint.tree_files import load_tree; from resilient_train.state.tree import sha256\n"

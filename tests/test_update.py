@@ -17,10 +17,10 @@ from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCycleLR, SequentialLR, StepLR
 
 from resilient_train.errors import TrainError
+from resilient_train.recover.knobs import KnobValues
 from resilient_train.update.clip import ClipConfig, clip
-from resilient_train.update.optimizers import parameter_groups
-from resilient_train.update.schedule import CurveSchedule, Restarts, ShadowSchedule, constant, cosine, linear
-from resilient_train.update.updater import NoKnobs, Updater
+from resilient_train.update.schedule import CurveSchedule, RestartDetector, ShadowSchedule, constant, cosine, linear
+from resilient_train.update.updater import Updater, parameter_groups
 
 CPU = torch.device("cpu")
 
@@ -201,7 +201,7 @@ def test_rates_are_derived_and_never_compound() -> None:
     updater = Updater([optimizer], [CurveSchedule([1.0], constant, 0)], ClipConfig(None, None), device=CPU)
     for step in range(3):
         weight.grad = torch.ones(())
-        assert updater.apply(step, torch.zeros(()), NoKnobs(lr=0.5)).settings == [[{"lr": 0.5}]]
+        assert updater.apply(step, torch.zeros(()), KnobValues(lr=0.5)).settings == [[{"lr": 0.5}]]
         assert weight.grad is None
     assert weight.item() == -1.5
 
@@ -236,7 +236,7 @@ def test_a_rate_that_is_set_back_is_no_mistake_of_the_loop() -> None:
 
     def update(step: int, lr: float) -> Any:
         weight.grad = torch.ones(())
-        return updater.apply(step, torch.zeros(()), NoKnobs(lr=lr))
+        return updater.apply(step, torch.zeros(()), KnobValues(lr=lr))
 
     update(0, 1.0)
     late = deepcopy(optimizer.state_dict())
@@ -274,7 +274,7 @@ def test_a_group_that_is_added_later_is_refused() -> None:
 )
 def test_restarts(steps: list[int], rates_then: list[float], expected: list[int]) -> None:
     """A rate is compared with that of the step before, so going back is no restart."""
-    restarts = Restarts()
+    restarts = RestartDetector()
     assert [step for step, rate in zip(steps, rates_then, strict=True) if restarts.at(step, rate)] == expected
 
 

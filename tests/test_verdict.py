@@ -12,10 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from resilient_train.diagnose import advice
 from resilient_train.diagnose.damage import lost_eps, of_state
-from resilient_train.diagnose.rows import guilty, outlying, rotten_fields
-from resilient_train.diagnose.verdict import Facts, again, climbed, on_failed, on_nonfinite, on_spike, together
+from resilient_train.diagnose.rows import guilty, nonfinite_fields, outlying_fields
+from resilient_train.diagnose.verdict import (
+    NOT_AT_ZERO,
+    SINGULAR,
+    Facts,
+    again,
+    climbed,
+    on_bad_rows,
+    on_nonfinite,
+    on_operation,
+    on_spike,
+    together,
+)
 from resilient_train.types import Anomaly, Cause, Culprit, Signal
 
 
@@ -55,12 +65,12 @@ ONLY_HERE = Facts(reproduced=True, is_compared=True)
         (AGAIN, 1, Cause.UNKNOWN, "no operation"),
         (replace(AGAIN, could_not="rows of such data cannot be named"), 1, Cause.UNKNOWN, "cannot be named"),
         (
-            replace(AGAIN, rows=(7,), rotten={7: "[0] at [3] is nan"}, batch_is_rotten=True),
-            *(1, Cause.DATA, "Row 7 of the data: [0] at [3] is nan; mend or remove it."),
+            replace(AGAIN, rows=(7,), odd={7: "[0] at [3] is nan"}, batch_is_bad=True),
+            *(1, Cause.DATA, "Row 7 of the data: [0] at [3] is nan; fix or remove it."),
         ),
-        (replace(AGAIN, batch_is_rotten=True), 1, Cause.DATA, "fetched again"),
+        (replace(AGAIN, batch_is_bad=True), 1, Cause.DATA, "fetched again"),
         (
-            replace(AGAIN, rows=(7,), rotten={7: "[1] reaches 1e+30"}, culprit=culprit("mul"), kind="inf"),
+            replace(AGAIN, rows=(7,), odd={7: "[1] reaches 1e+30"}, culprit=culprit("mul"), kind="inf"),
             *(1, Cause.DATA, "1e+30"),
         ),
         (  # an ordinary row that a singular operation meets
@@ -81,7 +91,7 @@ def test_causes_of_what_is_not_finite(facts: Facts, climb: float, cause: Cause, 
 @pytest.mark.parametrize(
     ("facts", "climb", "cause", "rows", "said"),
     [
-        (replace(AGAIN, rows=(3, 9), rotten={3: "[1] reaches 1e+06"}), 1, Cause.DATA, (3,), "1e+06"),
+        (replace(AGAIN, rows=(3, 9), odd={3: "[1] reaches 1e+06"}), 1, Cause.DATA, (3,), "1e+06"),
         (replace(AGAIN, rows=(3,)), 1, Cause.UNKNOWN, (), "row 3"),  # nothing is odd about it
         (replace(AGAIN, everywhere=True, rows=(3,)), 1e3, Cause.EXPLOSION, (), "climbed to 1e+03 times"),
         (replace(AGAIN, everywhere=True), 1, Cause.UNKNOWN, (), "Other batches"),
@@ -140,7 +150,7 @@ def test_what_follows_from_armor_accuses_no_other_line(op: str, kind: str, is_to
     found = on_nonfinite(replace(ONLY_HERE, culprit=last, kind=kind, is_total=is_total, after=first, rows=(4,)), 1)
     assert (found.cause, found.culprit, found.follower, found.broken) == (cause, first, last, last)
     assert found.mendable is not is_total
-    assert found.advice.startswith(f"`{op}` at losses.py:41 breaks of what came of `sqrt` at losses.py:30")
+    assert found.advice.startswith(f"`{op}` at losses.py:41 fails on values from `sqrt` at losses.py:30")
     assert "Row 4" in found.advice
     assert again(found) == replace(found, advice=found.advice.removesuffix(" Row 4 of the data gets there."))
 
@@ -156,7 +166,7 @@ def test_a_line_that_is_met_again_is_told_without_the_rows_of_the_first_time() -
 def test_ranks_learn_the_same() -> None:
     """What one rank has found counts for all of them, and rows of all ranks add up."""
     idle = Facts()
-    one = replace(AGAIN, rows=(5,), rotten={5: "[0] is nan"})
+    one = replace(AGAIN, rows=(5,), odd={5: "[0] is nan"})
     other = replace(AGAIN, rows=(2,), culprit=culprit("log"), kind="inf")
     assert together([idle, one, other]) == together([idle, other, one])
     both = together([idle, one, other])
@@ -166,9 +176,9 @@ def test_ranks_learn_the_same() -> None:
 
 def test_rows_that_raise_are_told_with_the_line() -> None:
     """A row that cannot be fetched: its error, and what to do."""
-    found = on_failed({4: "FileNotFoundError: a.png (mine.py:3)", 2: "KeyError: 'x' (mine.py:9)"})
+    found = on_bad_rows({4: "FileNotFoundError: a.png (mine.py:3)", 2: "KeyError: 'x' (mine.py:9)"})
     assert (found.cause, found.rows) == (Cause.DATA, (2, 4))
-    assert "KeyError: 'x' (mine.py:9); mend or remove them" in found.advice
+    assert "KeyError: 'x' (mine.py:9); fix or remove them" in found.advice
 
 
 @pytest.mark.parametrize(
@@ -214,12 +224,12 @@ def test_rows_that_break_only_together_are_not_named() -> None:
 def test_what_is_odd_about_a_row() -> None:
     """Fields and places of values that are not finite; fields far beyond those of other rows."""
     row = {"image": torch.tensor([[0.0, math.nan], [math.inf, 1.0]]), "label": 3, "weight": math.nan}
-    image, weight = rotten_fields(row)
+    image, weight = nonfinite_fields(row)
     assert image == "['image'] at [0, 1] is nan, and 1 more"
     assert weight == "['weight'] is nan"
     others = [(torch.randn(8), 1.0) for _ in range(50)]
-    assert outlying((torch.randn(8), 1.5), others, 4.0) == []
-    (told,) = outlying((torch.randn(8), -4e6), others, 1e4)
+    assert outlying_fields((torch.randn(8), 1.5), others, 4.0) == []
+    (told,) = outlying_fields((torch.randn(8), -4e6), others, 1e4)
     assert told.startswith("[1] reaches 4e+06")
 
 
@@ -257,10 +267,10 @@ def test_an_epsilon_that_its_type_cannot_hold(dtype: torch.dtype, eps: float, is
     assert (found is not None and found.diagnosis.cause is Cause.OPTIMIZER) == is_lost
 
 
-@pytest.mark.parametrize("op", sorted(advice.SINGULAR))
+@pytest.mark.parametrize("op", sorted(SINGULAR))
 def test_every_singular_operation_has_advice(op: str) -> None:
     """One sentence that names line and mend."""
-    told = advice.on_operation(advice.place(op, "/x/losses.py", 41), op, [values(0, 1, zeros=32)])
+    told = on_operation(culprit(op, values(0, 1, zeros=32)))
     assert told.startswith(f"`{op}` at losses.py:41 ")
-    assert ("32 elements that are 0: " in told) == (op not in advice._NOT_AT_ZERO)
+    assert ("32 elements that are 0: " in told) == (op not in NOT_AT_ZERO)
     assert told.endswith(".")

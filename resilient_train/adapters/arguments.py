@@ -21,10 +21,9 @@ from resilient_train.adapters.rates import schedules
 from resilient_train.adapters.speech import log_to_stderr, warn_if_unused
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.data import build
-from resilient_train.data.fingerprint import change, fingerprint
-from resilient_train.data.foreign import ForeignSamples
-from resilient_train.data.rows import Collate
+from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
+from resilient_train.data.sequential import LoaderSamples
 from resilient_train.errors import ConfigError, TrainError, named_type, require_finite, unusable
 from resilient_train.objective import Measured
 from resilient_train.ranks.world import World
@@ -33,7 +32,7 @@ from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover import policy as policies
 from resilient_train.recover.policy import Policy
 from resilient_train.state.ring import MemoryConfig
-from resilient_train.state.spread import is_spread
+from resilient_train.state.sharded import is_sharded
 from resilient_train.update.clip import ClipConfig
 from resilient_train.watch import config as checks_config
 from resilient_train.watch.config import ChecksConfig
@@ -79,7 +78,7 @@ def called(model: Any, world: World) -> nn.Module:
             if kind.__module__.startswith(package):
                 raise ValueError(f"model: {why}")
     replicates = world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_")
-    is_one = any(map(is_spread, model.parameters())) or isinstance(
+    is_one = any(map(is_sharded, model.parameters())) or isinstance(
         getattr(model, "_orig_mod", model), DistributedDataParallel
     )
     if replicates and not is_one:
@@ -193,7 +192,9 @@ def samples(
         if not isinstance(given, Iterable):
             raise TypeError(f"data: expected a data set or a loader, got {named_type(given)}")
         told = "data: this loader is not ours and does not rewind: after a rewind come the batches that come next"
-        return ForeignSamples(given, slicing, seed=seed, device=device), told
+        return LoaderSamples(given, slicing, seed=seed, device=device), told
+    if isinstance(given, str | bytes):
+        raise TypeError(f"data: expected a data set or a loader, got {named_type(given)}")
     name = type(given).__name__
     config = build.DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
     try:
@@ -224,7 +225,7 @@ def steps_per_epoch(samples: Samples, slicing: Slicing) -> int:
     except TypeError:
         why = "this data has no len(), so the length of one is not known: use guard.batches(n)"
         raise TrainError(f"epochs: {why}") from None
-    return -(-count // (slicing.accumulation if isinstance(samples, ForeignSamples) else slicing.samples)) or 1
+    return -(-count // (slicing.accumulation if isinstance(samples, LoaderSamples) else slicing.samples)) or 1
 
 
 def clipping(given: ClipConfig | float | None) -> ClipConfig:
@@ -326,9 +327,16 @@ def check(run_dir: str | Path | None, /, **given: Any) -> None:
     """Refuse what a guard cannot work with, by the name of the argument: NaN, infinities, checkpoints to nowhere."""
     if run_dir is None and disk(given["disk"]).every:
         raise unusable("disk", "needs a run_dir: checkpoints are written there")
+    expect("memory", given["memory"], MemoryConfig)
     for name, value in given.items():
         is_config = isinstance(value, ClipConfig | MemoryConfig | DiskConfig | ChecksConfig)
         require_finite(name, asdict(value) if is_config else value)
+
+
+def expect(name: str, given: Any, kind: type) -> None:
+    """Raise where an argument is neither of a kind nor None."""
+    if not isinstance(given, kind | None):
+        raise TypeError(f"{name}: expected a {kind.__name__}, got {named_type(given)}")
 
 
 def checks(given: ChecksConfig | Mapping[str, Any] | str) -> ChecksConfig:

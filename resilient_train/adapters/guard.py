@@ -30,18 +30,18 @@ from resilient_train.errors import ConfigError, Stopped, TrainError
 from resilient_train.objective import Measured, Objective
 from resilient_train.passed import UpdateHistory
 from resilient_train.record.incident_log import IncidentLog
+from resilient_train.recover.knobs import KnobValues
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
-from resilient_train.state.backup import Backups
+from resilient_train.state.copies import Backups
 from resilient_train.state.ring import MemoryConfig, Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
 from resilient_train.types import Incident
 from resilient_train.update.clip import ClipConfig, norm_over_ranks
 from resilient_train.update.direct_steps import DirectStepCheck
-from resilient_train.update.precision import Precision
-from resilient_train.update.updater import Knobs, Updater
+from resilient_train.update.updater import Precision, Updater
 from resilient_train.watch.anomaly_mode import AnomalyMode
-from resilient_train.watch.checks import Panel
+from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.modes import Modes
 from resilient_train.watch.scans import Scans
@@ -113,6 +113,7 @@ class Guard(guard.Guard):
             arguments.log_to_stderr(world)
             numbers = {"clip": clip, "verify_after": verify_after, "seed": seed, "num_workers": num_workers}
             arguments.check(run_dir, **numbers, disk=disk, memory=memory, checks=checks)
+            arguments.expect("drill", drill, Drill)
         measured, self.steps = arguments.objective(objective), arguments.steps(steps)
         batch_size = arguments.batch_size(batch_size, data, world)
         slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, world.rank, world.size)
@@ -163,7 +164,7 @@ class Guard(guard.Guard):
             state=state,
             updater=updater,
             ring=Ring(state, memory or MemoryConfig(every=25, keep=4, max_gib=None), world.least),
-            panel=Panel(checks),
+            panel=Checks(checks),
             scans=Scans(checks, called, optimizers, arguments.own_weights(model) if world.size > 1 else None),
             precision=Precision(called, accelerator.mixed_precision),
             updates=UpdateHistory(),
@@ -338,7 +339,7 @@ class Guard(guard.Guard):
     # What a loop may ask.
 
     @property
-    def knobs(self) -> Knobs:
+    def knobs(self) -> KnobValues:
         """What remedies have turned, and the next update is made with."""
         return self._controls.knobs.values
 
@@ -414,7 +415,7 @@ def _cautions(made: Guard, slicing: Slicing, disk: DiskConfig, memory: MemoryCon
         yield f"data: {many}: each update takes rows more than once"
     if disk.every and memory is not None and not memory.every:
         yield "checkpoints come from snapshots in memory, and there are none: one is left at the end"
-    if made.world.device.type != "cpu" and (waits := made._updater.gate.waits()):
+    if made.world.device.type != "cpu" and (waits := made._updater.gate.synchronous()):
         why = "not fused, so each step waits for the device; use fused=True where it is to be had"
         yield f"{' and '.join(waits)}: {why}"
     if made.objective is None:

@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.adapters.place import Place
-from resilient_train.errors import GaveUp, Stopped, TrainError, in_one_line, told_in_short
+from resilient_train.errors import GaveUp, Stopped, TrainError, in_one_line, short_message
 from resilient_train.passed import UpdateHistory
 from resilient_train.ranks.world import is_lost_peer
-from resilient_train.record import endings, story
-from resilient_train.record.doors import to_see_it
+from resilient_train.record import endings
+from resilient_train.record.endings import LOOP, Loop, StepTimes, Summary, verdict_of
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
-from resilient_train.record.loop import LOOP, Loop
 from resilient_train.record.progress import Doing, Progress
-from resilient_train.record.review import review
-from resilient_train.record.summary import Summary, Tally, verdict_of
+from resilient_train.record.review import review, where_to_look
+from resilient_train.record.story import read_story
 from resilient_train.state.run_state import Clock
 from resilient_train.tracking import uploads as tracking
 from resilient_train.tracking.uploads import NullTracker, Tracker
@@ -60,7 +59,7 @@ class Chronicle:
     updates: UpdateHistory
     place: Place  # without a lock where somebody else tells the end, and on ranks that write nothing
     progress: Progress
-    tally: Tally = field(default_factory=Tally)
+    tally: StepTimes = field(default_factory=StepTimes)
     evaluated: Mapping[str, float] | None = None
     _told_tick: int = 0
     _began: float = field(default_factory=time.monotonic)
@@ -171,7 +170,7 @@ class Chronicle:
                 return
             ending = self.summary(status, exit_code, time.monotonic() - self._began, digests)
             why = endings.failure(self._directory) if error is not None and is_lost_peer(error) else None
-            ending.why = why or (None if error is None else told_in_short(error))
+            ending.why = why or (None if error is None else short_message(error))
             if error is None or why or not is_lost_peer(error):  # else the record stays as if this process was killed
                 self.progress.turned_to(Doing.ENDED)
             self._ending = ending
@@ -180,7 +179,7 @@ class Chronicle:
     def fail(self, error: BaseException) -> None:
         """Write down that an error ended the loop, and tell all of it; ranks other than 0 leave a note of theirs."""
         if self.place.rank and not (self._is_over or isinstance(error, GaveUp | Stopped) or is_lost_peer(error)):
-            endings.failed(self._directory, self.place.rank, told_in_short(error), in_training=True)
+            endings.note_failure(self._directory, self.place.rank, short_message(error), in_training=True)
         status = {GaveUp: "gave_up", Stopped: "preempted"}.get(type(error), "failed")
         self.end(status, error.exit_code if isinstance(error, TrainError | Stopped) else 1, error)
         self.conclude()
@@ -228,7 +227,7 @@ class Chronicle:
             else:
                 if self.place.rank and not self._is_over:
                     why = "left its loop, without an error"
-                    endings.failed(self._directory, self.place.rank, why, in_training=True)
+                    endings.note_failure(self._directory, self.place.rank, why, in_training=True)
                 self.end(_LEFT, exit_code=1)
                 self.conclude()
             self.let_go()
@@ -255,7 +254,7 @@ class Chronicle:
     def _farewell(self, ending: Summary) -> list[str]:
         """The same review that a run of ours ends with."""
         try:
-            lines = review(story.told(self._directory))
+            lines = review(read_story(self._directory))
         except Exception as error:  # it has ended as it has, whatever lies there
             lines = [f"what it met cannot be told: {in_one_line(error)}"]
         if ending.status != "completed":
@@ -281,7 +280,7 @@ class Chronicle:
         if (run := self._tracker.finish(ending.status)) is not None:
             ending.mlflow = run.as_dict()
             self._write(ending)
-            for line in to_see_it(tracking.ui_command(run.tracking_uri), run.url):
+            for line in where_to_look(tracking.ui_command(run.tracking_uri), run.url):
                 log.info("%s", line)
 
 

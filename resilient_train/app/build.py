@@ -28,14 +28,14 @@ from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.objective import Measured
 from resilient_train.ranks import sharding
 from resilient_train.ranks.world import World
+from resilient_train.record.endings import StepTimes
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.summary import Tally
 from resilient_train.recover import policy
 from resilient_train.state.randomness import Purpose, mix, seed_all
-from resilient_train.state.spread import own_class
+from resilient_train.state.sharded import own_class
 from resilient_train.tracking.store import locate
-from resilient_train.update.optimizers import parameter_groups
 from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
+from resilient_train.update.updater import parameter_groups
 from resilient_train.wording import log
 
 
@@ -57,7 +57,7 @@ class Run:
     has_begun: bool = False  # an update was made
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> StepTimes:
         """How long steps take."""
         return self.guard.chronicle.tally
 
@@ -132,7 +132,7 @@ def assemble(
     schedules = [_schedule(config.schedule, optimizer) for optimizer in optimizers]
     if config.accelerate.compile:
         model.compile()  # in place: torch.compile() would put _orig_mod. before every name
-    prepared = world.prepared(model, optimizers, is_spread=bool(strategy))
+    prepared = world.prepared(model, optimizers, is_sharded=bool(strategy))
     guard = Guard(
         world.accelerator,
         prepared,

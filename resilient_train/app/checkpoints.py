@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from resilient_train.checkpoint.export import NotExportable, export, export_weights
 from resilient_train.checkpoint.manifest import CANDIDATE, DEMOTED, VERIFIED, Damaged, Manifest, verify
 from resilient_train.checkpoint.store import Entry, Store
+from resilient_train.checkpoint.weights import NotExportable, export, export_weights
 from resilient_train.record.journal import JOURNAL, read
 from resilient_train.wording import duration, printable
 

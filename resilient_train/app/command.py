@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 
 import hydra
 import yaml
@@ -21,16 +20,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from resilient_train.app.config import manual
-from resilient_train.app.config.explain import CONF, VERSION_BASE, explained
+from resilient_train.app.config.explain import VERSION_BASE, explained, typed
 from resilient_train.app.config.meanings import meanings
 from resilient_train.app.config.options import is_option, options_first, refuse_unknown
+from resilient_train.app.config.sources import CONF, look_first
 from resilient_train.app.page import Page
 from resilient_train.app.streams import outlived
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_plain
 from resilient_train.ranks.launch import launched_rank
-from resilient_train.ranks.leaving import as_seen_by_agent
-from resilient_train.record.endings import refused
+from resilient_train.ranks.process_exit import code_for_agent
+from resilient_train.record.endings import note_refusal
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
 
 _LAST_WORD_S = 2.0
@@ -59,9 +59,8 @@ def main() -> None:
     _main_process = os.getpid()
     _wants_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra hands its errors to us instead of printing them
+    look_first()
     learn(dict(word.partition("=")[::2] for word in words))
-    if _wants_traceback:
-        sys.excepthook = _traceback_without_secrets
     with outlived():
         try:
             _answer(words, given)
@@ -116,10 +115,6 @@ def _printed(task: Callable[[], object]) -> str:
     return said.getvalue()
 
 
-def _traceback_without_secrets(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    print(masked("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
-
-
 def _refuse_sweep_of_a_group(words: Sequence[str]) -> None:
     """The processes of a launcher make one run together: they joined once, and end once."""
     flags = [word for word in words if is_option(word, "--multirun")]
@@ -133,8 +128,9 @@ def _refuse_sweep_of_a_group(words: Sequence[str]) -> None:
 def _job(raw: DictConfig) -> float | None:
     """One run, or one of a sweep: a job that fails does not keep the others from running."""
     hydra_config = HydraConfig.get()
+    given = typed(hydra_config.overrides.task)
     if hydra_config.mode == RunMode.MULTIRUN:
-        words = [re.sub(r"\\(.)", r"\1", word) for word in hydra_config.overrides.task]  # Hydra has quoted them
+        words = [re.sub(r"\\(.)", r"\1", word) for word in given]  # Hydra has quoted them
         told = " ".join(map(masked_override, words))
         print(f"job {hydra_config.job.num} of the sweep: {told}", flush=True)
         _hide_secrets_in(Path(hydra_config.sweep.dir) / "multirun.yaml")
@@ -146,7 +142,7 @@ def _job(raw: DictConfig) -> float | None:
         ending = run(from_hydra(raw))
         code, loss = ending.exit_code, ending.loss
     except Exception as error:
-        code, loss = _complain(error, hydra_config.overrides.task), None
+        code, loss = _complain(error, given), None
     _exit_codes.append(code)
     if code and os.getpid() != _main_process:
         raise _JobEnded(f"job {hydra_config.job.num}", code)
@@ -165,7 +161,7 @@ def _hide_secrets_in(file: Path) -> None:
 
 def _leave(code: int) -> None:
     """End the process. One that failed beside others ends at once: gloo's threads would abort it on its way out."""
-    seen = as_seen_by_agent(code)
+    seen = code_for_agent(code)
     if code and "WORLD_SIZE" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -177,14 +173,15 @@ def _leave(code: int) -> None:
 
 def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
     """Say what is wrong: once, however many processes were launched."""
-    if _wants_traceback:
-        raise error
     told = explained(error, overrides)
+    if _wants_traceback:  # not from Hydra, which would print the overrides with their secrets
+        print(masked("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        return told.exit_code
     if launched_rank() == 0:
         print(f"error: {masked(str(told))}", file=sys.stderr)
         directory = _directory_of(told, overrides)
         if told.exit_code == 2 and directory is not None and "WORLD_SIZE" in os.environ:
-            refused(directory, told.exit_code, str(told))  # a launcher makes another code of it
+            note_refusal(directory, told.exit_code, str(told))  # a launcher makes another code of it
     return told.exit_code
 
 

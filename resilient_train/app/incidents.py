@@ -20,8 +20,8 @@ from resilient_train.app.status import Status, status_of
 from resilient_train.record.directory import launcher_of
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.journal import JOURNAL, Entry, damaged_lines, read
-from resilient_train.record.story import Chapter, Story, told
-from resilient_train.record.verdict import next_start, verdict
+from resilient_train.record.review import next_start, verdict
+from resilient_train.record.story import Chapter, Story, read_story
 from resilient_train.types import Outcome
 from resilient_train.wording import (
     counted,
@@ -122,7 +122,7 @@ class _Read:
     def of(cls, run_dir: Path, status: Status) -> _Read:
         journal = run_dir / JOURNAL
         try:
-            return cls(told(run_dir), status, read(journal), damaged_lines(journal))
+            return cls(read_story(run_dir), status, read(journal), damaged_lines(journal))
         except OSError as error:
             raise _Unreadable(f"{journal} cannot be read: {error.strerror or error}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from resilient_train.app.build import Run, assemble, validate
 from resilient_train.app.config.compose import Composed, is_fixed, told_changes
 from resilient_train.app.terminal import Terminal
 from resilient_train.app.train import train
-from resilient_train.checkpoint import export, weights
+from resilient_train.checkpoint import weights
+from resilient_train.checkpoint.manifest import WEIGHTS
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.diagnose.frames import called_by_us, is_users
 from resilient_train.errors import (
@@ -25,22 +27,20 @@ from resilient_train.errors import (
     Stopped,
     TrainError,
     in_one_line,
-    told_in_short,
+    short_message,
 )
 from resilient_train.files import commit_text
-from resilient_train.ranks.leaving import has_lost_sibling
 from resilient_train.ranks.lock import DirectoryLock
-from resilient_train.ranks.stop import StopRequests
+from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
-from resilient_train.record import endings, hangs, story
+from resilient_train.record import endings, notes
 from resilient_train.record.directory import RunDirectory, claim
-from resilient_train.record.doors import command, to_see_it
+from resilient_train.record.endings import Summary, last_good_of
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
-from resilient_train.record.left import last_good_of
-from resilient_train.record.review import review
-from resilient_train.record.summary import Summary
-from resilient_train.state.determinism import set_deterministic
+from resilient_train.record.review import command, review, where_to_look
+from resilient_train.record.story import read_story
+from resilient_train.state.randomness import set_deterministic
 from resilient_train.tracking import uploads as tracking
 from resilient_train.tracking.store import left_in
 from resilient_train.tracking.uploads import NullTracker, TrackedRun, Tracker
@@ -153,7 +153,7 @@ class _Session:
             self.run = run = assemble(self.config, self.world, self.incidents, resume, requests.asked, watchdog.beat)
             log.info("%s", run)
             if self.world.is_main:
-                export.describe(run.bare_model, directory.path)
+                weights.describe(run.bare_model, directory.path)
             self._take_up(run)
             self.tracker.params(composed.params)
             self.tracker.artifact(directory.config)
@@ -173,7 +173,7 @@ class _Session:
                 if left is None:
                     raise TrainError(f"{told}: no state could be written, the run begins again at step {step:,}")
                 raise Stopped(f"{told}: the state is in {left}")
-            self._save_weights(run, directory.path / weights.WEIGHTS)
+            self._save_weights(run, directory.path / WEIGHTS)
 
     def _watchdog(self, requests: StopRequests) -> Watchdog:
         """Somebody who looks at the clock, from before the first of a user's code runs."""
@@ -199,7 +199,7 @@ class _Session:
             ended = PeerEnded(why or "another process of this run ended; what it said is in its train.rank*.log")
             ended.__cause__, error = error, ended
         elif error is not None and status == "failed" and not self.world.is_main:
-            endings.failed(directory.path, self.world.rank, told_in_short(error), in_training=self.has_begun)
+            endings.note_failure(directory.path, self.world.rank, short_message(error), in_training=self.has_begun)
         if run is not None and self.has_begun:  # else the record is still of the process before this one
             run.guard.ended(was_killed=was_lost)
         self.incidents.end()
@@ -232,7 +232,7 @@ class _Session:
     def _review(self) -> None:
         """Say what a person wants to know in the end, as the directory tells it."""
         try:
-            lines = review(story.told(self.directory.path), self.went_on_from)
+            lines = review(read_story(self.directory.path), self.went_on_from)
         except Exception as error:  # it has ended as it has, whatever lies there
             lines = [f"what it met cannot be told: {in_one_line(error)}"]
         for line in lines:
@@ -255,7 +255,7 @@ class _Session:
         if self.has_begun or not isinstance(error, ConfigError):
             _write(summary, self.directory)
         elif "WORLD_SIZE" in os.environ:  # a launcher makes another code of it
-            endings.refused(self.directory.path, error.exit_code, str(error))
+            endings.note_refusal(self.directory.path, error.exit_code, str(error))
 
     def _take_up(self, run: Run) -> None:
         """Go on where the run ended, with what has changed since; only now is the new configuration written down."""
@@ -264,7 +264,7 @@ class _Session:
             log.info("changed: %s", line)
         if run.guard.resume():
             self.went_on_from = run.guard.clock.step
-            log.info("goes on from step %d", self.went_on_from)
+            log.info("resumes from step %d", self.went_on_from)
         elif directory.goes_on:
             log.info("the run there had no checkpoint yet: it begins at step 0 again")
         self.has_begun = True
@@ -297,7 +297,7 @@ class _Session:
         log.log(level, "%s: the process ends; all stacks are in %s", evidence, self.directory.log(self.world.rank))
         log.info("%s", hang.stacks, extra=IN_FILE_ONLY)
         if self.world.size > 1 and not hang.stop_asked:
-            evidence = self._among_others(hangs.Hung(self.world.rank, evidence, where is not None))
+            evidence = self._among_others(notes.Hung(self.world.rank, evidence, where is not None))
         for_another = hang.stop_asked and self._was_asked_for_another()
         if (why := endings.failure(self.directory.path) if for_another else None) is not None:
             log.error("error: %s", why)
@@ -329,14 +329,15 @@ class _Session:
             log.info("the state of step %s is in %s: the same command goes on from there", f"{step:,}", path)
         return path is not None
 
-    def _among_others(self, mine: hangs.Hung) -> str:
+    def _among_others(self, mine: notes.Hung) -> str:
         """Have rank 0 say who hung where: the others give it the time, because their end would be all that it sees."""
         place, size = self.directory.path, self.world.size
         if not self.world.is_main:
-            hangs.leave(place, mine)
+            with suppress(OSError):  # of another host
+                notes.leave(place, mine)
             time.sleep(_FOR_OTHERS_S)
             return mine.evidence
-        evidence = hangs.told(hangs.gathered(place, mine, size, _FOR_OTHERS_S), size)
+        evidence = notes.who_hung(notes.gather_hung(place, mine, size, _FOR_OTHERS_S), size)
         if evidence != mine.evidence:
             log.error("%s", evidence)
         return evidence
@@ -362,13 +363,13 @@ def _write(summary: Summary, directory: RunDirectory) -> None:
 
 def _finish(tracker: Tracker, status: str, requests: StopRequests) -> TrackedRun | None:
     """Deliver the rest to MLflow and say where to look."""
-    requests.may_be_left = True
+    requests.may_interrupt = True
     try:
         tracked = tracker.finish(status)
     finally:
-        requests.may_be_left = False
+        requests.may_interrupt = False
     if tracked is not None:
-        for line in to_see_it(tracking.ui_command(tracked.tracking_uri), tracked.url):
+        for line in where_to_look(tracking.ui_command(tracked.tracking_uri), tracked.url):
             log.info("%s", line)
     return tracked
 
@@ -437,7 +438,7 @@ def _exit_code(error: BaseException | None) -> int:
 
 def _summary(status: str, exit_code: int, seconds: float, run: Run | None) -> Summary:
     if run is None:
-        return Summary.of_nothing(status, exit_code, seconds)
+        return Summary.without_update(status, exit_code, seconds)
     state = run.guard.state
     digests = (state.weights_sha256(), state.sha256()) if status == "completed" else None
     summary = run.guard.chronicle.summary(status, exit_code, seconds, digests)

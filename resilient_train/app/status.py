@@ -13,11 +13,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.doors import near
-from resilient_train.record.endings import REFUSED, SUMMARY, at_work, failure, is_run, told, why_of
-from resilient_train.record.left import last_good_of
-from resilient_train.record.loop import begins_again_in, loop_of
-from resilient_train.record.progress import stand_of, steps_wanted
+from resilient_train.record.endings import (
+    REFUSED,
+    SUMMARY,
+    at_work,
+    failure,
+    is_run,
+    last_good_of,
+    loop_of,
+    next_directory,
+    read_ending,
+    why_incomplete,
+)
+from resilient_train.record.progress import planned_steps, position_of
+from resilient_train.record.review import near
 from resilient_train.wording import printable
 
 _NOT_WELL = {
@@ -87,19 +96,19 @@ def main(arguments: list[str] | None = None) -> int:
 def status_of(run_dir: Path) -> Status:
     """Look where a run stands."""
     found, loop = _found(run_dir), loop_of(run_dir)
-    if loop is None or loop.goes_on:
+    if loop is None or loop.resumes:
         return found
-    return replace(found, onward=f"running it again starts a new run in {begins_again_in(run_dir)}")
+    return replace(found, onward=f"running it again starts a new run in {next_directory(run_dir)}")
 
 
 def _found(run_dir: Path) -> Status:
-    stand, steps = stand_of(run_dir), steps_wanted(run_dir)
+    stand, steps = position_of(run_dir), planned_steps(run_dir)
     step = stand.step if stand else None
     if process := at_work(run_dir):
         return Status("running", 0, step, steps, process)
-    if refused := told(run_dir, REFUSED):
+    if refused := read_ending(run_dir, REFUSED):
         return Status("refused", refused["exit_code"], step, steps, why=str(refused.get("why")))
-    if summary := told(run_dir, SUMMARY):
+    if summary := read_ending(run_dir, SUMMARY):
         return _ended(run_dir, summary, steps)
     if not is_run(run_dir):
         return Status("none", 2)
@@ -112,7 +121,7 @@ def _ended(run_dir: Path, summary: dict[str, Any], steps: int | None) -> Status:
     state, step = str(summary.get("status")), summary.get("steps")
     why = None
     if state in ("failed", "gave_up"):
-        why = why_of(run_dir, summary)
+        why = why_incomplete(run_dir, summary)
     if state == "completed":
         why = _NOT_WELL.get(str(summary.get("verdict")))
     if why is not None and state == "gave_up" and (good := last_good_of(run_dir)) is not None:

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from resilient_train.app.terminal import counting
 from resilient_train.errors import ConfigError
-from resilient_train.record.doors import to_see_it
 from resilient_train.record.outbox import BEGAN, OUTBOX, entries
+from resilient_train.record.review import where_to_look
 from resilient_train.tracking.late import catch_up, is_late
 from resilient_train.tracking.store import KnownRun, Store, left_in, locate, shown, ui_command
 from resilient_train.tracking.uploads import EXPERIMENT
@@ -154,7 +154,7 @@ def _report(run_dir: Path, store: Store, courier: Courier) -> int:
     for why in courier.report.refused:
         print(printable(f"  but it refused something: {shown(why)}"))
     if courier.report.damaged:
-        print(f"  but {courier.report.damaged:,} lines of {OUTBOX} are damaged and left out")
-    for line in to_see_it(ui_command(where), courier.run.url if courier.run is not None else None):
+        print(f"  but {courier.report.damaged:,} damaged lines of {OUTBOX} are left out")
+    for line in where_to_look(ui_command(where), courier.run.url if courier.run is not None else None):
         print(line)
     return 0

@@ -14,12 +14,12 @@ import torch
 
 from resilient_train import __version__
 from resilient_train.checkpoint import weights
-from resilient_train.checkpoint.best import Best
 from resilient_train.checkpoint.manifest import CANDIDATE, VERIFIED, Manifest
 from resilient_train.checkpoint.resume import Resume, ResumePlan, Resumption
-from resilient_train.checkpoint.shares import Together
+from resilient_train.checkpoint.safetensors_files import SharedWrite
 from resilient_train.checkpoint.store import Entry, Store
-from resilient_train.checkpoint.tree_files import try_tree
+from resilient_train.checkpoint.tree_files import SerializedTree
+from resilient_train.checkpoint.weights import Best
 from resilient_train.checkpoint.writer import DiskConfig, Job, Outcome, Writer
 from resilient_train.errors import in_one_line, unusable
 from resilient_train.files import Written, at_disk
@@ -44,7 +44,7 @@ class CheckpointKeeper:
         self._store = Store(directory) if directory is not None else None
         self._best = Best(directory) if directory is not None else None
         self._lasting = frozenset(parts.state.model.state_dict(keep_vars=True))  # a user's hooks may take their time
-        self._is_spread = parts.state.is_spread  # over ranks, so that each of them writes its share
+        self._is_spread = parts.state.is_sharded  # over ranks, so that each of them writes its share
         self._together: Store | None = None  # where ranks write theirs
         if self._is_spread and (common := parts.world.on_main(lambda: directory)) is not None:
             self._together = self._store or Store(common)
@@ -69,7 +69,7 @@ class CheckpointKeeper:
             facts.began(parts.world.size, parts.samples.slicing.samples)
 
     def _step_of_reference(self) -> int | None:
-        held = self._parts.panel.probation.reference
+        held = self._parts.panel.rewind_check.reference
         return held.step if held is not None else None
 
     def news(self) -> list[ProcessIncident | None]:
@@ -98,7 +98,7 @@ class CheckpointKeeper:
         parts |= {f"remembered.{name}": item.state_dict() for name, item in self._resumption.remembered.items()}
         for name, part in parts.items():
             try:
-                try_tree(part)
+                SerializedTree(part, is_trial=True)
             except Exception as error:
                 called = f"keep({name.removeprefix('kept.')}=...)" if name.startswith("kept.") else name
                 return called, f"its state cannot be saved: {in_one_line(error)}"
@@ -208,9 +208,9 @@ class CheckpointKeeper:
         world, best, state = self._parts.world, self._best, self._parts.state
         if "loss" not in metrics:
             return
-        if self._is_spread and world.on_main(lambda: best is not None and best.wants(metrics)):
+        if self._is_spread and world.on_main(lambda: best is not None and best.is_better(metrics)):
             tensors = weights.gathered(state.model, keep=world.is_main)
-        elif not self._is_spread and best is not None and best.wants(metrics):
+        elif not self._is_spread and best is not None and best.is_better(metrics):
             tensors = self._exported(state.live())
         else:
             return
@@ -346,7 +346,7 @@ class CheckpointKeeper:
         together = None
         if self._together is not None:
             self._offered += 1
-            together = Together(parts.world.rank, parts.world.size, f"{self._label}-{self._offered}", self._given_up)
+            together = SharedWrite(parts.world.rank, parts.world.size, f"{self._label}-{self._offered}", self._given_up)
         updates = self._parts.updates.copy()
         memory = {
             "statistics": statistics,
@@ -419,7 +419,7 @@ class CheckpointKeeper:
         return outcome.entry.path if outcome.entry is not None else None
 
     def _hear(self) -> None:
-        while self._writer is not None and (outcome := self._writer.heard()) is not None:
+        while self._writer is not None and (outcome := self._writer.next_outcome()) is not None:
             self._heard(outcome)
 
     def _heard(self, outcome: Outcome) -> None:
@@ -432,9 +432,9 @@ class CheckpointKeeper:
         elif not self._is_failing:
             self._is_failing = True
             what = f"the checkpoint of step {step:,} could not be written: {outcome.trouble}"
-            signal = Signal.DISK_FULL if outcome.is_room else Signal.CHECKPOINT_FAILED
+            signal = Signal.DISK_FULL if outcome.is_disk_full else Signal.CHECKPOINT_FAILED
             self._news.append(ProcessIncident(signal, step, step, what, "try_again"))
-            if not outcome.is_room:
+            if not outcome.is_disk_full:
                 log.info("the writer of checkpoints failed", exc_info=outcome.error, extra=IN_FILE_ONLY)
 
     def _heard_good(self, outcome: Outcome) -> None:

@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import stat
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from resilient_train.checkpoint.shares import are_complete, is_share
+from resilient_train.checkpoint.safetensors_files import are_complete, is_share
 from resilient_train.checkpoint.tree_files import TENSORS, TREE
-from resilient_train.checkpoint.weights import WEIGHTS
-from resilient_train.files import Written, is_left_over
+from resilient_train.files import Written, is_left_over, open_plain
 
-MANIFEST = "manifest.json"
+MANIFEST, WEIGHTS = "manifest.json", "weights.safetensors"
 VERIFIED, CANDIDATE, DEMOTED = "verified", "candidate", "demoted"
 
-UNKNOWN_FORMAT = "is of format"  # how it is told of one that this version does not read
+UNKNOWN_FORMAT = "is of format"  # how the message begins about one that this version does not read
 
 _FORMAT = 1
 _KINDS = (VERIFIED, CANDIDATE, DEMOTED)
 _COUNTS = ("step", "tick", "position", "world", "samples", "each")
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("kind", "config", "made_by"), (str,)),
+    **dict.fromkeys((*_COUNTS, "at"), (int,)),
+    "mlflow": (str, type(None)),
+    "remedies": (dict,),
+    "groups": (list,),
+    "files": (dict,),
+}
 _FILES = {WEIGHTS, TENSORS, TREE}
 _MOST_BYTES, _MOST_TREE = 2**26, 2**30  # of a manifest, and of what is in no tensor
+_MOST_HEADER = 10**8  # of a safetensors file: its own limit
 _MOST = 10**18  # of any count
-_PIECE = 2**22
 _AT_ONCE = 8  # files
 
 
@@ -55,9 +60,6 @@ class Manifest:
     groups: list[Any]  # what each optimizer's parameter groups were configured to
     files: dict[str, Written]
 
-    def of_kind(self, kind: str) -> Manifest:
-        return replace(self, kind=kind)
-
     def text(self) -> str:
         """Return the file: its last key is a digest of all before it."""
         body = {"format": _FORMAT, **asdict(self)}
@@ -65,33 +67,21 @@ class Manifest:
         return json.dumps({**body, "sha256": _digest(body)}, indent=1) + "\n"
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "kind": (str,),
-    "step": (int,),
-    "tick": (int,),
-    "position": (int,),
-    "world": (int,),
-    "samples": (int,),
-    "each": (int,),
-    "config": (str,),
-    "made_by": (str,),
-    "at": (int,),
-    "mlflow": (str, type(None)),
-    "remedies": (dict,),
-    "groups": (list,),
-    "files": (dict,),
-}
-
-
 def read(checkpoint: Path) -> Manifest:
     """Read the manifest of a checkpoint, and nothing else of it. Raises Damaged."""
-    require_plain_directory(checkpoint)
+    try:
+        mode = checkpoint.lstat().st_mode
+    except OSError as error:
+        raise Damaged(f"cannot be read: {error.strerror}") from error
+    if not stat.S_ISDIR(mode):
+        raise Damaged("is no directory, but a link or a file")
     file = checkpoint / MANIFEST
     size = _plain_size(file)
     if size > _MOST_BYTES:
         raise Damaged(f"{MANIFEST} is {size:,} bytes long: no manifest is")
     try:
-        content = _opened(file)
+        with open_plain(file, follow=False) as opened:
+            content = opened.read(_MOST_BYTES + 1)
         manifest = _checked(json.loads(content.decode("utf-8")))
         is_as_written = manifest.text().encode() == content
     except Damaged:
@@ -115,22 +105,21 @@ def _checked(node: Any) -> Manifest:
         raise Damaged(f"{MANIFEST} has keys or values that no manifest has")
     if node["kind"] not in _KINDS or any(not 0 <= node[key] < _MOST for key in _COUNTS):
         raise Damaged(f"{MANIFEST} has values that no manifest has")
-    files = {name: _entry(name, entry) for name, entry in node.pop("files").items()}
-    shares = _shares(files)
+    files: dict[str, Written] = {}
+    for name, entry in node.pop("files").items():
+        match entry:
+            case {"bytes": int(size), "sha256": str(digest)} if (
+                len(entry) == 2 and type(size) is int and 0 <= size < _MOST
+            ):
+                files[name] = Written(size, digest)
+            case _:
+                raise Damaged(f"{MANIFEST} says nothing of {name[:60]!r} that could be checked")
+    shares = {name for name in files if is_share(name)}
     if files.keys() - shares != (_FILES - {WEIGHTS} if shares else _FILES) or not are_complete(shares):
         raise Damaged(
             f"{MANIFEST} lists {', '.join(map(repr, sorted(files)))[:100] or 'nothing'}, not a checkpoint's files"
         )
     return Manifest(**node, files=files)
-
-
-def _entry(name: str, entry: Any) -> Written:
-    match entry:
-        case {"bytes": int(size), "sha256": str(digest), **rest} if (
-            not rest and type(size) is int and 0 <= size < _MOST
-        ):
-            return Written(size, digest)
-    raise Damaged(f"{MANIFEST} says nothing of {name[:60]!r} that could be checked")
 
 
 def verify(checkpoint: Path, *, is_read: bool = True) -> Manifest:
@@ -140,14 +129,16 @@ def verify(checkpoint: Path, *, is_read: bool = True) -> Manifest:
         names = {one.name for one in checkpoint.iterdir() if not is_left_over(one.name)}
     except OSError as error:
         raise Damaged(f"cannot be read: {error.strerror}") from error
-    if strangers := sorted(names - manifest.files.keys() - {MANIFEST}):
-        raise Damaged(f"holds {strangers[0][:60]!r}, which belongs to no checkpoint")
+    if unexpected := sorted(names - manifest.files.keys() - {MANIFEST}):
+        raise Damaged(f"holds {unexpected[0][:60]!r}, which belongs to no checkpoint")
     for name, written in manifest.files.items():
         size = _plain_size(checkpoint / name)
         if name == TREE and size > _MOST_TREE:
             raise Damaged(f"{name} is {size:,} bytes long: no state is")
         if size != written.size:
             raise Damaged(f"{name} is {size:,} bytes long, and {written.size:,} were written")
+        if name != TREE:
+            _require_described(checkpoint / name, size)
     if is_read:
         with ThreadPoolExecutor(_AT_ONCE) as pool:  # hashing lets go of Python's lock
             digests = pool.map(lambda name: _sha256(checkpoint / name), manifest.files)
@@ -155,20 +146,6 @@ def verify(checkpoint: Path, *, is_read: bool = True) -> Manifest:
                 if digest != written.sha256:
                     raise Damaged(f"{name} is not what was written")
     return manifest
-
-
-def _shares(names: Iterable[str]) -> set[str]:
-    return {name for name in names if is_share(name)}
-
-
-def require_plain_directory(path: Path) -> None:
-    """Raise Damaged unless it is a directory itself, and no link to one."""
-    try:
-        mode = path.lstat().st_mode
-    except OSError as error:
-        raise Damaged(f"cannot be read: {error.strerror}") from error
-    if not stat.S_ISDIR(mode):
-        raise Damaged("is no directory, but a link or a file")
 
 
 def _plain_size(file: Path) -> int:
@@ -182,20 +159,30 @@ def _plain_size(file: Path) -> int:
     return facts.st_size
 
 
-def _opened(file: Path) -> bytes:
-    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
-        return opened.read(_MOST_BYTES + 1)
+def _require_described(file: Path, size: int) -> None:
+    """Raise Damaged unless the tensors that a file lists at its head fill it: what is too large takes long to read."""
+    try:
+        length = int.from_bytes(_opened(file, 8), "little")
+        tensors = json.loads(_opened(file, 8 + min(length, _MOST_HEADER))[8:])
+        ends = [one["data_offsets"][1] for name, one in tensors.items() if name != "__metadata__"]
+        filled = 8 + length + max(ends, default=0)
+    except (OSError, ValueError, RecursionError, AttributeError, LookupError, TypeError) as error:
+        raise Damaged(f"{file.name} does not say which tensors it holds") from error
+    if filled != size:
+        raise Damaged(f"{file.name} is {size:,} bytes long, and its tensors {filled:,}")
+
+
+def _opened(file: Path, most: int = _MOST_BYTES + 1) -> bytes:
+    with open_plain(file, follow=False) as opened:
+        return opened.read(most)
 
 
 def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
     try:
-        with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
-            while piece := opened.read(_PIECE):
-                digest.update(piece)
+        with open_plain(file, follow=False) as opened:
+            return hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:
         raise Damaged(f"{file.name} cannot be read: {error.strerror}") from error
-    return digest.hexdigest()
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -10,10 +10,12 @@ from typing import Any
 
 from resilient_train.checkpoint.manifest import Damaged, Manifest
 from resilient_train.checkpoint.store import Entry, Saved, Store
-from resilient_train.errors import ConfigError, TrainError, unusable
-from resilient_train.record import endings, hangs
+from resilient_train.errors import ConfigError, TrainError, in_one_line, unusable
+from resilient_train.record import endings, notes
 from resilient_train.record.facts import Facts
+from resilient_train.record.notes import Hung
 from resilient_train.record.progress import Doing, Progress
+from resilient_train.recover.knobs import Knobs
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked
 from resilient_train.state.run_state import Snapshot, Stateful
@@ -131,7 +133,7 @@ class Resumption:
         live = parts.state.live()
         # All have the same files before them: rank 0 reads them through for all.
         saved = Store.load(entry, parts.world.device, live["weights"], is_verified=not parts.world.is_main)
-        why = parts.state.misfit(saved.parts)
+        why = parts.state.explain_mismatch(saved.parts)
         has_changed = any(key.startswith(_SHAPES) for key in self.how.changed)
         is_of_others = manifest.each == self.each and not manifest.samples % self.each  # of another number of processes
         if not why and manifest.samples != parts.samples.slicing.samples and not is_of_others:
@@ -143,6 +145,10 @@ class Resumption:
             raise unusable(key, f"{entry.path} does not fit it as it is now: {why}")
         if why:
             raise Damaged(f"does not fit this run: {why}")
+        try:
+            Knobs().load_state_dict(manifest.remedies["knobs"])
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise Damaged(f"holds knobs that no run has: {in_one_line(error)}") from error
         if not {"statistics", "passed", "panel", "remembered"} <= saved.memory.keys():
             raise Damaged("lacks what the checks remember")
         return saved
@@ -151,15 +157,15 @@ class Resumption:
         """Make a checkpoint the state of the run; `resuming`, what the process had in memory as well."""
         run, manifest, saved = self.parts, entry.manifest, self.read(entry)
         assert manifest is not None
-        parts = run.state.dealt(saved.parts)
+        made, parts = f"{entry.path}, written by {manifest.made_by}", run.state.reshard(saved.parts)
         if resuming and any(key.startswith(("optimizer.", "schedule.")) for key in self.how.changed):
             fresh = run.state.live()  # schedules as they are configured now, led to where the run stands
             parts |= {name: fresh[name] for name in parts if name.startswith("schedule.")}
         now = [[dict(group) for group in optimizer.param_groups] for optimizer in run.updater.optimizers]
         try:
             run.state.restore(Snapshot(parts))
-            run.panel.load_state_dict(saved.memory["statistics"]["panel"])
-            run.scans.load_state_dict(saved.memory["statistics"]["scans"])
+            if lacking := run.restore_statistics(saved.memory["statistics"]):
+                log.info("%s, has no statistics of %s: these start empty", made, ", ".join(lacking))
             if resuming:
                 run.panel.recall(saved.memory["panel"])
                 run.updates.recall(saved.memory["passed"])
@@ -167,7 +173,8 @@ class Resumption:
                     item.load_state_dict(saved.memory["remembered"][name])
             self._as_configured(manifest, now)
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError) as error:
-            raise TrainError(f"{entry.path} holds no state of this run: {type(error).__name__}: {error}") from error
+            what = f"lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+            raise TrainError(f"{made}, holds no state of this run as this version has it: {what}") from error
         run.updater.note_rates()
         run.updater.accept(run.clock.step)
         run.clock.tick = max(run.clock.tick, manifest.tick)
@@ -207,11 +214,11 @@ class Resumption:
     def _hung(self) -> str:
         """What other ranks have noted of a hang that rank 0 could not tell of."""
         place = self.directory
-        noted = hangs.found(place) if place is not None else []
+        noted = notes.found(place, Hung) if place is not None else []
         if not noted or place is None:
             return ""
-        hangs.clear(place)
-        return hangs.told(noted, max(self.parts.world.size, noted[-1].rank + 1))
+        notes.clear(place, Hung)
+        return notes.who_hung(noted, max(self.parts.world.size, noted[-1].rank + 1))
 
     def _crash(
         self, step: int, skipped: tuple[int, int] | None, hung: str, incidents: Sequence[Incident]

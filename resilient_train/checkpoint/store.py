@@ -1,10 +1,10 @@
-"""The checkpoints of a run: written as a whole or not at all, verified before they are believed, pruned, demoted.
+"""The checkpoints of a run: written as a whole or not at all, verified before they are used, pruned, demoted.
 
 checkpoints/step-00000400/manifest.json         what it is of, and the sha256 of the others
                          /weights.safetensors   weights and buffers by their own names, for any program;
                          /tensors.safetensors   all other tensors
                          /tree.json             all other values
-                         /share-00000-of-00002.safetensors   where they are spread over ranks, instead what each has
+                         /share-00000-of-00002.safetensors   where tensors are sharded: what each rank has of them
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,18 @@ from safetensors.torch import load_file
 
 from resilient_train import files
 from resilient_train.checkpoint import manifest as manifests
-from resilient_train.checkpoint import shares
 from resilient_train.checkpoint.manifest import (
     CANDIDATE,
     DEMOTED,
     MANIFEST,
     UNKNOWN_FORMAT,
     VERIFIED,
+    WEIGHTS,
     Damaged,
     Manifest,
 )
-from resilient_train.checkpoint.safetensors_file import NAMES, chunks
-from resilient_train.checkpoint.shares import Together
-from resilient_train.checkpoint.tree_files import Planned, load_tree
-from resilient_train.checkpoint.weights import WEIGHTS
+from resilient_train.checkpoint.safetensors_files import NAMES, SharedWrite, chunks, collect_shares, write_share
+from resilient_train.checkpoint.tree_files import SerializedTree, load_tree
 from resilient_train.files import Written, commit_directory, commit_text, remove, sweep, temporary, write_file
 
 CHECKPOINTS = "checkpoints"  # its name in a run directory
@@ -54,7 +52,6 @@ class Entry:
 
     @classmethod
     def of(cls, path: Path) -> Entry:
-        """Read the manifest of a checkpoint."""
         try:
             return cls(path, manifests.read(path))
         except Damaged as why:
@@ -62,12 +59,11 @@ class Entry:
 
     @property
     def is_usable(self) -> bool:
-        """Say whether a run may go on from it, as far as its manifest tells."""
+        """Say whether a run may resume from it, as far as its manifest says."""
         return self.manifest is not None and self.manifest.kind != DEMOTED
 
     @property
     def manifest_step(self) -> int:
-        """Its step, by its manifest."""
         return self.manifest.step if self.manifest is not None else 0
 
 
@@ -88,7 +84,7 @@ class Store:
     def entries(self) -> list[Entry]:
         """List what is there, the latest first; files are not read, so damage shows only in manifests.
 
-        What says nothing of its tick comes before all that are of no later step: it is told rather than missed.
+        One without a readable manifest comes before all that are of no later step by its name: reported, not missed.
         """
         found: list[Entry] = []
         with contextlib.suppress(FileNotFoundError):
@@ -97,13 +93,13 @@ class Store:
                     found.append(Entry.of(path))
         entries = sorted((one for one in found if one.manifest is not None), key=_age, reverse=True)
         for lost in sorted((one for one in found if one.manifest is None), key=_age):
-            steps = [one.manifest_step if one.manifest is not None else -1 for one in entries]
-            at = next((at for at, step in enumerate(steps) if step <= _age(lost)[1]), len(entries))
-            entries.insert(at, lost)
+            step = _age(lost)[1]
+            places = (at for at, one in enumerate(entries) if one.manifest is None or one.manifest_step <= step)
+            entries.insert(next(places, len(entries)), lost)
         return entries
 
     def usable(self) -> Iterator[Entry]:
-        """The entries that a run may go on from, the latest first."""
+        """The entries that a run may resume from, the latest first."""
         return (one for one in self.entries() if one.is_usable)
 
     def write(
@@ -112,38 +108,41 @@ class Store:
         parts: Mapping[str, Any],
         exported: Mapping[str, torch.Tensor],
         memory: Mapping[str, Any],
-        together: Together | None = None,
+        shared: SharedWrite | None = None,
     ) -> Entry:
         """Write a checkpoint and commit it. Its manifest is made by `describe`, of what is in its files.
 
-        `exported` are the tensors for other programs: weights that are among them are not written twice. `together`
-        with other ranks, which call `write_share`, rank 0 calls this and waits for them.
+        `exported` are the tensors for other programs: weights that are among them are not written twice. Of a
+        checkpoint that is `shared` rank 0 calls this, and waits for the others, which call `write_share`.
         """
         usual = {name: one for name, one in exported.items() if one.dtype in NAMES}
-        planned = Planned(_tree(parts, usual, memory))
-        beside = self._beside(together)
+        rest = {name: one for name, one in parts["weights"].items() if name not in usual}
+        tree = SerializedTree({"parts": {**parts, "weights": rest}, "memory": dict(memory)})
+        new = self._make_new(shared)
         try:
-            written = planned.write(beside)
-            if together is None:
-                written[WEIGHTS] = write_file(beside / WEIGHTS, chunks(usual))
+            written = tree.write(new)
+            if shared is None:
+                written[WEIGHTS] = write_file(new / WEIGHTS, chunks(usual))
             else:
                 began = time.monotonic()
-                shares.write(beside, together, lambda: planned.spread)
-                written |= shares.gathered(beside, together, time.monotonic() - began)
+                write_share(new, shared, lambda: tree.sharded)
+                written |= collect_shares(new, shared, time.monotonic() - began)
             manifest = describe(written)
-            write_file(beside / MANIFEST, [manifest.text().encode()])
-            path = self._free(manifest.step)
-            commit_directory(beside, path)
+            write_file(new / MANIFEST, [manifest.text().encode()])
+            path, number = self.path / f"step-{manifest.step:08}", 2
+            while path.exists():  # after a rewind a run comes to the same step again
+                path, number = self.path / f"step-{manifest.step:08}.{number}", number + 1
+            commit_directory(new, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                remove(beside)
+                remove(new)
             raise
         return Entry(path, manifest)
 
-    def write_share(self, parts: Callable[[], Mapping[str, Any]], together: Together) -> None:
+    def write_share(self, parts: Callable[[], Mapping[str, Any]], shared: SharedWrite) -> None:
         """Write what a rank other than 0 holds of a checkpoint."""
-        beside = temporary(self.path / f"new-{together.label}")
-        shares.write(beside, together, lambda: Planned(_tree(parts(), {}, {})).spread)
+        new = temporary(self.path / f"new-{shared.label}")
+        write_share(new, shared, lambda: SerializedTree({"parts": dict(parts()), "memory": {}}).sharded)
 
     @staticmethod
     def load(
@@ -170,9 +169,9 @@ class Store:
         raise Damaged("holds no state of a run")
 
     def mark(self, entry: Entry, kind: str) -> Entry:
-        """Say something else about a checkpoint: that it is proven now, or not to be trusted."""
+        """Change what a checkpoint is: verified now, or demoted."""
         assert entry.manifest is not None
-        manifest = entry.manifest.of_kind(kind)
+        manifest = replace(entry.manifest, kind=kind)
         commit_text(entry.path / MANIFEST, manifest.text())
         return Entry(entry.path, manifest)
 
@@ -182,7 +181,7 @@ class Store:
         return [self.mark(one, DEMOTED) for one in newer]
 
     def prune(self, keep: int, keep_every: int, reference: int | None = None) -> None:
-        """Let old ones go; what is not verified goes once something newer is. What cannot be removed stays."""
+        """Remove old ones; what is not verified goes once something newer is. What cannot be removed stays."""
         entries = self.entries()
         verified = [one for one in entries if one.manifest is not None and one.manifest.kind == VERIFIED]
         if not verified:
@@ -191,11 +190,12 @@ class Store:
         if reference is not None:  # the run is not back where it was there
             kept |= {one.path for one in [one for one in verified if one.manifest_step <= reference][:1]}
         kept |= {one.path for one in verified if keep_every and one.manifest and not one.manifest.step % keep_every}
-        kept |= {one.path for one in entries[: entries.index(verified[0])] if not one.damage and _is_candidate(one)}
+        newer = entries[: entries.index(verified[0])]
+        kept |= {one.path for one in newer if one.manifest is not None and one.manifest.kind == CANDIDATE}
         for one in entries:
             if one.path not in kept and not one.damage.startswith(UNKNOWN_FORMAT):  # a newer version may read it
                 with contextlib.suppress(OSError):
-                    hidden = temporary(one.path)  # a removal that is cut short leaves no half checkpoint
+                    hidden = temporary(one.path)  # an interrupted removal leaves no half checkpoint
                     files.disk.rename(one.path, hidden)
                     remove(hidden)
 
@@ -205,40 +205,24 @@ class Store:
         for entry in self.entries():
             sweep(entry.path)
 
-    def _beside(self, together: Together | None) -> Path:
+    def _make_new(self, shared: SharedWrite | None) -> Path:
         """Make the directory in which a checkpoint is written before it has a name: rank 0 does it for all."""
         if not self.path.is_dir():
             files.disk.make_directory(self.path)
             files.sync_directory(self.path.parent)
-        beside = temporary(self.path / ("new" if together is None else f"new-{together.label}"))
-        if together is not None:
-            sweep(self.path.resolve())  # of one that failed another rank may have left something
-        elif beside.exists():
-            remove(beside)
-        files.disk.make_directory(beside)
-        return beside
-
-    def _free(self, step: int) -> Path:
-        """A name that is not taken: after a rewind a run comes to the same step again."""
-        path, number = self.path / f"step-{step:08}", 2
-        while path.exists():
-            path, number = self.path / f"step-{step:08}.{number}", number + 1
-        return path
-
-
-def _tree(parts: Mapping[str, Any], exported: Mapping[str, torch.Tensor], memory: Mapping[str, Any]) -> Any:
-    rest = {name: one for name, one in parts["weights"].items() if name not in exported}
-    return {"parts": {**parts, "weights": rest}, "memory": dict(memory)}
+        new = temporary(self.path / ("new" if shared is None else f"new-{shared.label}"))
+        if shared is not None:
+            sweep(self.path.resolve())  # another rank may have left files of a checkpoint that failed
+        elif new.exists():
+            remove(new)
+        files.disk.make_directory(new)
+        return new
 
 
 def _age(entry: Entry) -> tuple[int, int, str]:
-    """By tick, which never goes back; of what says nothing, by its name."""
+    """By tick, which never goes back; without a manifest, by the step in its name."""
     if entry.manifest is not None:
         return entry.manifest.tick, entry.manifest.step, entry.path.name
     match = _NAME.fullmatch(entry.path.name)
     step = int(match[1]) if match else 0
     return step, step, entry.path.name
-
-
-def _is_candidate(entry: Entry) -> bool:
-    return entry.manifest is not None and entry.manifest.kind == CANDIDATE

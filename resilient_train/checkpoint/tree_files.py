@@ -1,12 +1,11 @@
 """Trees of tensors and plain values as two files: names, numbers and text, nothing that executes on loading.
 
-`tensors.safetensors` holds the tensors and arrays under their paths in the tree, so that the weights of a run open with
-plain safetensors as well. `tree.json` holds the rest: null, booleans, whole numbers, finite floats, text and lists as
-themselves, and what JSON has no word for as an object with one telling key:
+`tensors.safetensors` holds the tensors and arrays under their paths in the tree. `tree.json` holds the rest: null,
+booleans, whole numbers, finite floats, text and lists as themselves, and all else as an object whose key says what:
 
     {"dict": {"lr": 0.1}}   {"items": [[0, ...], ["a", ...]]}   {"tuple": [...]}   {"float": "nan"}   {"bytes": "AAE="}
     {"tensor": "weights/head.bias", "dtype": "float32", "shape": [10]}   {"array": "random", ...}
-    {"spread": "weights/head.weight", "dtype": "float32", "shape": [10, 64]}   in the files of the ranks (shares.py)
+    {"spread": "weights/head.weight", "dtype": "float32", "shape": [10, 64]}   a tensor in the ranks' shares
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from resilient_train.checkpoint.safetensors_file import chunks
-from resilient_train.checkpoint.shares import Shares
+from resilient_train.checkpoint.safetensors_files import NAMES, Shares, chunks
 from resilient_train.files import Written, write_file
-from resilient_train.state.spread import Share, is_spread, own
-from resilient_train.state.tree import home
+from resilient_train.state.sharded import Share, is_sharded, local_part
+from resilient_train.state.tree import original_device
 
 TENSORS, TREE = "tensors.safetensors", "tree.json"
 
@@ -36,56 +34,21 @@ Place = tuple[str | int, ...]  # the keys that lead to a node
 
 _PLAIN = (type(None), bool, int, str)
 
-# What safetensors writes since long; other dtypes (complex, float8 and what is yet to come) are written as their bytes.
-_COMMON = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-}
+# Other dtypes (complex, float8 and what is yet to come) are written as their bytes.
+_COMMON = NAMES.keys() - {torch.float8_e4m3fn, torch.float8_e5m2}
 _NAMES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _DTYPES = {name: one for one, name in _NAMES.items() if re.match("bool|u?int|b?float|complex", name)}  # none quantized
 _ARRAY_DTYPE = re.compile(r"[<>|][biufcSU][1-9]\d{0,8}")  # no objects, no structures
 
-_BESIDE = {"order", "device"}  # what is told of some tensors only
 _CPU = torch.device("cpu")
-
-_DAMAGED = (SafetensorError, ValueError, TypeError, OverflowError, RuntimeError)  # the last: nested too deep
-
-
-class Planned:
-    """A tree as it is to be written; TypeError names the path of what cannot be."""
-
-    def __init__(self, tree: Tree) -> None:
-        writing = _Writing()
-        self._text = json.dumps(writing.node(tree, ()), allow_nan=False)
-        self._tensors = writing.tensors
-        self.spread = writing.spread  # of what is spread over ranks, this one's share by name: the same on all of them
-
-    def write(self, directory: Path) -> dict[str, Written]:
-        """Write all but the shares to a directory that exists; the files are synced."""
-        return {
-            TENSORS: write_file(directory / TENSORS, chunks(self._tensors)),
-            TREE: write_file(directory / TREE, [self._text.encode(), b"\n"]),
-        }
-
-
-def save_tree(directory: Path, tree: Tree) -> dict[str, Written]:
-    """Write `tree`, none of which is spread over ranks, to a directory that exists.
-
-    The directory is to be committed as a whole. Tensors that share memory come back apart.
-    """
-    return Planned(tree).write(directory)
-
-
-def try_tree(tree: Tree) -> None:
-    """Raise what writing `tree` would, such as a TypeError that names the path of what cannot be written."""
-    json.dumps(_Writing(is_trial=True).node(tree, ()), allow_nan=False)
+_OPTIONAL = {"order", "device"}  # keys that only some tensors have
 
 
 def load_tree(directory: Path, device: torch.device = _CPU) -> Tree:
-    """Read what `save_tree` wrote; ValueError says in one line what is damaged.
+    """Read what a SerializedTree wrote; ValueError says in one line what is damaged.
 
     Tensors are read into the host's memory; of those that were on an accelerator, `device` is noted as their home.
-    Those that were spread over ranks are not read yet: they are Scattered.
+    Those that were sharded are not read yet: they are UnreadTensors. Tensors that shared memory come back apart.
     """
     try:
         tensors = load_file(directory / TENSORS)
@@ -95,20 +58,29 @@ def load_tree(directory: Path, device: torch.device = _CPU) -> Tree:
             raise ValueError(f"{TREE} has no place for {lost[0]:.120}")
     except FileNotFoundError as error:
         raise ValueError(f"{directory} is damaged: a file is missing ({error})") from error
-    except _DAMAGED as error:
+    except (SafetensorError, ValueError, TypeError, OverflowError, RuntimeError) as error:  # the last: nested too deep
         raise ValueError(f"{directory} is damaged: {' '.join(str(error).split())}") from error
     return tree
 
 
-class _Writing:
-    """Turns a tree into JSON, and collects its tensors."""
+class SerializedTree:
+    """A tree as it is to be written: JSON, and its tensors by name. TypeError names the path of what cannot be."""
 
-    def __init__(self, *, is_trial: bool = False) -> None:
-        self._is_trial = is_trial  # tensors are looked at, and not copied from a device
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.spread: dict[str, Any] = {}
+    def __init__(self, tree: Tree, *, is_trial: bool = False) -> None:
+        """`is_trial`: only look whether it can be written; no tensor is copied from a device."""
+        self._is_trial = is_trial
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.sharded: dict[str, Any] = {}  # this rank's shares; their names are the same on all ranks
+        self._text = json.dumps(self._node(tree, ()), allow_nan=False)
 
-    def node(self, node: Tree, path: Place) -> Any:
+    def write(self, directory: Path) -> dict[str, Written]:
+        """Write all but the shares to a directory that exists; the files are synced."""
+        return {
+            TENSORS: write_file(directory / TENSORS, chunks(self._tensors)),
+            TREE: write_file(directory / TREE, [self._text.encode(), b"\n"]),
+        }
+
+    def _node(self, node: Tree, path: Place) -> Any:
         if type(node) in _PLAIN:
             return node
         if type(node) is float:
@@ -116,23 +88,20 @@ class _Writing:
         if type(node) is bytes:
             return {"bytes": base64.b64encode(node).decode("ascii")}
         if type(node) in (list, tuple):
-            values = [self.node(value, (*path, number)) for number, value in enumerate(node)]
+            values = [self._node(value, (*path, number)) for number, value in enumerate(node)]
             return values if type(node) is list else {"tuple": values}
         if type(node) is dict:
-            return self._dict(node, path)
-        if type(node) is Share or is_spread(node):
-            return self._spread(node, path)
+            if odd := [key for key in node if type(key) not in (str, int)]:
+                raise _unfit(path, f"has the key {odd[0]!r:.60}")
+            items = {key: self._node(value, (*path, key)) for key, value in node.items()}
+            return {"dict": items} if all(type(key) is str for key in items) else {"items": list(items.items())}
+        if type(node) is Share or is_sharded(node):
+            return self._share(node, path)
         if type(node) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return self._tensor(node, path)
         if type(node) is np.ndarray or isinstance(node, np.generic):
             return self._array(node, path)
         raise _unfit(path, f"is a {type(node).__module__}.{type(node).__qualname__}")
-
-    def _dict(self, node: dict[Any, Tree], path: Place) -> Any:
-        if odd := [key for key in node if type(key) not in (str, int)]:
-            raise _unfit(path, f"has the key {odd[0]!r:.60}")
-        values = {key: self.node(value, (*path, key)) for key, value in node.items()}
-        return {"dict": values} if all(type(key) is str for key in values) else {"items": list(values.items())}
 
     def _tensor(self, tensor: torch.Tensor, path: Place) -> Any:
         name, dtype = self._name(path), _NAMES[tensor.dtype]
@@ -141,37 +110,38 @@ class _Writing:
         described: dict[str, Any] = {"tensor": name, "dtype": dtype, "shape": list(tensor.shape)}
         if order := _order(tensor):
             described["order"] = order
-        if home(tensor).type != "cpu":
-            described["device"] = home(tensor).type
+        if (device := original_device(tensor).type) != "cpu":
+            described["device"] = device
         if self._is_trial:
             return described
         plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         if tensor.dtype not in _COMMON:
             plain = plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-        self.tensors[name] = plain
+        self._tensors[name] = plain
         return described
 
-    def _spread(self, share: Any, path: Place) -> Any:
-        name, local = self._name(path), own(share)
+    def _share(self, share: Any, path: Place) -> Any:
+        name, local = self._name(path), local_part(share)
         if share.dtype not in _COMMON or local.layout is not torch.strided:
-            raise _unfit(path, f"is a {local.layout} tensor of {share.dtype} that is spread over ranks")
-        self.spread[name] = share
+            raise _unfit(path, f"is a {local.layout} tensor of {share.dtype} that is sharded")
+        self.sharded[name] = share
         described = {"spread": name, "dtype": _NAMES[share.dtype], "shape": list(share.shape)}
-        return described if home(local).type == "cpu" else {**described, "device": home(local).type}
+        device = original_device(local).type
+        return described if device == "cpu" else {**described, "device": device}
 
     def _array(self, array: np.ndarray[Any, Any] | np.generic, path: Place) -> Any:
         name, dtype = self._name(path), array.dtype.str
         if not _ARRAY_DTYPE.fullmatch(dtype):
             raise _unfit(path, f"is a numpy array of {array.dtype}")
         kind = "array" if isinstance(array, np.ndarray) else "scalar"
-        self.tensors[name] = torch.from_numpy(np.array(array, order="C").reshape(-1).view(np.uint8))
+        self._tensors[name] = torch.from_numpy(np.array(array, order="C").reshape(-1).view(np.uint8))
         return {kind: name, "dtype": dtype, "shape": list(array.shape)}
 
     def _name(self, path: Place) -> str:
         """Return the path as a name that no other tensor has: 1 and "1", or a key with a slash, would read the same."""
         name = "/".join(map(str, path)).encode("utf-8", "replace").decode() or "tensor"
         unique, number = name, 2
-        while unique in self.tensors or unique in self.spread or unique == "__metadata__":  # a word of safetensors' own
+        while unique in {*self._tensors, *self.sharded, "__metadata__"}:  # the last is safetensors' own key
             unique, number = f"{name}#{number}", number + 1
         return unique
 
@@ -197,14 +167,24 @@ class _Reading:
             case {"dict": dict(values), **rest} if not rest:
                 return {key: self.node(value) for key, value in values.items()}
             case {"items": list(items), **rest} if not rest:
-                return self._items(items)
+                tree: dict[str | int, Tree] = {}
+                for item in items:
+                    match item:
+                        case [str() | int() as key, value] if type(key) is not bool and key not in tree:
+                            tree[key] = self.node(value)
+                        case _:
+                            raise ValueError(f"it has an item it should not have, {_short(item)}")
+                return tree
             case {"tuple": list(values), **rest} if not rest:
                 return tuple(self.node(value) for value in values)
             case {"float": "nan" | "inf" | "-inf" as word, **rest} if not rest:
                 return float(word)
             case {"bytes": str(text), **rest} if not rest:
                 return base64.b64decode(text, validate=True)
-            case {"tensor": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if rest.keys() <= _BESIDE:
+            case {"tensor": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if rest.keys() <= {
+                "order",
+                "device",
+            }:
                 tensor, place = self._tensor(name, dtype, shape, rest.get("order")), self._home(name, rest)
                 if place is not None:
                     tensor.home = place  # type: ignore[attr-defined]
@@ -224,16 +204,6 @@ class _Reading:
         if rest.get("device") not in (None, self.device.type):
             raise ValueError(f"{name} was on another kind of device, {rest['device']!r:.60}")
         return self.device if "device" in rest else None
-
-    def _items(self, items: list[Any]) -> dict[str | int, Tree]:
-        tree: dict[str | int, Tree] = {}
-        for item in items:
-            match item:
-                case [str() | int() as key, value] if type(key) is not bool and key not in tree:
-                    tree[key] = self.node(value)
-                case _:
-                    raise ValueError(f"it has an item it should not have, {_short(item)}")
-        return tree
 
     def _tensor(self, name: str, dtype_name: str, shape: list[Any], order: Any) -> torch.Tensor:
         dtype = _DTYPES.get(dtype_name)

@@ -8,9 +8,9 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
-from resilient_train.data.iterable import IterableSamples
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import MapSamples, Samples, Slicing
+from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Stream
 from resilient_train.errors import ConfigError
 
@@ -32,16 +32,19 @@ def samples(
     dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate, pin_memory: bool
 ) -> Samples:
     """Put a cursor into a training set."""
-    path = config.train["_target_"]
-    if not _is_map_style(dataset, "data.train._target_", path):
-        _require_rewind(dataset, path)
+    key, path = "data.train._target_", config.train["_target_"]
+    if not _is_map_style(dataset, key, path):
+        lacks = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(dataset, name, None))]
+        if lacks:
+            why = f"an iterable data set has to be rewound after trouble, and this {type(dataset).__name__} lacks"
+            raise ConfigError(key, path, f"{why} {' and '.join(lacks)}")
         if config.num_workers:
             why = "an iterable data set is read in the training process, where it can be rewound exactly: use 0"
             raise ConfigError("data.num_workers", config.num_workers, why)
         try:
             return IterableSamples(dataset, slicing, seed=seed, collate=collate)
         except ValueError as error:
-            raise ConfigError("data.train._target_", path, str(error)) from error
+            raise ConfigError(key, path, str(error)) from error
     stream = Stream(len(dataset), seed, shuffle=config.shuffle)
     return MapSamples(dataset, stream, slicing, collate=collate, num_workers=config.num_workers, pin_memory=pin_memory)
 
@@ -49,7 +52,7 @@ def samples(
 def evaluation(
     dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate
 ) -> MapEvaluation | IterableEvaluation:
-    """Deal an evaluation set over the ranks."""
+    """Split an evaluation set over the ranks."""
     assert config.eval is not None
     if not _is_map_style(dataset, "data.eval._target_", config.eval["_target_"]):
         return IterableEvaluation(dataset, slicing, seed=seed, collate=collate)
@@ -66,12 +69,5 @@ def _is_map_style(dataset: Any, key: str, path: str) -> bool:
         return True
     if hasattr(kind, "__iter__"):
         return False
-    wanted = "a data set has __getitem__ and __len__, or __iter__ with state_dict and load_state_dict"
-    raise ConfigError(key, path, f"gave a {kind.__name__}, which is no data set: {wanted}")
-
-
-def _require_rewind(dataset: Any, path: str) -> None:
-    lacks = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(dataset, name, None))]
-    if lacks:
-        why = f"an iterable data set has to be rewound after trouble, and this {type(dataset).__name__} lacks"
-        raise ConfigError("data.train._target_", path, f"{why} {' and '.join(lacks)}")
+    needed = "a data set has __getitem__ and __len__, or __iter__ with state_dict and load_state_dict"
+    raise ConfigError(key, path, f"gave a {kind.__name__}, which is not a data set: {needed}")

@@ -1,4 +1,4 @@
-"""Batches of an evaluation set: every row once, dealt over the ranks."""
+"""Batches of an evaluation set: every row once, split over the ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
-from resilient_train.data.patience import Patience, may_pass, unwatched
-from resilient_train.data.rescue import fetched_again
+from resilient_train.data.failed_rows import Retries, fetched_again, may_pass, no_watchdog
 from resilient_train.data.rows import Collate, RepeatableBatches
 from resilient_train.data.samples import Slicing, loader
 from resilient_train.data.stream import Key
@@ -23,17 +22,11 @@ class MapEvaluation:
 
     def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate, num_workers: int) -> None:
         keys = [Key(seed, 0, index) for index in range(len(dataset))]
-        self._plan, self._weights = _deal(_chunks(keys, slicing.batch_size), slicing)
+        self._plan, self._weights = _split(_chunks(keys, slicing.batch_size), slicing)
         self._loader = loader(dataset, self._plan, collate, num_workers=num_workers, pin_memory=False)
         self._here = RepeatableBatches(dataset, collate)
 
-    def __len__(self) -> int:
-        return len(self._plan)
-
-    def __iter__(self) -> Iterator[Weighted]:
-        return self.batches()
-
-    def batches(self, beat: Callable[[], None] = unwatched) -> Iterator[Weighted]:
+    def batches(self, beat: Callable[[], None] = no_watchdog) -> Iterator[Weighted]:
         """Yield every batch; one that fails for a moment is fetched again, and `beat` called meanwhile."""
         batches = iter(self._loader)
         for keys, weight in zip(self._plan, self._weights, strict=True):
@@ -42,15 +35,12 @@ class MapEvaluation:
             except Exception as error:
                 if not may_pass(error):
                     raise
-                batch = self._fetched_again(keys, Patience(beat))
+                rows, raised = fetched_again(keys, self._here, Retries(beat))
+                for why in raised.values():
+                    what = f"{len(raised)} of {len(keys)} rows of an evaluation could not be fetched"
+                    raise StorageFailed(what, in_one_line(why)) from why
+                batch = self._here.of_rows(rows, keys)
             yield batch, weight
-
-    def _fetched_again(self, keys: Sequence[Any], patience: Patience) -> Any:
-        rows, raised = fetched_again(keys, self._here, patience)
-        for error in raised.values():
-            what = f"{len(raised)} of {len(keys)} rows of an evaluation could not be fetched"
-            raise StorageFailed(what, in_one_line(error)) from error
-        return self._here.of_rows(rows, keys)
 
     def close(self) -> None:
         """Let go of worker processes."""
@@ -65,17 +55,14 @@ class IterableEvaluation:
         self._can_rewind = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
         self._pristine = copy.deepcopy(dataset.state_dict()) if self._can_rewind else None
 
-    def __iter__(self) -> Iterator[Weighted]:
-        return self.batches()
-
-    def batches(self, beat: Callable[[], None] = unwatched) -> Iterator[Weighted]:
+    def batches(self, beat: Callable[[], None] = no_watchdog) -> Iterator[Weighted]:
         """Yield every batch."""
         if self._can_rewind:
             self.dataset.load_state_dict(copy.deepcopy(self._pristine))
         rows = self._seeded()
         number = 0
         while group := list(islice(rows, self.slicing.batch_size * self.slicing.world)):
-            batches, weights = _deal(_chunks(group, self.slicing.batch_size), self.slicing)
+            batches, weights = _split(_chunks(group, self.slicing.batch_size), self.slicing)
             for batch, weight in zip(batches, weights, strict=True):
                 seed_host(mix(Purpose.COLLATE, self.seed, number * self.slicing.world + self.slicing.rank))
                 yield self.collate(list(batch)), weight
@@ -100,7 +87,7 @@ def _chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _deal(batches: list[Sequence[Any]], slicing: Slicing) -> tuple[list[Sequence[Any]], list[int]]:
+def _split(batches: list[Sequence[Any]], slicing: Slicing) -> tuple[list[Sequence[Any]], list[int]]:
     """Give every rank the same number of batches: a forward with collectives hangs when one rank has fewer."""
     mine = batches[slicing.rank :: slicing.world]
     weights = [len(batch) for batch in mine]

@@ -7,29 +7,29 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn, Protocol
+from operator import itemgetter
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from resilient_train.data.patience import Patience, may_pass, unwatched
-from resilient_train.data.rescue import FailedRow, rescued
-from resilient_train.data.rows import Collate, RepeatableBatches, only
-from resilient_train.data.stream import Key, Stream, micro_batches
+from resilient_train.data.failed_rows import FailedRow, Retries, may_pass, no_watchdog, with_substitutes
+from resilient_train.data.rows import Collate, RepeatableBatches
+from resilient_train.data.stream import Key, Span, Stream
 from resilient_train.errors import StorageFailed, in_one_line
-from resilient_train.ranks.leaving import end_with_parent
+from resilient_train.ranks.process_exit import exit_with_parent
 
 _log = logging.getLogger("resilient_train")
 
 
-_MOST = 2**24  # samples that a process brings to an update
-_STORM_UPDATES, _STORM_ROWS = 16, 8  # so many rows of so few updates fail of the storage: it is to blame, not they
+_MOST = 2**24  # samples of one process in an update
+_STORM_UPDATES, _STORM_ROWS = 16, 8  # so many rows of so few updates fail: the storage is to blame, not the rows
 
 
 @dataclass(frozen=True)
 class Slicing:
-    """How an update's samples are dealt out: `batch_size` is per process and micro-batch."""
+    """How an update's samples are split: `batch_size` is per process and micro-batch."""
 
     batch_size: int
     accumulation: int = 1
@@ -42,15 +42,15 @@ class Slicing:
         return self.batch_size * self.accumulation * self.world
 
     def halved(self) -> Slicing | None:
-        """The same samples in micro-batches of half the size; None where that does not come out even."""
+        """The same samples in micro-batches of half the size; None where they cannot be halved."""
         if self.batch_size % 2:
             return None
         return replace(self, batch_size=self.batch_size // 2, accumulation=2 * self.accumulation)
 
     def for_samples(self, samples: int) -> Slicing | None:
-        """Deal so many samples an update out over these ranks, in micro-batches no larger than they are.
+        """Split so many samples per update over these ranks, in micro-batches no larger than now.
 
-        None where that does not come out even.
+        None where they do not divide.
         """
         mine, rest = divmod(samples, self.world)
         if rest or not 0 < mine <= _MOST:
@@ -59,9 +59,14 @@ class Slicing:
         accumulation = next(count for count in range(least, mine + 1) if mine % count == 0)
         return replace(self, batch_size=mine // accumulation, accumulation=accumulation)
 
-    def of_this_rank(self, keys: Sequence[Any]) -> list[Sequence[Any]]:
-        """Return this rank's micro-batches of an update's samples."""
-        return micro_batches(keys, batch_size=self.batch_size, rank=self.rank, world=self.world)
+    def of_this_rank(self, samples: Sequence[Any]) -> list[Sequence[Any]]:
+        """Slice an update's samples into this rank's micro-batches.
+
+        Ranks take turns, so that two ranks without accumulation and one rank that accumulates twice work on the very
+        same groups of samples.
+        """
+        starts = range(self.rank * self.batch_size, len(samples), self.world * self.batch_size)
+        return [samples[start : start + self.batch_size] for start in starts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +77,25 @@ class Update:
     stop: int
     batches: list[Any]
     keys: list[Sequence[Key]] = field(default_factory=list)  # what the batches were made of; empty without an index
-    failed: tuple[FailedRow, ...] = ()  # rows that raised, and in whose places others stand this once
+    failed: tuple[FailedRow, ...] = ()  # rows that raised; this update has others in their places
 
 
 class Samples(Protocol):
-    """A cursor over training data. Its state is the position and whatever else finding it again takes."""
+    """A cursor over training data. Its state is the position and whatever else finding it again takes.
+
+    Those whose rows have no index inherit what says so: nothing else than `rows` may be asked of their rows.
+    """
 
     position: int
     slicing: Slicing  # how an update's samples are cut up
-    rows: int  # that have an index, by which they can be fetched again and put in quarantine; 0: none has
+    rows: int = 0  # that have an index, by which they can be fetched again and put in quarantine; 0: none has
 
     @property
     def next_start(self) -> int:
         """Where the next update's samples begin."""
 
-    def next_update(self, beat: Callable[[], None] = unwatched) -> Update:
-        """Fetch the next update's samples and move behind them. `beat` is called while fetches are tried again."""
+    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
+        """Fetch the next update's samples and move past them. `beat` is called while fetches are retried."""
 
     def go_back(self, update: Update) -> None:
         """Fetch this update, one of the last two, once more."""
@@ -96,34 +104,13 @@ class Samples(Protocol):
         """Pass over these positions from now on, after rewinds too."""
 
     def slice_as(self, slicing: Slicing) -> bool:
-        """Deal the same samples of an update out in other micro-batches from the next one on, if that can be."""
+        """Slice the same samples of an update into other micro-batches from the next one on, if that is possible."""
 
     def passed_over(self) -> list[tuple[int, int]]:
         """Return the positions that are passed over."""
 
-    def quarantine(self, rows: Iterable[int]) -> None:
-        """Put others in the places of these rows from now on, after rewinds too."""
-
-    def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
-        """Return the rows at these positions, as far as rows have an index."""
-
-    def keys_at(self, start: int) -> list[Sequence[Key]]:
-        """Return what the update at this position is made of on this rank."""
-
-    def starts(self, after: int, samples: int) -> list[int]:
-        """Return where the updates begin that so many samples behind the one at a position are made into."""
-
-    def collated(self, keys: Sequence[Key]) -> Any:
-        """Make one micro-batch of these rows as training makes it. Leaves the host's generators anywhere."""
-
-    def fetched(self, key: Key) -> Any:
-        """Fetch one row as it comes from the data set. Leaves the host's generators anywhere."""
-
-    def others(self, keys: Sequence[Key], draw: int) -> list[Key]:
-        """Return as many other healthy rows, for comparison: the same ones for the same draw."""
-
     def state_dict(self) -> dict[str, Any]:
-        """Return where the cursor stands."""
+        """Return where the cursor is."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Move the cursor; the next update starts there."""
@@ -131,38 +118,39 @@ class Samples(Protocol):
     def close(self) -> None:
         """Let go of worker processes."""
 
-
-class WithoutIndex:
-    """The part of samples whose rows have no index: `rows == 0` says so, and nobody asks for more."""
-
-    rows: int = 0
-
     def quarantine(self, rows: Iterable[int]) -> None:
-        self._no_index()
+        """Put others in the places of these rows from now on, after rewinds too."""
+        raise self._no_index()
 
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
+        """Return the rows at these positions, as far as rows have an index."""
         return ()
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
-        self._no_index()
+        """Return what the update at this position is made of on this rank."""
+        raise self._no_index()
 
     def starts(self, after: int, samples: int) -> list[int]:
-        self._no_index()
+        """Return where the next updates begin that use so many samples, from the update at `after` on."""
+        raise self._no_index()
 
     def collated(self, keys: Sequence[Key]) -> Any:
-        self._no_index()
+        """Make one micro-batch of these rows as training makes it. Leaves the host's generators anywhere."""
+        raise self._no_index()
 
     def fetched(self, key: Key) -> Any:
-        self._no_index()
+        """Fetch one row as it comes from the data set. Leaves the host's generators anywhere."""
+        raise self._no_index()
 
     def others(self, keys: Sequence[Key], draw: int) -> list[Key]:
-        self._no_index()
+        """Return as many other healthy rows, for comparison: the same ones for the same draw."""
+        raise self._no_index()
 
-    def _no_index(self) -> NoReturn:
-        raise TypeError(f"the rows of {type(self).__name__} have no index")
+    def _no_index(self) -> TypeError:
+        return TypeError(f"the rows of {type(self).__name__} have no index")
 
 
-class MapSamples:
+class MapSamples(Samples):
     """Samples of a map-style data set: any position is one jump away."""
 
     def __init__(
@@ -183,38 +171,38 @@ class MapSamples:
         self._plan = _Plan(stream, slicing)
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
-        self._mishap: int | None = None  # where the last update ended that could not be fetched, and then could
-        self._failed: dict[int, int] = {}  # rows that the storage has failed to give, and where they were wanted last
+        self._trouble_until: int | None = None  # where the last update ended that could be fetched at a second try only
+        self._failed: dict[int, int] = {}  # rows that the storage failed to give, and the positions of their updates
 
     @property
     def next_start(self) -> int:
         return self.stream.skipped.end_at(self.position)
 
-    def next_update(self, beat: Callable[[], None] = unwatched) -> Update:
-        """Fetch the next update's samples and move behind them; rows that raise are told, with others in their places.
+    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
+        """Fetch the next update's samples and move past them; others replace rows that raise, which are named.
 
-        Workers hand an error over that has lost its rows: that one update is made again here.
+        An error that a worker passes on no longer says which rows raised it: that one update is made again here.
         """
         try:
             if self._batches is None:
-                self._batches = self._begun()
+                self._batches = self._start()
             batches = [next(self._batches) for _ in range(self.slicing.accumulation)]
         except Exception as error:
-            told = in_one_line(error)  # not the error itself: it would keep workers alive that are to go
+            trouble = in_one_line(error)  # not the error itself: it would keep workers alive that are to go
             workers = getattr(self._batches, "_workers", [])
             is_of_rows = may_pass(error) and all(one.is_alive() for one in workers)
         else:
             planned = self._plan.ahead.popleft()
             assert planned.start >= self.position
             self.position = planned.stop
-            return Update(planned.start, planned.stop, batches, planned.keys)
-        return self._fetched_here(told, Patience(beat), is_of_rows=is_of_rows)
+            return Update(planned.start, planned.stop, batches, self.slicing.of_this_rank(planned.keys))
+        return self._fetched_here(trouble, Retries(beat), is_of_rows=is_of_rows)
 
     def go_back(self, update: Update) -> None:
         self.load_state_dict({"position": update.start})
 
     def skip(self, start: int, stop: int) -> None:
-        self.stream.skip(start, stop)
+        self.stream.skipped.add(start, stop)
         self._batches = None
 
     def slice_as(self, slicing: Slicing) -> bool:
@@ -262,7 +250,7 @@ class MapSamples:
     def close(self) -> None:
         self._batches = self._loader = None
 
-    def _begun(self) -> Iterator[Any]:
+    def _start(self) -> Iterator[Any]:
         self._plan.start = self.position
         self._plan.ahead.clear()
         if not self.num_workers:
@@ -271,23 +259,32 @@ class MapSamples:
             self._loader = loader(
                 *(self.dataset, self._plan, self.collate), num_workers=self.num_workers, pin_memory=self.pin_memory
             )
-        return _undisturbed(iter(self._loader))
+        batches: Any = iter(self._loader)
+        if batches._worker_pids_set:
+            # Else torch raises the death of a worker in a signal handler, wherever the training is at the time, and
+            # not only where its batch is waited for.
+            torch._C._remove_worker_pids(id(batches))
+            batches._worker_pids_set = False
+        return batches  # type: ignore[no-any-return]
 
-    def _fetched_here(self, trouble: str, patience: Patience, *, is_of_rows: bool) -> Update:
-        """Make the next update in this process, row by row if need be; workers begin anew behind it."""
+    def _fetched_here(self, trouble: str, retries: Retries, *, is_of_rows: bool) -> Update:
+        """Make the next update in this process, row by row if need be; workers start again after it."""
         self._batches = None
         span = self.stream.take(self.position, self.slicing.samples)
-        made = [rescued(keys, self._here, self.stream, patience) for keys in self.slicing.of_this_rank(span.keys)]
-        failed = {row.row: row for one in made for row in one.failed}
+        batches, keys, failed = [], [], dict[int, FailedRow]()
+        for some in self.slicing.of_this_rank(span.keys):
+            batch, mixed, bad = with_substitutes(some, self._here, self.stream, retries)
+            batches.append(batch)
+            keys.append(mixed)
+            failed |= {row.row: row for row in bad}
         self._require_storage([row for row in failed.values() if row.may_pass], span.start)
         if not failed:
-            self._note_mishap(trouble, span.start, span.stop, patience.pauses, is_of_rows=is_of_rows)
+            self._note_trouble(trouble, span.start, span.stop, retries.pauses, is_of_rows=is_of_rows)
         self.position = span.stop
-        batches, keys = [one.batch for one in made], [one.keys for one in made]
         return Update(span.start, span.stop, batches, keys, tuple(failed.values()))
 
     def _require_storage(self, failed: Sequence[FailedRow], start: int) -> None:
-        """Raise where so many rows fail within a few updates that it is not the rows."""
+        """Raise where so many rows fail within a few updates that the rows are not to blame."""
         first = start - _STORM_UPDATES * self.slicing.samples
         self._failed = {row: at for row, at in self._failed.items() if first < at <= start}
         self._failed |= {row.row: start for row in failed}
@@ -295,26 +292,18 @@ class MapSamples:
             what = f"{len(self._failed)} rows could not be fetched within {_STORM_UPDATES} updates"
             raise StorageFailed(what, failed[0].error)
 
-    def _note_mishap(self, trouble: str, start: int, stop: int, pauses: int, *, is_of_rows: bool) -> None:
-        """Go on after trouble that no row is to blame for: a worker that died, a disk that was away for a moment."""
-        if self._mishap is None or pauses:
-            tried = f"try {pauses + 2}" if pauses else "the second try"
-            _log.warning("data: %s; the same rows came at %s, and training goes on", trouble, tried)
-        is_again, self._mishap = self._mishap == start, stop
+    def _note_trouble(self, trouble: str, start: int, stop: int, pauses: int, *, is_of_rows: bool) -> None:
+        """Continue after trouble that no row is to blame for: a worker that died, a disk that was away for a moment."""
+        if self._trouble_until is None or pauses:
+            attempt = f"try {pauses + 2}" if pauses else "the second try"
+            _log.warning("data: %s; the same rows came at %s, and training goes on", trouble, attempt)
+        is_again, self._trouble_until = self._trouble_until == start, stop
         if is_of_rows:
             return
         self._loader = None  # one that has lost a worker cannot be iterated again
         if is_again and self.num_workers:
             self.num_workers = 0
             _log.warning("data: workers fail at once, such as for want of shared memory: rows are fetched without them")
-
-
-class _Planned(NamedTuple):
-    """This rank's micro-batches of one update, and the positions that it takes on all ranks."""
-
-    start: int
-    stop: int
-    keys: list[Sequence[Key]]
 
 
 class _Plan:
@@ -326,15 +315,14 @@ class _Plan:
     def __init__(self, stream: Stream, slicing: Slicing) -> None:
         self.stream, self.slicing = stream, slicing
         self.start = 0
-        self.ahead: deque[_Planned] = deque()  # planned ahead for the workers, not trained on yet
+        self.ahead: deque[Span] = deque()  # updates planned ahead for the workers, not trained on yet
 
     def __iter__(self) -> Iterator[Sequence[Key]]:
         position = self.start
         while True:
             span = self.stream.take(position, self.slicing.samples)
-            planned = _Planned(span.start, span.stop, self.slicing.of_this_rank(span.keys))
-            self.ahead.append(planned)
-            yield from planned.keys
+            self.ahead.append(span)
+            yield from self.slicing.of_this_rank(span.keys)
             position = span.stop
 
 
@@ -345,17 +333,6 @@ def _fetched(rows: RepeatableBatches, plan: _Plan, pinned: bool) -> Iterator[Any
         yield pin_memory(batch) if pinned else batch  # type: ignore[no-untyped-call]
 
 
-def _undisturbed(batches: Any) -> Iterator[Any]:
-    """Let the death of a worker be noticed where its batch is waited for.
-
-    Torch raises it in a signal handler: in the midst of whatever the training is at.
-    """
-    if batches._worker_pids_set:
-        torch._C._remove_worker_pids(id(batches))
-        batches._worker_pids_set = False
-    return batches  # type: ignore[no-any-return]
-
-
 def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_memory: bool) -> DataLoader[Any]:
     """Build a loader over micro-batches of keys that never touches the global generators."""
     # What the kernel looks at is the thread: any other may end while its process goes on.
@@ -363,15 +340,15 @@ def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_m
     return DataLoader(
         RepeatableBatches(dataset, collate),  # type: ignore[arg-type]  # has __getitems__, which is all that is asked
         batch_sampler=plan,
-        collate_fn=only,
+        collate_fn=itemgetter(0),  # the one batch, collated already
         num_workers=num_workers,
         pin_memory=pin_memory,
         persistent_workers=num_workers > 0,
         generator=torch.Generator(),  # iter() would draw a seed from the global one
-        worker_init_fn=_end_with_parent if is_of_process else None,
+        worker_init_fn=_exit_with_parent if is_of_process else None,
     )
 
 
-def _end_with_parent(worker: int) -> None:
-    """Torch lets a worker see by itself that its process has gone: not while a row keeps it."""
-    end_with_parent()
+def _exit_with_parent(worker: int) -> None:
+    """Torch lets a worker notice by itself that its process has ended: not while it is busy with a row."""
+    exit_with_parent()

@@ -99,10 +99,6 @@ class Stream:
                 return Span(start, end, keys)
             at = high
 
-    def skip(self, start: int, stop: int) -> None:
-        """Pass over positions `[start, stop)` from now on."""
-        self.skipped.add(start, stop)
-
     def quarantine(self, rows: Iterable[int]) -> None:
         """Replace these rows by healthy ones from now on; every other place of the stream stays what it was."""
         quarantined = self.quarantined | {int(row) for row in rows}
@@ -119,12 +115,12 @@ class Stream:
         is in quarantine or in `without`: where that leaves nothing, neither does this.
         """
         left_out = self.quarantined.union(without)
-        if len(beside := left_out.union(key.row for key in keys)) < self.rows:
-            left_out = beside
+        if len(with_these := left_out.union(key.row for key in keys)) < self.rows:
+            left_out = with_these
         if not (left := self.rows - len(left_out)):
             return []
-        named = [number for key in keys for number in (key.epoch, key.row)]
-        numbers = np.random.default_rng([self.seed, draw, *named, _OTHERS])
+        origin = [number for key in keys for number in (key.epoch, key.row)]
+        numbers = np.random.default_rng([self.seed, draw, *origin, _OTHERS])
         others: list[Key] = []
         used: set[int] = set()
         while len(others) < len(keys):
@@ -167,13 +163,3 @@ class Stream:
         while (row := int(numbers.integers(self.rows))) in self.quarantined:
             pass
         return row
-
-
-def micro_batches(keys: Sequence[Key], *, batch_size: int, rank: int, world: int) -> list[Sequence[Key]]:
-    """Slice an update's samples into the micro-batches of one rank.
-
-    Micro-batches are dealt to the ranks in turn, so that two ranks without accumulation and one rank that
-    accumulates twice work on the very same groups of samples.
-    """
-    starts = range(rank * batch_size, len(keys), world * batch_size)
-    return [keys[start : start + batch_size] for start in starts]

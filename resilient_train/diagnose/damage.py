@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from resilient_train.state.spread import Share, is_spread, own, spread_of
+from resilient_train.state.sharded import Share, is_sharded, local_part, sharding_of
 from resilient_train.types import Anomaly, Cause, Diagnosis, Signal
 
 
@@ -27,7 +27,7 @@ def of_state(
     before: Mapping[str, Tensor | Share],
     optimizers: Sequence[Optimizer],
 ) -> Damage | None:
-    """Say what became of weights or moments; `before` are the weights of a proven state, if there is one."""
+    """Say what is wrong with weights or moments; `before` are the weights of a proven state, if there is one."""
     if anomaly.signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER) and (lost := lost_eps(optimizers)):
         why = f"{lost}: raise it, or keep weights and moments in float32."
         return Damage(inf, Diagnosis(Cause.OPTIMIZER, why))
@@ -44,9 +44,9 @@ def of_state(
         why = "farther than updates went lately: if it returns, lower the learning rate, or suspect the hardware"
     else:
         why = "which no update can have done: if it returns, suspect the hardware"
-    size, told = where
-    told = f"{told}, {why}, or code that writes to weights between updates."
-    return Damage(size, Diagnosis(Cause.CORRUPTION, told))
+    size, what = where
+    what = f"{what}, {why}, or code that writes to weights between updates."
+    return Damage(size, Diagnosis(Cause.CORRUPTION, what))
 
 
 def is_possible(anomaly: Anomaly) -> bool:
@@ -70,7 +70,7 @@ def lost_eps(optimizers: Iterable[Optimizer]) -> str | None:
 @torch.no_grad()
 def _first_nonfinite(weights: Mapping[str, Tensor]) -> tuple[float, str] | None:
     for name, whole in weights.items():
-        weight = own(whole)
+        weight = local_part(whole)
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
             place = (~weight.isfinite()).nonzero()[0].tolist()
             return inf, f"`{name}` is {float(weight[tuple(place)]):g} at {_in_whole(place, whole)}"
@@ -80,11 +80,11 @@ def _first_nonfinite(weights: Mapping[str, Tensor]) -> tuple[float, str] | None:
 @torch.no_grad()
 def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share]) -> tuple[float, str] | None:
     """The element that is farthest from where it was."""
-    farthest, told = 0.0, None
+    farthest, found = 0.0, None
     for name, whole in weights.items():
         if (kept := before.get(name)) is None:
             continue
-        weight, was = own(whole), own(kept)
+        weight, was = local_part(whole), local_part(kept)
         if was.shape != weight.shape or not weight.is_floating_point() or not weight.numel():
             continue
         moved = (weight - was.to(weight.device)).abs().flatten()
@@ -93,12 +93,12 @@ def _farthest(weights: Mapping[str, Tensor], before: Mapping[str, Tensor | Share
             index = [int(one) for one in torch.unravel_index(place, weight.shape)]
             farthest = float(far)
             values = f"from {float(was[tuple(index)]):.3g} to {float(weight[tuple(index)]):.3g}"
-            told = farthest, f"`{name}` went {values} at {_in_whole(index, whole)}"
-    return told
+            found = farthest, f"`{name}` went {values} at {_in_whole(index, whole)}"
+    return found
 
 
 def _in_whole(place: Sequence[int], whole: Tensor) -> list[int]:
     """Where an element of this rank's share lies in the whole."""
-    if not is_spread(whole):
+    if not is_sharded(whole):
         return list(place)
-    return [at + start for at, (start, _) in zip(place, spread_of(whole).box(), strict=True)]
+    return [at + start for at, (start, _) in zip(place, sharding_of(whole).box(), strict=True)]

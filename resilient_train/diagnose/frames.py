@@ -8,17 +8,16 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import FrameType
 
 from torch import nn
 
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _SITE = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)
-_US = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_ZOO = os.path.join(_US, "zoo") + os.sep  # models to start from: as good as a user's own
-_LIBRARIES = ("torch", "accelerate", "hydra", "omegaconf")
-_AT_NEED = ("transformers",)  # nobody's own code, but better than no line at all
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_ZOO = os.path.join(_OURS, "zoo") + os.sep  # models to start from: as good as a user's own
+_USERS, _MODELS, _OTHERS = range(3)  # whose a file is: a user's own, a library's of models, any other library's
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,65 +30,57 @@ class Line:
 
 
 def user_line(names: dict[int, str]) -> Line | None:
-    """The innermost line on the stack outside of torch, accelerate, transformers and us; `names` of modules by id."""
+    """The innermost line on the stack outside of torch, accelerate and us; `names` of modules by id.
+
+    One in transformers only where there is none outside of it.
+    """
     second: Line | None = None
     module: str | None = None
-    for frame in _stack():
+    for frame in _outward(sys._getframe(1)):
         if module is None and isinstance(owner := frame.f_locals.get("self"), nn.Module):
             module = names.get(id(owner))
-        rank = _rank(frame.f_code.co_filename)
-        if rank == 0:
-            module = _module(frame, names) if module is None else module
-            return Line(frame.f_code.co_filename, frame.f_lineno, module or "")
-        if rank == 1 and second is None:
+        owner_of_file = _whose(frame.f_code.co_filename)
+        if owner_of_file == _USERS:
+            if module is None:  # of a function that was called in a forward
+                owners = (outer.f_locals.get("self") for outer in _outward(frame))
+                module = next((names[id(one)] for one in owners if isinstance(one, nn.Module) and id(one) in names), "")
+            return Line(frame.f_code.co_filename, frame.f_lineno, module)
+        if owner_of_file == _MODELS and second is None:
             second = Line(frame.f_code.co_filename, frame.f_lineno, module or "")
     return second
 
 
 def is_users(file: str) -> bool:
-    """Say whether a file is somebody's own."""
-    return _rank(file) == 0
+    """Say whether a file is a user's own."""
+    return _whose(file) == _USERS
 
 
 def called_by_us(frames: Sequence[FrameType]) -> Sequence[FrameType]:
     """Of a stack, the innermost frame last, what we have called: not the script that has called us."""
     files = [frame.f_code.co_filename for frame in frames]
-    ours = (n for n, file in enumerate(files) if file.startswith(_US) and not file.startswith(_ZOO))
+    ours = (n for n, file in enumerate(files) if file.startswith(_OURS) and not file.startswith(_ZOO))
     return frames[next(ours, 0) :]
 
 
-def _stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _module(frame: FrameType | None, names: dict[int, str]) -> str:
-    """The module in whose forward a function was called."""
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in names:
-            return names[id(owner)]
-        frame = frame.f_back
-    return ""
-
-
-@lru_cache(maxsize=4096)
-def _rank(file: str) -> int:
-    """0: a user's own; 1: of a library of models; 2: of nobody who could change it."""
+@cache
+def _whose(file: str) -> int:
     if file.startswith(_ZOO):
-        return 0
-    if file.startswith(("<frozen", _US, *_homes(_LIBRARIES))):
-        return 2
-    if file.startswith(_homes(_AT_NEED)):
-        return 1
-    is_standard = file.startswith(_STANDARD) and not file.startswith(_SITE)
-    return 2 if is_standard else 0
+        return _USERS
+    if file.startswith(("<frozen", _OURS, *_homes("torch", "accelerate", "hydra", "omegaconf"))):
+        return _OTHERS
+    if file.startswith(_homes("transformers")):
+        return _MODELS
+    return _OTHERS if file.startswith(_STANDARD) and not file.startswith(_SITE) else _USERS
 
 
-@lru_cache
-def _homes(packages: tuple[str, ...]) -> tuple[str, ...]:
+@cache
+def _homes(*packages: str) -> tuple[str, ...]:
     """Where packages are installed."""
     found = [importlib.util.find_spec(package) for package in packages]
     places = [place for spec in found if spec for place in spec.submodule_search_locations or ()]

@@ -1,8 +1,8 @@
 """Watches every operation of a forward and a backward for the one that first makes a value that is not finite.
 
-Torch's functions are seen as a person calls them, one call each, with the line they stand in. What the backward of a
-call does is seen at the nodes that the call has put into the graph. NaN and infinity are kept apart: an infinite value
-on purpose, such as a mask's, is nobody's fault until it becomes a NaN.
+Torch's functions are seen as a person calls them, one call each, with their line. What the backward of a call does is
+seen at the nodes that the call has put into the graph. NaN and infinity are kept apart: an infinite value on purpose,
+such as a mask's, is not a fault until it becomes a NaN.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from resilient_train.diagnose.advice import is_plain
 from resilient_train.diagnose.frames import Line, is_users, user_line
+from resilient_train.diagnose.verdict import is_plain
+from resilient_train.numerics.operations import is_in_place, op_name
 
 _MADE = ("full", "full_like", "new_full", "tensor", "as_tensor", "masked_fill", "fill", "fill_diagonal", "zeros_like")
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")
+_FINITE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class Origin:
     """Where a value that is not finite came from values that are."""
 
     phase: str  # forward, backward
@@ -35,9 +37,9 @@ class Birth:
     call: int  # the number of the call in its forward
     line: Line | None
     inputs: tuple[Mapping[str, Any], ...] = ()
-    node: str = ""  # what the backward of it is made of
+    node: str = ""  # what the backward of it consists of
     is_total: bool = False  # its result is a single number
-    after: Birth | None = None  # the first of what armor has mended on the way to it: this one is a consequence
+    after: Origin | None = None  # the first patched operation that broke on the way to it: this one is a consequence
 
 
 @dataclass(slots=True)
@@ -45,29 +47,21 @@ class _Call:
     number: int
     op: str
     line: Line | None
-    origin: Birth | None = None  # of what it was given that is not finite
-
-
-@dataclass(slots=True)
-class _Trace:
-    """What is known of a tensor that is not finite: whose fault it is. None: somebody's purpose."""
-
-    tensor: Tensor  # held: its id must not go to another
-    birth: Birth | None
+    of_inputs: Origin | None = None  # of inputs that are not finite
 
 
 @dataclass
 class Seen:
     """What the microscope saw."""
 
-    of_loss: Birth | None = None  # of the value that made the loss what it is
-    backward: Birth | None = None  # the first one
+    of_loss: Origin | None = None  # of the value that made the loss what it is
+    backward: Origin | None = None  # the first one
     inputs: tuple[Mapping[str, Any], ...] = ()  # of the call that was asked for
     calls: int = 0
 
 
 class Microscope(TorchFunctionMode):
-    """Enter it around forward and backward; `seen` tells what there was.
+    """Enter it around forward and backward; `seen` says what there was.
 
     To hold on to the inputs of every call would take the memory of all activations twice. So the inputs of a call
     whose backward is to blame are looked at in a second replay: `look_at` is its number.
@@ -76,17 +70,18 @@ class Microscope(TorchFunctionMode):
     def __init__(
         self, model: nn.Module, *, look_at: int | None = None, armored: Collection[tuple[str, int, str]] = ()
     ) -> None:
-        """`armored` are operations by file, line and name: what they break is mended behind them."""
+        """`armored` are patched operations by file, line and name: what they break is repaired after them."""
         super().__init__()
         self._armored = armored
         self.seen = Seen()
         self._names = {id(module): name for name, module in model.named_modules()}
         self._look_at = look_at
-        self._traces: dict[int, _Trace] = {}
+        # By id, what is not finite and where that comes from, None if on purpose. Tensors are held: ids are reused.
+        self._origins: dict[int, tuple[Tensor, Origin | None]] = {}
         self._nodes: dict[Any, _Call] = {}
         self._hooks: list[Any] = []
-        self._mended: dict[tuple[str, int], Birth] = {}  # by line: what broke in armor, and goes on as made-up values
-        self._unmade: dict[Any, Birth] = {}  # by node: what that was computed from
+        self._repaired: dict[tuple[str, int], Origin] = {}  # by line: what broke in a patch and was replaced
+        self._replaced: dict[Any, Origin] = {}  # by node: what that was computed from
         self._losses: list[Any] = []  # their nodes
 
     def __torch_function__(
@@ -95,99 +90,94 @@ class Microscope(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "backward"):
-            return func(*args, **kwargs)  # what a reentrant checkpoint computes once more in there is out of sight
+            return func(*args, **kwargs)  # what a reentrant checkpoint recomputes in there is not seen
         inputs = _floating((args, {key: value for key, value in kwargs.items() if key != "out"}))
-        in_place = _is_in_place(name)
+        in_place = is_in_place(name)
         was = [_kinds(one) for one in inputs] if in_place else []
         call = _Call(self.seen.calls, op_name(name), user_line(self._names))
         self.seen.calls += 1
         if call.number == self._look_at:
-            self.seen.inputs = statistics(inputs)
+            self.seen.inputs = _statistics(inputs)
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             outputs = _floating(args[:1] if in_place and result is None else result)
             for output in outputs:
                 kinds = _kinds(output)
                 if kinds:
-                    birth = self._judged(call, kinds, args, kwargs, inputs, was, output.numel() == 1)
-                    self._traces[id(output)] = _Trace(output, birth)
-                    if birth is not None and birth.call == call.number and self._is_armored(call):
-                        self._remember(birth, inputs)
+                    has_infinite_number = any(
+                        isinstance(one, float) and not math.isfinite(one) for one in tree_leaves((args, kwargs))
+                    )
+                    origin = self._origin(call, kinds, inputs, was, has_infinite_number, output.numel() == 1)
+                    self._origins[id(output)] = output, origin
+                    if origin is not None and origin.call == call.number and self._is_armored(call):
+                        self._remember_repair(origin, inputs)
                 elif in_place:
-                    self._traces.pop(id(output), None)
+                    self._origins.pop(id(output), None)
             if not in_place:
-                call.origin = self._first(inputs)
+                call.of_inputs = self._first(inputs)
             self._watch(call, inputs, outputs)
         return result
 
     def judge(self, loss: Tensor) -> None:
-        """Say whose fault it is that a loss is not finite."""
+        """Say where it comes from that a loss is not finite."""
         self._losses.append(loss.grad_fn)
-        trace = self._traces.get(id(loss))
-        self.seen.of_loss = trace.birth if trace else None
+        self.seen.of_loss = self._origins[id(loss)][1] if id(loss) in self._origins else None
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
-        self._nodes.clear()
-        self._traces.clear()
-        self._unmade.clear()
-        self._losses.clear()
+        for held in (self._hooks, self._nodes, self._origins, self._replaced, self._losses):
+            held.clear()
 
     # Forward.
 
-    def _judged(
+    def _origin(
         self,
         call: _Call,
         kinds: frozenset[str],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
         inputs: Sequence[Tensor],
         was: Sequence[frozenset[str]],
+        has_infinite_number: bool,
         is_total: bool,
-    ) -> Birth | None:
-        """Whose fault a result is: an input's, nobody's, or that of this call."""
+    ) -> Origin | None:
+        """Where a result that is not finite comes from: an input, this call, or None if it is so on purpose."""
         before = was or [_kinds(one) for one in inputs]
-        rotten = [one for one, its in zip(inputs, before, strict=True) if its]
-        if inherited := self._first(rotten):
+        if inherited := self._first(one for one, its in zip(inputs, before, strict=True) if its):
             return inherited
         had = frozenset().union(*before)
         if "nan" in had or ("nan" not in kinds and "inf" in had):
             return None  # it came in with the batch, or on purpose
-        if call.op in _UNFILLED or (call.op in _MADE and _has_infinite_number((args, kwargs))):
-            return None
-        if "nan" not in kinds and _has_infinite_number((args, kwargs)):
+        if call.op in _UNFILLED or (has_infinite_number and (call.op in _MADE or "nan" not in kinds)):
             return None
         kind = "nan" if "nan" in kinds else "inf"
-        told = () if was else statistics(inputs)
+        statistics = () if was else _statistics(inputs)
         after = self._after([one.grad_fn for one in inputs], call.op)
-        return Birth("forward", call.op, kind, call.number, call.line, told, is_total=is_total, after=after)
+        return Origin("forward", call.op, kind, call.number, call.line, statistics, is_total=is_total, after=after)
 
-    def _first(self, inputs: Iterable[Tensor]) -> Birth | None:
-        """The earliest birth that inputs come of."""
-        births = [self._traces[id(one)].birth for one in inputs if id(one) in self._traces]
-        return min(filter(None, births), key=lambda birth: birth.call, default=None)
+    def _first(self, inputs: Iterable[Tensor]) -> Origin | None:
+        """The earliest origin that inputs have."""
+        origins = [self._origins[id(one)][1] for one in inputs if id(one) in self._origins]
+        return min(filter(None, origins), key=lambda one: one.call, default=None)
 
-    # What comes of armor.
+    # Consequences of patched operations.
 
     def _is_armored(self, call: _Call) -> bool:
         return call.line is not None and (call.line.file, call.line.line, call.op) in self._armored
 
-    def _remember(self, birth: Birth, inputs: Iterable[Tensor]) -> None:
-        """Note what armor is about to mend: whatever is computed of that line's values, or of what it was given."""
-        assert birth.line is not None
-        self._mended.setdefault((birth.line.file, birth.line.line), birth)
+    def _remember_repair(self, origin: Origin, inputs: Iterable[Tensor]) -> None:
+        """Note what a patch is about to repair: later values may come of that line's, or of its inputs."""
+        assert origin.line is not None
+        self._repaired.setdefault((origin.line.file, origin.line.line), origin)
         for one in inputs:
             node = one.grad_fn
-            for given in (node, *(before for before, _ in getattr(node, "next_functions", ()) if _is_foreign(node))):
+            for given in (node, *(before for before, _ in getattr(node, "next_functions", ()) if _is_custom(node))):
                 if given is not None:
-                    self._unmade.setdefault(given, birth)
+                    self._replaced.setdefault(given, origin)
 
-    def _after(self, nodes: Iterable[Any], op: str) -> Birth | None:
-        """The first of what broke in armor that these nodes come of; the same operation, of the same values too."""
-        if not self._mended:
+    def _after(self, nodes: Iterable[Any], op: str) -> Origin | None:
+        """The first repaired operation that these nodes come of; the same operation, of the same values too."""
+        if not self._repaired:
             return None
         met, waiting, found = set(), list(nodes), []
         while waiting:
@@ -196,9 +186,9 @@ class Microscope(TorchFunctionMode):
                 continue
             met.add(node)
             waiting += [before for before, _ in node.next_functions]
-            call, given = self._nodes.get(node), self._unmade.get(node)
+            call, given = self._nodes.get(node), self._replaced.get(node)
             if call is not None and call.line is not None:
-                found.append(self._mended.get((call.line.file, call.line.line)))
+                found.append(self._repaired.get((call.line.file, call.line.line)))
             if given is not None and given.op == op:
                 found.append(given)
         return min((one.after or one for one in found if one), key=lambda one: one.call, default=None)
@@ -209,15 +199,14 @@ class Microscope(TorchFunctionMode):
         """Listen at every node that this call has put into the graph."""
         for one in inputs:
             if one.grad_fn is not None and one.grad_fn not in self._nodes:
-                self._listen(one.grad_fn, _foreign(one.grad_fn, call))  # not made by a function of torch's
-        for output in outputs:
-            waiting = [output.grad_fn]
-            while waiting:
-                node = waiting.pop()
-                if node is None or node in self._nodes or node.name().endswith("AccumulateGrad"):
-                    continue
-                self._listen(node, call if not _is_foreign(node) else _foreign(node, call))
-                waiting += [before for before, _ in node.next_functions]
+                self._listen(one.grad_fn, _custom(one.grad_fn, call))  # not made by a function of torch's
+        waiting = [output.grad_fn for output in outputs]
+        while waiting:
+            node: Any = waiting.pop()
+            if node is None or node in self._nodes or node.name().endswith("AccumulateGrad"):
+                continue
+            self._listen(node, _custom(node, call) if _is_custom(node) else call)
+            waiting += [before for before, _ in node.next_functions]
 
     def _listen(self, node: Any, call: _Call) -> None:
         self._nodes[node] = call
@@ -229,24 +218,27 @@ class Microscope(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 after = frozenset().union(*(_kinds(one) for one in grad_inputs if one is not None))
                 if after and not any(_kinds(one) for one in grad_outputs if one is not None):
-                    if call.origin is not None:  # its slope is not finite for what came into it
-                        self.seen.backward = call.origin
+                    if call.of_inputs is not None:  # its slope is not finite because of its inputs
+                        self.seen.backward = call.of_inputs
                         return
                     kind = "nan" if "nan" in after else "inf"
                     name = node.name().removesuffix("Backward0").removesuffix("Backward")
-                    # A slope that is merely too large comes of all that the loss is made of.
+                    # A slope that is merely too large comes of all that the loss is computed from.
                     first = self._after([node, *self._losses] if is_plain(call.op) else [node], call.op)
-                    self.seen.backward = Birth("backward", call.op, kind, call.number, call.line, (), name, after=first)
+                    self.seen.backward = Origin(
+                        "backward", call.op, kind, call.number, call.line, (), name, after=first
+                    )
 
         self._hooks.append(node.register_hook(passed))
 
 
-def _is_foreign(node: Any) -> bool:
+def _is_custom(node: Any) -> bool:
+    """Say whether a node is of a user's own autograd.Function."""
     return hasattr(node, "_forward_cls")
 
 
-def _foreign(node: Any, call: _Call) -> _Call:
-    """The line of an operation that a user has written backward and all."""
+def _custom(node: Any, call: _Call) -> _Call:
+    """The line of the backward of a user's own autograd.Function."""
     kind = getattr(node, "_forward_cls", None)
     if kind is None:
         return _Call(-1, node.name().removesuffix("0").removesuffix("Backward"), None)
@@ -259,47 +251,6 @@ def _foreign(node: Any, call: _Call) -> _Call:
     return _Call(call.number, kind.__name__, line if is_users(line.file) else None)
 
 
-_OPERATORS = {"truediv": "div", "matmul": "matmul", "floordiv": "floor_divide", "getitem": "getitem"}
-
-
-def op_name(name: str) -> str:
-    """What a person calls a function of torch's: `__rtruediv__` is div, `sqrt_` is sqrt."""
-    if name.startswith("__") and name.endswith("__"):
-        bare = name.strip("_")
-        for prefix in ("", "r", "i"):
-            if bare.startswith(prefix) and (plain := bare[len(prefix) :]) in (*_OPERATORS, *_ARITHMETIC):
-                return _OPERATORS.get(plain, plain)
-        return bare
-    name = name.lstrip("_").rstrip("_") or name
-    return _ALIASES.get(name, name)
-
-
-_ARITHMETIC = ("add", "sub", "mul", "pow", "mod", "neg", "abs")
-_ALIASES = {
-    "true_divide": "div",
-    "divide": "div",
-    "multiply": "mul",
-    "subtract": "sub",
-    "rsub": "sub",
-    "arctan2": "atan2",
-    "arccos": "acos",
-    "arcsin": "asin",
-    "arctanh": "atanh",
-    "arccosh": "acosh",
-    "float_power": "pow",
-    "special_log_softmax": "log_softmax",
-    "special_softmax": "softmax",
-}
-
-
-def _is_in_place(name: str) -> bool:
-    return (
-        (name.endswith("_") and not name.endswith("__"))
-        or (name.startswith("__i") and name.strip("_")[1:] in (*_OPERATORS, *_ARITHMETIC))
-        or name == "__setitem__"
-    )
-
-
 def _floating(tree: Any) -> list[Tensor]:
     return [one for one in tree_leaves(tree) if _is_floating(one)]
 
@@ -308,36 +259,35 @@ def _is_floating(one: Any) -> bool:
     return isinstance(one, Tensor) and (one.is_floating_point() or one.is_complex()) and one.layout is torch.strided
 
 
-def _has_infinite_number(tree: Any) -> bool:
-    return any(isinstance(one, float) and not math.isfinite(one) for one in tree_leaves(tree))
-
-
-_FINITE: frozenset[str] = frozenset()
-
-
 def _kinds(tensor: Tensor) -> frozenset[str]:
     """What a tensor holds that is not finite: nan, inf."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
         if not _is_floating(tensor) or tensor.is_meta or bool(tensor.isfinite().all()):
             return _FINITE
-        has_nan = bool(tensor.isnan().any())
-        return frozenset(["nan"] if has_nan else []) | frozenset(["inf"] if bool(tensor.isinf().any()) else [])
+        has_nan, has_inf = bool(tensor.isnan().any()), bool(tensor.isinf().any())
+        return frozenset(kind for kind, has in (("nan", has_nan), ("inf", has_inf)) if has)
 
 
-def statistics(tensors: Iterable[Tensor]) -> tuple[Mapping[str, Any], ...]:
-    """What the inputs of an operation were, as far as a person wants to know."""
+def _statistics(tensors: Sequence[Tensor]) -> tuple[Mapping[str, Any], ...]:
+    """What the first inputs of an operation were, for a person."""
+    found: list[dict[str, Any]] = []
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        return tuple(_statistics(one.detach()) for one in list(tensors)[:4])
-
-
-def _statistics(tensor: Tensor) -> Mapping[str, Any]:
-    told: dict[str, Any] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-    values = tensor.abs() if tensor.is_complex() else tensor
-    finite = values[values.isfinite()].double()
-    told["nonfinite"] = values.numel() - finite.numel()
-    if finite.numel():
-        sizes = finite.abs()
-        nonzero = sizes[sizes > 0]
-        told |= {"min": finite.min().item(), "max": finite.max().item(), "zeros": finite.numel() - nonzero.numel()}
-        told["smallest"] = nonzero.min().item() if nonzero.numel() else 0.0
-    return told
+        for tensor in [one.detach() for one in tensors[:4]]:
+            values = tensor.abs() if tensor.is_complex() else tensor
+            finite = values[values.isfinite()].double()
+            one: dict[str, Any] = {
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "nonfinite": values.numel() - finite.numel(),
+            }
+            if finite.numel():
+                sizes = finite.abs()
+                nonzero = sizes[sizes > 0]
+                one |= {
+                    "min": finite.min().item(),
+                    "max": finite.max().item(),
+                    "zeros": finite.numel() - nonzero.numel(),
+                    "smallest": nonzero.min().item() if nonzero.numel() else 0.0,
+                }
+            found.append(one)
+    return tuple(found)

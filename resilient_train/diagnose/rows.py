@@ -1,9 +1,9 @@
-"""Which rows of a batch did it: by trying parts of it, with other rows in the place of the rest."""
+"""Which rows of a batch did it: by trying parts of it with other rows in place of the rest, and by their values."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,29 +41,50 @@ def guilty(count: int) -> Generator[Sequence[int], bool, tuple[int, ...]]:
     return tuple(sorted(found)) if 0 < len(found) <= max(1, _MANY * count) else ()
 
 
-def rotten_fields(row: Any) -> list[str]:
+def nonfinite_fields(row: Any) -> list[str]:
     """Name the fields of a row that hold values that are not finite, and where: `[0][3, 17] is nan`."""
-    told = []
-    for path, leaf in tree_flatten_with_path(with_dicts(row))[0]:
-        values = _numbers(leaf)
-        if values is None or bool(values.isfinite().all()):
+    found = []
+    for name, values in _fields(row):
+        if bool(values.isfinite().all()):
             continue
         places = (~values.isfinite()).nonzero()
         first = tuple(places[0].tolist())
         where = f" at {list(first)}" if first else ""
         more = f", and {len(places) - 1:,} more" if len(places) > 1 else ""
-        told.append(f"{_spoken(path)}{where} is {float(values[first]):g}{more}")
-    return told
-
-
-def sizes(row: Any) -> dict[str, float]:
-    """The largest absolute value of each field of a row that holds numbers with a fraction."""
-    found = {}
-    for path, leaf in tree_flatten_with_path(with_dicts(row))[0]:
-        values = _numbers(leaf)
-        if values is not None and values.numel():
-            found[_spoken(path)] = float(values.abs().max())
+        found.append(f"{name}{where} is {float(values[first]):g}{more}")
     return found
+
+
+def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
+    """Name the fields of a row whose values lie `far` times beyond those of other rows."""
+    found = []
+    usual = [_sizes(other) for other in others]
+    for field, size in _sizes(row).items():
+        theirs = sorted(one[field] for one in usual if field in one and math.isfinite(one[field]))
+        if not theirs or not math.isfinite(size):  # nonfinite_fields names what is not finite
+            continue
+        middle, largest = theirs[len(theirs) // 2], theirs[-1]
+        if not size <= far * max(largest, 2 * middle):
+            found.append(f"{field} reaches {size:.3g}, where {largest:.3g} is the most of {len(theirs)} other rows")
+    return found
+
+
+def usual_sizes(rows: Sequence[Any]) -> dict[str, float]:
+    """What three of four rows do not exceed, field by field; no fields that are mostly zero."""
+    fields: dict[str, list[float]] = {}
+    for row in rows:
+        for field, size in _sizes(row).items():
+            fields.setdefault(field, []).append(size)
+    quartiles = {field: sorted(some)[3 * len(some) // 4] for field, some in fields.items() if 2 * len(some) > len(rows)}
+    return {field: size for field, size in quartiles.items() if 0 < size < math.inf}
+
+
+def far_above(row: Any, usual: dict[str, float], times: float) -> str:
+    """Say which field of a row is so many times its usual size; empty where none is."""
+    for field, size in _sizes(row).items():
+        if field in usual and size > times * usual[field]:
+            return f"{field} reaches {size:.3g}, where {usual[field]:.3g} is the most of three in four other rows"
+    return ""
 
 
 def largest(batches: Sequence[Any]) -> torch.Tensor:
@@ -78,51 +99,20 @@ def largest(batches: Sequence[Any]) -> torch.Tensor:
     return torch.stack([one.amax() for one in sizes]) if sizes else torch.empty(0)
 
 
-def outlying(row: Any, others: Sequence[Any], far: float) -> list[str]:
-    """Name the fields of a row whose values lie `far` times beyond those of other rows."""
-    told = []
-    usual = [sizes(other) for other in others]
-    for field, size in sizes(row).items():
-        theirs = sorted(one[field] for one in usual if field in one and math.isfinite(one[field]))
-        if not theirs or not math.isfinite(size):  # what is not finite is told elsewhere, where it is unusual
-            continue
-        middle, largest = theirs[len(theirs) // 2], theirs[-1]
-        if not size <= far * max(largest, 2 * middle):
-            told.append(f"{field} reaches {size:.3g}, where {largest:.3g} is the most of {len(theirs)} other rows")
-    return told
+def _sizes(row: Any) -> dict[str, float]:
+    """The largest absolute value of each field."""
+    return {name: float(values.abs().max()) for name, values in _fields(row) if values.numel()}
 
 
-def usual_sizes(rows: Sequence[Any]) -> dict[str, float]:
-    """What three of four rows do not exceed, field by field; of fields that are mostly zero, nothing."""
-    fields: dict[str, list[float]] = {}
-    for row in rows:
-        for field, size in sizes(row).items():
-            fields.setdefault(field, []).append(size)
-    quartiles = {field: sorted(some)[3 * len(some) // 4] for field, some in fields.items() if 2 * len(some) > len(rows)}
-    return {field: size for field, size in quartiles.items() if 0 < size < math.inf}
-
-
-def far_out(row: Any, usual: dict[str, float], times: float) -> str:
-    """Say which field of a row is so many times its usual size; empty where none is."""
-    for field, size in sizes(row).items():
-        if field in usual and size > times * usual[field]:
-            return f"{field} reaches {size:.3g}, where {usual[field]:.3g} is the most of three in four other rows"
-    return ""
-
-
-def _numbers(leaf: Any) -> torch.Tensor | None:
-    if isinstance(leaf, float):
-        return torch.tensor(leaf, dtype=torch.float64)
-    if hasattr(leaf, "__array__") and not isinstance(leaf, torch.Tensor):
-        try:
-            leaf = torch.as_tensor(leaf)
-        except (TypeError, ValueError):
-            return None
-    if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-        return None
-    return leaf.detach()
-
-
-def _spoken(path: Sequence[Any]) -> str:
-    """The place of a field in a row, as one would write it behind the row."""
-    return "".join(str(key) for key in path) or "its value"
+def _fields(row: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The fields of a row that hold numbers with a fraction, by their place as one would write it after the row."""
+    for path, leaf in tree_flatten_with_path(with_dicts(row))[0]:
+        if isinstance(leaf, float):
+            leaf = torch.tensor(leaf, dtype=torch.float64)
+        elif hasattr(leaf, "__array__") and not isinstance(leaf, torch.Tensor):
+            try:
+                leaf = torch.as_tensor(leaf)
+            except (TypeError, ValueError):
+                continue
+        if isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+            yield "".join(map(str, path)) or "its value", leaf.detach()

@@ -1,29 +1,95 @@
-"""The faults of one update: in its batch, its loss, its gradients, its learning rate."""
+"""The faults: what each spoils, and at which attempts it strikes.
+
+A BadRow is in the data, for ever. A TickFault strikes at chosen ticks, and not again when their samples come again.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+import operator
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
-from resilient_train.drills.fault import BatchFault, GradientFault, LossFault, TickFault, own_part
-from resilient_train.drills.limits import require_factor, require_one_of, require_whole
-from resilient_train.drills.numbers import changed, first_row_filled, holds_floats
+from resilient_train.drills.nested import changed, filled, holds_floats, scaled
+from resilient_train.errors import unusable
+from resilient_train.reader import check, limited
+from resilient_train.state.randomness import preserved
+from resilient_train.state.sharded import local_part
+
+Spoils = Literal["batch", "loss", "gradients", "rate", "state"]  # state: weights, moments or the process
 
 
 @dataclass(frozen=True, kw_only=True)
-class NanBatch(BatchFault):
-    """The first row of the first micro-batch is not finite; the data set is fine."""
+class Fault:
+    """Something that goes wrong on purpose. Settings are checked by their types and limits, however it is made."""
 
-    name = "nan_batch"
-    value: Literal["nan", "inf", "-inf"] = "nan"
+    name: ClassVar[str]
+    seed: int = limited(0, at_least=0)  # of whatever it draws
+    optional: bool = False  # where a run has nothing to spoil it is left out instead of refused
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    def lacks(self, *things: Any) -> str | None:
+        """Say what is missing in the things it is to spoil."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TickFault(Fault):
+    """A fault at chosen ticks, on one rank or on all of them. Each has a `spoil` for what it spoils."""
+
+    at: Sequence[int] = limited((), at_least=1)  # ticks
+    rate: float = limited(0.0, at_least=0, at_most=1)  # the share of ticks that it strikes at, drawn from the seed
+    rank: int | Literal["all"] = limited(0, at_least=0)
+
+    spoils: ClassVar[Spoils]
+    whole_update: ClassVar[bool] = False  # it spoils every micro-batch of the update, not only the first
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of("value", self.value, ("nan", "inf", "-inf"))
+        if not self.at and not self.rate:
+            raise unusable("at", f"{self.name} would never strike: give it ticks, such as [100], or a rate above 0")
+
+    def begins(self, tick: int) -> bool:
+        """Say whether it strikes at this attempt: a function of nothing but its settings."""
+        return tick in self.at or _draw(self.name, self.seed, tick) < self.rate * 2**64
+
+    def is_on(self, rank: int) -> bool:
+        return self.rank in ("all", rank)
+
+
+def _draw(*parts: object) -> int:
+    """Hash into 64 bits, the same on every machine; nothing that trains is seeded from it."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor that this rank holds itself, in the tensor's own memory."""
+    tensor = local_part(tensor.detach())
+    return tensor._values() if tensor.is_sparse else tensor
+
+
+# In one update.
+
+
+@dataclass(frozen=True, kw_only=True)
+class NanBatch(TickFault):
+    """The first row of the first micro-batch is not finite; the data set is fine."""
+
+    name, spoils = "nan_batch", "batch"
+    value: Literal["nan", "inf", "-inf"] = "nan"
 
     def lacks(self, *things: Any) -> str | None:
         if holds_floats(things[0]):
@@ -31,44 +97,40 @@ class NanBatch(BatchFault):
         return "the batches hold no floating-point numbers: nan_batch needs some; use inf_loss or nan_grad"
 
     def spoil(self, batch: Any) -> Any:
-        return changed(batch, first_row_filled(float(self.value)))
+        return changed(batch, lambda leaf: filled(leaf, float(self.value), first_row=True))
 
 
 @dataclass(frozen=True, kw_only=True)
-class InfLoss(LossFault):
+class InfLoss(TickFault):
     """The loss of the first micro-batch is infinite, and its gradients are no numbers."""
 
-    name = "inf_loss"
+    name, spoils = "inf_loss", "loss"
 
     def spoil(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossSpike(LossFault):
+class LossSpike(TickFault):
     """The loss of one update, and with it the gradients, is many times what it should be."""
 
-    name = "loss_spike"
-    factor: float = 1e4
+    name, spoils = "loss_spike", "loss"
+    factor: float = limited(1e4, above=0)
 
     whole_update = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_factor("factor", self.factor)
 
     def spoil(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.factor
 
 
 @dataclass(frozen=True, kw_only=True)
-class NanGrad(GradientFault):
+class NanGrad(TickFault):
     """One element of one gradient is NaN, though loss and batch are fine."""
 
-    name = "nan_grad"
+    name, spoils = "nan_grad", "gradients"
 
     def spoil(self, weights: Sequence[torch.Tensor]) -> None:
-        gradients = (own_part(weight.grad) for weight in weights if weight.grad is not None)
+        gradients = (_local(weight.grad) for weight in weights if weight.grad is not None)
         for gradient in gradients:
             if gradient.numel():
                 gradient[(0,) * gradient.dim()] = math.nan
@@ -77,19 +139,192 @@ class NanGrad(GradientFault):
 
 @dataclass(frozen=True, kw_only=True)
 class HotLr(TickFault):
-    """The learning rate is far too high for a stretch of ticks."""
+    """The learning rate is far too high for so many ticks."""
 
-    name = "hot_lr"
-    rank: int | Literal["all"] = "all"
-    factor: float = 100.0
-    updates: int = 30
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_factor("factor", self.factor)
-        require_whole("updates", self.updates, at_least=1)
+    name, spoils = "hot_lr", "rate"
+    rank: int | Literal["all"] = limited("all", at_least=0)
+    factor: float = limited(100.0, above=0)
+    updates: int = limited(30, at_least=1)
 
     def began(self, tick: int) -> int | None:
         """Return the tick at which the stretch that `tick` lies in began, the latest if there are several."""
         first = max(1, tick - self.updates + 1)
         return next((start for start in range(tick, first - 1, -1) if self.begins(start)), None)
+
+
+# Between two updates.
+
+_BITS = {  # the integers of the same size, and the highest bit of the exponent
+    torch.float64: (torch.int64, 1 << 62),
+    torch.float32: (torch.int32, 1 << 30),
+    torch.float16: (torch.int16, 1 << 14),
+    torch.bfloat16: (torch.int16, 1 << 14),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BitFlip(TickFault):
+    """One bit of one weight flips, as it does in bad memory: the highest of its exponent, and 0.02 becomes 7e36."""
+
+    name, spoils = "bit_flip", "state"
+    bit: int | None = limited(None, at_least=0)  # counted from the lowest of the mantissa, 0
+
+    def lacks(self, *things: Any) -> str | None:
+        weights = self._weights(things[0])
+        if not weights:
+            return "the model holds no trainable weights of 16, 32 or 64 bits"
+        if (bits := min(8 * weight.element_size() for weight in weights)) <= (self.bit or 0):
+            return f"bit={self.bit} is none of the {bits} of a weight, which are counted from 0"
+        return None
+
+    def spoil(self, tick: int, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        weights = self._weights(model)
+        place = _draw("place", self.seed, tick) % sum(weight.numel() for weight in weights)
+        for weight in weights:
+            if place < weight.numel():
+                integers, flipped = _BITS[weight.dtype]
+                if self.bit is not None:
+                    bits = 8 * weight.element_size()
+                    flipped = (1 << self.bit) - ((1 << bits) if self.bit == bits - 1 else 0)  # that one is the sign
+                weight.view(integers)[np.unravel_index(place, weight.shape)] ^= flipped
+                return
+            place -= weight.numel()
+
+    def _weights(self, model: torch.nn.Module) -> list[torch.Tensor]:
+        weights = [_local(weight) for weight in model.parameters() if weight.requires_grad]
+        return [weight for weight in weights if weight.dtype in _BITS and weight.numel()]
+
+
+_SECOND_MOMENTS = (  # as torch's optimizers and those of transformers name them
+    *("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf", "row_var", "col_var", "variance"),
+    *("exp_avg_sq_row", "exp_avg_sq_col"),
+)
+_FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
+_HOW = {"shrink": 1e-4, "zero": 0.0, "negate": -1.0}
+_BLOWN_UP = 1e3  # where there is a momentum only
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadMoments(TickFault):
+    """The optimizer's second moments are far too small, zero or negative; its momentum too large if that is all."""
+
+    name, spoils = "bad_moments", "state"
+    how: Literal["shrink", "zero", "negate"] = "shrink"
+
+    def lacks(self, *things: Any) -> str | None:
+        _, optimizers = things
+        if any(True for one in optimizers for _ in _moments(one, (*_SECOND_MOMENTS, *_FIRST_MOMENTS))):
+            return None
+        return "the optimizer has no moments: bad_moments needs one that keeps some, and an update before it"
+
+    def spoil(self, tick: int, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            if second := list(_moments(optimizer, _SECOND_MOMENTS)):
+                torch._foreach_mul_(second, _HOW[self.how])
+            elif first := list(_moments(optimizer, _FIRST_MOMENTS)):
+                torch._foreach_mul_(first, _BLOWN_UP)
+
+
+def _moments(optimizer: Optimizer, names: Sequence[str]) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        yield from (state[name] for name in names if isinstance(state.get(name), torch.Tensor))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crash(TickFault):
+    """The process is killed: no handler runs, nothing is flushed. The same command resumes."""
+
+    name, spoils = "crash", "state"
+
+    def spoil(self, tick: int, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hang(TickFault):
+    """The process does nothing any more, as when a file system does not answer: see run.step_timeout."""
+
+    name, spoils = "hang", "state"
+
+    def spoil(self, tick: int, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        while True:
+            time.sleep(3600)
+
+
+# In the data.
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRow(Fault):
+    """Some rows of the data set are not finite, or far off; they come again in every epoch and every replay."""
+
+    name = "bad_row"
+    rows: Sequence[int] = limited((), at_least=0)  # their indices
+    share: float = limited(0.01, at_least=0, at_most=1)  # of all rows, at least one, drawn; where no rows are named
+    what: Literal["nan", "inf", "outlier"] = "nan"
+    factor: float = limited(1e4, above=0)  # what an outlier is multiplied by
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.rows and not self.share:
+            raise unusable("rows", "no row would be bad: name some, such as [17], or a share above 0")
+
+    def chosen(self, count: int) -> frozenset[int]:
+        """Return the indices of the bad rows among `count`."""
+        if self.rows:
+            return frozenset(self.rows)
+        bad = min(count, max(1, round(self.share * count)))
+        return frozenset(random.Random(_draw(self.name, self.seed)).sample(range(count), bad))
+
+    def lacks(self, *things: Any) -> str | None:
+        (dataset,) = things
+        kind = type(dataset)
+        # A torch IterableDataset inherits a __getitem__ that only raises.
+        if isinstance(dataset, IterableDataset) or not (hasattr(kind, "__getitem__") and hasattr(kind, "__len__")):
+            return f"bad_row needs a map-style data set, and a {kind.__name__} is read from front to back"
+        chosen = self.chosen(len(dataset))
+        if max(chosen) >= len(dataset):
+            return f"there is no row {max(chosen)}: the data set has {len(dataset)}"
+        with preserved(torch.device("cpu")):  # an augmentation may draw
+            row = dataset[min(chosen)]
+        if holds_floats(row):
+            return None
+        return "the rows hold no floating-point numbers: bad_row needs some; use inf_loss or nan_grad"
+
+    def spoil(self, row: Any) -> Any:
+        if self.what == "outlier":
+            return changed(row, lambda leaf: scaled(leaf, self.factor))
+        return changed(row, lambda leaf: filled(leaf, float(self.what)))
+
+
+class WithBadRows:
+    """A data set like the one inside, except for some rows."""
+
+    def __init__(self, dataset: Any, fault: BadRow) -> None:
+        self.dataset, self.fault = dataset, fault
+        self.rows = fault.chosen(len(dataset))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._spoiled(index, self.dataset[index])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        together = getattr(self.dataset, "__getitems__", None)  # fetches many rows at once
+        rows = together(indices) if together else [self.dataset[index] for index in indices]
+        return [self._spoiled(index, row) for index, row in zip(indices, rows, strict=True)]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "dataset" not in self.__dict__:  # unpickled in a worker, it has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def _spoiled(self, index: int, row: Any) -> Any:
+        place = operator.index(index)
+        return self.fault.spoil(row) if (place + len(self) if place < 0 else place) in self.rows else row
+
+
+FAULTS: dict[str, type[Fault]] = {
+    kind.name: kind for kind in (NanBatch, NanGrad, InfLoss, LossSpike, HotLr, BitFlip, BadMoments, BadRow, Crash, Hang)
+}

@@ -1,4 +1,4 @@
-"""Operations that are torch's to the last bit where torch has a finite value and slope, and finite everywhere else."""
+"""Operations equal to torch's, bit for bit, where torch has a finite value and slope, and finite everywhere else."""
 
 from resilient_train.numerics.elementwise import (
     acos,
@@ -6,20 +6,29 @@ from resilient_train.numerics.elementwise import (
     atan2,
     atanh,
     div,
+    eps,
     exp,
     log,
     log1p,
     log2,
     log10,
     pow,
+    raise_eps,
     reciprocal,
     rsqrt,
     sqrt,
 )
-from resilient_train.numerics.limits import eps, raise_eps
-from resilient_train.numerics.losses import binary_cross_entropy, cross_entropy_of_probabilities
-from resilient_train.numerics.reductions import cosine_similarity, log_softmax, norm, normalize, softmax, std
-from resilient_train.numerics.table import substitute
+from resilient_train.numerics.operations import substitute
+from resilient_train.numerics.reductions import (
+    binary_cross_entropy,
+    cosine_similarity,
+    cross_entropy_of_probabilities,
+    log_softmax,
+    norm,
+    normalize,
+    softmax,
+    std,
+)
 
 __all__ = [
     "acos",

@@ -1,4 +1,8 @@
-"""Safe operations along dimensions. What elementwise.py says of an element is said here of a slice."""
+"""Safe operations along dimensions, and safe losses on probabilities.
+
+What elementwise.py says of an element applies here to a slice. Where there are logits, torch's losses on logits are
+better than any loss on probabilities.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from resilient_train.numerics import limits
-from resilient_train.numerics.limits import finite, instead_of, is_lost, overflows, reach
+from resilient_train.numerics import elementwise
+from resilient_train.numerics.elementwise import finite, instead_of, is_lost, log, overflows, reach
 
 Dim = int | list[int] | tuple[int, ...] | None
 
 
 @instead_of(torch.softmax)
 def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A slice of nothing but -inf has nothing to choose from: zeros, as in torch's attention."""
+    """A slice of nothing but -inf gives zeros, as in torch's attention."""
     x = input if dtype is None else input.to(dtype)
     masked = _is_masked(x, dim)
     return torch.where(masked, 0.0, torch.softmax(torch.where(masked, 0.0, x), dim))
@@ -24,18 +28,18 @@ def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor
 
 @instead_of(torch.log_softmax)
 def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A slice of nothing but -inf is log(eps), a single one the lowest number there is, so that 0 * log(0) is 0."""
+    """A slice of nothing but -inf gives log(eps), a single -inf the lowest finite number, so that 0 * log(0) is 0."""
     x = input if dtype is None else input.to(dtype)
     masked = _is_masked(x, dim)
     result = torch.log_softmax(torch.where(masked, 0.0, x), dim)
-    return torch.where(masked, math.log(limits.eps(result.dtype)), result.clamp(min=torch.finfo(result.dtype).min))
+    return torch.where(masked, math.log(elementwise.eps(result.dtype)), result.clamp(min=torch.finfo(result.dtype).min))
 
 
 @instead_of(torch.norm)
 def norm(
     input: Tensor, p: float | str | None = 2.0, dim: Dim = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """One that overflows is the largest number. Nuclear norms and those of a negative finite p are torch's own."""
+    """One that overflows is the largest number. Nuclear norms and norms of a negative finite p are torch's own."""
     if p == "nuc" or (isinstance(p, float | int) and -math.inf < p < 0):
         own: Tensor = torch.norm(input, p, dim, keepdim, dtype=dtype)
         return own
@@ -65,10 +69,10 @@ def std(input: Tensor, dim: Dim = None, *, correction: float = 1, keepdim: bool 
 
 @instead_of(functional.normalize)
 def normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
-    """Where `eps` is nothing, as 1e-12 is in float16, the knob's takes its place.
+    """Where `eps` is 0 in the type, as 1e-12 is in float16, the knob's eps takes its place.
 
     Slices are judged by gradients of up to 1 in each element: those of a tiny one in float16 (shorter than the root of
-    its size times 1.5e-5) add up beyond its range, or do not, as the gradient wants.
+    its size times 1.5e-5) add up beyond its range, or do not, depending on the gradient.
     """
     x = input.detach()
     length = torch.linalg.vector_norm(x, p, dim, True)
@@ -77,13 +81,13 @@ def normalize(input: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -
     pull = (x / divisor / divisor).abs().sum(dim, True).masked_fill(length < eps, 0.0)  # what reaches the norm, at most
     steep = overflows((divisor.reciprocal() + pull).to(x.dtype)) | _is_steep(x, length, p, (dim,), pull)
     bad = near | steep
-    value = x / torch.where(near, limits.eps(length.dtype), divisor)
+    value = x / torch.where(near, elementwise.eps(length.dtype), divisor)
     return torch.where(bad, value, functional.normalize(torch.where(bad, 0.5, input), p, dim, eps))
 
 
 @instead_of(torch.cosine_similarity)
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
-    """That of a vector without a length is 0."""
+    """The similarity to a vector of length 0 is 0."""
     dtype = torch.promote_types(x1.dtype, x2.dtype)
     first, second = torch.broadcast_tensors(x1.to(dtype), x2.to(dtype))  # type: ignore[no-untyped-call]  # as torch does
     a, b = first.detach(), second.detach()
@@ -99,12 +103,51 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
     return _settle(bad, value, torch.cosine_similarity(first, second, dim, eps))
 
 
+@instead_of(functional.binary_cross_entropy)
+def binary_cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: str = "mean"
+) -> Tensor:
+    """A number outside [0, 1] counts as eps from its end, and a NaN gives a NaN; torch raises for both.
+
+    It raises where torch does for another reason: for targets outside [0, 1], and under CUDA's autocast.
+    """
+    x, near = input.detach(), reach(input.dtype)
+    fine = (x >= near) & (x <= 1.0 - near)
+    if x.dtype is torch.float16:  # in which the 1e-12 that bounds torch's slope is zero
+        fine = fine & ((x - target) / ((1.0 - x) * x)).isfinite()
+    if target.requires_grad:
+        fine = fine & (x > 0.0) & (x < 1.0)
+    inside = x.nan_to_num(0.5).clamp(elementwise.eps(x.dtype), 1.0 - elementwise.eps(x.dtype))
+    result = functional.binary_cross_entropy(torch.where(fine, input, inside), target, weight, reduction=reduction)
+    lost = x.isnan() if reduction == "none" else x.isnan().any()
+    return result.masked_fill(lost, math.nan)
+
+
+def cross_entropy_of_probabilities(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean"
+) -> Tensor:
+    """What `F.cross_entropy` is for logits, for probabilities of the same shape: one of 0 costs -log(eps).
+
+    Targets are classes, or as many probabilities as there are in the input.
+    """
+    logs = log(input)
+    if not target.is_floating_point():
+        return functional.nll_loss(logs, target, weight, ignore_index=ignore_index, reduction=reduction)
+    classes = 1 if input.ndim > 1 else 0
+    if weight is not None:
+        target = target * weight.reshape(-1, *(1,) * (input.ndim - 1 - classes))
+    losses = -(target * logs).sum(classes)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / max(1, losses.numel())
+
+
 def _is_masked(x: Tensor, dim: int) -> Tensor:
     return (x.amax(dim, True) if x.numel() else x) == -math.inf
 
 
 def _is_steep(x: Tensor, length: Tensor, p: float, dims: tuple[int, ...], grad: Tensor | float = 1.0) -> Tensor:
-    """Say which slices have a norm whose slope torch cannot compute: those of the plain norms it always can."""
+    """Say which slices have a norm whose slope torch cannot compute; of norms 0, 1, 2 and inf it always can."""
     if p in (0.0, 1.0, 2.0) or math.isinf(p):
         return torch.zeros_like(length, dtype=torch.bool)
     if p < 1:
@@ -116,7 +159,7 @@ def _is_steep(x: Tensor, length: Tensor, p: float, dims: tuple[int, ...], grad: 
 
 
 def _settle(bad: Tensor, value: Tensor, result: Tensor) -> Tensor:
-    """Return `value` where it is bad: both of them still have the dimensions that the result may have lost."""
+    """Return `value` where it is bad; both still have the dimensions that the result may have lost."""
     return torch.where(bad.reshape(result.shape), finite(value).reshape(result.shape), result)
 
 

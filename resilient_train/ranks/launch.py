@@ -1,8 +1,9 @@
-"""What a launcher says of the run in the environment, and what it asks for that would silently be something else."""
+"""What a launcher says of the run in the environment, and what it asks for that is not supported."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from resilient_train.errors import ConfigError, unusable
 _MASTER = ("MASTER_ADDR", "MASTER_PORT")
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")  # that Accelerate looks for
 
-# What Accelerate's launcher sets for the engines that it can put around a model: why not, and what to use instead.
+# What Accelerate's launcher sets for engines that it can wrap around a model: why not, and what to use instead.
 _ENGINES = {
     "ACCELERATE_USE_DEEPSPEED": (
         "DeepSpeed is not supported yet: it makes its updates itself, where none can be refused. "
@@ -34,11 +35,13 @@ _ENGINES = {
 
 def refuse_what_is_not_supported(environment: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError where the run would silently be something else than what the launcher was asked for."""
-    said = os.environ if environment is None else environment
+    environment = os.environ if environment is None else environment
+    _refuse_odd_numbers(environment)
     for name, why in _ENGINES.items():
-        if said.get(name, "").lower() in ("true", "1", "yes"):
-            raise ConfigError(name, said[name], why)
-    if "ACCELERATE_USE_CPU" in said and not any(name in said for name in _SIZES) and _is_of_launcher(said):
+        if environment.get(name, "").lower() in ("true", "1", "yes"):
+            raise ConfigError(name, environment[name], why)
+    is_single = "ACCELERATE_USE_CPU" in environment and not any(name in environment for name in _SIZES)
+    if is_single and _is_of_launcher(environment):
         why = "several processes were asked for, and on CPUs it starts one. Use torchrun --nproc_per_node N "
         raise unusable("accelerate launch", why + "-m resilient_train accelerate.cpu=true, or --num_processes 1")
 
@@ -59,7 +62,7 @@ def refuse_what_became_single(size: int) -> None:
 
 
 def refuse_too_few_devices(devices: int) -> None:
-    """Raise ConfigError where processes of a host would have to share a GPU, of which no collective is capable."""
+    """Raise ConfigError where processes of a host would have to share a GPU, which no collective supports."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if here > devices:
         why = f"{here} processes to a host were launched, and there are {devices} GPUs: one process to a GPU"
@@ -68,7 +71,17 @@ def refuse_too_few_devices(devices: int) -> None:
 
 def launched_rank() -> int:
     """This process's rank as its launcher set it: known before the group is joined."""
-    return int(os.environ.get("RANK", "0"))
+    rank, size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    return int(rank) if rank.isdecimal() and size.isdecimal() and int(rank) < int(size) else 0
+
+
+def _refuse_odd_numbers(said: Mapping[str, str]) -> None:
+    alone = "launchers such as torchrun set it; for a run of one process unset RANK and WORLD_SIZE"
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        if name in said and re.fullmatch(r"-?\d{1,9}", said[name]) is None:
+            raise ConfigError(name, said[name], f"must be a whole number: {alone}")
+    if "RANK" in said and "WORLD_SIZE" in said and not 0 <= int(said["RANK"]) < int(said["WORLD_SIZE"]):
+        raise ConfigError("RANK", said["RANK"], f"must be from 0 to below WORLD_SIZE={said['WORLD_SIZE']}: {alone}")
 
 
 def hosts(size: int) -> int:
@@ -79,15 +92,15 @@ def hosts(size: int) -> int:
     return max(1, size // int(here)) if here.isdigit() and int(here) else 1
 
 
-def _is_of_launcher(said: Mapping[str, str]) -> bool:
+def _is_of_launcher(environment: Mapping[str, str]) -> bool:
     """Say whether Accelerate's launcher has set where the processes meet, which it does for several only.
 
-    People have these names in their shells, too: then the launcher itself was started with them.
+    Where these variables come from the user's shell, the launcher itself has them too.
     """
-    if not all(name in said for name in _MASTER):
+    if not all(name in environment for name in _MASTER):
         return False
     try:
         words = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except OSError:
         return True
-    return not all(f"{name}={said[name]}".encode() in words for name in _MASTER)
+    return not all(f"{name}={environment[name]}".encode() in words for name in _MASTER)

@@ -21,27 +21,26 @@ _PAUSES_S = (0.02, 0.05, 0.0)
 _LOOK_EVERY_S = 1.0
 
 _log = logging.getLogger("resilient_train")
-_looking = threading.Lock()
-
+_changing = threading.Lock()
 _held: set[int] = set()  # descriptors of this process's locks
 
 
-def _let_go_in_child() -> None:
-    """A data worker inherits the descriptor, and with it the lock, which would outlive a run that is killed."""
+def _release_in_child() -> None:
+    """A forked data worker inherits the descriptor, and with it the lock, which would outlive a run that is killed."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
-    _looking.release()
+    _changing.release()
 
 
-os.register_at_fork(before=_looking.acquire, after_in_parent=_looking.release, after_in_child=_let_go_in_child)
+os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_release_in_child)
 
 
 class DirectoryLock:
-    """A lock that the kernel lets go of with its process, however that ends: there is nothing to clean up.
+    """A lock that the kernel releases when its process ends, however that ends: there is nothing to clean up.
 
-    It is on the directory itself, which nobody removes while a run is at work there, and on the file that names the
-    process. Of some network file systems only the file is seen by other hosts: somebody looks after that.
+    It is on the directory itself, which cannot be replaced unnoticed, and on the file that names the process. On some
+    network file systems other hosts see only the lock on the file: a thread takes that again when the file is removed.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -52,7 +51,7 @@ class DirectoryLock:
             opened.callback(os.close, self._whole)
             if not _taken(self._whole):
                 self._refuse()
-            self._file = self._opened()
+            self._file = self._open()
             opened.callback(os.close, self._file)
             if not _taken(self._file):
                 self._refuse()
@@ -60,11 +59,11 @@ class DirectoryLock:
             opened.pop_all()
         _held.update((self._whole, self._file))
         self._over = threading.Event()
-        threading.Thread(target=self._look_after, name="lock", daemon=True).start()
+        threading.Thread(target=self._keep, name="lock", daemon=True).start()
 
     def release(self) -> None:
-        """Let the next process in. Once: closed descriptors are soon those of something else."""
-        with _looking:
+        """Release it, once: closed descriptors are soon those of other files."""
+        with _changing:
             if self._over.is_set():
                 return
             self._over.set()
@@ -76,27 +75,28 @@ class DirectoryLock:
         advice = "wait for it to end, or start another run with run.name=..."
         raise DirectoryInUse(self._path.parent, _holder(self._path) or "another process", advice)
 
-    def _opened(self) -> int:
+    def _open(self) -> int:
         return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
     def _sign(self) -> None:
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
-    def _look_after(self) -> None:
-        """Take the file again where somebody removed or replaced it; two writers would ruin the run."""
+    def _keep(self) -> None:
+        """Take the file again where it was removed or replaced; two writers would ruin the run."""
         while not self._over.wait(_LOOK_EVERY_S):
-            with _looking, contextlib.suppress(OSError):
-                if not self._over.is_set() and not self._is_there() and any(self._path.parent.iterdir()):
+            with _changing, contextlib.suppress(OSError):
+                if self._over.is_set():
+                    return
+                try:
+                    is_there = os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._file))
+                except FileNotFoundError:
+                    is_there = False
+                if not is_there and any(self._path.parent.iterdir()):
                     self._take_again()
 
-    def _is_there(self) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._file))
-        return False
-
     def _take_again(self) -> None:
-        file = self._opened()
+        file = self._open()
         if not _taken(file):
             _log.error(
                 "%s was removed, and %s has the run now: this process ends and writes nothing more",
@@ -104,7 +104,7 @@ class DirectoryLock:
                 _holder(self._path) or "another process",
             )
             os._exit(1)
-        _log.warning("%s was removed while the run is at work: it is taken again", self._path)
+        _log.warning("%s was removed during the run: it is taken again", self._path)
         _held.add(file)
         _held.discard(self._file)
         os.close(self._file)
@@ -113,14 +113,14 @@ class DirectoryLock:
 
 
 def _taken(descriptor: int) -> bool:
-    """Try more than once: who only asks where the run stands holds it for a moment."""
+    """Try more than once: `holder_of` takes it for a moment."""
     for pause in _PAUSES_S:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(pause)
         except OSError:
-            if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # as on NFS: the file alone has to do
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # as on NFS: the lock on the file has to suffice
                 return True
             raise
         else:
@@ -129,7 +129,7 @@ def _taken(descriptor: int) -> bool:
 
 
 def holder_of(directory: Path) -> str | None:
-    """Who holds the lock on a directory; None where nobody does."""
+    """Who holds the lock on a directory; None where it is free."""
     for path, flags in ((directory, os.O_DIRECTORY), (directory / LOCK, os.O_NOFOLLOW)):
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)

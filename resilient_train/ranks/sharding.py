@@ -1,4 +1,4 @@
-"""A model that is spread over the ranks block by block, and one that keeps less of each block for the backward."""
+"""Sharding of a model over the ranks block by block, and activation checkpointing of its blocks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from resilient_train.errors import ConfigError
 
 
 def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, world: int) -> str:
-    """Spread the weights over all ranks, block by block, so that one block at a time is whole. Returns what was done.
+    """Shard the weights over all ranks, block by block, so that one block at a time is full. Returns what was done.
 
-    Torch's own `fully_shard`: Accelerate's way to it does nothing on a CPU, without a word.
+    By torch's own `fully_shard`: Accelerate silently does nothing on a CPU.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -27,44 +27,48 @@ def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, w
         raise ConfigError("accelerate.fsdp", True, why)
     mesh = init_device_mesh(device.type, (world,))
     found = blocks(model, names)
-    told = _counted(found)
+    counts = _counts(found)
     for block in found:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return f"FSDP2 over {world} processes ({told or 'as one block'})"
+    return f"FSDP2 over {world} processes ({counts or 'as one block'})"
 
 
 def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
-    """Let the backward make the inside of each block once more instead of keeping it. Returns what was done."""
+    """Let the backward recompute the activations of each block instead of keeping them. Returns what was done."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if names is None and callable(enable):  # a model of transformers knows how it is done best
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return "activations are made once more in the backward, as the model itself does it"
+        return "activations are recomputed in the backward, as the model itself does it"
     found = blocks(model, names)
     if not found:
         why = "finds no blocks in this model: name their classes in accelerate.blocks"
         raise ConfigError("accelerate.activation_checkpointing", True, why)
     for block in found:
-        block.forward = _again(block.forward)
-    return f"activations of {_counted(found)} are made once more in the backward"
+        block.forward = _checkpointed(block.forward)
+    return f"activations of {_counts(found)} are recomputed in the backward"
 
 
 def blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     """The parts that a model repeats: those of the named classes, or else what is found.
 
-    That is what a model of transformers says itself, or the layers of its lists and sequences that come at least
-    twice and are made of several modules. None lies within another.
+    That is what a model of transformers says itself, or the layers of its lists and sequences that occur at least
+    twice and consist of several modules. None lies within another.
     """
     named = set(names if names is not None else getattr(model, "_no_split_modules", None) or ())
     kinds = {type(one).__name__ for one in model.modules()}
     if names is not None and (unknown := sorted(named - kinds)):
         raise ConfigError("accelerate.blocks", list(names), f"{unknown[0]} is no class of a module of this model")
-    wanted = named & kinds or _repeated(model)
+    classes = named & kinds
+    if not classes:
+        rows = [one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential)]
+        counted = Counter(type(layer).__name__ for row in rows for layer in row if _is_composed(layer))
+        classes = {name for name, count in counted.items() if count > 1}
     found: list[nn.Module] = []
 
     def look(module: nn.Module) -> None:
         for child in module.children():
-            if type(child).__name__ in wanted:
+            if type(child).__name__ in classes:
                 found.append(child)
             else:
                 look(child)
@@ -73,27 +77,21 @@ def blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
-def _repeated(model: nn.Module) -> set[str]:
-    rows = [one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential)]
-    counted = Counter(type(layer).__name__ for row in rows for layer in row if _is_composed(layer))
-    return {name for name, count in counted.items() if count > 1}
-
-
 def _is_composed(layer: nn.Module) -> bool:
     is_row = isinstance(layer, nn.ModuleList | nn.Sequential)
     return not is_row and sum(1 for _ in layer.children()) > 1 and any(True for _ in layer.parameters())
 
 
-def _again(forward: Any) -> Any:
+def _checkpointed(forward: Any) -> Any:
     @wraps(forward)
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
 
-    return checkpointed
+    return recomputed
 
 
-def _counted(found: Sequence[nn.Module]) -> str:
+def _counts(found: Sequence[nn.Module]) -> str:
     kinds = Counter(type(one).__name__ for one in found)
     return " and ".join(f"{count} x {name}" for name, count in kinds.items())

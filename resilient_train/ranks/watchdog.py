@@ -1,12 +1,14 @@
-"""Ends a process that does not go on, and says where it stood."""
+"""Ends a process that hangs, and reports where it hung."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import logging
 import os
 import resource
+import struct
 import sys
 import threading
 import time
@@ -18,21 +20,20 @@ from types import FrameType
 from typing import IO
 
 from resilient_train.files import at_disk_since
-from resilient_train.ranks.leaving import as_seen_by_agent
-from resilient_train.ranks.stop import StopRequests
+from resilient_train.ranks.process_exit import StopRequests, code_for_agent
 
 _log = logging.getLogger("resilient_train")
 
 _LOOK_S = 0.5
-_LAST_WORDS_S = 3.0  # to write down where it stood, and to begin to save what can be saved
-_BACKSTOP_S = 4.0  # behind the limit: for code that never lets another thread run
-_TICKS = 4  # seconds behind that, in which the process itself has to run
-_LEAP_S = 1.0  # that a thread looks later than it meant to
+_REPORT_S = 3.0  # to write down where it hung, and to begin to save what can be saved
+_BACKSTOP_S = 4.0  # after the limit: for code that never lets another thread run
+_TICKS = 4  # seconds after that, in which the process itself has to run
+_LEAP_S = 1.0  # that a look comes later than planned
 _SWITCHES = 4  # of this thread in a second: one that waits for Python's lock is woken 200 times, a stopped one never
 
 
 class Phase(StrEnum):
-    """What the run is at."""
+    """What the run is doing."""
 
     START = "start"
     STEP = "step"
@@ -41,7 +42,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """A process that did not go on."""
+    """A process that made no progress."""
 
     phase: Phase
     seconds: float
@@ -51,7 +52,7 @@ class Hang:
 
 
 class Watchdog:
-    """A thread that looks at the clock. The run calls `beat` whenever it has got on; a limit of 0 is none."""
+    """A thread that looks at the clock. The run calls `beat` whenever it has made progress; a limit of 0 is none."""
 
     def __init__(
         self,
@@ -59,16 +60,19 @@ class Watchdog:
         requests: StopRequests,
         grace: float,
         saving_since: Callable[[], float | None],
-        last_words: Callable[[Hang], int],
+        report: Callable[[Hang], int],
         log: IO[str] | None,
     ) -> None:
-        """`last_words` writes down what happened and returns the exit code; `log` takes stacks if nothing else can."""
+        """`report` writes down what happened and returns the exit code; `log` takes stacks if nothing else can."""
         self._limits, self._requests, self._grace = limits, requests, grace
-        self._saving_since, self._last_words, self._log = saving_since, last_words, log
+        self._saving_since, self._report, self._log = saving_since, report, log
         self._phase, self._since = Phase.START, time.monotonic()
         self._main = threading.main_thread().ident
-        self._stops: list[tuple[float, float]] = []  # until when the process stood still, and for how long
-        self._countdown = _Countdown.made() if log is not None else None
+        self._stops: list[tuple[float, float]] = []  # until when the process was stopped, and for how long
+        self._exit_timer: _ExitTimer | None = None
+        if log is not None:
+            with contextlib.suppress(OSError, AttributeError):  # where the C library is not glibc
+                self._exit_timer = _ExitTimer()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -83,7 +87,7 @@ class Watchdog:
         self._disarm_backstop()
 
     def beat(self, phase: Phase = Phase.STEP) -> None:
-        """The run got on."""
+        """The run made progress."""
         is_other, self._phase, self._since = phase is not self._phase, phase, time.monotonic()
         if is_other:
             self._arm_backstop()
@@ -111,19 +115,19 @@ class Watchdog:
         phase, since = self._phase, self._since
         limit = self._limits[phase]
         if limit and (passed := self._passed(since)) > limit:
-            return self._seen(phase, passed)
+            return self._found(phase, passed)
         for began in (waiting, self._saving_since()):
             if began is not None and self._is_late(passed := self._passed(began)):
-                return self._seen(Phase.SAVE, passed)
+                return self._found(Phase.SAVE, passed)
         asked = self._requests.since if self._requests.arrived() else None
         if asked is not None and self._passed(asked) > self._grace:
-            return self._seen(phase, self._passed(since), stop_asked=True)
+            return self._found(phase, self._passed(since), stop_asked=True)
         return None
 
     def _is_late(self, saving_s: float) -> bool:
         return 0 < self._limits[Phase.SAVE] < saving_s
 
-    def _seen(self, phase: Phase, seconds: float, *, stop_asked: bool = False) -> Hang:
+    def _found(self, phase: Phase, seconds: float, *, stop_asked: bool = False) -> Hang:
         threads = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks, main = [], None
         for number, frame in sys._current_frames().items():
@@ -138,36 +142,35 @@ class Watchdog:
         return Hang(phase, seconds, frames, "\n".join(stacks), stop_asked)
 
     def _end(self, hang: Hang) -> None:
-        """Leave, whatever becomes of the last words; a state that they write is waited for."""
+        """Exit, even if the report hangs as well; a state that it saves is waited for."""
         code: list[int] = []
-        words = threading.Thread(target=lambda: code.append(self._last_words(hang)), daemon=True)
-        words.start()
-        words.join(_LAST_WORDS_S)
-        while words.is_alive() and (began := self._saving_since()) is not None:
+        reporting = threading.Thread(target=lambda: code.append(self._report(hang)), daemon=True)
+        reporting.start()
+        reporting.join(_REPORT_S)
+        while reporting.is_alive() and (began := self._saving_since()) is not None:
             if self._is_late(time.monotonic() - began):
                 break
             self._arm_backstop()
-            words.join(_LOOK_S)
-        os._exit(as_seen_by_agent(code[0]) if code else 1)
+            reporting.join(_LOOK_S)
+        os._exit(code_for_agent(code[0]) if code else 1)
 
     def _arm_backstop(self) -> None:
-        """Have C end the process should this thread never get its turn again: some code keeps Python's lock."""
-        limit = self._limits[self._phase]
+        """Have C end the process should this thread never run again: some code keeps Python's lock."""
         if self._log is None:
             return
-        if not limit:
+        if not (limit := self._limits[self._phase]):
             self._disarm_backstop()  # that of the phase before
             return
         left = max(limit - self._passed(self._since), 0.0) + _BACKSTOP_S
-        faulthandler.dump_traceback_later(left, exit=self._countdown is None, file=self._log)
-        if self._countdown is not None:
-            self._countdown.begin_in(left)
+        faulthandler.dump_traceback_later(left, exit=self._exit_timer is None, file=self._log)
+        if self._exit_timer is not None:
+            self._exit_timer.start_in(left)
 
     def _disarm_backstop(self) -> None:
         if self._log is not None:
             faulthandler.cancel_dump_traceback_later()
-        if self._countdown is not None:
-            self._countdown.begin_in(0.0)
+        if self._exit_timer is not None:
+            self._exit_timer.start_in(0.0)
 
 
 def _switches() -> int:
@@ -175,62 +178,46 @@ def _switches() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else 0
 
 
-class _Countdown:
-    """Ends the process from C after `_TICKS` seconds in which it was running, unless it is begun again before.
+class _ExitTimer:
+    """Ends the process from C after `_TICKS` seconds in which it was running, unless it is started again before.
 
-    A timer alone ends a process that was stopped as soon as it continues, since its time is over then. But a timer that
-    repeats expires only once for all the time that was missed. So each expiry reads one byte of a stream, by `getc`,
-    and what the stream calls to read on when its bytes are used up is `_exit`. All of that is done by glibc, whatever
-    keeps Python's lock.
+    `faulthandler.dump_traceback_later(exit=True)` is not enough: it ends a process that was stopped (SIGSTOP, `docker
+    pause`) as soon as that continues, since its time is over then. But a timer that repeats expires only once for all
+    the time that was missed. So each expiry reads one byte of a stream by `getc`, and when the bytes are used up the
+    stream calls `_exit` as its function to read more. All of that is done by glibc, whatever keeps Python's lock.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self) -> None:
         """Raises OSError, or AttributeError where the C library is another."""
+        self._library = library = ctypes.CDLL("librt.so.1")  # before glibc 2.34 timers are there
         library.fopencookie.restype = ctypes.c_void_p
-        library.fopencookie.argtypes = [ctypes.c_void_p, ctypes.c_char_p, _Calls]
+        library.fopencookie.argtypes = [ctypes.c_void_p, ctypes.c_char_p, _StreamFunctions]
         library.ungetc.argtypes = [ctypes.c_int, ctypes.c_void_p]
-        self._library, self._timer, self._begins = library, ctypes.c_void_p(), 0.0
-        self._stream = library.fopencookie(1, b"r", _Calls(read=ctypes.cast(library._exit, ctypes.c_void_p)))
-        event = _Event(self._stream, 0, _SIGEV_THREAD, ctypes.cast(library.getc, ctypes.c_void_p))
-        places = ctypes.byref(event), ctypes.byref(self._timer)
-        if not self._stream or library.timer_create(time.CLOCK_MONOTONIC, *places):
+        self._timer, self._starts = ctypes.c_void_p(), 0.0
+        functions = _StreamFunctions(read=ctypes.cast(library._exit, ctypes.c_void_p))
+        self._stream = library.fopencookie(1, b"r", functions)  # the 1 is what `_exit` is called with
+        getc = ctypes.cast(library.getc, ctypes.c_void_p).value
+        event = struct.pack("PiiP40x", self._stream or 0, 0, _SIGEV_THREAD, getc)  # struct sigevent
+        if not self._stream or library.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(self._timer)):
             raise OSError("no timer")
         self._fill()
 
-    @staticmethod
-    def made() -> _Countdown | None:
-        """Return one, where the C library is glibc."""
-        try:
-            return _Countdown(ctypes.CDLL("librt.so.1"))  # before glibc 2.34 timers are there
-        except (OSError, AttributeError):
-            return None
-
-    def begin_in(self, seconds: float) -> None:
-        """Begin to count so much later, and not as it was told before; 0: never."""
+    def start_in(self, seconds: float) -> None:
+        """Start to count so much later, instead of when it was to start before; 0: never."""
         times = (ctypes.c_long * 4)(1, 0, int(seconds), int(seconds % 1 * 1e9))  # how often, and first
         self._library.timer_settime(self._timer, 0, ctypes.byref(times), None)
         now = time.monotonic()
-        if self._begins and now >= self._begins:  # the process was stopped: some of the bytes have been read
+        if self._starts and now >= self._starts:  # the process was stopped: some of the bytes have been read
             self._fill()
-        self._begins = now + seconds if seconds else 0.0
+        self._starts = now + seconds if seconds else 0.0
 
     def _fill(self) -> None:
         for _ in range(_TICKS):
             self._library.ungetc(0, self._stream)
 
 
-class _Calls(ctypes.Structure):  # cookie_io_functions_t
+class _StreamFunctions(ctypes.Structure):  # cookie_io_functions_t
     _fields_ = [(name, ctypes.c_void_p) for name in ("read", "write", "seek", "close")]
-
-
-class _Event(ctypes.Structure):  # struct sigevent
-    _fields_ = [
-        ("value", ctypes.c_void_p),
-        ("signal", ctypes.c_int),
-        ("notify", ctypes.c_int),
-        ("function", ctypes.c_void_p),
-        ("rest", ctypes.c_char * 40),
-    ]
 
 
 _SIGEV_THREAD = 2

@@ -6,8 +6,11 @@ import contextlib
 import gc
 import os
 import re
+import time
 import traceback
-from collections.abc import Callable, Iterable
+import uuid
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,12 +28,12 @@ from accelerate.utils import (
     send_to_device,
 )
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.optim import Optimizer
 
 from resilient_train.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of
 from resilient_train.ranks import launch
-from resilient_train.ranks.joining import join
-from resilient_train.ranks.leaving import leaving_at_once
+from resilient_train.ranks.process_exit import exit_on_request_in_c
 
 T = TypeVar("T")
 
@@ -54,9 +57,9 @@ class AccelerateConfig:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Say whether an error is the echo of another process's end: a connection that is gone, as torch reports it.
+    """Say whether an error only shows that another process has ended: a lost connection, as torch reports it.
 
-    Code that only uses such words in an error of its own is not meant.
+    User code may use such words in errors of its own: those are not meant.
     """
     if not isinstance(error, torch.distributed.DistError | RuntimeError) or not _GONE.search(text_of(error)):
         return False
@@ -87,37 +90,37 @@ class World:
         try:
             ddp = DistributedDataParallelKwargs(**config.ddp)
         except TypeError as error:
-            raise ConfigError(
-                "accelerate.ddp", config.ddp, str(error).removeprefix("DistributedDataParallelKwargs.")
-            ) from error
+            why = str(error).removeprefix("DistributedDataParallelKwargs.")
+            raise ConfigError("accelerate.ddp", config.ddp, why) from error
         cpu = config.cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
-        if not cpu:
-            launch.refuse_what_would_be_single(has_device=torch.accelerator.is_available() and not _is_mac())
+        if not cpu:  # on a Mac processes cannot share the one device
+            has_devices = torch.accelerator.is_available() and not torch.backends.mps.is_available()
+            launch.refuse_what_would_be_single(has_device=has_devices)
         if not cpu and torch.cuda.is_available():
             launch.refuse_too_few_devices(torch.cuda.device_count())
-        limits = InitProcessGroupKwargs(timeout=_timedelta(limit))
+        limit_of_collectives = timedelta(seconds=limit) if limit else None
         try:
-            with leaving_at_once() if "WORLD_SIZE" in os.environ else nullcontext():
-                join(cpu=cpu, patience=timedelta(seconds=start_timeout or _PATIENCE_S), limit=_timedelta(limit))
+            with exit_on_request_in_c() if "WORLD_SIZE" in os.environ else nullcontext():
+                join(cpu=cpu, patience=timedelta(seconds=start_timeout or _PATIENCE_S), limit=limit_of_collectives)
                 accelerator = Accelerator(
                     cpu=config.cpu,
                     mixed_precision=config.mixed_precision,
                     gradient_accumulation_steps=config.gradient_accumulation_steps,
-                    kwargs_handlers=[ddp, limits],
+                    kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=limit_of_collectives)],
                 )
         except Exception as error:  # a rendezvous that fails, a device that is not there
             raise TrainError(f"the processes of the run cannot be joined: {in_one_line(error)}") from error
         launch.refuse_what_became_single(accelerator.num_processes)
-        # `accelerate launch` sets its own number in the environment, which would win without a word.
+        # `accelerate launch` sets its own number in the environment, which would silently take precedence.
         accelerator.gradient_accumulation_steps = config.gradient_accumulation_steps
         if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
             why = "needs a GPU: half precision has no loss scaling on a CPU; bf16 works there"
             raise ConfigError("accelerate.mixed_precision", "fp16", why)
         return cls(accelerator)
 
-    def prepared(self, model: nn.Module, optimizers: Iterable[Optimizer], *, is_spread: bool) -> nn.Module:
-        """Let Accelerate put a model to its device and precision; and copy it to all ranks, unless it is spread."""
-        if is_spread:
+    def prepared(self, model: nn.Module, optimizers: Iterable[Optimizer], *, is_sharded: bool) -> nn.Module:
+        """Let Accelerate put a model on its device and in its precision; and on all ranks, unless it is sharded."""
+        if is_sharded:
             return self.accelerator.prepare_model(model, evaluation_mode=True)  # type: ignore[no-any-return]
         prepared, *_ = self.accelerator.prepare(model, *optimizers)
         return prepared  # type: ignore[no-any-return]
@@ -135,7 +138,7 @@ class World:
         return self.accelerator.reduce(vector, "sum") if self.size > 1 else vector
 
     def gather(self, vector: torch.Tensor) -> torch.Tensor | None:
-        """Collect a vector from every rank, one row each; None where there is nobody else."""
+        """Collect a vector from every rank, one row each; None where there is only one."""
         if self.size == 1:
             return None
         table = torch.zeros((self.size, vector.numel()), dtype=vector.dtype, device=vector.device)
@@ -164,28 +167,28 @@ class World:
         return sorted(set(gather_object(list(names)) if self.size > 1 else names))
 
     def all_of(self, mine: T) -> list[T]:
-        """Return what every rank has, in order of the ranks: small things, after trouble."""
+        """Return what every rank has, in order of the ranks: small things, after an incident."""
         return gather_object([mine]) if self.size > 1 else [mine]
 
     def on_main(self, decide: Callable[[], T]) -> T:
-        """Decide on rank 0 and tell all; an error there is raised everywhere, so that nobody waits for nothing."""
+        """Decide on rank 0 and broadcast the result; an error there is raised everywhere, so that no rank waits."""
         if self.size == 1:
             return decide()
-        told: list[Any] = [None, None]
+        result: list[Any] = [None, None]
         if self.is_main:
             try:
-                told[0] = decide()
+                result[0] = decide()
             except Exception as error:
-                told[1] = error if isinstance(error, TrainError) else TrainError(in_one_line(error))
-        broadcast_object_list(told)
-        if told[1] is not None:
-            raise told[1]
-        return told[0]  # type: ignore[no-any-return]
+                result[1] = error if isinstance(error, TrainError) else TrainError(in_one_line(error))
+        broadcast_object_list(result)
+        if result[1] is not None:
+            raise result[1]
+        return result[0]  # type: ignore[no-any-return]
 
     def main_before_others(self, do: Callable[[], None]) -> None:
         """Do something on rank 0 while the others wait a while: a launcher ends all soon after the first.
 
-        Not by a collective, since ranks come here that do not agree. What fails is logged by who does it, or lost.
+        Not by a collective, since the ranks that come here may not agree. What fails has to log it itself.
         """
         if self.size == 1:
             return do()
@@ -200,9 +203,9 @@ class World:
             store.set(_DONE, "1")
 
     def leave(self) -> None:
-        """Leave the group after a run that went well; a rank that failed just ends, and its launcher ends the rest.
+        """Leave the group after a successful run; a rank that failed just ends, and its launcher ends the others.
 
-        All leave together, and nothing may still hold the group: gloo's threads abort a process that ends under them.
+        All leave together, and nothing may still hold the group: gloo's threads abort a process that exits before them.
         """
         if self.size > 1:
             self.accelerator.free_memory()
@@ -219,12 +222,72 @@ class World:
         return f"{processes} on {kind}{threads}, {self.accelerator.mixed_precision or 'no'} mixed precision"
 
 
+# Joining. An elastic agent keeps one store over all restarts, and with it what earlier processes left there, their
+# addresses among it: later ones would connect to those, and fail or wait. Restart counts do not tell attempts apart,
+# because each agent counts its own, and hosts that come and go are not counted. So rank 0 chooses a name for the
+# attempt, and answers with it whoever asks with a word of its own, to which no earlier process can have an answer. An
+# agent ends all its processes before it takes part in another attempt: whoever answers belongs to this one.
+
+_PREFIX = "resilient_train"  # of our keys in the agent's store
+_CONNECT = timedelta(seconds=300)  # the agent's store is there before any of its processes
+_PAUSE_S = 0.05
 _PATIENCE_S = 1800.0
+_NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _is_mac() -> bool:
-    return torch.backends.mps.is_available()  # one device that processes cannot share
+def join(*, cpu: bool = False, patience: timedelta = timedelta(minutes=30), limit: timedelta | None = None) -> bool:
+    """Make the process group, as Accelerate would but for the store; False where it is left to Accelerate.
+
+    A training loop calls it before it makes its Accelerator, so that the processes of an agent's restart find each
+    other. `cpu` is that of the Accelerator; `patience` limits the wait for the others, `limit` every later collective.
+    """
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and all(one in os.environ for one in _NEEDED)
+    if not has_agent or torch.distributed.is_initialized():
+        return False
+    on_gpu = not cpu and torch.cuda.is_available()
+    if not (on_gpu or cpu) or (cpu and torch.distributed.is_mpi_available()):
+        return False  # another kind of device or backend, which Accelerate knows to choose
+    rank, local, size, port = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"))
+    device = torch.device("cuda", local % torch.cuda.device_count()) if on_gpu else None
+    if device is not None:
+        torch.cuda.set_device(device)
+    agents = TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, wait_for_workers=False, timeout=_CONNECT)
+    agents.set_timeout(patience)
+    store = PrefixStore(f"{_PREFIX}/{attempt_name(agents, rank, size, patience)}", agents)
+    backend = "gloo" if device is None else "nccl"
+    torch.distributed.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=limit, device_id=device
+    )
+    return True
 
 
-def _timedelta(seconds: float) -> timedelta | None:
-    return timedelta(seconds=seconds) if seconds else None
+def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> str:
+    """Agree on a name that no attempt had before, on a store that all attempts have in common."""
+    if rank > 0:
+        word = uuid.uuid4().hex
+        agents.set(f"{_PREFIX}/asks/{rank}", word)
+        name = agents.get(f"{_PREFIX}/answer/{word}").decode()
+        agents.add(f"{_PREFIX}/joined/{name}", 1)
+        return name
+    name, answered = uuid.uuid4().hex, dict[int, bytes]()
+    deadline = time.monotonic() + patience.total_seconds()
+    while (joined := agents.add(f"{_PREFIX}/joined/{name}", 0)) < size - 1:
+        for other in range(1, size):
+            if not agents.check([f"{_PREFIX}/asks/{other}"]):
+                continue
+            word_of_other = agents.get(f"{_PREFIX}/asks/{other}")
+            if word_of_other != answered.get(other):  # perhaps an earlier process's: then this rank will ask again
+                answered[other] = word_of_other
+                agents.set(f"{_PREFIX}/answer/{word_of_other.decode()}", name)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{size - 1 - joined} of {size} processes have not come within {patience.seconds} s")
+        time.sleep(_PAUSE_S)
+    return name
+
+
+def odd_ones(said: Sequence[Hashable]) -> tuple[int, ...]:
+    """The ranks that say something else than most; all of them where no two agree, or two camps are of one size."""
+    (most, count), *others = Counter(said).most_common(2) if said else [(None, 0)]
+    if others and (count == 1 or others[0][1] == count):
+        return tuple(range(len(said)))
+    return tuple(rank for rank, one in enumerate(said) if one != most)

@@ -21,7 +21,7 @@ _OURS = "config.yaml"
 _LAUNCH = ".launch"
 CHECKPOINTS = "checkpoints"  # its name in a run directory
 _OF_A_START = (
-    *(_OURS, "train.log", JOURNAL, "incidents.jsonl", "progress", "summary.json", "mlflow.json", _LAUNCH),
+    *(_OURS, "train.log", JOURNAL, "incidents.jsonl", "progress", "summary.json", "mlflow.json", ".place", _LAUNCH),
     LOCK,  # it last
 )
 

@@ -1,4 +1,4 @@
-"""Faults on purpose, as the journal has them: who reviews a run should know what was meant to happen."""
+"""The drills of a run, as the journal has them: who reviews it should know which faults were on purpose."""
 
 from __future__ import annotations
 
@@ -25,32 +25,27 @@ class Strike:
     until: int  # the last tick of its stretch
     rows: frozenset[int] | None = None  # None: not known
 
-    @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> Strike | None:
-        """Read an entry of the journal; None where it is another one, or damaged."""
-        name, tick, until, rows = (entry.get(key) for key in ("name", "tick", "until", "rows"))
-        if entry["kind"] != FIRED or not isinstance(name, str) or type(tick) is not int:
-            return None
-        return cls(
-            *(name, tick, until if type(until) is int else tick),
-            frozenset(one for one in rows if type(one) is int) if isinstance(rows, list) else None,
-        )
-
 
 def strikes(entries: Iterable[Mapping[str, Any]]) -> tuple[Strike, ...]:
-    """Return what struck in a run so far, in the order in which it did; of what is damaged, nothing."""
-    return tuple(one for one in map(Strike.of, entries) if one is not None)
+    """Return what struck in a run so far, in the order in which it did; of damaged entries, nothing."""
+    found = []
+    for entry in entries:
+        name, tick, until, rows = (entry.get(key) for key in ("name", "tick", "until", "rows"))
+        if entry["kind"] == FIRED and isinstance(name, str) and type(tick) is int:
+            known = frozenset(one for one in rows if type(one) is int) if isinstance(rows, list) else None
+            found.append(Strike(name, tick, until if type(until) is int else tick, known))
+    return tuple(found)
 
 
 def on_purpose(struck: Sequence[Strike]) -> str:
-    """Say that there was a drill, in a sentence behind another; nothing where there was none."""
+    """Say that there was a drill, in a sentence to append; nothing where there was none."""
     times = Counter(one.fault for one in struck)
-    told = [fault if count == 1 else f"{fault} {count:,} times" for fault, count in times.items()]
-    return f" This run has a drill: faults on purpose ({', '.join(told)})." if told else ""
+    faults = [fault if count == 1 else f"{fault} {count:,} times" for fault, count in times.items()]
+    return f" This run has a drill: faults on purpose ({', '.join(faults)})." if faults else ""
 
 
 def made_by(struck: Sequence[Strike], anomaly: Anomaly, diagnosis: Diagnosis, before: Sequence[Incident]) -> str:
-    """Name the faults on purpose that made an incident, at once or by the damage they left; empty: none did."""
+    """Name the faults of a drill that caused an incident, at once or by the damage they left; empty: none did."""
     made = [one for one in struck if _struck(one, anomaly, diagnosis)]
     if not made and not diagnosis.rows:
         made = [one for one in struck if one.tick and _is_left_by(one, anomaly, diagnosis, before)][-1:]

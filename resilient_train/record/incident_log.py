@@ -18,8 +18,7 @@ from resilient_train.record.drills import made_by
 from resilient_train.record.facts import Facts
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.journal import JOURNAL, Entry, Journal
-from resilient_train.record.phases import RESUME, Timed
-from resilient_train.record.surroundings import Surroundings
+from resilient_train.record.surroundings import RESUME, Surroundings, Timed
 from resilient_train.types import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals, kind_of
 from resilient_train.wording import log, outcome_told, told
 

@@ -48,6 +48,8 @@ class Journal:
         self.path = path
         try:
             content = read_plain(path)
+            if not content:
+                _log.warning("%s is empty: what it held is lost, incidents among it", path)
         except FileNotFoundError:
             content = b""
         except OSError as error:  # nothing is known of what it holds, so nothing may be written over it

@@ -1,8 +1,8 @@
-"""Where the run stands, written before every update at the cost of one system call.
+"""The position of a run, written before every update at the cost of one system call.
 
-The kernel keeps what was written, however the process ends. Only with the machine itself the last seconds may be lost:
-then the older of two records is read, or none. Not a memory map: a file that is cut short, a full copy-on-write disk or
-a server that is gone would end the process with SIGBUS.
+The kernel keeps what was written, however the process ends. Only if the machine itself goes down, the last seconds may
+be lost: then the older of two records is read, or none. Not a memory map: a file that is cut short, a full
+copy-on-write disk or a server that is gone would end the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pathlib import Path
 import yaml
 
 from resilient_train.files import read_plain, read_yaml_text
-from resilient_train.record.endings import CONFIG
-from resilient_train.record.loop import loop_of
+from resilient_train.record.endings import CONFIG, loop_of
 
 PROGRESS = "progress"  # its name in a run directory
 
@@ -30,18 +29,18 @@ _log = logging.getLogger("resilient_train")
 
 
 class Doing(IntEnum):
-    """What the process was at."""
+    """What the process was doing."""
 
     ENDED = 0  # in order
     UPDATING = 1
     BETWEEN = 2  # two updates: evaluating, saving
-    HUNG = 3  # in the midst of an update it was ended because it did not go on
+    HUNG = 3  # in an update, and was ended by its watchdog
     FIRST = 4  # the first update after its start
 
 
 @dataclass(frozen=True, slots=True)
-class Stand:
-    """Where a process was."""
+class Position:
+    """Where a process was in the run."""
 
     doing: Doing = Doing.ENDED
     tick: int = 0
@@ -54,8 +53,8 @@ class Progress:
     """The one record of a run; on ranks without the run directory it is written nowhere."""
 
     def __init__(self, directory: Path | None) -> None:
-        self.last = Stand()  # of the process before this one
-        self._stand = Stand()
+        self.last = Position()  # of the previous process
+        self._position = Position()
         self._number, self._file, self._is_failing = 0, -1, False
         self._first: int | None = None  # tick of this process
         self._path = None if directory is None else directory / PROGRESS
@@ -63,23 +62,23 @@ class Progress:
             return
         with contextlib.suppress(OSError):
             self._recall(read_plain(self._path))
-        self._stand = self.last
+        self._position = self.last
 
     def updating(self, tick: int, step: int, start: int, stop: int) -> None:
-        """Note what is about to be attempted."""
+        """Note the update that is about to be attempted, and its samples."""
         self._first = tick if self._first is None else self._first
-        self._note(Stand(Doing.FIRST if tick == self._first else Doing.UPDATING, tick, step, start, stop))
+        self._note(Position(Doing.FIRST if tick == self._first else Doing.UPDATING, tick, step, start, stop))
 
     def turned_to(self, doing: Doing, tick: int | None = None) -> None:
-        """Note that the process is at something else now; `tick` updates were attempted."""
-        stand = self._stand
-        tick = stand.tick if tick is None else tick
-        self._note(Stand(doing, tick, stand.step, stand.start, stand.stop))
+        """Note that the process does something else now; `tick` updates were attempted."""
+        position = self._position
+        tick = position.tick if tick is None else tick
+        self._note(Position(doing, tick, position.step, position.start, position.stop))
 
     @property
     def is_updating(self) -> bool:
         """Say whether an update is under way."""
-        return self._stand.doing in (Doing.UPDATING, Doing.FIRST)
+        return self._position.doing in (Doing.UPDATING, Doing.FIRST)
 
     def close(self) -> None:
         """Let go of the file."""
@@ -87,15 +86,15 @@ class Progress:
             os.close(self._file)
         self._file, self._path = -1, None
 
-    def _note(self, stand: Stand) -> None:
-        self._stand = stand
+    def _note(self, position: Position) -> None:
+        self._position = position
         if self._path is None:
             return
         self._number += 1
-        record = _RECORD.pack(self._number, stand.doing, stand.tick, stand.step, stand.start, stand.stop)
+        record = _RECORD.pack(self._number, position.doing, position.tick, position.step, position.start, position.stop)
         slot = (record + zlib.crc32(record).to_bytes(4, "little")).ljust(_SLOT, b"\0")
         try:
-            if self._file < 0 or not os.fstat(self._file).st_nlink:  # somebody removed it
+            if self._file < 0 or not os.fstat(self._file).st_nlink:  # it was removed
                 self._open(self._path)
             os.pwrite(self._file, slot, self._number % 2 * _SLOT)
             self._is_failing = False
@@ -119,11 +118,11 @@ class Progress:
                 continue
             number, doing, *rest = _RECORD.unpack(record)
             if number > self._number and doing in set(Doing):
-                self._number, self.last = number, Stand(Doing(doing), *rest)
+                self._number, self.last = number, Position(Doing(doing), *rest)
 
 
-def stand_of(run_dir: Path) -> Stand | None:
-    """Where the newest process of a run was, also while it is at work; None where nothing tells."""
+def position_of(run_dir: Path) -> Position | None:
+    """Return where the newest process of a run is or was; None where it is not known."""
     try:
         content = read_plain(run_dir / PROGRESS)
     except OSError:
@@ -133,7 +132,7 @@ def stand_of(run_dir: Path) -> Stand | None:
     return progress.last
 
 
-def steps_wanted(run_dir: Path) -> int | None:
+def planned_steps(run_dir: Path) -> int | None:
     """How many updates a run is configured to make; None where its configuration does not say."""
     if (loop := loop_of(run_dir)) is not None:
         return loop.steps

@@ -1,28 +1,32 @@
-"""What a person reads when a run has ended: what it met, what helped, what to change, what is left, what to do next."""
+"""A run in sentences: the review at its end, whether it is all right, and which commands to type next."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
+from typing import Any
 
-from resilient_train.record.doors import command, near
+from resilient_train.record.drills import on_purpose
+from resilient_train.record.endings import Checkpoint, next_directory
 from resilient_train.record.journal import JOURNAL, Entry, read
-from resilient_train.record.left import Checkpoint
 from resilient_train.record.story import Story
-from resilient_train.record.verdict import by_cause, cost_and_drill, in_force, incidents_met, next_start, verdict
-from resilient_train.types import Incident
-from resilient_train.wording import duration, remedies_in_short
+from resilient_train.types import Incident, Outcome
+from resilient_train.wording import counted, duration, left_to_the_end, noticed, remedies_in_short, rows_named, why_of
 
 WEIGHTS = "weights.safetensors"  # of a run that finished
 
 _MOST_CAUSES, _MOST_CURES, _MOST_ADVICE, _MOST_LEFT = 6, 2, 5, 4
 
 
-def review(story: Story, went_on_from: int | None = None) -> list[str]:
-    """Tell it in some twenty lines at most, whatever the run has met; and where this process of it went on."""
+def review(story: Story, resumed_from: int | None = None) -> list[str]:
+    """Sum up a run in some twenty lines at most: incidents, remedies, what to change, what is left, what to do next."""
     return [
-        *([] if went_on_from is None else [_went_on(story, went_on_from)]),
+        *([] if resumed_from is None else [_resumed(story, resumed_from)]),
         f"{_made(story)}{'met ' * bool(story.chapters)}{incidents_met(story.incidents)}.{cost_and_drill(story)}",
         *_cures(story.incidents),
         *_advice(story),
@@ -33,7 +37,7 @@ def review(story: Story, went_on_from: int | None = None) -> list[str]:
 
 
 def _made(story: Story) -> str:
-    """Whether it is all right, of a run that is complete; of any other how far it got."""
+    """Say of a complete run whether it is all right; of any other how far it got."""
     if story.is_complete:
         return f"{verdict(story)[0].lower()}: "
     if story.summary is None:
@@ -44,10 +48,10 @@ def _made(story: Story) -> str:
     return f"made {story.step:,}{of} steps{took}; "
 
 
-def _went_on(story: Story, step: int) -> str:
+def _resumed(story: Story, step: int) -> str:
     began = began_ms(read(story.directory / JOURNAL))
     when = f"; the run began {datetime.fromtimestamp(began / 1000):%Y-%m-%d %H:%M}" if began is not None else ""
-    return f"this process went on from step {step:,}{when}"
+    return f"this process resumed from step {step:,}{when}"
 
 
 def began_ms(entries: Sequence[Entry]) -> int | None:
@@ -56,12 +60,12 @@ def began_ms(entries: Sequence[Entry]) -> int | None:
 
 
 def _cures(incidents: Sequence[Incident]) -> Iterator[str]:
-    """What was done about each cause, and how often."""
+    """Say what was done about each cause, and how often."""
     lines = []
     for cause, some in by_cause(incidents).items():
         done = Counter(remedies_in_short(one) for one in some)
-        told = [words if count == 1 else f"{words} ({count:,} times)" for words, count in done.most_common()]
-        lines.append(f"  {cause}: {'; '.join(shortened(told, _MOST_CURES, '{:,} other ways'))}")
+        shown = [words if count == 1 else f"{words} ({count:,} times)" for words, count in done.most_common()]
+        lines.append(f"  {cause}: {'; '.join(shortened(shown, _MOST_CURES, '{:,} other ways'))}")
     yield from shortened(lines, _MOST_CAUSES, "  and {:,} other causes")
 
 
@@ -74,16 +78,16 @@ def _advice(story: Story) -> Iterator[str]:
 
 
 def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:
-    """Leave away what is too much, and say how many that are: never a single one, which would take as much room."""
+    """Cut a list, and say how many are missing: never a single one, which would take as much room."""
     if len(lines) <= most + 1:
         return list(lines)
     return [*lines[:most], rest.format(len(lines) - most)]
 
 
 def _left(story: Story) -> Iterator[str]:
-    """Where the weights are, and what differs from the configuration in them."""
-    if turned := in_force(story.remedies):
-        yield f"in force to the end: {'; '.join(shortened(turned, _MOST_LEFT, '{:,} more'))}"
+    """Say where the weights are, and which remedies were active in them."""
+    if active := active_remedies(story.remedies):
+        yield f"still active at the end: {'; '.join(shortened(active, _MOST_LEFT, '{:,} more'))}"
     if story.is_complete and (story.directory / WEIGHTS).is_file():
         yield f"weights: {near(story.directory / WEIGHTS)}"
     if story.best is not None:
@@ -97,3 +101,165 @@ def _left(story: Story) -> Iterator[str]:
 def _checkpoint(one: Checkpoint) -> str:
     metrics = "".join(f", {name} {value:.4g}" for name, value in list(one.metrics.items())[:3])
     return f"{near(one.path)} (step {one.step:,}{metrics})"
+
+
+# ------------------------------------------------------------------------------------------------- is it all right
+
+
+def verdict(story: Story) -> tuple[str, str]:
+    """Say whether a run is all right: in two or three words, and in sentences that explain them."""
+    where, met, cost = _where(story), incidents_met(story.incidents), cost_and_drill(story)
+    match story.status:
+        case "clean" | "recovered":
+            well = "All is well" if story.status == "clean" else "Recovered"
+            if story.is_complete:
+                return well, f"{where}; {met}.{cost}{_results(story.summary)}"
+            return f"{well} so far", f"{where}; {met}.{cost}"
+        case "recovering":
+            last = next(one for one in reversed(story.incidents) if one.outcome is None)
+            what = f"incident {last.id:,} ({noticed(last.anomaly, by_name=False)}, step {last.anomaly.step:,})"
+            return "Recovering", f"{where}; {what} is open until the run has stayed healthy. In all, {met}.{cost}"
+        case "unrecovered":
+            left = next(one for one in reversed(story.incidents) if one.outcome is Outcome.UNRECOVERED)
+            what = f"incident {left.id:,} ({noticed(left.anomaly, by_name=False)}, step {left.anomaly.step:,})"
+            why = f"after {what} {left_to_the_end(left)}"
+            return "Not recovered, somebody has to look", f"{where}; {why}. In all, {met}.{cost}"
+        case "no_progress":
+            first, final = ((story.summary or {}).get(key) for key in ("first_loss", "final_loss"))
+            losses = [f"{one:.4g}" for one in (first, final) if type(one) in (int, float)]
+            why = f" (it began at {losses[0]} and ended at {losses[1]})" if len(losses) == 2 else ""
+            return f"The loss did not fall{why}", f"{where}; {met}.{cost}"
+        case "gave_up":
+            why = "".join(f": {noticed(one.anomaly, by_name=False)}, {why_of(one)}" for one in story.incidents[-1:])
+            return "Gave up, somebody has to look", f"{where}{why}. In all, {met}.{cost}"
+        case "preempted":
+            return "Stopped on request", f"{where}; {met}.{cost}"
+    return "Failed", f"{where}{f': {story.why}' if story.why else ''}. In all, {met}.{cost}"
+
+
+def next_start(story: Story) -> str:
+    """Say what the same command would do now."""
+    onward = f"resumes from step {story.newest.step:,}" if story.newest is not None else "begins at step 0 again"
+    if story.loop is not None and not story.loop.resumes:
+        return f"starts a new run in {next_directory(story.directory)}"
+    if story.loop is not None and story.summary is not None:
+        return "resumes if `steps` is raised" if story.is_complete else onward
+    if story.summary is None:
+        return f"is refused while this run is at work; if its process is gone, it {onward}"
+    if story.is_complete:
+        return "says that the run is complete and ends with 0; more `run.steps` make it longer"
+    if story.status == "gave_up":
+        return f"says so again at once and ends with 3; with a changed configuration it {onward}"
+    return onward
+
+
+def active_remedies(remedies: Mapping[str, Any] | None) -> list[str]:
+    """Say what remedies changed in the configuration until now, one line for each; of what is damaged, nothing."""
+    if remedies is None:
+        return []
+    knobs = remedies.get("knobs")
+    lines = _knobs(knobs) if isinstance(knobs, Mapping) else []
+    armor = remedies.get("armor")
+    patches = [one for one in armor if isinstance(one, Mapping)] if isinstance(armor, list) else []
+    lines += [f"armor around `{one.get('op')}`, `{one.get('file')}:{one.get('line')}`" for one in patches]
+    if rows := _wholes(remedies.get("quarantined")):
+        lines.append(f"{rows_named(rows)} in quarantine")
+    spans = remedies.get("skipped")
+    pairs = [one for one in map(_wholes, spans if isinstance(spans, list) else ()) if len(one) == 2]
+    if skipped := sum(max(0, stop - start) for start, stop in pairs):
+        lines.append(f"{counted(skipped, 'sample')} skipped")
+    if remedies.get("mends_eps") is True:
+        lines.append("an epsilon that was lost in its type is raised")
+    if type(micro := remedies.get("micro_batch")) is int:
+        lines.append(f"micro-batches of {counted(micro, 'row')}")
+    return lines
+
+
+def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:
+    """Sort incidents by their causes, the most frequent first."""
+    counts = Counter(str(one.diagnosis.cause) for one in incidents)
+    return {cause: [one for one in incidents if one.diagnosis.cause == cause] for cause, _ in counts.most_common()}
+
+
+def _where(story: Story) -> str:
+    if story.is_complete:
+        return counted(story.step, "step")
+    status = None if story.summary is None else story.summary.get("status")
+    at = f"at step {story.step:,}" + (f" of {story.steps:,}" if story.steps is not None else "")
+    return {"ended": f"left {at}", "closed": f"closed {at}"}.get(str(status), at)
+
+
+def incidents_met(incidents: Sequence[Incident]) -> str:
+    """Say how many incidents there were, of what cause, and whether what was done about them was enough."""
+    if not incidents:
+        return "no incidents"
+    causes = ", ".join(f"{len(some):,} {cause}" for cause, some in by_cause(incidents).items())
+    met = f"{counted(len(incidents), 'incident')} ({causes})"
+    outcomes = Counter(one.outcome for one in incidents)
+    again = outcomes[Outcome.RECURRED]
+    if outcomes[None] or outcomes[Outcome.GAVE_UP] or outcomes[Outcome.UNRECOVERED]:
+        left = [(outcomes[Outcome.UNRECOVERED], "not recovered"), (outcomes[Outcome.GAVE_UP], "not cured")]
+        left += [(outcomes[None], "open"), (again, "came back")]
+        return f"{met}, {', '.join(f'{count:,} {what}' for count, what in left if count)}"
+    if again:
+        return f"{met}, {again:,} of which came back before the cure held"
+    return f"{met}, {'it did not come' if len(incidents) == 1 else 'none of which came'} back"
+
+
+def cost_and_drill(story: Story) -> str:
+    """Say how many updates incidents cost, and whether there was a drill: sentences to append, or nothing."""
+    lost = ""
+    if story.tick > story.step and story.chapters:
+        lost = f" {story.tick - story.step:,} of {counted(story.tick, 'update')} were lost."
+    return lost + on_purpose(story.strikes)
+
+
+def _results(summary: Mapping[str, Any] | None) -> str:
+    summary = summary or {}
+    evaluated = summary.get("eval")
+    losses = {"recent loss": summary.get("final_loss")}
+    losses |= {"evaluation loss": evaluated.get("loss") if isinstance(evaluated, Mapping) else None}
+    results = ", ".join(f"{name} {value:.4g}" for name, value in losses.items() if type(value) in (int, float))
+    return f" {results[0].upper()}{results[1:]}." if results else ""
+
+
+def _knobs(knobs: Mapping[str, Any]) -> list[str]:
+    names = {"lr": "learning rate", "clip": "gradient clip", "eps": "epsilon"}
+    factors = {names[key]: knobs.get(key) for key in names}
+    lines = [f"{name} x{one:.3g}" for name, one in factors.items() if type(one) in (int, float) and one != 1]
+    if type(steps := knobs.get("higher_precision")) is int and steps > 0:
+        lines.append(f"full precision for {counted(steps, 'step')}")
+    return lines
+
+
+def _wholes(values: Any) -> list[int]:
+    """Return the integers in a list; of anything else none."""
+    return [one for one in values if type(one) is int] if isinstance(values, list) else []
+
+
+# --------------------------------------------------------------------------------------------- commands to type next
+
+
+def command(verb: str, directory: Path) -> str:
+    """Return the command line of a verb for a run directory, as it works from here."""
+    return f"{python()} -m resilient_train {verb} {shlex.quote(near(directory))}"
+
+
+def near(path: Path) -> str:
+    """Name a path as short as it can be typed from here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
+
+
+def python() -> str:
+    """Name the interpreter, in full where its environment is not activated."""
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    return "python" if str(Path(sys.executable).parent) in folders else shlex.quote(sys.executable)
+
+
+def where_to_look(command: str, url: str | None) -> list[str]:
+    """Say how to see a run in MLflow: the command that shows its database, where it is one, and the address."""
+    lines = [f"to see it, start\n  {command}"] if command else []
+    if url:
+        lines.append(f"{'and' if lines else 'to see it,'} open\n  {url}")
+    return lines

@@ -1,33 +1,48 @@
-"""The story of a run, as its directory tells it: for reports, traces and pictures.
+"""The story of a run, read from its directory for status lines, reports, traces and pictures.
 
-It reads what the run has written, also while it goes on, and changes nothing.
+It reads what the run has written, also while it is at work, and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from resilient_train.record.drills import Strike, strikes
-from resilient_train.record.endings import SUMMARY, stands, why_of
-from resilient_train.record.endings import told as ending_told
+from resilient_train.record.endings import (
+    SUMMARY,
+    Checkpoint,
+    Loop,
+    best_of,
+    checkpoints_of,
+    ended_as,
+    last_good_of,
+    loop_of,
+    read_ending,
+    why_incomplete,
+)
 from resilient_train.record.facts import IN_FORCE
 from resilient_train.record.incident_lines import from_line
 from resilient_train.record.incident_log import CLOSED, OPENED, PHASE, TREATED
 from resilient_train.record.journal import JOURNAL, Entry, read
-from resilient_train.record.left import Checkpoint, best_of, checkpoints_of, last_good_of
-from resilient_train.record.loop import Loop, loop_of
-from resilient_train.record.mending import Advice, still_open
-from resilient_train.record.progress import stand_of, steps_wanted
+from resilient_train.record.progress import planned_steps, position_of
 from resilient_train.record.quarantine import reasons
-from resilient_train.types import Incident
+from resilient_train.types import Cause, Incident, Outcome
 from resilient_train.wording import status_of
 
 _KILLED = "its process was killed (no exit message)"
 _LATEST_MS = 2**42  # a time after the year 2100 is none
+_REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
+_MOST_ROWS = 8  # that are named
+
+_SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")
+_NUMBERS = re.compile(r"(?P<name>`[^`]*`)|\[[\d, ]+\]|\b(?:nan|inf)\b|(?<![\w.])[+-]?\d[\d.,]*(?:e[+-]?\d+)?\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +66,42 @@ class Chapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """One thing to change, and the numbers of the incidents that ask for it."""
+
+    text: str
+    incidents: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Story:
-    """What a person wants to know of a run."""
+    """What a person wants to know about a run."""
 
     directory: Path  # absolute
     chapters: tuple[Chapter, ...]  # in the order they were met
     status: str  # clean, recovered, recovering, gave_up, preempted, failed
     step: int = 0  # accepted updates
     tick: int = 0  # attempted ones
-    steps: int | None = None  # that are wanted
-    summary: Mapping[str, Any] | None = None  # what its last end wrote; null while it is at work, or was killed
-    why: str = ""  # it ended in failure
-    last_good: Checkpoint | None = None  # the newest that is proven
-    newest: Checkpoint | None = None  # that a resume would take: the same, or a candidate behind it
+    steps: int | None = None  # planned
+    summary: Mapping[str, Any] | None = None  # null while it is at work, or was killed
+    why: str = ""  # it failed
+    last_good: Checkpoint | None = None  # the newest verified one
+    newest: Checkpoint | None = None  # that a resume would load: the same, or a later candidate
     best: Checkpoint | None = None  # weights alone
     quarantined: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))  # rows, and why
-    remedies: Mapping[str, Any] | None = None  # in force, as they were last written down
+    remedies: Mapping[str, Any] | None = None  # active, as they were last written down
     advice: tuple[Advice, ...] = ()  # still open, the most important first
-    loop: Loop | None = None  # somebody's own, and no run of ours
+    loop: Loop | None = None  # of the caller; null for a run of the command
     strikes: tuple[Strike, ...] = ()  # of a drill
 
     @property
-    def name(self) -> str:
-        """What the run is called."""
-        return self.directory.name
-
-    @property
     def incidents(self) -> tuple[Incident, ...]:
-        """What was met, without the times."""
+        """The incidents, without the times."""
         return tuple(chapter.incident for chapter in self.chapters)
 
     @property
     def is_complete(self) -> bool:
-        """Say whether the run has made all the updates that were wanted."""
+        """Say whether the run made all the updates that were planned."""
         return self.summary is not None and self.summary.get("status") == "completed"
 
 
@@ -98,12 +116,12 @@ def chapters(entries: Iterable[Entry]) -> tuple[Chapter, ...]:
             continue
         try:
             incident = from_line(entry.get("incident"))
-        except ValueError:  # damaged: the book says so when the run is taken up
+        except ValueError:  # damaged: the incident log says so when the run resumes
             continue
         chapter = replace(found.get(incident.id, Chapter(incident, entry["at"])), incident=incident)
         if phases := _phases(entry.get("phases")):
             chapter = replace(chapter, phases=phases)
-        if entry["kind"] == TREATED and chapter.treated_ms is None:  # a second one only tells what more is known
+        if entry["kind"] == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
             chapter = replace(chapter, treated_ms=entry["at"])
         elif entry["kind"] == CLOSED:
             chapter = replace(chapter, closed_ms=entry["at"])
@@ -111,41 +129,43 @@ def chapters(entries: Iterable[Entry]) -> tuple[Chapter, ...]:
     return tuple(found[number] for number in sorted(found))
 
 
-def told(run_dir: Path) -> Story:
-    """Read the story of the run in a directory, as far as it goes now."""
+def read_story(run_dir: Path) -> Story:
+    """Read the story of the run in a directory up to now."""
     run_dir = run_dir.absolute()
     entries = read(run_dir / JOURNAL)
     found = chapters(entries)
     incidents = [one.incident for one in found]
-    summary, stand, checkpoints = ending_told(run_dir, SUMMARY), stand_of(run_dir), checkpoints_of(run_dir)
-    step, tick = (stand.step, stand.tick) if stand is not None else (0, 0)
+    summary, position, checkpoints = read_ending(run_dir, SUMMARY), position_of(run_dir), checkpoints_of(run_dir)
+    step, tick = (position.step, position.tick) if position is not None else (0, 0)
     if summary is not None:
         step, tick = (_whole(summary.get(key), known) for key, known in (("steps", step), ("ticks", tick)))
-    stands_as = stands(run_dir)
-    was_killed = stands_as == "killed"
-    status = "failed" if was_killed or stands_as == "failed" else status_of(incidents, summary)
+    end = ended_as(run_dir)
+    status = "failed" if end in ("killed", "failed") else status_of(incidents, summary)
+    why = ""
+    if status == "failed":
+        why = _KILLED if end == "killed" else why_incomplete(run_dir, summary) or ""
     return Story(
         directory=run_dir,
         chapters=found,
         status=status,
         step=step,
         tick=max(tick, step),
-        steps=steps_wanted(run_dir),
+        steps=planned_steps(run_dir),
         summary=summary,
-        why=_KILLED if was_killed else why_of(run_dir, summary) or "" if status == "failed" else "",
+        why=why,
         last_good=last_good_of(run_dir),
         newest=next(iter(checkpoints), None),
         best=best_of(run_dir),
         quarantined=reasons(run_dir),
         remedies=_in_force(entries, checkpoints),
-        advice=still_open(incidents),
+        advice=open_advice(incidents),
         loop=loop_of(run_dir),
         strikes=strikes(entries),
     )
 
 
 def _phases(written: Any) -> tuple[Phase, ...]:
-    """What a treatment consisted of; of what is damaged, nothing."""
+    """Read the parts of a treatment; of what is damaged, nothing."""
     try:
         found = tuple(Phase(str(name), int(began), int(ended)) for name, began, ended in written or ())
     except (TypeError, ValueError, OverflowError):
@@ -154,7 +174,7 @@ def _phases(written: Any) -> tuple[Phase, ...]:
 
 
 def _in_force(entries: Iterable[Entry], checkpoints: Iterable[Checkpoint]) -> Mapping[str, Any] | None:
-    """The remedies that were written down last: knobs relax after what the journal has, and a checkpoint tells."""
+    """The remedies that were written down last: a checkpoint may be newer than the journal, as knobs relax."""
     known = [one.get("remedies") for one in entries if one["kind"] == IN_FORCE][-1:]
     known += [one.remedies for one in checkpoints]
     return max(
@@ -164,3 +184,102 @@ def _in_force(entries: Iterable[Entry], checkpoints: Iterable[Checkpoint]) -> Ma
 
 def _whole(value: Any, otherwise: int) -> int:
     return value if type(value) is int and value >= 0 else otherwise
+
+
+# ------------------------------------------------------------------------------------------------------- what to change
+
+
+def open_advice(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
+    """Return what a person should change, the most important first: each line, each setting and all rows only once.
+
+    First what the run could not cure, then what it has not cured yet, then what it only avoids: patched lines, rows in
+    quarantine, changed settings. What happened once and did not return needs no change.
+    """
+    gave_up = [one for one in incidents if one.outcome is Outcome.GAVE_UP]
+    is_open = [one for one in incidents if one.outcome is None]
+    with_rows = [one for one in incidents if one.diagnosis.rows and one.diagnosis.culprit is None]
+    kinds = Counter(map(_kind, incidents))
+    each = partial(_each, abouts=_abouts(incidents))
+    found = [
+        *each(reversed(gave_up)),
+        *each(reversed(is_open)),
+        *each((one for one in incidents if one.diagnosis.culprit is not None), by_count=True),
+        *(_of_rows(with_rows) if len(with_rows) > 1 else each(with_rows)),
+        *each(reversed([one for one in incidents if one.diagnosis.cause in _REPEATS]), by_count=True),
+        *each(reversed([one for one in incidents if kinds[_kind(one)] > 1]), by_count=True),
+    ]
+    kept: dict[object, Advice] = {}
+    covered: set[int] = set()
+    for about, advice in found:
+        if about in kept:
+            numbers = {*kept[about].incidents, *advice.incidents}
+            kept[about] = replace(kept[about], incidents=tuple(sorted(numbers)))
+        elif not covered.issuperset(advice.incidents):
+            kept[about] = advice
+        covered.update(advice.incidents)
+    return tuple(kept.values())
+
+
+def _kind(incident: Incident) -> object:
+    """Say what makes an incident a repetition of another: the line, the rows, or the cause and the signal."""
+    diagnosis = incident.diagnosis
+    if (culprit := diagnosis.culprit) is not None:
+        return culprit.file, culprit.line, culprit.op
+    return diagnosis.rows or (diagnosis.cause, incident.anomaly.signal)
+
+
+def _each(
+    incidents: Iterable[Incident], abouts: Mapping[int, object], *, by_count: bool = False
+) -> list[tuple[object, Advice]]:
+    """Merge the advice of incidents that ask for the same, in the words of the newest of them."""
+    groups: dict[object, list[Incident]] = {}
+    for one in incidents:
+        if one.diagnosis.advice.strip():
+            groups.setdefault(abouts[one.id], []).append(one)
+    if by_count:
+        groups = dict(sorted(groups.items(), key=lambda item: -len(item[1])))
+    return [(about, Advice(_words(group), tuple(sorted(one.id for one in group)))) for about, group in groups.items()]
+
+
+def _abouts(incidents: Sequence[Incident]) -> dict[int, object]:
+    """Say what the advice of each incident is about: a fault of a line, some rows, else what it asks for.
+
+    An operation that failed only because of another line asks for no more than that line does.
+    """
+    found: dict[int, object] = {}
+    lines: dict[object, object] = {}
+    for one in sorted(incidents, key=lambda one: one.diagnosis.follower is not None):
+        diagnosis = one.diagnosis
+        if diagnosis.culprit is None:
+            found[one.id] = diagnosis.rows or _asked(diagnosis.advice)
+        else:
+            about = _kind(one), diagnosis.cause
+            first = lines.setdefault(_kind(one), about)
+            found[one.id] = about if diagnosis.follower is None else first
+    return found
+
+
+def _asked(advice: str) -> str:
+    """Return the sentence that asks for something, without its numbers: they differ from incident to incident.
+
+    Names do count: another tensor is another place to look at. A sentence after it is only a hint.
+    """
+    words = " ".join(advice.split())
+    asks = next((one for one in _SENTENCES.split(words) if ": " in one), words)
+    return _NUMBERS.sub(lambda found: found["name"] or "#", asks)
+
+
+def _words(group: Sequence[Incident]) -> str:
+    """Take the words of the newest; better of one that is not the consequence of another line."""
+    newest = max(group, key=lambda one: (one.diagnosis.follower is None, one.id))
+    return " ".join(newest.diagnosis.advice.split())
+
+
+def _of_rows(incidents: Sequence[Incident]) -> list[tuple[object, Advice]]:
+    """Merge the advice about all the rows of several incidents."""
+    rows = sorted({row for one in incidents for row in one.diagnosis.rows})
+    shown = ", ".join(map(str, rows[:_MOST_ROWS])) + (
+        f" and {len(rows) - _MOST_ROWS:,} more" if rows[_MOST_ROWS:] else ""
+    )
+    text = f"Fix or remove rows {shown} of the data: quarantine.json has the reason for each."
+    return [(tuple(rows), Advice(text if len(rows) > 1 else _words(incidents), tuple(one.id for one in incidents)))]

@@ -1,14 +1,23 @@
-"""From an incident and all that came before it to what is done: pure, and the same on every rank."""
+"""From an incident and all that came before it to what is done: pure, and the same on every rank.
+
+The digests are how ranks notice that they did not decide alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from struct import pack
+from typing import Any
+from zlib import crc32
 
+from resilient_train.recover.knobs import KnobValues
 from resilient_train.recover.policy import Budget, Policy, Rung
-from resilient_train.recover.prescription import Prescribed
-from resilient_train.recover.remedies import Applicable, Case, Quarantine, passes_over
+from resilient_train.recover.remedies import Case, Quarantine, RunFacts, passes_over
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident
+
+DIGEST_BITS = 24  # of a number that float32 holds exactly
 
 _FROM_OUTSIDE = (Cause.CORRUPTION, Cause.DATA)  # of the training: they may come again, however well they were cured
 
@@ -19,61 +28,54 @@ def decide(
     diagnosis: Diagnosis,
     history: Sequence[Incident],
     tick: int,
-    can: Applicable,
+    facts: RunFacts,
     trace: int = 0,
 ) -> Decision:
     """Take the first rung of the cause's ladder that applies and has strikes left, if the budget allows it.
 
-    `history` holds the incidents before this one. A run that gave up and was taken up again starts with a clean slate.
-    `trace` is of the updates since the last rewind: a rung whose attempt came to the same as an earlier one is spent.
+    `history` holds the incidents before this one. A run that was resumed after it gave up starts with a clean slate.
+    `trace` is of the updates since the last rewind: a rung whose attempt gave the same as an earlier one is spent.
     """
-    cause = diagnosis.cause
-    everything = history
+    cause, budget = diagnosis.cause, policy.budget
     if not (ladder := policy.ladder(cause)):
         return Decision(gave_up=f"the policy has no remedy for {cause}")
-    in_a_row = policy.budget.in_a_row
-    if _without_progress(anomaly, history) >= in_a_row:
-        return Decision(gave_up=f"the budget of {_count(in_a_row, 'update')} in a row that did not land is used up")
-    case = Case(anomaly, diagnosis, can, rewinds=False)
-    history, spent = _in_vain(history, anomaly), 0
+    if _without_progress(anomaly, history) >= budget.in_a_row:
+        spent_budget = _plural(budget.in_a_row, "update")
+        return Decision(gave_up=f"the budget of {spent_budget} in a row that did not land is used up")
+    case = Case(anomaly, diagnosis, facts, rewinds=False)
+    counting, spent = _counting(history, anomaly), 0
     for place, rung in enumerate(ladder):
-        if (rung.landed and not anomaly.landed) or not (actions := _applicable(rung, case)):
+        if (rung.landed and not anomaly.landed) or not (actions := _actions(rung, case)):
             continue
-        allowed, strikes = policy.strikes_of(rung, cause), _strikes(policy, rung, place, case, history, tick)
-        if _came_to_the_same(place, cause, trace, history):
+        strikes = _strikes(policy, rung, place, case, counting, tick)
+        if _gave_the_same(place, cause, trace, counting):
             spent += 1
             continue
-        if rung.at_start and not (can.at_start or strikes):
+        if rung.at_start and not (facts.at_start or strikes):
             continue
-        if strikes < allowed:
-            over = _over_budget(policy.budget, actions, anomaly, history, tick)
-            over = over or _over_run(policy.budget, actions, everything)
-            over = over or _over_quarantine(policy.budget, actions, diagnosis, can)
+        if strikes < policy.strikes_of(rung, cause):
+            over = _over_budget(budget, actions, case, tick, counting, history)
             return Decision(actions, place) if over is None else Decision(rung=place, gave_up=over)
         spent += 1
     if spent:
-        return Decision(gave_up=f"the ladder for {cause} has no rung left, {_count(spent, 'rung')} did not help")
+        return Decision(gave_up=f"the ladder for {cause} has no rung left, {_plural(spent, 'rung')} did not help")
     return Decision(gave_up=f"none of the remedies for {cause} can be applied here")
 
 
-def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
-    """What of a rung makes sense here."""
-    rewinds = any(one.action.remedy == "rewind" and one.remedy.applies(case) for one in rung.remedies)
-    beside = replace(case, rewinds=rewinds)
-    applying = [one for one in rung.remedies if one.remedy.applies(beside)]
-    return tuple(_settled(one, beside) for one in applying)
+def _actions(rung: Rung, case: Case) -> tuple[Action, ...]:
+    """What of a rung makes sense here, with the settings that follow from the case."""
+    rewinds = any(one.action.remedy == "rewind" and one.remedy.applies(case) for one in rung.do)
+    case = replace(case, rewinds=rewinds)
+    applying = [(one.action, one.remedy) for one in rung.do if one.remedy.applies(case)]
+    return tuple(
+        replace(action, settings={**action.settings, **remedy.settings_for(case)}) for action, remedy in applying
+    )
 
 
-def _settled(prescribed: Prescribed, case: Case) -> Action:
-    """An action with the settings that follow from the case."""
-    action, settle = prescribed.action, getattr(prescribed.remedy, "settled", None)  # one of a user's own may have none
-    return replace(action, settings={**action.settings, **settle(case)}) if settle is not None else action
+def _counting(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:
+    """The incidents that count: not what came from outside, was undone by a rewind, and is behind the run.
 
-
-def _in_vain(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:
-    """The incidents that count: without what came from outside and was undone by a rewind.
-
-    The run was good beyond its place since then, so that the next one is another.
+    The run was healthy beyond its place since then, so the next one is a new one.
     """
     counting, good = [], anomaly.since
     for one in reversed(history):
@@ -84,12 +86,12 @@ def _in_vain(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:
     return counting[::-1]
 
 
-def _came_to_the_same(place: int, cause: Cause, trace: int, history: Sequence[Incident]) -> bool:
-    """Whether the last attempt was of this rung, and the way it led was the same to the last digit as an earlier one.
+def _gave_the_same(place: int, cause: Cause, trace: int, history: Sequence[Incident]) -> bool:
+    """Whether the last attempt was this rung, and its updates were the same to the last digit as an earlier one's.
 
-    Knobs, data and weights were the same then, so that the next one would be as well.
+    Knobs, data and weights were the same then, so the next attempt would be as well.
     """
-    last, *before = [*_taken_up(history), None]
+    last, *before = [*_since_giving_up(history), None]
     if not trace or last is None or last.rewound_to is None:
         return False
     if last.diagnosis.cause != cause or last.decision.rung != place:
@@ -109,12 +111,12 @@ def _strikes(policy: Policy, rung: Rung, place: int, case: Case, history: Sequen
 def _unforgiven(forgive_after: int, place: int, cause: Cause, step: int, history: Sequence[Incident]) -> int:
     """Count the incidents of a rung since the cause was last forgiven.
 
-    It is forgiven where the run gets well beyond the farthest step of its incidents; of those that lower rungs merely
-    passed over, none counts. In steps, which rewinds take back: who comes to the same place again and again has not
-    got beyond it, however many ticks that takes.
+    It is forgiven where the run gets well beyond the farthest step of its incidents; those that lower rungs merely
+    passed over do not count. In steps, which rewinds take back: a run that comes to the same place again and again has
+    not got beyond it, however many ticks that takes.
     """
     count, reached = 0, None
-    for incident in list(_taken_up(history))[::-1]:
+    for incident in list(_since_giving_up(history))[::-1]:
         decided = incident.decision
         if incident.diagnosis.cause != cause or (decided.rung < place and passes_over(decided.actions)):
             continue
@@ -128,76 +130,86 @@ def _unforgiven(forgive_after: int, place: int, cause: Cause, step: int, history
 
 
 def _over_budget(
-    budget: Budget, actions: Sequence[Action], anomaly: Anomaly, history: Sequence[Incident], tick: int
+    budget: Budget,
+    actions: Sequence[Action],
+    case: Case,
+    tick: int,
+    counting: Sequence[Incident],
+    history: Sequence[Incident],
 ) -> str | None:
-    """Say which budget is used up, if one is. To tell of what landed costs nothing."""
-    recent = _recent(tick - budget.window, history)
+    """Say which budget is used up, if one is. Reporting what landed costs nothing."""
+    recent = list(_recent(tick - budget.window, counting))
+    within = f"within {_plural(budget.window, 'update')}"
     if passes_over(actions):
         refused = sum(not one.anomaly.landed and passes_over(one.decision.actions) for one in recent)
-        if not anomaly.landed and refused >= budget.refused:
-            spent = _count(budget.refused, "refused update")
-            return f"the budget of {spent} within {_count(budget.window, 'update')} is used up"
-        return None
-    if sum(not passes_over(one.decision.actions) for one in recent) >= budget.incidents:
-        spent = _count(budget.incidents, "incident")
-        return f"the budget of {spent} within {_count(budget.window, 'update')} is used up"
+        if not case.anomaly.landed and refused >= budget.refused:
+            return f"the budget of {_plural(budget.refused, 'refused update')} {within} is used up"
+    elif sum(not passes_over(one.decision.actions) for one in recent) >= budget.incidents:
+        return f"the budget of {_plural(budget.incidents, 'incident')} {within} is used up"
+    elif sum(not passes_over(one.decision.actions) for one in _since_giving_up(history)) >= budget.run:
+        return f"the budget of {_plural(budget.run, 'incident')} in a run is used up"
+    guilty = case.facts.quarantined + len(set(case.diagnosis.rows))
+    allowed = budget.rows_of(case.facts.rows)
+    if any(action.remedy == Quarantine.name for action in actions) and guilty > allowed:
+        share = f"{guilty:,} of its {case.facts.rows:,} rows are guilty"
+        return f"the data set is broken: {share}, and the budget allows for {allowed:,}"
     return None
 
 
-def _over_run(budget: Budget, actions: Sequence[Action], history: Sequence[Incident]) -> str | None:
-    """Say so if the whole run has met too many incidents, whatever became of them."""
-    if passes_over(actions) or sum(not passes_over(one.decision.actions) for one in _taken_up(history)) < budget.run:
-        return None
-    return f"the budget of {_count(budget.run, 'incident')} in a run is used up"
-
-
-def _over_quarantine(budget: Budget, actions: Sequence[Action], diagnosis: Diagnosis, can: Applicable) -> str | None:
-    """Say so if more rows would be in quarantine than the data set can lose."""
-    if all(action.remedy != Quarantine.name for action in actions):
-        return None
-    wanted, allowed = can.quarantined + len(set(diagnosis.rows)), budget.rows_of(can.rows)
-    if wanted <= allowed:
-        return None
-    share = f"{wanted:,} of its {can.rows:,} rows are guilty"
-    return f"the data set is broken: {share}, and the budget allows for {allowed:,}"
-
-
 def _without_progress(anomaly: Anomaly, history: Sequence[Incident]) -> int:
-    """For how many updates right before this one none was accepted; not all of them need to be incidents."""
-    first = anomaly.tick
-    for incident in _taken_up(history):
-        if _accepted(incident.anomaly) != _accepted(anomaly) or _rewinds(incident):
+    """How many updates right before this one were not accepted; not all of them need to be incidents."""
+    first, accepted = anomaly.tick, anomaly.step - (not anomaly.landed)
+    for incident in _since_giving_up(history):
+        one, actions = incident.anomaly, incident.decision.actions
+        # Updates were retried since: after a rewind or, where nothing was done, by another process.
+        rewinds = not actions or any(action.remedy == "rewind" for action in actions)
+        if one.step - (not one.landed) != accepted or rewinds:
             break
-        first = incident.anomaly.tick
+        first = one.tick
     return anomaly.tick - first
-
-
-def _accepted(anomaly: Anomaly) -> int:
-    """Updates accepted before it was noticed."""
-    return anomaly.step - (not anomaly.landed)
-
-
-def _rewinds(incident: Incident) -> bool:
-    """Whether updates were made again since: after a rewind, or, where nothing was done, by another process."""
-    actions = incident.decision.actions
-    return not actions or any(action.remedy == "rewind" for action in actions)
 
 
 def _recent(oldest: int, history: Sequence[Incident]) -> Iterator[Incident]:
     """The incidents since the tick `oldest`, the newest first."""
-    for incident in _taken_up(history):
+    for incident in _since_giving_up(history):
         if incident.anomaly.tick < oldest:
             return
         yield incident
 
 
-def _taken_up(history: Sequence[Incident]) -> Iterator[Incident]:
-    """The incidents since the run was last taken up after it had given up, the newest first."""
+def _since_giving_up(history: Sequence[Incident]) -> Iterator[Incident]:
+    """The incidents since the run last gave up, the newest first."""
     for incident in reversed(history):
         if incident.decision.gave_up is not None:
             return
         yield incident
 
 
-def _count(number: int, what: str) -> str:
+def _plural(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def decisions_digest(incidents: Sequence[Incident], in_effect: Mapping[str, Any]) -> int:
+    """Digest what changes with an incident only: the decisions so far, and the remedies in effect as plain data.
+
+    Incidents of the process alone are left out, such as a full disk: one rank may have met them.
+    """
+    made = [
+        {
+            "what": (one.anomaly.signal, one.anomaly.step, one.anomaly.tick, one.anomaly.since),
+            "why": (one.diagnosis.cause, one.diagnosis.rows),
+            "done": [(action.remedy, sorted(action.settings.items())) for action in one.decision.actions],
+            "where": (one.decision.rung, one.rewound_to),
+        }
+        for one in incidents
+        if one.diagnosis.cause is not Cause.PROCESS
+    ]
+    return crc32(json.dumps([made, in_effect], sort_keys=True, default=str).encode())
+
+
+def update_digest(decisions: int, step: int, tick: int, start: int, samples: int, knobs: KnobValues) -> int:
+    """Digest what an update is made of. It is computed for each, so it is cheap."""
+    # Factors in half their length: the last digit may differ between machines, which makes no difference.
+    factors = (knobs.lr, knobs.clip, knobs.eps, knobs.ceiling, knobs.leapt_to, knobs.higher_precision)
+    whole = crc32(pack("<5q5f?", decisions, step, tick, start, samples, *factors))
+    return (whole ^ (whole >> DIGEST_BITS)) & ((1 << DIGEST_BITS) - 1)

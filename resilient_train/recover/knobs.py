@@ -180,15 +180,19 @@ class Knobs:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; what lies beyond the bounds is brought inside."""
+        """Go on from what `state_dict` returned; what lies beyond the bounds is brought inside.
+
+        Raises ValueError where a factor is none: below 0 or not finite.
+        """
+        for name in ("lr", "clip", "eps", "regain", "ceiling", "leapt_to"):
+            if not 0 <= float(state.get(name) or 0.0) < math.inf:
+                raise ValueError(f"the knob {name} is {state[name]!s:.20}, not a number from 0 up")
         self._lr = _bounded(float(state["lr"]), LOWEST_LR, 1.0)
         self._clip = _bounded(float(state["clip"]), LOWEST_CLIP, 1.0)
         self._eps = _bounded(float(state["eps"]), 1.0, HIGHEST_EPS)
         self._regain = min(max(0.0, float(state.get("regain", 0.0))), 1.0)
         ceiling = state.get("ceiling")
         self._ceiling = math.inf if ceiling is None else max(LOWEST_LR, float(ceiling))
-        if math.isnan(self._ceiling):
-            raise ValueError("the limit of the learning rate is not a number")
         self._was_met = bool(state.get("ceiling_met", False))
         self._leapt_to = max(0.0, float(state.get("leapt_to", 0.0)))
         self._precise = max(0, int(state["higher_precision"]))

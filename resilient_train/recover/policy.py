@@ -2,47 +2,127 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from resilient_train.errors import ConfigError, unusable
-from resilient_train.files import conf
-from resilient_train.recover.own import unknown
-from resilient_train.recover.prescription import Prescribed, number, prescribed
-from resilient_train.types import Cause
+from resilient_train.errors import ConfigError, in_one_line, unusable
+from resilient_train.files import read_yaml_text
+from resilient_train.reader import checked, is_list, limited, mapping, no_such, option, read
+from resilient_train.recover.remedies import KNOWN, Remedy, custom_remedy
+from resilient_train.types import Action, Cause
 
-SHIPPED = conf() / "recovery"
 _JOURNAL = "journal.jsonl"  # by which a run directory is known
+_ORDER = list(KNOWN)
 UNLIMITED = sys.maxsize  # strikes: null; the budget is the only limit
+_COUNT = {"at_least": 1, "null": UNLIMITED}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRemedy:
+    """A remedy of a rung, and the action by which a decision names it."""
+
+    action: Action
+    remedy: Remedy
+
+
+def _remedy(key: str, node: Any) -> PlannedRemedy:
+    """Build one remedy from a bare name, or from a name with settings."""
+    name, settings = next(iter(node.items())) if isinstance(node, Mapping) and len(node) == 1 else (node, None)
+    if not isinstance(name, str):
+        raise ConfigError(key, node, "must be the name of a remedy, or {name: {setting: value}}")
+    settings = {} if settings is None else settings
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{key}.{name}", settings, "must be settings, such as {name: value}")
+    if name not in KNOWN and "." not in name:
+        hint = "one of your own is named by its import path, such as mine.Remedy"
+        raise no_such("remedy", name, KNOWN, at=key, value=name, hint=hint)
+    kind: Any = KNOWN.get(name) or custom_remedy(name, key)
+    is_dataclass = dataclasses.is_dataclass(kind)
+    try:
+        remedy: Any = read(kind, settings, f"{key}.{name}") if is_dataclass else kind(**settings)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise unusable(key, f"{name} failed with {in_one_line(error)}") from error
+    if not is_dataclass:
+        return PlannedRemedy(Action(name, dict(settings)), remedy)
+    every = {one.name: (getattr(remedy, one.name), one.default) for one in dataclasses.fields(remedy) if one.init}
+    said = {name: value for name, (value, default) in every.items() if value or value != default}
+    return PlannedRemedy(Action(name, said), remedy)
+
+
+def _remedies(key: str, nodes: Any) -> tuple[PlannedRemedy, ...]:
+    """Build the remedies of a rung, in the order in which they are applied."""
+    if not is_list(nodes):
+        shape = "a rung is a list of remedies, such as [skip], or {do: [skip], strikes: 3, within: 10}"
+        raise ConfigError(key, nodes, shape)
+    if not nodes:
+        raise unusable(key, "a rung needs a remedy; to leave things as they are, say [report]")
+    planned = [_remedy(f"{key}[{place}]", node) for place, node in enumerate(nodes)]
+    names = [one.action.remedy for one in planned]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise unusable(f"{key}[{place}]", f"{name} is named twice in one rung")
+    if "repeat" in names and (others := sorted({"rewind", "skip"} & set(names))):
+        raise unusable(f"{key}[{names.index('repeat')}]", f"repeat makes no sense next to {' and '.join(others)}")
+    return tuple(sorted(planned, key=lambda one: [*_ORDER, one.action.remedy].index(one.action.remedy)))
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
     """Remedies that are done together, in the order in which they are applied."""
 
-    remedies: tuple[Prescribed, ...]
-    strikes: int | None = None  # None: those of the policy
-    within: int | None = None  # count strikes of so many ticks only; None: all since the cause was forgiven
+    do: tuple[PlannedRemedy, ...] = field(metadata={"read": _remedies})
+    strikes: int | None = limited(None, **_COUNT)  # None: those of the policy
+    within: int | None = limited(None, at_least=1)  # count strikes of so many ticks only; None: since it was forgiven
     landed: bool = False  # only for what reached the weights
-    at_start: bool = False  # begun only while no state is proven but the first, and until it is forgiven
+    at_start: bool = False  # begun only while no state is verified but the first, and until it is forgiven
+
+
+def _ladders(key: str, tree: Any) -> dict[str, tuple[Rung, ...]]:
+    tree = mapping(tree, key, ["default", *Cause], "cause")
+    if "default" not in tree:
+        raise unusable(f"{key}.default", "has to be given: the ladder of every cause that has none of its own")
+    for cause, rungs in tree.items():
+        if not is_list(rungs):
+            why = "a ladder is a list of rungs, such as [[skip], [rewind, skip]]"
+            raise ConfigError(f"{key}.{cause}", rungs, why)
+    return {
+        cause: tuple(_rung(f"{key}.{cause}[{place}]", rung) for place, rung in enumerate(rungs))
+        for cause, rungs in tree.items()
+    }
+
+
+def _rung(key: str, node: Any) -> Rung:
+    has_keys = isinstance(node, Mapping) and ("do" in node or len(node) != 1)
+    return read(Rung, node, key) if has_keys else Rung(_remedies(key, node))
+
+
+def _strikes(key: str, node: Any) -> dict[str, int]:
+    """Read one number for every cause, or one by cause."""
+    by_cause = mapping(node, key, ["default", *Cause], "cause") if isinstance(node, Mapping) else None
+    if by_cause is None:
+        return {"default": checked(key, node, int, _COUNT)}
+    return {"default": 1, **{cause: checked(f"{key}.{cause}", one, int, _COUNT) for cause, one in by_cause.items()}}
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Where it ends, whatever the ladders say."""
+    """When the run gives up, whatever the ladders say."""
 
-    incidents: int = 10  # within the window, that took more than passing over an update
-    run: int = 100  # the same, in the whole run
-    refused: int = 500  # updates passed over within the window
-    in_a_row: int = 50  # updates refused without an accepted one
-    window: int = 1000  # ticks
-    rows: int = 1000  # in quarantine
-    share: float = 0.05  # of the data set in quarantine, at least one row
+    incidents: int = limited(10, at_least=0)  # within the window, that took more than skipping an update
+    run: int = limited(100, at_least=0)  # the same, in the whole run
+    refused: int = limited(500, at_least=0)  # updates skipped within the window
+    in_a_row: int = limited(50, at_least=0)  # updates refused without an accepted one
+    window: int = limited(1000, at_least=1)  # ticks
+    rows: int = limited(1000, at_least=0)  # in quarantine
+    share: float = limited(0.05, at_least=0, at_most=1)  # of the data set in quarantine, at least one row
 
     def rows_of(self, count: int) -> int:
         """Return how many rows of so many may be in quarantine; one has to be left to train on."""
@@ -52,14 +132,16 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is done about which cause, how often, and where it ends."""
+    """What is done about which cause, how often, and when the run gives up."""
 
-    ladders: Mapping[str, tuple[Rung, ...]]  # by cause; `default` for all others
-    strikes: Mapping[str, int] = field(default_factory=lambda: {"default": 1})  # incidents to a rung, by cause
-    forgive_after: int = 200  # steps beyond its last incident after which a cause begins at the first rung again
-    relax_after: int = 100  # healthy steps between two steps of relaxing the knobs
-    crashes: int = 2  # ends of the process at the same samples, after which these are passed over
-    halvings: int = 4  # of the micro-batch, where the device is out of memory
+    ladders: Mapping[str, tuple[Rung, ...]] = field(metadata={"read": _ladders})  # by cause; `default` for all others
+    strikes: Mapping[str, int] = field(  # incidents to a rung, by cause
+        default_factory=lambda: {"default": 1}, metadata={"read": _strikes}
+    )
+    forgive_after: int = limited(200, at_least=1)  # steps beyond its last incident until a cause is forgiven
+    relax_after: int = limited(100, at_least=1)  # healthy steps between two steps of relaxing the knobs
+    crashes: int = limited(2, **_COUNT)  # ends of the process at the same samples, after which these are skipped
+    halvings: int = limited(4, at_least=0)  # of the micro-batch, where the device is out of memory
     budget: Budget = field(default_factory=Budget)
 
     def ladder(self, cause: Cause) -> tuple[Rung, ...]:
@@ -72,144 +154,33 @@ class Policy:
 
 
 def named(name: str | Path) -> Policy:
-    """Read one of the policies that come with the package, or a YAML file of a user's own."""
+    """Read one of the policies that come with the package, or a YAML file."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        path, names = SHIPPED / f"{name}.yaml", shipped()
-        if name not in names:
-            hint = "one of your own is named by the path of its YAML file"
-            raise unusable("recovery", f"{unknown('policy', str(name), names)}; {hint}")
+        return parse(option("recovery", str(name), "one of your own is named by the path of its YAML file"))
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.safe_load(read_yaml_text(path))
     except OSError as error:
         raise ConfigError("recovery", name, f"cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError("recovery", name, f"is not YAML: {' '.join(str(error).split())}") from error
-    if (path.parent / _JOURNAL).exists() and (own := next(_own_names(tree), None)) is not None:
-        why = f"lies in a run directory, from which nothing is imported, and names {own}: copy it to another place"
+    if (path.parent / _JOURNAL).exists() and (custom := next(_dotted_names(tree), None)) is not None:
+        why = f"is in a run directory, from which nothing is imported, and names {custom}: copy it to another place"
         raise ConfigError("recovery", name, why)
     return parse(tree)
 
 
-def _own_names(tree: Any) -> Iterator[str]:
-    """What in a policy looks like a remedy of a user's own."""
+def _dotted_names(tree: Any) -> Iterator[str]:
+    """What in a policy looks like a custom remedy."""
     if isinstance(tree, Mapping):
-        for key, one in tree.items():
-            yield from _own_names(key)
-            yield from _own_names(one)
-    elif _is_list(tree):
+        tree = [*tree.keys(), *tree.values()]
+    if is_list(tree):
         for one in tree:
-            yield from _own_names(one)
+            yield from _dotted_names(one)
     elif isinstance(tree, str) and "." in tree:
         yield tree
 
 
-def shipped() -> list[str]:
-    """Return the names of the policies that come with the package."""
-    return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
-
-
-def parse(tree: Any, key: str = "recovery") -> Policy:
+def parse(tree: Any) -> Policy:
     """Turn plain data into a policy, or name the position of what is wrong."""
-    tree = _mapping(key, tree, [one.name for one in fields(Policy)])
-    if "ladders" not in tree:
-        raise unusable(f"{key}.ladders", "has to be given: a policy is its ladders")
-    plain: dict[str, Any] = {
-        name: number(f"{key}.{name}", tree[name], at_least=1)
-        for name in ("forgive_after", "relax_after")
-        if name in tree
-    }
-    if "strikes" in tree:
-        plain["strikes"] = _by_cause(f"{key}.strikes", tree["strikes"])
-    if "halvings" in tree:
-        plain["halvings"] = number(f"{key}.halvings", tree["halvings"], at_least=0)
-    if "crashes" in tree:
-        plain["crashes"] = _strikes(f"{key}.crashes", tree["crashes"])
-    if "budget" in tree:
-        plain["budget"] = _budget(f"{key}.budget", tree["budget"])
-    return Policy(_ladders(f"{key}.ladders", tree["ladders"]), **plain)
-
-
-def _ladders(key: str, tree: Any) -> dict[str, tuple[Rung, ...]]:
-    tree = _mapping(key, tree, ["default", *Cause])
-    if "default" not in tree:
-        raise unusable(f"{key}.default", "has to be given: the ladder of every cause that has none of its own")
-    return {cause: _ladder(f"{key}.{cause}", rungs) for cause, rungs in tree.items()}
-
-
-def _ladder(key: str, rungs: Any) -> tuple[Rung, ...]:
-    if not _is_list(rungs):
-        raise ConfigError(key, rungs, "a ladder is a list of rungs, such as [[skip], [rewind, skip]]")
-    return tuple(_rung(f"{key}[{place}]", rung) for place, rung in enumerate(rungs))
-
-
-def _rung(key: str, node: Any) -> Rung:
-    strikes = within = None
-    at_start = landed = False
-    where, remedies = key, node
-    if isinstance(node, Mapping) and ("do" in node or len(node) != 1):
-        node = _mapping(key, node, ["do", "strikes", "within", "landed", "at_start"])
-        where, remedies = f"{key}.do", node.get("do")
-        strikes = _strikes(f"{key}.strikes", node["strikes"]) if "strikes" in node else None
-        within = number(f"{key}.within", node["within"], int | None, at_least=1) if "within" in node else None
-        at_start = _yes_or_no(f"{key}.at_start", node.get("at_start", False))
-        landed = _yes_or_no(f"{key}.landed", node.get("landed", False))
-    if not _is_list(remedies):
-        shape = "a rung is a list of remedies, such as [skip], or {do: [skip], strikes: 3, within: 10}"
-        raise ConfigError(where, remedies, shape)
-    if not remedies:
-        raise unusable(where, "a rung needs a remedy; to leave things as they are, say [report]")
-    return Rung(_in_order(where, remedies), strikes, within, landed, at_start)
-
-
-def _yes_or_no(key: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(key, value, "must be true or false")
-    return value
-
-
-def _in_order(key: str, nodes: Sequence[Any]) -> tuple[Prescribed, ...]:
-    """Build the remedies of a rung, and sort them into the order in which they are applied."""
-    built = [prescribed(f"{key}[{place}]", node) for place, node in enumerate(nodes)]
-    names = [one.action.remedy for one in built]
-    for place, name in enumerate(names):
-        if name in names[:place]:
-            raise unusable(f"{key}[{place}]", f"{name} stands twice in one rung")
-    if "repeat" in names and (others := sorted({"rewind", "skip"} & set(names))):
-        raise unusable(f"{key}[{names.index('repeat')}]", f"repeat makes no sense beside {' and '.join(others)}")
-    return tuple(sorted(built, key=lambda one: one.place))
-
-
-def _by_cause(key: str, node: Any) -> dict[str, int]:
-    if not isinstance(node, Mapping):
-        return {"default": _strikes(key, node)}
-    table = _mapping(key, node, ["default", *Cause])
-    return {"default": 1, **{cause: _strikes(f"{key}.{cause}", value) for cause, value in table.items()}}
-
-
-def _strikes(key: str, value: Any) -> int:
-    given = number(key, value, int | None, at_least=1)
-    return UNLIMITED if given is None else int(given)
-
-
-def _budget(key: str, node: Any) -> Budget:
-    table = _mapping(key, node, [one.name for one in fields(Budget)])
-    limits: dict[str, dict[str, Any]] = {"window": {"at_least": 1}, "share": {"wanted": float, "at_most": 1}}
-    checked = {
-        name: number(f"{key}.{name}", value, **{"at_least": 0, **limits.get(name, {})}) for name, value in table.items()
-    }
-    return Budget(**checked)
-
-
-def _mapping(key: str, node: Any, known: Sequence[str]) -> dict[str, Any]:
-    """Return a mapping whose keys are all known."""
-    if not isinstance(node, Mapping):
-        raise ConfigError(key, node, f"must be a mapping of {', '.join(known)}")
-    for name in node:
-        if name not in known:
-            raise unusable(f"{key}.{name}", unknown("cause" if "default" in known else "key", str(name), known))
-    return {str(name): value for name, value in node.items()}
-
-
-def _is_list(node: Any) -> bool:
-    return isinstance(node, Sequence) and not isinstance(node, str)
+    return read(Policy, tree, "recovery")

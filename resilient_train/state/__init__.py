@@ -1,1 +1,1 @@
-"""What a run *is*: captured, restored, and told apart by a digest."""
+"""What a run *is*: captured, restored, and compared by a digest."""

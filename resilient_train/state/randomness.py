@@ -1,13 +1,18 @@
-"""The random number generators of a process: seeded by a place in the run, captured and restored."""
+"""The random number generators of a process: seeded by a place in the run, captured and restored; determinism."""
 
 from __future__ import annotations
 
+import logging
+import os
 import random
+import warnings
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
 import torch
+
+_log = logging.getLogger("resilient_train")
 
 _MASK = (1 << 64) - 1
 
@@ -49,7 +54,8 @@ def seed_all(seed: int, device: torch.device) -> None:
     """Seed everything a forward and backward on `device` may draw from."""
     seed_host(seed)
     if device.type == "cuda":
-        torch.cuda.default_generators[_cuda_index(device)].manual_seed(seed)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(seed)
     elif device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
@@ -64,11 +70,6 @@ def capture(device: torch.device) -> dict[str, Any]:
     if device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state(device)
     return states
-
-
-def names(device: torch.device) -> list[str]:
-    """Name the generators that a capture would hold."""
-    return ["python", "numpy", "torch"] + (["device"] if device.type != "cpu" else [])
 
 
 def restore(name: str, state: Any, device: torch.device) -> None:
@@ -97,5 +98,34 @@ class preserved:
             restore(name, state, self.device)
 
 
-def _cuda_index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+def set_deterministic(enabled: bool) -> None:
+    """Make torch choose deterministic operations; where it has none, the log says so when the operation is met."""
+    if enabled:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when CUDA's first matrix product runs
+        _log_nondeterministic_operations()
+    if torch.are_deterministic_algorithms_enabled() != enabled:  # the call imports torch's compiler: a second or more
+        torch.use_deterministic_algorithms(enabled, warn_only=True)
+    torch.backends.cudnn.deterministic = enabled
+    if enabled:
+        torch.backends.cudnn.benchmark = False
+
+
+def _log_nondeterministic_operations() -> None:
+    """Turn torch's warnings about them into one line in the log for each operation."""
+    if getattr(warnings.showwarning, "is_ours", False):
+        return
+    plain = warnings.showwarning
+    logged: set[str] = set()
+
+    def show(message: Warning | str, *place: Any, **more: Any) -> None:
+        text = str(message)
+        if "deterministic" not in text:
+            plain(message, *place, **more)
+        elif (operation := text.split(" does not have")[0]) not in logged:
+            logged.add(operation)
+            _log.warning(
+                "run.deterministic: torch has no deterministic form of %s here; results may differ in it", operation
+            )
+
+    show.is_ours = True  # type: ignore[attr-defined]
+    warnings.showwarning = show

@@ -1,23 +1,24 @@
-"""The memory ring: snapshots of the recent past, and which of them are proven good."""
+"""The memory ring: snapshots of the recent past, which of them are verified, and how much memory they may take."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import psutil
 import torch
 
-from resilient_train.state.available import available_memory
-from resilient_train.state.copier import Copier
-from resilient_train.state.frozen import Frozen
+from resilient_train.state.copies import Copier, Frozen, room
 from resilient_train.state.run_state import RunState, Snapshot
 from resilient_train.state.tree import Tree, nbytes, put_together, taken_apart
 
 _GIB = 2**30
-_SLOTS_TO_PIN = 3  # with fewer, a pinned state would leave no slot for a candidate beside the newest proven one
+_SLOTS_TO_PIN = 3  # with fewer, a pinned state would leave no slot for a candidate next to the newest verified one
 _MOVING = "frozen weights that change"  # apart from the trained ones, because the loop may change them at any moment
 
 
@@ -30,7 +31,7 @@ class MemoryConfig:
 
 @dataclass(eq=False)
 class Held:
-    """A snapshot in the ring: a candidate until everything that could speak against it has been heard."""
+    """A snapshot in the ring: a candidate until the updates and scans that could show damage in it were healthy."""
 
     step: int
     plain: Tree  # the state without its tensors
@@ -39,7 +40,7 @@ class Held:
     statistics: Any = None  # of the checks, once the verdict on its own update is in; None until then
     remedies: Any = None  # that were in force after it
     verified: bool = False
-    kept: bool = False  # what the run is measured against: it is not let go to make room
+    kept: bool = False  # what the run is measured against: it is not dropped to make room
     is_being_written: bool = False  # to disk, so that its memory is not to be used for others
 
     @cached_property
@@ -51,9 +52,9 @@ class Held:
 
 
 class Ring:
-    """Takes snapshots into memory that is allocated once, proves them, and lets old ones go so that ages spread out.
+    """Takes snapshots into memory that is allocated once, verifies them, and drops old ones so that ages spread out.
 
-    On an accelerator the copy goes to pinned host memory, most of it beside the next forward.
+    On an accelerator the copy goes to pinned host memory, most of it during the next forward.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class Ring:
         """
         self._state, self._config, self._agree = state, config, agree
         self._held: list[Held] = []  # oldest first
-        self._pinned: Held | None = None  # the newest state that was ever proven, while the run has gone back behind it
-        self._keeps_best = False  # until the run is back where it was before its trouble
-        self._parted = 0  # the step from which on the run took another course than the one that led to the pinned state
-        self._spare: list[list[torch.Tensor]] = []  # memory of snapshots that were let go
+        self._pinned: Held | None = None  # the newest state that was ever verified, while the run has rewound past it
+        self._keeps_best = False  # until the loss is back where it was before the incident
+        self._course_since = 0  # the step at which the run left the course that led to the pinned state
+        self._spare: list[list[torch.Tensor]] = []  # memory of dropped snapshots
         self._frozen = Frozen()
         self._copier = Copier(state.device)
         self._allowed: float | None = None  # bytes, agreed on when first asked for
@@ -80,22 +81,17 @@ class Ring:
         return self._held
 
     def describe(self) -> str:
-        """Say what it costs, for the start of a run; what turns out not to fit is let go of."""
+        """Say what it costs, for the start of a run; what turns out not to fit is dropped."""
         if not self._config.every:
             return "no snapshots in memory (checkpoint.memory.every=0): this run cannot rewind"
-        size = self._settle_slots(nbytes(self._state.live()))
-        if not self._slots:
-            return f"no snapshots in memory: this run cannot rewind; two take {_spoken(2 * size)}, of {self._budget()}"
-        often = f"taken every {self._config.every} steps"
-        needed = _spoken(self._slots * size)
-        return f"rewinds to one of {self._slots} snapshots, {often}: {needed} of memory, of {self._budget()}"
-
-    def _budget(self) -> str:
-        """What snapshots may take, and why no more."""
-        assert self._allowed is not None
+        size, allowed = self._settle_slots(nbytes(self._state.live()))
         is_given = self._config.max_gib is not None
         why = "checkpoint.memory.max_gib" if is_given else "half of what was available at the start"
-        return f"{_spoken(self._allowed)} allowed ({why})"
+        budget = f"{_readable(allowed)} allowed ({why})"
+        if not self._slots:
+            return f"no snapshots in memory: this run cannot rewind; two take {_readable(2 * size)}, of {budget}"
+        often, needed = f"taken every {self._config.every} steps", _readable(self._slots * size)
+        return f"rewinds to one of {self._slots} snapshots, {often}: {needed} of memory, of {budget}"
 
     def is_due(self, step: int) -> bool:
         """Say whether the state after `step` accepted updates should be kept."""
@@ -105,7 +101,7 @@ class Ring:
         """Copy the state; nothing is taken while every slot holds what is still needed."""
         if not self._config.every or any(held.step == step for held in self._held):
             return None
-        live = self._state.live() | {"clock": step}  # that of an update which was not heard of yet
+        live = self._state.live() | {"clock": step}  # that of an update whose verdict is pending
         moving = self._frozen.moving(live["weights"])
         live[_MOVING] = {name: live["weights"].pop(name) for name in moving}
         shared = [live["weights"].pop(name) for name in self._frozen.names()]
@@ -114,63 +110,67 @@ class Ring:
         self._settle_slots(sum(one.nbytes for one in (*sources, *rest, *shared)))
         if not self._slots or not self._make_room(step):
             return None
-        room = self._spare.pop() if self._spare else []
-        held = self._filled(step, {**plain, **plain_rest}, [*sources, *rest], len(sources), room)
-        held.verified = verified
+        own = room([*sources, *rest], self._spare.pop() if self._spare else [], self._copier.empty)
+        copies, empty, more = self._frozen.copies(self._copier.empty)
+        self._copier.fill(own + empty, [*sources, *rest, *more], len(sources))
+        held = Held(step, {**plain, **plain_rest}, own, copies, verified=verified)
         self._held.append(held)
         return held
 
     def before_change(self) -> None:
-        """Let the device finish copying before the weights change; the host goes on."""
+        """Let the device finish copying before the weights change; the host does not wait."""
         self._copier.before_change()
 
     def verify(self, *, healthy_until: int, scanned_until: int, after: int, is_back: bool = True) -> None:
-        """Prove candidates: `after` healthy updates followed, and every scan has seen the state or a later one.
+        """Verify candidates: `after` healthy updates followed, and every scan has seen the state or a later one.
 
-        While the loss is not back where it was, what would be proven is let go.
+        While the loss is not back where it was, they are dropped instead.
         """
         ripe = [one for one in self._held if not one.verified and one.statistics is not None]
         ripe = [one for one in ripe if one.step + after <= healthy_until and one.step <= scanned_until]
         if not is_back:
-            self._drop(ripe)
+            self.drop(*ripe)
             return
         for held in ripe:
             held.verified = True
-        is_newer = self._pinned is not None and self._has_proven(self._pinned.step)
-        if is_newer and not self._keeps_best:
-            self._unpin()
+        self._drop_surpassed()
 
     def pin(self, since: int) -> None:
-        """Keep the newest proven state until `unpin`, as it is what the run is measured against."""
+        """Keep the newest verified state until `unpin`, as it is what the run is measured against."""
         if not self._keeps_best and self._pinned is None and (proven := self.proven(since)):
             proven[0].kept = True
         self._keeps_best = True
 
     def unpin(self) -> None:
-        """Let go of it as of others: the run is back where it was."""
+        """Drop it when others are dropped: the run is back where it was."""
         self._keeps_best = False
         for held in self._held:
             held.kept = False
-        if self._pinned is not None and self._has_proven(self._pinned.step):
-            self._unpin()
+        self._drop_surpassed()
 
-    def _has_proven(self, step: int) -> bool:
-        return any(held.verified and held.step >= step for held in self._held)
+    def _drop_surpassed(self) -> None:
+        """Drop the pinned state once a later one is verified, unless the run is measured against it."""
+        pinned = self._pinned
+        if pinned is None or self._keeps_best:
+            return
+        if any(held.verified and held.step >= pinned.step for held in self._held):
+            self._unpin()
 
     def distrust(self, since: int) -> None:
         """Drop what is newer than the newest step that can still be trusted.
 
-        That speaks of the course the run is on. The pinned state lies on an earlier one, where anomalies were heard
-        before it was pinned: what is newer than `since` on this course says nothing about it, unless `since` lies
-        before the two parted, for then both come from what is not to be trusted.
+        That is about the course the run is on now. The pinned state lies on an earlier one, whose anomalies were known
+        before it was pinned: it is dropped only if `since` lies before the two courses parted, as both then come from
+        what cannot be trusted.
         """
-        self._drop([held for held in self._held if held.step > since])
-        if since < self._parted:
+        self.drop(*[held for held in self._held if held.step > since])
+        if since < self._course_since:
             self._unpin()
 
-    def drop(self, held: Held) -> None:
-        """Let a candidate go."""
-        self._drop([held])
+    def drop(self, *dropped: Held) -> None:
+        """Drop snapshots; later ones use their memory."""
+        self._spare += [held.own for held in self._held if held in dropped and not held.is_being_written]
+        self._held = [held for held in self._held if held not in dropped]
 
     def proven(self, since: int) -> list[Held]:
         """Every verified snapshot not after `since`, newest first."""
@@ -185,13 +185,13 @@ class Ring:
         self._copier.wait()
 
     def clear(self) -> None:
-        """Let everything go: the run stands somewhere else."""
+        """Drop everything: the run is somewhere else now."""
         self._unpin()
-        self._drop(list(self._held))
-        self._parted = 0
+        self.drop(*self._held)
+        self._course_since = 0
 
     def last_good(self, since: int) -> Held | None:
-        """The best state to leave behind: the newest one that was proven, though the run may have gone back further."""
+        """The best state to end with: the newest one that was verified, though the run may have rewound further."""
         good = self.proven(since) + ([self._pinned] if self._pinned else [])
         return max(good, key=lambda held: held.step, default=None)
 
@@ -205,18 +205,21 @@ class Ring:
         is_better = best is not None and (self._pinned is None or best.step > self._pinned.step)
         if best is not None and is_better and self._slots >= _SLOTS_TO_PIN:
             self._unpin()
-            self._pinned, self._parted = best, held.step
+            self._pinned, self._course_since = best, held.step
             self._held.remove(best)
-        self._parted = min(self._parted, held.step)
-        self._drop([one for one in self._held if one.step > held.step])
+        self._course_since = min(self._course_since, held.step)
+        self.drop(*[one for one in self._held if one.step > held.step])
 
-    def _settle_slots(self, size: int) -> int:
-        """Find out with all ranks how many snapshots fit, and let go of what has no place. Returns the agreed size.
+    def _settle_slots(self, size: int) -> tuple[int, float]:
+        """Find out with all ranks how many snapshots fit, and drop what does not.
 
-        A single one is of no use: it would be given up for a candidate that is not proven yet.
+        A single one is of no use: it would be dropped for a candidate that is not verified yet. Returns the bytes that
+        one takes and that all may take, as agreed on: at first half of what is available to the ranks of this machine.
         """
         if self._allowed is None:
-            self._allowed = self._agree(_allowed_bytes(self._config))
+            given = self._config.max_gib
+            bytes_ = available_memory() / 2 if given is None else given * _GIB
+            self._allowed = self._agree(bytes_ / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         size = max(1, -int(self._agree(-size)))
         fitting = min(self._config.keep, int(self._allowed / size))
         self._slots = fitting if fitting > 1 else 0
@@ -226,30 +229,17 @@ class Ring:
             self._held.clear()
             self._spare.clear()
             self._frozen.clear()
-        return size
+        return size, self._allowed
 
     def _make_room(self, now: int) -> bool:
-        """Let snapshots go until there is a slot for one of the state at `now`, if they may."""
+        """Drop snapshots until there is a slot for one of the state at `now`, if that is possible."""
         while len(self._held) + (self._pinned is not None) >= self._slots:
-            proven = [held.verified and not held.kept for held in self._held]
-            steps = [held.step for held in self._held]
-            if (place := to_let_go(proven, steps, now)) is None:
+            verified = [held.verified and not held.kept for held in self._held]
+            if (place := snapshot_to_drop(verified, [held.step for held in self._held], now)) is None:
                 return False
-            self._drop([self._held[place]])
+            self.drop(self._held[place])
         del self._spare[self._slots - len(self._held) - (self._pinned is not None) :]
         return True
-
-    def _filled(
-        self, step: int, plain: Tree, sources: list[torch.Tensor], trained: int, room: list[torch.Tensor]
-    ) -> Held:
-        own = self._copier.room(sources, room)
-        shared, targets, more = self._frozen.copies(self._copier.empty)
-        self._copier.fill(own + targets, sources + more, trained)
-        return Held(step, plain, own, shared)
-
-    def _drop(self, dropped: list[Held]) -> None:
-        self._spare += [held.own for held in self._held if held in dropped and not held.is_being_written]
-        self._held = [held for held in self._held if held not in dropped]
 
     def _unpin(self) -> None:
         if self._pinned is not None:
@@ -257,36 +247,73 @@ class Ring:
             self._pinned = None
 
 
-def _allowed_bytes(config: MemoryConfig) -> float:
-    """Half of the memory that is available, unless it was said how much, shared with the ranks of this machine."""
-    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if config.max_gib is not None:
-        return config.max_gib * _GIB / neighbours
-    return available_memory() / 2 / neighbours
-
-
-def to_let_go(verified: Sequence[bool], steps: Sequence[int], now: int) -> int | None:
+def snapshot_to_drop(verified: Sequence[bool], steps: Sequence[int], now: int) -> int | None:
     """Choose which of the snapshots, oldest first, makes room for one of the state at `now`.
 
-    Never a candidate, which would never be proven, nor the newest verified one, which a rewind wants first. Of the
+    Never a candidate, which would never be verified, nor the newest verified one, which a rewind takes first. Of the
     others the one whose neighbours are closest in age, as a ratio: so each is about twice as old as the next.
     """
     newest = max((place for place, is_verified in enumerate(verified) if is_verified), default=None)
-    best: int | None = None
-    closest = float("inf")
-    for place in range(len(steps)):
-        if not verified[place] or place == newest:
-            continue
+
+    def distance(place: int) -> float:
         age_after = now - steps[place + 1] if place + 1 < len(steps) else 1
         age_before = now - steps[place - 1] if place else 2 * (now - steps[place])
-        ratio = age_before / max(1, age_after)
-        if ratio < closest:
-            best, closest = place, ratio
-    return best
+        return age_before / max(1, age_after)
+
+    others = [place for place, is_verified in enumerate(verified) if is_verified and place != newest]
+    return min(others, key=distance, default=None)
 
 
-def _spoken(size: float) -> str:
+def _readable(size: float) -> str:
     for unit, bytes_ in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= bytes_:
             return f"{size / bytes_:.3g} {unit}"
     return f"{size:.0f} bytes"
+
+
+# By version: limits, what is used, and what of that the kernel gives back when it is asked for memory.
+_FILES = {
+    "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    "cgroup2": (("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
+}
+
+
+def available_memory() -> int:
+    """Return the bytes that can be had without swapping; the page cache counts, as it is given back."""
+    return min([int(psutil.virtual_memory().available), *left_by_cgroups()])
+
+
+def left_by_cgroups(proc: Path = Path("/proc/self")) -> Iterator[int]:
+    """What each cgroup that the process is in, and each one above it, leaves it; nothing where there are none.
+
+    psutil reads the files of the machine, which in a container are those of its host.
+    """
+    try:
+        own = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
+        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return
+    paths = {kind: path for _, controllers, path in own for kind in controllers.split(",")}  # of version 2: ""
+    for mount in mounts:
+        root, place, kind, options = mount[3], Path(mount[4]), mount[mount.index("-") + 1], mount[-1]
+        name = "" if kind == "cgroup2" else "memory"
+        if kind not in _FILES or name not in paths or name not in ("", *options.split(",")):
+            continue
+        path = PurePosixPath(paths[name])
+        # Only what lies below the root of the mount can be seen: of a container its own cgroup, at the mount itself.
+        group = place / (path.relative_to(root) if path.is_relative_to(root) else "")
+        while group.is_relative_to(place):
+            yield from _left(group, *_FILES[kind])
+            group = group.parent
+
+
+def _left(group: Path, limits: tuple[str, ...], usage: str, cached: tuple[str, ...]) -> Iterator[int]:
+    with suppress(OSError, ValueError):
+        used = int((group / usage).read_text())
+        words: Mapping[str, str] = dict(
+            line.split() for line in (group / "memory.stat").read_text().splitlines() if " " in line
+        )
+        used -= sum(int(words.get(name, 0)) for name in cached)
+        for name in limits:
+            with suppress(OSError, ValueError):  # one that is not there, or `max`, is none
+                yield max(0, int((group / name).read_text()) - used)

@@ -6,27 +6,27 @@ here on purpose: a rewind would undo the remedy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 from resilient_train.state import randomness
-from resilient_train.state.misfit import misfit
-from resilient_train.state.spread import Share, dealt, is_spread, own
-from resilient_train.state.tree import Tree, brought_home, copied, copy_into, home, sha256
+from resilient_train.state.mismatch import explain_mismatch
+from resilient_train.state.sharded import Share, is_sharded, local_part, reshard
+from resilient_train.state.tree import Tree, copied, copy_into, fits, sha256, to_original_device
 
 
 class Stateful(Protocol):
-    """What a schedule, a cursor and whatever a user wants to rewind along have in common."""
+    """What a schedule, a cursor and whatever else a user lets rewind have in common."""
 
     def state_dict(self) -> Any:
-        """Return everything needed to go on from here."""
+        """Return everything needed to resume from here."""
 
     def load_state_dict(self, state: Any) -> Any:
         """Go back to a state."""
@@ -71,9 +71,9 @@ class RunState:
             self._stateful["scaler"] = _LossScale(scaler)
 
     @property
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Say whether this rank holds a share of the weights only."""
-        return any(map(is_spread, self.model.parameters()))
+        return any(map(is_sharded, self.model.parameters()))
 
     def keep(self, name: str, item: Stateful) -> None:
         """Let something else rewind along, such as an average of the weights."""
@@ -86,52 +86,61 @@ class RunState:
     def restore(self, snapshot: Snapshot) -> None:
         """Put everything back, in place: tensors keep their addresses. Gradients, if there are any, are dropped."""
         parts = snapshot.parts
-        if odd := parts.keys() ^ self._part_names():
+        if odd := parts.keys() ^ self.live().keys():
             raise ValueError(f"the snapshot is of another run: {', '.join(sorted(odd))} in one of them only")
-        modules = dict(self.model.named_modules())
-        weights = _weights(modules)
-        copy_into([own(one) for one in weights.values()], [own(parts["weights"][name]) for name in weights])
+        weights = dict(self.model.named_parameters())
+        copy_into(
+            [local_part(one) for one in weights.values()], [local_part(parts["weights"][name]) for name in weights]
+        )
         for weight in weights.values():
             weight.grad = None
-        _restore_buffers(modules, parts["buffers"])
+        _restore_buffers(self.model, parts["buffers"])
         for number, optimizer in enumerate(self.optimizers):
             _restore_optimizer(optimizer, parts[f"optimizer.{number}"])
         self.clock.step = parts["clock"]
         for name, item in self._stateful.items():
-            item.load_state_dict(brought_home(parts[name]))
-        for name in randomness.names(self.device):  # last: what came before may have drawn
-            randomness.restore(name, parts[f"random.{name}"], self.device)
+            item.load_state_dict(to_original_device(parts[name]))
+        for name, state in parts.items():  # last: what came before may have drawn
+            if name.startswith("random."):
+                randomness.restore(name.removeprefix("random."), state, self.device)
 
     @contextmanager
     def weights_of(self, snapshot: Snapshot) -> Iterator[None]:
         """Have the weights of a snapshot for a while, and nothing else of it."""
-        weights = _weights(dict(self.model.named_modules()))
-        live = [own(one) for one in weights.values()]
+        weights = dict(self.model.named_parameters())
+        live = [local_part(one) for one in weights.values()]
         now = [one.detach().clone() for one in live]
-        copy_into(live, [own(snapshot.parts["weights"][name]) for name in weights])
+        copy_into(live, [local_part(snapshot.parts["weights"][name]) for name in weights])
         try:
             yield
         finally:
             copy_into(live, now)
 
-    def misfit(self, parts: Mapping[str, Tree]) -> str:
+    def explain_mismatch(self, parts: Mapping[str, Tree]) -> str:
         """Say in one line why a state from outside is none of this run; empty where it is one."""
-        return misfit(self.live(), parts, self.model, self.optimizers)
+        return explain_mismatch(self.live(), parts, self.model, self.optimizers)
 
-    def dealt(self, parts: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Deal out a state from outside, which fits, as this run's tensors are dealt out over its ranks."""
-        live, out = self.live(), dict(parts)
-        out["weights"] = {name: dealt(saved, live["weights"][name]) for name, saved in parts["weights"].items()}
+    def reshard(self, parts: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Shard a loaded state, which fits, as this run's tensors are sharded over its ranks.
+
+        A moment is sharded as its weight is, unless it is of another shape: a count of steps, a mean of rows.
+        """
+        like = self.live()
         for number, optimizer in enumerate(self.optimizers):
-            part, weights = parts[f"optimizer.{number}"], dict(_places(optimizer))
-            moments = {
-                place: {key: _dealt_like(one, weights.get(place)) for key, one in kept.items()}
-                for place, kept in part["moments"].items()
+            weights, part = dict(_places(optimizer)), f"optimizer.{number}"
+            moments = parts[part]["moments"]
+            like[part] = {
+                "moments": {place: dict.fromkeys(kept, weights.get(place)) for place, kept in moments.items()}
             }
-            out[f"optimizer.{number}"] = {**_dealt_along(part, None), "moments": moments}
-        for name in out.keys() - {"weights"} - {f"optimizer.{number}" for number in range(len(self.optimizers))}:
-            out[name] = _dealt_along(parts[name], live.get(name))
-        return out
+        live = dict(tree_flatten_with_path(like)[0])
+
+        def placed(path: Any, saved: Any) -> Any:
+            if not isinstance(saved, torch.Tensor) and not hasattr(saved, "read"):
+                return saved
+            here = live.get(path)
+            return reshard(saved, here if getattr(here, "shape", None) == saved.shape else None)
+
+        return tree_map_with_path(placed, dict(parts))  # type: ignore[no-any-return]
 
     def sha256(self) -> str:
         """Digest of everything that rewinds."""
@@ -143,10 +152,13 @@ class RunState:
 
     def live(self) -> dict[str, Tree]:
         """Every part by name, sharing its tensors with the run."""
-        modules = dict(self.model.named_modules())
         parts: dict[str, Tree] = {
-            "weights": _weights(modules),
-            "buffers": _buffers(modules),
+            "weights": dict(self.model.named_parameters()),
+            "buffers": {  # also those that a state_dict leaves out, and names that hold nothing yet
+                f"{path}.{name}" if path else name: buffer
+                for path, module in self.model.named_modules()
+                for name, buffer in module._buffers.items()
+            },
             "clock": self.clock.step,
         }
         for number, optimizer in enumerate(self.optimizers):
@@ -154,10 +166,8 @@ class RunState:
         parts |= {name: item.state_dict() for name, item in self._stateful.items()}
         return parts | {f"random.{name}": state for name, state in randomness.capture(self.device).items()}
 
-    def _part_names(self) -> set[str]:
-        optimizers = {f"optimizer.{number}" for number in range(len(self.optimizers))}
-        generators = {f"random.{name}" for name in randomness.names(self.device)}
-        return {"weights", "buffers", "clock"} | optimizers | self._stateful.keys() | generators
+
+_SCALER_FIELDS = ("_growth_factor", "_backoff_factor", "_growth_interval")
 
 
 class _LossScale:
@@ -188,47 +198,33 @@ class _LossScale:
             copy_into([scaler._scale, scaler._growth_tracker], [state["scale"], state["growth_tracker"]])
 
 
-_SCALER_FIELDS = ("_growth_factor", "_backoff_factor", "_growth_interval")
-
-
-def _weights(modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
-    """What `named_parameters` would find: each weight under its first name."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for path, module in modules.items():
-        for name, weight in module._parameters.items():
-            if weight is not None and id(weight) not in seen:
-                seen.add(id(weight))
-                found[f"{path}.{name}" if path else name] = weight
-    return found
-
-
-def _buffers(modules: Mapping[str, nn.Module]) -> dict[str, torch.Tensor | None]:
-    """Every buffer, also those that a state_dict leaves out, and the names that are there and hold nothing yet."""
-    return {
-        f"{path}.{name}" if path else name: buffer
-        for path, module in modules.items()
-        if module._buffers
-        for name, buffer in module._buffers.items()
-    }
-
-
-def _restore_buffers(modules: Mapping[str, nn.Module], saved: Mapping[str, torch.Tensor | None]) -> None:
-    """Put back every buffer that there was, in its shape of then; those that came to be since are removed."""
-    for path in _buffers(modules).keys() - saved.keys():
-        owner, _, name = path.rpartition(".")
-        del modules[owner]._buffers[name]
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
+def _restore_buffers(model: nn.Module, saved: Mapping[str, torch.Tensor | None]) -> None:
+    tables: dict[str, dict[str, Any]] = {}
     for path, value in saved.items():
         owner, _, name = path.rpartition(".")
-        table = modules[owner]._buffers
-        here = table.get(name)
-        if value is not None and here is not None and _alike(here, value):
-            targets.append(own(here))
-            sources.append(own(value))
-        else:
-            table[name] = brought_home(value)
+        tables.setdefault(owner, {})[name] = value
+    _restore_tables([(module._buffers, tables.get(path, {})) for path, module in model.named_modules()])
+
+
+def _restore_tables(tables: Iterable[tuple[dict[Any, Any], Mapping[Any, Any]]]) -> None:
+    """Make tables of tensors what they were: in place where the shape is the same; what was added since is removed."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for live, saved in tables:
+        for key in [key for key in live if key not in saved]:
+            del live[key]
+        for key, value in saved.items():
+            here = live.get(key)
+            if (
+                isinstance(value, torch.Tensor | Share)
+                and isinstance(here, torch.Tensor)
+                and is_sharded(here) is isinstance(value, Share)
+                and fits(local_part(value), local_part(here))
+            ):
+                targets.append(local_part(here))
+                sources.append(local_part(value))
+            else:
+                live[key] = to_original_device(value)
     copy_into(targets, sources)
 
 
@@ -259,62 +255,20 @@ def _has_own_state_dict(optimizer: Optimizer) -> bool:
 
 def _restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
     if _has_own_state_dict(optimizer):
-        optimizer.load_state_dict({**optimizer.state_dict(), **brought_home(saved["own"])})
+        optimizer.load_state_dict({**optimizer.state_dict(), **to_original_device(saved["own"])})
     for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
         del optimizer.state[key]
-    optimizer.state.update(brought_home(saved["shared"]))
+    optimizer.state.update(to_original_device(saved["shared"]))
     for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
         weights = group["params"]
         group.clear()
-        group.update(brought_home(settings), params=weights)
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
+        group.update(to_original_device(settings), params=weights)
+    kept = saved["moments"]
     for place, weight in _places(optimizer):
-        moments = saved["moments"].get(place)
-        if moments is None:  # the snapshot is older than the first update of this weight
+        if place not in kept:  # the snapshot is older than the first update of this weight
             optimizer.state.pop(weight, None)
-            continue
-        live = optimizer.state[weight]
-        for key in [key for key in live if key not in moments]:
-            del live[key]
-        for key, value in moments.items():
-            here = live.get(key)
-            if isinstance(value, torch.Tensor | Share) and isinstance(here, torch.Tensor) and _alike(here, value):
-                targets.append(own(here))
-                sources.append(own(value))
-            else:
-                live[key] = brought_home(value)
-    copy_into(targets, sources)
-
-
-def _dealt_like(saved: Any, weight: torch.Tensor | None) -> Any:
-    """A moment is dealt out as its weight is, unless it is of another shape: a count of steps, a mean of rows."""
-    if not hasattr(saved, "shape") or not hasattr(saved, "dtype") or isinstance(saved, np.ndarray | np.generic):
-        return saved
-    return dealt(saved, weight if weight is not None and weight.shape == saved.shape else None)
-
-
-def _dealt_along(saved: Tree, live: Tree) -> Tree:
-    """Walk two trees side by side; where there is no live one, what was spread becomes whole."""
-    if isinstance(saved, dict):
-        there = live if isinstance(live, dict) else {}
-        return {key: _dealt_along(one, there.get(key)) for key, one in saved.items()}
-    if type(saved) in (list, tuple) and any(
-        isinstance(one, dict | list | tuple | torch.Tensor) or hasattr(one, "read") for one in saved
-    ):
-        those = live if isinstance(live, list | tuple) and len(live) == len(saved) else [None] * len(saved)
-        return type(saved)(_dealt_along(one, other) for one, other in zip(saved, those, strict=True))
-    if isinstance(saved, torch.Tensor) or hasattr(saved, "read"):
-        return dealt(saved, live if hasattr(live, "shape") and live.shape == saved.shape else None)
-    return saved
+    _restore_tables([(optimizer.state[weight], kept[place]) for place, weight in _places(optimizer) if place in kept])
 
 
 def _places(optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:
     return list(enumerate(weight for group in optimizer.param_groups for weight in group["params"]))
-
-
-def _alike(one: torch.Tensor, other: torch.Tensor | Share) -> bool:
-    if is_spread(one) is not isinstance(other, Share):
-        return False
-    mine, its = own(one), own(other)
-    return mine.shape == its.shape and mine.dtype is its.dtype and mine.device == home(its)

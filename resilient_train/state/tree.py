@@ -1,52 +1,77 @@
-"""Trees of tensors and plain values: copied, and hashed."""
+"""Trees of tensors and plain values: rebuilt, copied, and hashed."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from resilient_train.state.spread import Share, Spread, is_spread, own, spread_of, whole
+from resilient_train.state.sharded import Sharding, Share, full_tensor, is_sharded, local_part, sharding_of
 
 Tree = Any  # dict, list or tuple of trees; a leaf is a tensor, a numpy array or a plain value
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
-_HOLE = object()  # where a tensor was
 
 
-class _SpreadHole:
-    """Where a tensor was of which this rank holds a share."""
+class _Hole(NamedTuple):
+    """Where a tensor was, and how it was sharded."""
 
-    def __init__(self, spread: Spread) -> None:
-        self.spread = spread
+    sharding: Sharding | None
 
-    def __deepcopy__(self, memo: Any) -> _SpreadHole:
-        return self
+
+def with_dicts(tree: Any) -> Any:
+    """Put a dict for each mapping that pytree takes for a leaf, such as any UserDict: transformers' batches are."""
+    return tree_map(lambda leaf: with_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf, tree)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """Flatten a batch, or a row, of any shape."""
+    found = tree_leaves(tree)
+    return tree_leaves(with_dicts(tree)) if any(isinstance(leaf, Mapping) for leaf in found) else found
+
+
+def rebuilt(tree: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a batch, or a row, in new containers of the same classes, each leaf as `change` returns it.
+
+    Ten times as fast as pytree, and a BatchEncoding stays one.
+    """
+    if isinstance(tree, MutableMapping | list):
+        twin: Any = copy.copy(tree)
+        for key, value in list(tree.items() if isinstance(tree, MutableMapping) else enumerate(tree)):
+            if (new := rebuilt(value, change)) is not value:
+                twin[key] = new
+        return twin
+    if isinstance(tree, tuple):
+        values = [rebuilt(value, change) for value in tree]
+        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
+    return change(tree)
 
 
 def copied(tree: Tree) -> Tree:
     """Return a copy that shares nothing with `tree`; all its tensors are copied in one go.
 
-    Of a tensor that is spread over ranks it holds a Share.
+    Of a tensor that is sharded over ranks it holds a Share.
     """
     return _copied(tree, torch.empty_like, Share)
 
 
-def brought_home(tree: Tree) -> Tree:
+def to_original_device(tree: Tree) -> Tree:
     """Return a copy whose tensors lie where the originals did: a snapshot may lie in the host's memory."""
     return _copied(
-        tree, lambda source: torch.empty_like(source, device=home(source)), lambda local, spread: spread.joined(local)
+        tree,
+        lambda source: torch.empty_like(source, device=original_device(source)),
+        lambda local, sharding: sharding.joined(local),
     )
 
 
 def _copied(
-    tree: Tree, empty: Callable[[torch.Tensor], torch.Tensor], joined: Callable[[torch.Tensor, Spread], Any]
+    tree: Tree, empty: Callable[[torch.Tensor], torch.Tensor], joined: Callable[[torch.Tensor, Sharding], Any]
 ) -> Tree:
     plain, sources = taken_apart(tree)
     targets = [empty(source) for source in sources]
@@ -57,24 +82,19 @@ def _copied(
 def taken_apart(tree: Tree) -> tuple[Tree, list[torch.Tensor]]:
     """Part a tree into a copy of its plain values and the list of its tensors, which are not copied.
 
-    Of tensors that are spread over ranks the list has what this rank holds.
+    Of tensors that are sharded over ranks the list has what this rank holds.
     """
     tensors: list[torch.Tensor] = []
 
-    def visit(node: Tree) -> Tree:
+    def visit(node: Tree) -> Tree:  # by hand: pytree takes seven times as long, and this is done for every snapshot
         kind = type(node)
-        if kind in _PLAIN:
+        if kind in _PLAIN or (kind is tuple and _is_long_and_plain(node)):
             return node
-        if isinstance(node, torch.Tensor):
-            tensors.append(own(node))
-            return _SpreadHole(spread_of(node)) if is_spread(node) else _HOLE
-        if kind is Share:
-            tensors.append(node.local)
-            return _SpreadHole(node.spread)
+        if isinstance(node, torch.Tensor) or kind is Share:
+            tensors.append(local_part(node))
+            return _Hole(sharding_of(node) if kind is Share or is_sharded(node) else None)
         if isinstance(node, dict):
             return {key: visit(value) for key, value in node.items()}
-        if kind is tuple and _is_long_and_plain(node):
-            return node
         if kind is list or kind is tuple:
             return kind(visit(value) for value in node)
         return copy.deepcopy(node)
@@ -83,32 +103,33 @@ def taken_apart(tree: Tree) -> tuple[Tree, list[torch.Tensor]]:
 
 
 def put_together(
-    plain: Tree, tensors: Iterable[torch.Tensor], joined: Callable[[torch.Tensor, Spread], Any] = Share
+    plain: Tree, tensors: Iterable[torch.Tensor], joined: Callable[[torch.Tensor, Sharding], Any] = Share
 ) -> Tree:
     """Make one tree of what was taken apart, with `tensors` in the place of the ones it had."""
     following = iter(tensors)
 
     def visit(node: Tree) -> Tree:
         kind = type(node)
+        if kind is _Hole:
+            tensor = next(following)
+            return tensor if node.sharding is None else joined(tensor, node.sharding)
         if kind is dict:
             return {key: visit(value) for key, value in node.items()}
-        if kind is list or (kind is tuple and not _is_long_and_plain(node)):
+        if (kind is list or kind is tuple) and not _is_long_and_plain(node):
             return kind(visit(value) for value in node)
-        if kind is _SpreadHole:
-            return joined(next(following), node.spread)
-        return next(following) if node is _HOLE else node
+        return node
 
     return visit(plain)
 
 
 def pinned(source: torch.Tensor) -> torch.Tensor:
-    """Make room for a tensor of an accelerator in the host's memory, and note where it belongs."""
+    """Allocate room for a tensor of an accelerator in the host's memory, and note where it belongs."""
     room = torch.empty_like(source, device="cpu", pin_memory=True)
     room.home = source.device  # type: ignore[attr-defined]
     return room
 
 
-def home(tensor: torch.Tensor) -> torch.device:
+def original_device(tensor: torch.Tensor) -> torch.device:
     """Where the original of a copy is."""
     return getattr(tensor, "home", tensor.device)
 
@@ -118,61 +139,49 @@ def nbytes(tree: Tree) -> int:
     return sum(tensor.nbytes for tensor in taken_apart(tree)[1])
 
 
+def fits(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Say whether one can be copied into the other."""
+    return (copy.shape, copy.dtype, original_device(copy)) == (tensor.shape, tensor.dtype, tensor.device)
+
+
 @torch.no_grad()
-def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
     """Overwrite `targets` with `sources`: one call for many tensors, at the price of a plain memory copy."""
     if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def with_dicts(tree: Any) -> Any:
-    """Put a dict for each mapping that torch takes for one leaf, as it does any UserDict: transformers' batches are."""
-    if not any(isinstance(leaf, Mapping) for leaf in tree_leaves(tree)):
-        return tree
-    return tree_map(lambda leaf: with_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf, tree)
-
-
-def leaves(tree: Any) -> list[Any]:
-    """Flatten a batch, or a row, of any shape."""
-    return tree_leaves(with_dicts(tree))
+        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
 
 
 def sha256(tree: Tree) -> str:
     """Hash names, types, shapes and bytes of everything in the tree; equal digests mean equal to the last bit.
 
-    What is spread over ranks is gathered, tensor by tensor: all of them have to ask.
+    What is sharded over ranks is gathered, tensor by tensor: each of them has to call this.
     """
     digest = hashlib.sha256()
-    for path, leaf in _leaves(tree):
+    for path, leaf in _sorted_leaves(tree):
         digest.update(f"{path}\0".encode())
         if isinstance(leaf, torch.Tensor):
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}\0".encode())
-            flat = whole(leaf).detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            flat = full_tensor(leaf).detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
             if flat.stride() != (1,):  # a single element counts as contiguous whatever its stride
                 flat = flat.clone(memory_format=torch.contiguous_format)
             digest.update(flat.view(torch.uint8).numpy().data)
         elif isinstance(leaf, np.ndarray):
             digest.update(f"{leaf.dtype}{leaf.shape}\0".encode())
             digest.update(np.ascontiguousarray(leaf).data)
-        else:
-            digest.update(_bytes(leaf) + b"\0")
+        elif leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes) or _is_long_and_plain(leaf):
+            digest.update(repr(leaf).encode() + b"\0")
+        else:  # a pickle, because the text of other objects often shows an address
+            digest.update(pickle.dumps(leaf) + b"\0")
     return digest.hexdigest()
 
 
-def _bytes(leaf: Any) -> bytes:
-    """A plain value as it is written; of other objects a pickle, because their text often shows an address."""
-    if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes) or _is_long_and_plain(leaf):
-        return repr(leaf).encode()
-    return pickle.dumps(leaf)
-
-
-def _leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
+def _sorted_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(tree, Mapping):
         for key in sorted(tree, key=str):
-            yield from _leaves(tree[key], f"{path}/{key}")
+            yield from _sorted_leaves(tree[key], f"{path}/{key}")
     elif isinstance(tree, list | tuple) and not _is_long_and_plain(tree):
         for number, value in enumerate(tree):
-            yield from _leaves(value, f"{path}/{number}")
+            yield from _sorted_leaves(value, f"{path}/{number}")
     else:
         yield path, tree
 

@@ -1,4 +1,4 @@
-"""Carries what a run directory holds into MLflow: each entry of the outbox once, and the run as it stands now."""
+"""Carries what a run directory holds into MLflow: each entry of the outbox once, and the run as it is now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.endings import last_sign_ms, stands
+from resilient_train.record.endings import ended_as, last_sign_ms
 from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, OUTBOX, entries, seal_before
 from resilient_train.tracking.connection import (
@@ -95,6 +95,10 @@ class Courier:
             if self._reached is not None:
                 self._end(self._reached[0])
         assert self._reached is not None
+        assert self._lock is not None
+        size, delivered = os.fstat(self._lock).st_size, self._known.delivered
+        if size > delivered and next(entries(self.outbox, delivered), None) is None:
+            self.report.damaged += 1  # it breaks off within a line
         forget_twins(self._reached[0], self._known, self.outbox)
 
     def leave(self) -> None:
@@ -168,7 +172,7 @@ class Courier:
 
     def _end(self, connection: Connection) -> None:
         """Say of a run that ended without a word to us that it has ended, and how."""
-        ended = stands(self.run_dir)
+        ended = ended_as(self.run_dir)
         if ended is None or connection.client.get_run(connection.run_id).info.status != "RUNNING":
             return
         connection.client.set_terminated(connection.run_id, ENDINGS.get(ended, "FAILED"), last_sign_ms(self.run_dir))

@@ -8,12 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.endings import CONFIG, SUMMARY, is_run, last_sign_ms, stands, told
+from resilient_train.record.endings import CONFIG, LOOP, SUMMARY, ended_as, is_run, last_sign_ms, loop_of, read_ending
 from resilient_train.record.incident_log import INCIDENTS
 from resilient_train.record.journal import plain
-from resilient_train.record.loop import LOOP, loop_of
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox, entries
-from resilient_train.record.progress import stand_of
+from resilient_train.record.progress import position_of
 
 _WRITE_WITHIN_S = 30.0
 _OURS = ("n", "at", "crc")  # of an entry, whatever it tells
@@ -29,7 +28,7 @@ def is_late(run_dir: Path) -> bool:
 
 
 def catch_up(run_dir: Path, tracking_uri: str, experiment: str) -> None:
-    """Add to the outbox what it lacks of the run as it stands now, unless another process is delivering it."""
+    """Add to the outbox what it lacks of the run as it is now, unless another process is delivering it."""
     file = os.open(run_dir / OUTBOX, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         try:
@@ -57,7 +56,7 @@ def _wanted(run_dir: Path) -> Iterator[dict[str, Any]]:
     """What there is to show, beside what is made of the journal."""
     if (loop := loop_of(run_dir)) is not None and loop.given:
         yield {"kind": PARAMS, "values": {key: str(value) for key, value in loop.given.items()}}
-    if (summary := told(run_dir, SUMMARY)) is not None and type(tick := summary.get("ticks")) is int:
+    if (summary := read_ending(run_dir, SUMMARY)) is not None and type(tick := summary.get("ticks")) is int:
         values = {"loss": summary.get("final_loss"), "step": summary.get("steps")}
         if isinstance(evaluated := summary.get("eval"), Mapping):
             values |= {f"eval/{name}": value for name, value in evaluated.items()}
@@ -66,7 +65,7 @@ def _wanted(run_dir: Path) -> Iterator[dict[str, Any]]:
     for name in (CONFIG, LOOP, INCIDENTS, "train.log"):
         if (run_dir / name).is_file():
             yield {"kind": ARTIFACT, "path": name, "bytes": (run_dir / name).stat().st_size}
-    if (status := stands(run_dir)) is not None and (stand := stand_of(run_dir)) is not None:
+    if (status := ended_as(run_dir)) is not None and (stand := position_of(run_dir)) is not None:
         yield {"kind": ENDED, "status": status, "tick": stand.tick}
 
 

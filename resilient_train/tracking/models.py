@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from resilient_train.record.left import Checkpoint
+from resilient_train.record.endings import Checkpoint
 from resilient_train.record.story import Story
 from resilient_train.tracking.markdown import code, text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from resilient_train.record.review import by_cause, verdict
 from resilient_train.record.story import Story
-from resilient_train.record.verdict import by_cause, verdict
 from resilient_train.tracking.sheet import (
     BAD,
     FOOT,
@@ -55,7 +55,7 @@ def overview(story: Story) -> Image:
     words, sentences = verdict(story)
     hint = "the slider goes from incident to incident" if incidents else ""
     figure, height = new_sheet(
-        Words(f"{story.name}: {words.lower()}", 2, is_title=True), Words(sentences, 3), Words(hint, ink=GONE)
+        Words(f"{story.directory.name}: {words.lower()}", 2, is_title=True), Words(sentences, 3), Words(hint, ink=GONE)
     )
     above = figure.add_axes((0.16, MIDDLE, 0.8, height - 0.03 - MIDDLE))
     below = figure.add_axes((0.16, FOOT, 0.8, MIDDLE - FOOT - 0.035), sharex=above)

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from resilient_train.record.endings import stands
+from resilient_train.record.endings import ended_as
 from resilient_train.record.journal import JOURNAL
-from resilient_train.record.story import Chapter, Story, told
+from resilient_train.record.story import Chapter, Story, read_story
 from resilient_train.record.surroundings import around, surroundings_of
 from resilient_train.tracking.connection import Connection, is_refusal, is_unreachable, root_cause
 from resilient_train.tracking.models import show_models
@@ -54,7 +54,7 @@ class Presentation:
         if (stand == self._seen and self._trouble is None) or (began < self._rests_until and not is_last):
             return None
         self._trouble = None
-        story, shown, noted = told(self._run_dir), self._known.shown, began
+        story, shown, noted = read_story(self._run_dir), self._known.shown, began
         self._attempt(lambda: self._say(story))
         for chapter in story.chapters:
             name, signature = str(chapter.incident.id), self._signature(chapter)
@@ -110,7 +110,7 @@ class Presentation:
     def _stand(self) -> object:
         """What tells that something has changed, at the cost of a few looks at files."""
         names = (JOURNAL, "summary.json", "incidents", "checkpoints", "best")
-        return [_changed(self._run_dir / name) for name in names], stands(self._run_dir)
+        return [_changed(self._run_dir / name) for name in names], ended_as(self._run_dir)
 
     def _signature(self, chapter: Chapter) -> str:
         marks = (chapter.treated_ms, chapter.closed_ms, len(chapter.phases), chapter.incident.outcome)

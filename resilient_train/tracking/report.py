@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 
-from resilient_train.record.left import Checkpoint
+from resilient_train.record.endings import Checkpoint
+from resilient_train.record.review import active_remedies, by_cause, next_start, verdict
 from resilient_train.record.story import Chapter, Story
-from resilient_train.record.verdict import by_cause, in_force, next_start, verdict
 from resilient_train.tracking.markdown import code, image, link, table, text, worded
 from resilient_train.types import Action, Culprit, Incident, Outcome
 from resilient_train.wording import (
@@ -53,7 +53,7 @@ def note(story: Story, trace_url: TraceUrl, picture_url: TraceUrl = _nowhere, st
 
 def report(story: Story, trace_url: TraceUrl) -> str:
     """Return the whole story, every incident with its evidence."""
-    parts = [f"# {text(story.name)}", _verdict(story), f"Run directory: {code(str(story.directory))}"]
+    parts = [f"# {text(story.directory.name)}", _verdict(story), f"Run directory: {code(str(story.directory))}"]
     if story.chapters:
         rows = [_row(one, story, trace_url) for one in reversed(story.chapters)]
         parts += ["## What to change", _advice(story)]
@@ -100,7 +100,7 @@ def _left(story: Story, most: int | None = None) -> str:
         lines.append(f"**Newer, its proof not finished**: {_checkpoint(story.newest, each)}")
     if story.best is not None:
         lines.append(f"**Best evaluation**: {_checkpoint(story.best, each)}")
-    if turned := in_force(story.remedies):
+    if turned := active_remedies(story.remedies):
         lines.append(f"**In force**: {worded('; '.join(turned), each)}")
     lines.append(f"**The same command** {worded(next_start(story), each)}.")
     if most is not None and story.chapters:

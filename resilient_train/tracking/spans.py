@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from resilient_train.record import phases
+from resilient_train.record import surroundings
 from resilient_train.record.journal import plain
 from resilient_train.record.story import Chapter
 from resilient_train.types import Culprit, Incident, Outcome
@@ -168,7 +168,7 @@ def _remedy(incident: Incident) -> Told:
     others = [
         (action.remedy, words)
         for action, words in zip(incident.decision.actions, remedies_told(incident), strict=True)
-        if action.remedy != phases.REWIND
+        if action.remedy != surroundings.REWIND
     ]
     return None, [words for _, words in others], {"remedies": [name for name, _ in others]}
 
@@ -183,10 +183,10 @@ def _nothing(incident: Incident) -> Told:
 
 
 _ABOUT: Mapping[str, Callable[[Incident], Told]] = {
-    phases.DETECT: _detect,
-    phases.DIAGNOSE: _diagnose,
-    phases.DECIDE: _decide,
-    phases.REWIND: _rewind,
-    phases.REMEDY: _remedy,
-    phases.RESUME: _resume,
+    surroundings.DETECT: _detect,
+    surroundings.DIAGNOSE: _diagnose,
+    surroundings.DECIDE: _decide,
+    surroundings.REWIND: _rewind,
+    surroundings.REMEDY: _remedy,
+    surroundings.RESUME: _resume,
 }

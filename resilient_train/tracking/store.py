@@ -25,8 +25,10 @@ from resilient_train.secrets import masked
 
 _log = logging.getLogger("resilient_train")
 
-KNOWN = "mlflow.json"  # its name in a run directory
+KNOWN, PLACE = "mlflow.json", ".place"  # their names in a run directory
 DEFAULT_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens unless told otherwise
+
+_IDENTITY = ("place", "copy")  # what damage must not take: it is in both files
 
 _SQLITE_FILE = re.compile(r"(?P<scheme>sqlite(\+\w+)?):///(?P<path>(?!:memory:)[^?]+)(?P<options>\?.*)?")
 _USER = re.compile(r"://[^/?#]*@")
@@ -52,18 +54,16 @@ class KnownRun:
 
     def __init__(self, directory: Path) -> None:
         self.name = directory.name
-        self._file = directory / KNOWN
+        self._file, self._second = directory / KNOWN, directory / PLACE
         self._known: dict[str, Any] = {}
 
     def recall(self, tracking_uri: str, experiment: str) -> str | None:
         """Return the id of the run, if it was begun in this store and experiment; else forget the others."""
-        known = read_json(self._file)
+        known = self._read()
         place = {"tracking_uri": tracking_uri, "experiment": experiment}
-        is_here = isinstance(known, dict) and known.items() >= place.items()
-        run_id = known.get("run_id") if is_here else None
+        run_id = known.get("run_id") if known.items() >= place.items() else None
         if not isinstance(run_id, str) or not re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run_id):
-            kept = known if isinstance(known, dict) else {}
-            self._known = place | {name: kept[name] for name in ("place", "copy") if name in kept}
+            self._known = place | _identity(known)
             return None
         self._known = known
         return run_id
@@ -89,6 +89,9 @@ class KnownRun:
             self._known["copy"] = uuid4().hex
         if is_copy or (was != here and (trains or was is None)):
             self.note(place=here)
+        if read_json(self._second) != (identity := _identity(self._known)):
+            with contextlib.suppress(OSError):
+                commit_text(self._second, json.dumps(identity, indent=2) + "\n")
         return is_copy
 
     @property
@@ -98,8 +101,7 @@ class KnownRun:
 
     def where(self) -> tuple[str, str] | None:
         """Recall the store and the experiment that the run was begun in, without secrets; None if it was in none."""
-        known = read_json(self._file)
-        self._known = known if isinstance(known, dict) else {}
+        self._known = self._read()
         uri, experiment = self._known.get("tracking_uri"), self._known.get("experiment")
         return (uri, experiment) if isinstance(uri, str) and isinstance(experiment, str) else None
 
@@ -127,11 +129,20 @@ class KnownRun:
         shown = self._known.get("shown")
         return dict(shown) if isinstance(shown, dict) else {}
 
+    def _read(self) -> dict[str, Any]:
+        known, second = read_json(self._file), read_json(self._second)
+        kept = _identity(second) if isinstance(second, dict) else {}
+        return kept | known if isinstance(known, dict) else kept
+
     def note(self, **facts: Any) -> None:
         """Write down more; whatever gets lost is looked up in MLflow, or shown a second time in the same place."""
         self._known |= facts
         with contextlib.suppress(OSError):
             commit_text(self._file, json.dumps(self._known, indent=2) + "\n")
+
+
+def _identity(known: dict[str, Any]) -> dict[str, Any]:
+    return {name: known[name] for name in _IDENTITY if name in known}
 
 
 def _is_copy(was: dict[str, Any], here: dict[str, Any], *, trains: bool) -> bool:
@@ -177,10 +188,14 @@ def locate(uri: str | None, home: Path) -> Store:
     """Choose the store: the one configured, else MLFLOW_TRACKING_URI, else a SQLite file in `home`."""
     key = "tracking.uri" if uri else "MLFLOW_TRACKING_URI"
     uri = uri or os.environ.get(key) or f"sqlite:///{home.absolute() / 'mlflow.db'}"
-    if urlsplit(uri).scheme in ("", "file") and uri not in _SCHEMELESS:
+    try:
+        scheme = urlsplit(uri).scheme
+    except ValueError as error:  # a bracket that is left open
+        raise ConfigError(key, uri, f"is no address ({error}): give one such as http://host:5000") from None
+    if scheme in ("", "file") and uri not in _SCHEMELESS:
         why = "MLflow no longer takes a plain directory: give sqlite:///mlflow.db or the address of a server"
         raise ConfigError(key, uri, why)
-    if not _is_known(urlsplit(uri).scheme) and uri not in _SCHEMELESS:
+    if not _is_known(scheme) and uri not in _SCHEMELESS:
         why = (
             "MLflow has no such kind of store: give http://host:5000, https://..., sqlite:///file.db, postgresql://..."
         )
@@ -188,7 +203,7 @@ def locate(uri: str | None, home: Path) -> Store:
     if file := _SQLITE_FILE.fullmatch(uri):
         path = Path(file["path"]).expanduser().absolute()
         return Store(f"{file['scheme']}:///{path}{file['options'] or ''}", path, path.parent)
-    return Store(uri, home=home.absolute() if urlsplit(uri).scheme.startswith(_DATABASES) else None)
+    return Store(uri, home=home.absolute() if scheme.startswith(_DATABASES) else None)
 
 
 def _is_known(scheme: str) -> bool:

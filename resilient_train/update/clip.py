@@ -1,4 +1,4 @@
-"""Clipping of gradients, and the one norm that it measures."""
+"""Clipping of gradients, and the norm that it measures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn.utils import clip_grad_value_, get_total_norm
 
-from resilient_train.state.spread import is_spread, own, spread_of
+from resilient_train.state.sharded import is_sharded, local_part, sharding_of
 
 _COARSE = (torch.float16, torch.bfloat16)
 
@@ -29,9 +29,8 @@ def clip(
 ) -> tuple[torch.Tensor, float | None]:
     """Clip the gradients in place, by norm and then by value.
 
-    Where no norm is configured a clip that was tightened takes the `usual` one for it. Returns the gradients' norm
-    from before, and what it was clipped to if that can be said. `over_ranks` adds up what each rank has, where
-    gradients are spread over them.
+    Where no norm is configured, a tightened clip starts from the `usual` one. Returns the norm of the gradients
+    before, and what they were clipped to, if anything. `over_ranks` sums over the ranks where gradients are sharded.
     """
     grads = [weight.grad for weight in weights if weight.grad is not None]
     plain, has_sparse = is_plain(grads), False
@@ -41,7 +40,7 @@ def clip(
     if over_ranks is None:
         norm = total_norm(grads, plain=plain)
     else:
-        norm, grads = norm_over_ranks(grads, over_ranks), [own(grad) for grad in grads]
+        norm, grads = norm_over_ranks(grads, over_ranks), [local_part(grad) for grad in grads]
     configured = usual if config.max_norm is None and tightened < 1 else config.max_norm
     max_norm = None if configured is None else configured * tightened
     if max_norm is not None:
@@ -80,21 +79,21 @@ def total_norm(grads: list[torch.Tensor], *, plain: bool) -> torch.Tensor:
 
 
 def norm_over_ranks(grads: list[torch.Tensor], over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The norm of gradients of which each rank holds a share: one number from each, and nothing is gathered."""
+    """The norm of sharded gradients: one number from each rank, and nothing is gathered."""
     dtype = _at_least_float32(grads[0].dtype)
     wide = torch.float64 if grads[0].device.type != "mps" else None
     squares = torch.zeros((), dtype=wide, device=grads[0].device)
     for grad in grads:
-        if (share := own(grad)).numel():
+        if (share := local_part(grad)).numel():
             squares += torch.linalg.vector_norm(share, dtype=wide).square() / _holders(grad)
     return over_ranks(squares).sqrt().to(dtype)
 
 
 def _holders(grad: torch.Tensor) -> int:
-    """How many ranks hold the same share: all of them, of what is not spread."""
-    if not is_spread(grad):
+    """How many ranks hold the same share: all of them, of what is not sharded."""
+    if not is_sharded(grad):
         return torch.distributed.get_world_size()
-    spread, count = spread_of(grad), 1
+    spread, count = sharding_of(grad), 1
     for size, placement in zip(spread.mesh.shape, spread.placements, strict=True):
         count *= size if placement.is_replicate() else 1
     return count
@@ -114,7 +113,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def _values(weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients, of sparse ones what they hold: a row that occurred twice has to be added up to be measured."""
+    """The gradients; of sparse ones their values, after rows that occur twice are added up."""
     values = []
     for weight in weights:
         if weight.grad is not None and weight.grad.is_sparse:

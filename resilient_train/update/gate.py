@@ -1,4 +1,4 @@
-"""The gate: an update that is not finite, or above the limits, does not land, whatever the optimizer."""
+"""The gate: an update that is not finite, or above the limits, changes nothing, whatever the optimizer."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from torch.optim import Optimizer
 
 NO_LIMIT = torch.finfo(torch.float32).max
-LARGEST_NORM = 2.0**63  # its square is near the end of float32: moments of what is beyond would be infinite
+LARGEST_NORM = 2.0**63  # its square is near the end of float32: beyond it moments would be infinite
 
 
 class Gate:
-    """Steps all optimizers or none of them, as `measured <= limits` says; a NaN is below no limit.
+    """Steps all optimizers if `measured <= limits`, else none of them; a NaN is below no limit.
 
-    Torch's fused optimizers are told on the device, so the host does not wait. Of all others nothing is known but
-    that an update which is not begun leaves nothing behind: for them the host reads what was measured and decides.
+    Torch's fused optimizers read a flag on the device (`found_inf`), so the host does not wait. Others may leave
+    something behind once they have begun a step: for them the host reads what was measured and decides.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], device: torch.device) -> None:
         self.optimizers, self.device = list(optimizers), device
         self.limits = (NO_LIMIT, LARGEST_NORM)  # of loss and gradient norm
         self._on_device = torch.tensor(self.limits, dtype=torch.float32, device=device)
-        self._has_to_wait = not all(can_be_told(one) for one in self.optimizers)
+        self._has_to_wait = not all(heeds_found_inf(one) for one in self.optimizers)
         self._stateless: set[int] = set()  # weights that an update has landed on without making a state
 
     def limit(self, loss: float, grad_norm: float) -> None:
@@ -35,18 +35,18 @@ class Gate:
         self.limits = (loss, grad_norm)
 
     def admits(self, loss: float, grad_norm: float) -> bool:
-        """Say what the device says."""
+        """Decide on the host, as the device does."""
         return -math.inf < loss <= self.limits[0] and grad_norm <= self.limits[1]
 
-    def waits(self) -> list[str]:
+    def synchronous(self) -> list[str]:
         """Name the optimizers for which the host has to read the measurement at once."""
-        return [type(one).__name__ for one in self.optimizers if not can_be_told(one)]
+        return [type(one).__name__ for one in self.optimizers if not heeds_found_inf(one)]
 
     @torch.no_grad()
     def step(self, measured: torch.Tensor) -> list[float] | None:
         """Step if `measured`, which begins with loss and gradient norm, is admitted.
 
-        Returns the numbers where they had to be read, so that nobody reads them twice.
+        Returns the numbers where they had to be read, so that they are not read twice.
         """
         if self._has_to_wait or _has_hooks(self.optimizers) or not self._is_settled():
             numbers: list[float] = measured.tolist()
@@ -81,7 +81,7 @@ class Gate:
         return True
 
     def _note_stateless(self) -> None:
-        """Learn from a step which weights get no state: of SGD without momentum, for one."""
+        """Note which weights get no state in a step: those of SGD without momentum, for example."""
         if self._has_to_wait:
             return
         for optimizer in self.optimizers:
@@ -92,10 +92,10 @@ def _moved(optimizer: Optimizer) -> list[torch.Tensor]:
     return [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
 
 
-def can_be_told(optimizer: Optimizer) -> bool:
+def heeds_found_inf(optimizer: Optimizer) -> bool:
     """Say whether a step of this optimizer heeds `found_inf`, moments and step counter included.
 
-    A class of a user's own may do more than the torch class it is made from, and so may hooks.
+    A user's class may do more than the torch class it is derived from, and so may hooks.
     """
     return (
         type(optimizer).__module__.startswith("torch.optim")

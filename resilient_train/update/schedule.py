@@ -1,4 +1,4 @@
-"""Learning rates by step. Derived afresh for every update, never scaled in place, so that nothing compounds."""
+"""Learning rates by step. Derived for every update, never scaled in place, so that nothing compounds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _progress(step: int, start: int, stop: int) -> float:
     return min(1.0, (step - start) / max(1, stop - start)) if step > start else 0.0
 
 
-def warmth(step: int, warmup_steps: int) -> float:
+def warmup_factor(step: int, warmup_steps: int) -> float:
     """Climb to 1 in a straight line over the first `warmup_steps` updates."""
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
@@ -47,23 +47,23 @@ class Schedule(Protocol):
         """Return what each parameter group is set to."""
 
     def advance(self, step: int) -> None:
-        """Take note that `step` updates are accepted: an attempt that is refused must leave no trace."""
+        """Note that `step` updates are accepted: a refused one must leave no trace."""
 
     def state_dict(self) -> Any:
-        """Return what `settings` depends on beside the step."""
+        """Return what `settings` depends on besides the step."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Go back to a state."""
+        """Restore a state."""
 
 
 class CurveSchedule:
-    """A pure function of the step: it has no state, so a rewind of the step is all it takes."""
+    """A pure function of the step: it has no state, so only the step has to rewind."""
 
     def __init__(self, rates: Sequence[float], curve: Curve, warmup_steps: int) -> None:
         self.rates, self.curve, self.warmup_steps = list(rates), curve, warmup_steps
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
-        factor = warmth(step, self.warmup_steps) * self.curve(max(step, self.warmup_steps))
+        factor = warmup_factor(step, self.warmup_steps) * self.curve(max(step, self.warmup_steps))
         return [{"lr": rate * factor} for rate in self.rates]
 
     def advance(self, step: int) -> None:
@@ -76,11 +76,11 @@ class CurveSchedule:
         pass
 
 
-class Restarts:
-    """Watches what a schedule says, for restarts.
+class RestartDetector:
+    """Notices when a schedule starts again.
 
     A rate is compared with the one of the step before, whenever that was: after a rewind the rate is higher than it
-    was lately, and nothing has started again. Asking the schedule would do, but moves one that has a state.
+    was lately, and nothing has started again. The schedule is not asked, as that moves one that has a state.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class ShadowSchedule:
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         self.advance(step)
-        factor = warmth(step, self.warmup_steps)
+        factor = warmup_factor(step, self.warmup_steps)
         moved = [
             {key: value for key, value in group.items() if key == "lr" or value != untouched.get(key, value)}
             for group, untouched in zip(self._groups(), self._untouched, strict=True)
@@ -161,10 +161,10 @@ class _Shadow(Optimizer):
     """An optimizer with the settings of another one and nothing to optimize."""
 
     def __init__(self, original: Optimizer) -> None:
-        groups = [
-            {**{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}, "params": [_nothing()]}
-            for group in original.param_groups
-        ]
+        groups = []
+        for group in original.param_groups:
+            settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+            groups.append({**settings, "params": [torch.zeros((), requires_grad=True)]})
         super().__init__(groups, copy.deepcopy(original.defaults))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -173,7 +173,3 @@ class _Shadow(Optimizer):
     # Schedulers look for these two marks, and warn of an optimizer that never steps.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     _opt_called = True
-
-
-def _nothing() -> torch.Tensor:
-    return torch.zeros((), requires_grad=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from resilient_train.state.backup import Backups
+from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import preserved
 from resilient_train.watch.config import EvaluationConfig
 

@@ -18,10 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from resilient_train.app.config.compared import compared
-from resilient_train.app.config.explain import composed_raw, explained
-from resilient_train.app.config.schema import Config, broken_limit
-from resilient_train.errors import ConfigError, require_finite, unusable
+from resilient_train.app.config.explain import composed_raw, explained, typed
+from resilient_train.app.config.schema import Config
+from resilient_train.errors import require_finite, unusable
 from resilient_train.files import read_yaml_text
+from resilient_train.reader import check
 from resilient_train.secrets import learn, masked_tree
 
 _IDENTITY = ("model", "data", "objective", "optimizer", "schedule", "run.seed")  # what makes it another run
@@ -123,7 +124,7 @@ def composed(
     assert isinstance(config, Config)
     assert isinstance(resolved, dict)
     require_finite("", OmegaConf.to_container(checked))
-    _check_limits(config)
+    check(config)
     learn(resolved)
     hidden = masked_tree(resolved)
     return Composed(config, hidden, compared(flattened(hidden), choices, [*given, *swept]))
@@ -132,8 +133,8 @@ def composed(
 def from_hydra(raw: DictConfig) -> Composed:
     """Check what Hydra hands to its job."""
     hydra = HydraConfig.get()
-    swept = list(hydra.overrides.task) if hydra.mode == RunMode.MULTIRUN else []
-    return composed(raw, hydra.runtime.choices, swept=swept, given=list(hydra.overrides.task))
+    given = typed(hydra.overrides.task)
+    return composed(raw, hydra.runtime.choices, swept=given if hydra.mode == RunMode.MULTIRUN else [], given=given)
 
 
 def load(overrides: Sequence[str] = ()) -> Composed:
@@ -144,15 +145,6 @@ def load(overrides: Sequence[str] = ()) -> Composed:
         raw.hydra.runtime.choices,
         given=overrides,
     )
-
-
-def _check_limits(config: Any, path: str = "") -> None:
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            _check_limits(value, f"{path}{field.name}.")
-        elif why := broken_limit(value, field):
-            raise ConfigError(f"{path}{field.name}", value, why)
 
 
 def _label(raw: DictConfig, choices: Mapping[str, Any]) -> str:

@@ -11,25 +11,32 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException, ValidationError
 
+from resilient_train.app.config.sources import CONF, look_first
 from resilient_train.errors import ConfigError, TrainError, in_one_line, text_of, unusable
-from resilient_train.files import conf
 from resilient_train.imports import similar
 
-CONF = conf()
 VERSION_BASE = "1.3"
 
 
 def composed_raw(overrides: Sequence[str]) -> DictConfig:
     """Compose without a command line; Hydra's own node comes along."""
     GlobalHydra.instance().clear()
+    look_first()
     try:
         with initialize_config_dir(str(CONF), version_base=VERSION_BASE):
             return compose("config", overrides=list(overrides), return_hydra_config=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise explained(error, overrides) from error
+
+
+def typed(overrides: Sequence[str]) -> list[str]:
+    """Return Hydra's overrides as they were typed: to read them one by one resolves them, which may fail."""
+    found = OmegaConf.to_container(overrides, resolve=False)
+    assert isinstance(found, list)
+    return found
 
 
 def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
@@ -50,6 +57,9 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
         return _wrong_type(str(key), _value_of(str(key), overrides), text)
     if isinstance(error, ConfigKeyError) and key:
         return _unknown_key(str(key), _value_of(str(key), overrides), _fields_beside(str(key)))
+    if isinstance(error, InterpolationResolutionError) and key:
+        value, why = _value_of(str(key), overrides), f"cannot be resolved: {text.splitlines()[0]}"
+        return ConfigError(str(key), value, why) if value is not None else unusable(str(key), why)
     if missing := re.search(
         r"Could not find '([^']+)'\s*(?:Available options in '[^']+':\s*(.*?))?(?:Config search path|$)", text, re.S
     ):

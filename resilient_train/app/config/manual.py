@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from resilient_train.app.config.explain import CONF
 from resilient_train.app.config.meanings import Entry, Node, nodes
+from resilient_train.app.config.sources import CONF
 from resilient_train.app.page import Page
 from resilient_train.errors import unusable
 from resilient_train.imports import similar

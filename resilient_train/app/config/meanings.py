@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from resilient_train.app.config.explain import CONF
+from resilient_train.app.config.sources import CONF
 
 _LONG = 40  # characters of a default; what is longer is left to the file
 
@@ -84,9 +84,9 @@ class _Commented:
         self.names = [str(key.value) for key, _ in self.tree]
 
     def entries(self, name: str | None = None, path: str = "") -> Iterator[Entry]:
-        """All keys below the root, or below one key of it."""
+        """All keys below the root, or below one key of it, but not the files that it builds on."""
         for key, value in self.tree:
-            if name is None or key.value == name:
+            if key.value != "defaults" and (name is None or key.value == name):
                 yield from self._entries(key, value, f"{path}.{key.value}" if path else str(key.value), name is None)
 
     def header(self) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,16 +58,3 @@ class Config:
     tracking: TrackingConfig
     drill: dict[str, Any]
     experiment: str | None = None
-
-
-def broken_limit(value: Any, field: dataclasses.Field[Any]) -> str | None:
-    """Say what a value has to be, if it is not."""
-    if value is None:
-        return None
-    if (least := field.metadata.get("at_least")) is not None and value < least:
-        return f"must be at least {least}"
-    if (above := field.metadata.get("above")) is not None and value <= above:
-        return f"must be greater than {above}"
-    if (allowed := field.metadata.get("one_of")) is not None and value not in allowed:
-        return f"is not one of {', '.join(allowed)}"
-    return None

@@ -1,0 +1,360 @@
+"""Samples without an index: of an iterable data set, and of a loader that the caller made."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from resilient_train.data.failed_rows import Retries, no_watchdog
+from resilient_train.data.rows import Collate
+from resilient_train.data.samples import Samples, Slicing, Update
+from resilient_train.data.stream import Ranges
+from resilient_train.errors import StorageFailed, TrainError, in_one_line
+from resilient_train.state.randomness import Purpose, mix, preserved, seed_all, seed_host
+from resilient_train.state.tree import rebuilt, sha256
+
+_log = logging.getLogger("resilient_train")
+
+_COMPARED = 4  # first rows of an update, whose digests with the last one's show whether its place was found again
+_REMEMBERED = 10_000  # updates whose first rows are remembered: further back than any rewind
+
+
+class _Read(NamedTuple):
+    """The rows of one update over all ranks, and where they were read."""
+
+    place: int  # the position where reading began: at this row of this epoch
+    epoch: int
+    row: int
+    start: int  # of the first sample that was not passed over
+    stop: int
+    rows: list[Any]
+
+
+class IterableSamples(Samples):
+    """Samples of an iterable data set that can return its position and go back to it.
+
+    Every rank reads the whole stream and keeps its own share: that costs reading, and buys that the same run on
+    1, 2 or 4 processes sees the same updates.
+    """
+
+    def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate) -> None:
+        """Begin at the first row. Raises ValueError where the data set does not repeat itself."""
+        self.dataset, self.slicing, self.seed, self.collate = dataset, slicing, seed, collate
+        self.position = 0
+        self._pristine = copy.deepcopy(dataset.state_dict())
+        self._epoch = self._row = 0
+        self._rows = self._iterator()
+        self._state_is_exact = True  # until a rewind shows otherwise
+        self._first_rows: dict[tuple[int, int], str] = {}  # digests by positions
+        self._recent: deque[_Read] = deque(maxlen=2)
+        self._ahead: deque[_Read] = deque()  # to be served before the data set is read on
+        self.skipped = Ranges()
+        self._require_repetition()
+
+    @property
+    def next_start(self) -> int:
+        return self._ahead[0].start if self._ahead else self.skipped.end_at(self.position)
+
+    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
+        read = self._ahead.popleft() if self._ahead else self._read_update(Retries(beat))
+        self._recent.append(read)
+        start, self.position = read.start, read.stop
+        batches = []
+        for number, batch in enumerate(self.slicing.of_this_rank(read.rows)):
+            place = number * self.slicing.world + self.slicing.rank  # among the update's micro-batches on all ranks
+            seed_host(mix(Purpose.COLLATE, self.seed, start, place))
+            batches.append(self.collate(list(batch)))
+        return Update(start, self.position, batches)
+
+    def go_back(self, update: Update) -> None:
+        """Take it from memory: finding a place in the data set again may mean to read an epoch."""
+        while self._recent and self._recent[-1].start >= update.start:
+            self._ahead.appendleft(self._recent.pop())
+            self.position = self._ahead[0].place
+
+    def skip(self, start: int, stop: int) -> None:
+        self.skipped.add(start, stop)
+        while self._ahead and start <= self._ahead[0].start < stop:
+            self.position = self._ahead.popleft().stop  # where the next one begins, in memory or in the data set
+
+    def slice_as(self, slicing: Slicing) -> bool:
+        self.slicing = slicing
+        return True
+
+    def passed_over(self) -> list[tuple[int, int]]:
+        return list(self.skipped)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._ahead:  # the data set itself is further on than the run
+            ahead = self._ahead[0]
+            return {"position": ahead.place, "epoch": ahead.epoch, "row": ahead.row, "dataset": None}
+        inner = copy.deepcopy(self.dataset.state_dict()) if self._state_is_exact else None
+        return {"position": self.position, "epoch": self._epoch, "row": self._row, "dataset": inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._recent.clear()
+        self._ahead.clear()
+        self.position, self._epoch, self._row = state["position"], state["epoch"], state["row"]
+        # The data set's own state is trusted where the rows it brings back can be compared with those from before.
+        if (
+            self._state_is_exact
+            and state["dataset"] is not None
+            and any(place == self.position for place, _ in reversed(self._first_rows))
+        ):
+            self._begin(state["dataset"])
+        else:
+            self._read_to(state["epoch"], state["row"])
+
+    def close(self) -> None:
+        del self._rows
+
+    def _read_update(self, retries: Retries) -> _Read:
+        place, epoch, row = self.position, self._epoch, self._row
+        start = at = self.skipped.end_at(place)
+        positions: list[int] = []  # skipped ones may lie between them
+        while len(positions) < self.slicing.samples:
+            low, high = self.skipped.next(at)
+            missing = self.slicing.samples - len(positions)
+            positions += range(at, at + missing if low is None else min(low, at + missing))
+            at = high
+        stop = positions[-1] + 1
+        rows = self._read(epoch, row, stop - place, retries)
+        digest = _digest(rows)
+        known = self._first_rows.setdefault((place, stop), digest)
+        if known != digest:
+            rows = self._read_again(epoch, row, len(rows), known)
+        if len(self._first_rows) > _REMEMBERED:
+            del self._first_rows[next(iter(self._first_rows))]
+        return _Read(place, epoch, row, start, stop, [rows[at - place] for at in positions])
+
+    def _read(self, epoch: int, row: int, count: int, retries: Retries) -> list[Any]:
+        """Where reading fails for a moment the epoch is read again: an iterator that has raised has ended."""
+        while True:
+            try:
+                if retries.pauses:
+                    self._read_to(epoch, row)
+                return [self._next_row() for _ in range(count)]
+            except Exception as error:
+                if not retries.pause(error, f"reading row {row} of epoch {epoch}"):
+                    if retries.pauses:
+                        raise StorageFailed("the data set could not be read on", in_one_line(error)) from error
+                    raise
+
+    def _next_row(self) -> Any:
+        while True:
+            seed_host(mix(Purpose.ROW, self.seed, self._epoch, self._row))
+            try:
+                row = next(self._rows)
+            except StopIteration:
+                if self._row == 0:
+                    raise TrainError("data.train: the iterable data set has no rows any more") from None
+                self._epoch, self._row = self._epoch + 1, 0
+                self._begin(self._pristine)
+            else:
+                self._row += 1
+                return row
+
+    def _begin(self, state: Any) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self._epoch)
+        self.dataset.load_state_dict(copy.deepcopy(state))
+        self._rows = self._iterator()
+
+    def _iterator(self) -> Iterator[Any]:
+        """Some data sets fetch their first row when they are asked for an iterator: it has its numbers by then."""
+        seed_host(mix(Purpose.ROW, self.seed, self._epoch, self._row))
+        return iter(self.dataset)
+
+    def _read_to(self, epoch: int, row: int) -> None:
+        self._epoch, self._row = epoch, 0
+        self._begin(self._pristine)
+        for _ in range(row):
+            self._next_row()
+
+    def _read_again(self, epoch: int, row: int, count: int, expected: str) -> list[Any]:
+        """The rows from a place that the data set's own state did not bring back.
+
+        The states of some data sets leave out what a shuffle buffer holds: after a rewind its rows would be missing,
+        and nothing would say so. From then on a rewind begins at the start of its epoch and reads again.
+        """
+        self._state_is_exact = False
+        _log.warning(
+            "the state of this %s forgets rows that it has read (a shuffle buffer?): a rewind reads their epoch again",
+            type(self.dataset).__name__,
+        )
+        self._read_to(epoch, row)
+        rows = [self._next_row() for _ in range(count)]
+        if _digest(rows) != expected:
+            raise TrainError(f"data.train: this {type(self.dataset).__name__} gives other rows when it is read again")
+        return rows
+
+    def _require_repetition(self) -> None:
+        """Read the first rows twice, each with the random numbers that belong to it."""
+        first: list[list[str]] = []
+        for _ in range(2):
+            digests = []
+            for number in range(_COMPARED):  # there may be fewer
+                seed_host(mix(Purpose.ROW, self.seed, 0, number))
+                digests += [sha256(row) for row in islice(self._rows, 1)]
+            if not digests:
+                raise ValueError("the iterable data set is empty: it has no rows")
+            first.append(digests)
+            self._read_to(0, 0)
+        if first[0] != first[1]:
+            raise ValueError("gives other rows after load_state_dict than before, so a run over it cannot be repeated")
+
+
+def _digest(rows: list[Any]) -> str:
+    return sha256([*rows[:_COMPARED], rows[-1]])
+
+
+class _Served(NamedTuple):
+    """An update that may have to be served again."""
+
+    start: int
+    stop: int
+    batches: list[Any]  # in containers that the loop does not have
+    versions: list[int]  # of their tensors, as torch counts what is done to them in place
+
+
+class LoaderSamples(Samples):
+    """Batches of a loader that the caller made: it continues where it is, whatever the run does.
+
+    The last two updates are remembered and can be served again; what lies further back cannot, so after a rewind the
+    run trains on what comes next. Positions count samples as if every batch were full.
+
+    A loader may draw from the global generators, which rewind. So every batch is fetched with random numbers that are
+    a function of how many were fetched before it, which never goes back and is continued by a resume: no batch comes
+    again because the run went back, and a resume draws what the run would have drawn.
+
+    A loop may do with its batches what it likes. The containers it gets are its own, which costs nothing. Tensors are
+    copied only once a loop was seen to change one in place, as few do: copies would cost time and lie outside of pinned
+    memory. What was changed before that is not served again.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], slicing: Slicing, *, seed: int = 0, device: torch.device | None = None
+    ) -> None:
+        self.loader, self.slicing, self.seed, self.device = loader, slicing, seed, device or torch.device("cpu")
+        self.position = 0
+        self._drawn = 0  # batches, by this run
+        self._skipped = Ranges()  # that the run had not reached yet
+        self._beat: Callable[[], None] = no_watchdog
+        self._used_up = 0  # up to here, as positions were counted before a rewind, batches are used up
+        self._batches: Iterator[Any] | None = None
+        self._served = False
+        self._recent: deque[_Served] = deque(maxlen=2)
+        self._ahead: deque[_Served] = deque()
+        self._changes_tensors = False  # whether the loop does, in place
+
+    @property
+    def next_start(self) -> int:
+        return self.position if self._ahead else self._skipped.end_at(self.position)
+
+    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
+        self._beat = beat
+        while self.position < self.next_start:
+            self._fetch()
+            self.position += self.slicing.samples
+        again = self._ahead.popleft() if self._ahead else None
+        latest = again or (self._recent[-1] if self._recent else None)
+        is_unchanged = latest is None or latest.versions == _versions(latest.batches)
+        self._changes_tensors |= not is_unchanged
+        batches = again.batches if again is not None and is_unchanged else self._fetch()
+        served = _Served(self.position, self.position + self.slicing.samples, batches, _versions(batches))
+        self._recent.append(served)
+        self.position = self._used_up = served.stop
+
+        def handed_out(leaf: Any) -> Any:
+            return leaf.clone() if self._changes_tensors and isinstance(leaf, torch.Tensor) else leaf
+
+        return Update(served.start, served.stop, [rebuilt(batch, handed_out) for batch in batches])
+
+    def go_back(self, update: Update) -> None:
+        while self._recent and self._recent[-1].start >= update.start:
+            self._ahead.appendleft(self._recent.pop())
+        self.position = update.start
+
+    def skip(self, start: int, stop: int) -> None:
+        """Pass over what would be served again, and then over new batches.
+
+        What was used up before a rewind does not come again and counts as passed over. What lies ahead, as after a
+        resume, is passed over when it comes.
+        """
+        while self._ahead and start <= self._ahead[0].start < stop:
+            self.position = self._ahead.popleft().stop
+        at = max(self.position, self._used_up)
+        if at == self.position <= start:
+            self._skipped.add(start, stop)
+            return
+        with preserved(self.device):
+            while not self._ahead and start <= at < stop:
+                self._fetch()
+                at += self.slicing.samples
+
+    def slice_as(self, slicing: Slicing) -> bool:
+        return False  # its batches are what they are
+
+    def passed_over(self) -> list[tuple[int, int]]:
+        return list(self._skipped)  # the others are gone and do not come again
+
+    def state_dict(self) -> dict[str, Any]:
+        ahead = len(self._ahead) * self.slicing.accumulation  # another process has to draw them once more
+        return {"position": self.position, "drawn": self._drawn - ahead}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+        self._drawn = max(self._drawn, state.get("drawn", 0))  # earlier versions wrote none
+        self._recent.clear()
+        self._ahead.clear()
+
+    def close(self) -> None:
+        self._batches = None
+
+    def _fetch(self) -> list[Any]:
+        return [self._next_batch() for _ in range(self.slicing.accumulation)]
+
+    def _next_batch(self) -> Any:
+        seed_all(mix(Purpose.LOADER, self.seed, self._drawn, self.slicing.rank), self.device)
+        self._drawn += 1
+        retries, failed = Retries(self._beat), ""
+        ends = 0
+        while ends < 2:
+            try:
+                if self._batches is None:
+                    self._batches = iter(self.loader)
+                batch = next(self._batches)
+            except StopIteration:
+                self._batches, ends = None, ends + 1
+            except Exception as error:  # most loaders continue after it; a generator has ended, and is iterated again
+                failed = in_one_line(error)
+                if not retries.pause(error, "a batch of the loader"):
+                    if retries.pauses:
+                        raise StorageFailed("a batch of the loader could not be fetched", failed) from error
+                    raise
+            else:
+                self._served = True
+                return batch
+        if failed:
+            raise StorageFailed("a batch of the loader could not be fetched, and it cannot be iterated again", failed)
+        if self._served:
+            raise TrainError("data: the loader has ended and cannot be iterated again: give one that can")
+        raise TrainError("data: the loader is empty: it has no batches")
+
+
+def _versions(batches: list[Any]) -> list[int]:
+    versions: list[int] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and not leaf.is_inference():  # of those torch counts nothing
+            versions.append(leaf._version)
+        return leaf
+
+    rebuilt(batches, note)
+    return versions

@@ -1,0 +1,284 @@
+"""Armor: a patch around one guilty operation in the user's own code, whose source stays as it is.
+
+Live functions get new code, compiled from the same source with the operation replaced (ast_patch.py). The replacement
+(replacements.py) calls the operation, and then repairs what it broke (repair.py, recovery_gradients.py).
+
+The source has to be what runs: compiled as it stands it must give the code that is running, to the last instruction.
+Line numbers, names and closures stay what they were, so callers, tracebacks, decorators and hooks notice nothing.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import gc
+import inspect
+import linecache
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType, GeneratorType
+
+import torch
+
+from resilient_train.numerics.ast_patch import PREFIX, CannotArmor, Target, patch, replacement
+from resilient_train.secrets import MASK, masked
+
+__all__ = ["Armor", "CannotArmor", "PatchedLine"]
+
+_FUTURE = reduce(or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names))
+
+
+@dataclass(frozen=True, slots=True)
+class PatchedLine:
+    """One patched operation. Found again by file, function, text and count, since people edit between resumes."""
+
+    file: str
+    function: str  # its qualified name
+    text: str  # of the line, stripped
+    count: int  # of the lines with that text in the function, this is the one: from 0
+    line: int
+    op: str  # as torch names the function
+
+
+@dataclass(slots=True)
+class Armor:
+    """Patches operations in the user's own code, which computes the same as ever wherever nothing breaks.
+
+    Compiled code is compiled again when it is called next. A process that was started before, such as a worker of a
+    data loader, keeps the code it has.
+    """
+
+    lines: list[PatchedLine] = field(default_factory=list)
+
+    def add(self, file: str, line: int, op: str) -> PatchedLine:
+        """Patch an operation at a line, as a traceback names both; with an empty `op` all that is computed there.
+
+        Nothing has changed if this raises CannotArmor.
+        """
+        for known in self.lines:
+            if (known.file, known.line, known.op) == (file, line, op):
+                return known
+        functions, target = _functions_of(file), Target(line, op)
+        source = _source_of(functions)
+        function = source.checked(target, functions)
+        _SOURCES[source.filename] = source
+        source.targets.append(target)
+        source.install(functions)
+        text = source.text.split("\n")[line - 1].strip()
+        patched = PatchedLine(file, function, text, source.lines_with(function, text).index(line), line, op)
+        self.lines.append(patched)
+        return patched
+
+    def check(self, file: str, line: int, op: str) -> None:
+        """Raise CannotArmor if `add` would; nothing changes, and nothing is compiled again."""
+        functions = _functions_of(file)
+        _source_of(functions).checked(Target(line, op), functions)
+
+    def add_again(self, patched: PatchedLine) -> PatchedLine:
+        """Patch what an earlier process had patched, wherever its line is by now."""
+        source = _source_of(_functions_of(patched.file))
+        lines = source.lines_with(patched.function, patched.text)
+        if patched.count >= len(lines):
+            raise CannotArmor(f"{patched.function} in {patched.file} has no such line any more: {patched.text}")
+        return self.add(source.filename, lines[patched.count], patched.op)
+
+    def remove(self, patched: PatchedLine | None = None) -> None:
+        """Remove one patch, or all of them. What another Armor has patched as well stays patched."""
+        unwanted = list(self.lines) if patched is None else [patched]
+        for file in dict.fromkeys(one.file for one in unwanted):
+            functions = _live_functions(file)
+            for name in {function.__code__.co_filename for function in functions} & _SOURCES.keys():
+                source = _SOURCES[name]
+                for one in unwanted:
+                    if one.file == file:
+                        source.targets.remove(Target(one.line, one.op))
+                source.install(functions)
+                if not source.targets:
+                    del _SOURCES[name]
+        for one in unwanted:
+            self.lines.remove(one)
+
+
+@dataclass(frozen=True, slots=True)
+class _Codes:
+    """The code of a function before and after, with that of the functions around it, outermost first."""
+
+    before: CodeType
+    after: CodeType
+    around: tuple[CodeType, ...]
+
+    @property
+    def is_patched(self) -> bool:
+        """Say whether it changed itself, and not only a function within it."""
+        return any(name.startswith(PREFIX) for name in self.after.co_names)
+
+
+@dataclass(slots=True)
+class _Source:
+    """A file with live functions, and what is patched in it."""
+
+    filename: str  # as its code has it
+    text: str
+    flags: int
+    targets: list[Target] = field(default_factory=list)  # one that is asked for twice is there twice
+
+    def parsed(self) -> ast.Module:
+        return ast.parse(self.text, self.filename)
+
+    def compiled(self, tree: ast.Module) -> CodeType:
+        # With the flags of the running code, not those of this file.
+        return compile(tree, self.filename, "exec", flags=self.flags, dont_inherit=True)  # type: ignore[no-any-return]
+
+    def functions(self) -> list[_Codes]:
+        """Return the code of all functions as it stands, before and after being the same."""
+        whole = self.compiled(self.parsed())
+        return list(_pairs(whole, whole, ()))
+
+    def patched(self, targets: Sequence[Target], functions: Sequence[FunctionType]) -> list[_Codes]:
+        """Return the code that targets change. What a module or a class computes at import is not among it."""
+        tree = self.parsed()
+        patch(tree, set(targets), functions[0].__globals__)
+        changed = _pairs(self.compiled(self.parsed()), self.compiled(tree), ())
+        return [codes for codes in changed if codes.before != codes.after]
+
+    def lines_with(self, function: str, text: str) -> list[int]:
+        """Return the numbers of the lines that read so, in the function of that qualified name.
+
+        A text out of a file has its secrets masked.
+        """
+        own = [codes.before for codes in self.functions() if codes.before.co_qualname == function]
+        spans = [range(code.co_firstlineno, max(_lines(code)) + 1) for code in own]
+        return [
+            number
+            for number, line in enumerate(map(str.strip, self.text.split("\n")), start=1)
+            if (line == text or (MASK in text and masked(line) == text)) and any(number in span for span in spans)
+        ]
+
+    def install(self, functions: Sequence[FunctionType]) -> None:
+        """Give all functions the code that the targets ask for, and the original code if there are none."""
+        changed = self.patched(self.targets, functions) if self.targets else []
+        new = {codes.before: codes.after for codes in changed}
+        _ORIGINALS.update({codes.after: codes.before for codes in changed})
+        names = {name for codes in changed for name in codes.after.co_names if name.startswith(PREFIX)}
+        for function in functions:
+            function.__globals__.update({name: replacement(name) for name in names - function.__globals__.keys()})
+            original = _original(function.__code__)
+            if original in new:
+                _ORIGINALS[new[original]] = original  # the very code it had, not an equal one
+            if function.__code__ is not new.get(original, original):
+                function.__code__ = new.get(original, original)
+        if "torch._dynamo" in sys.modules:  # compiled code contains the old code
+            torch.compiler.reset()
+
+    def checked(self, target: Target, functions: Sequence[FunctionType]) -> str:
+        """Return the name of the function that a target is in; raise CannotArmor if it cannot be patched."""
+        alive = {_original(function.__code__) for function in functions}
+        if self._is_stale(target.line, alive):
+            raise CannotArmor(
+                f"{self.filename} is not what runs: it was edited since it was imported, or changed while"
+            )
+        guilty = [
+            codes
+            for codes in self.patched([target], functions)
+            if codes.is_patched and codes.before.co_flags & inspect.CO_OPTIMIZED  # a class body is no function
+        ]
+        if not guilty:
+            raise CannotArmor(f"line {target.line} of {self.filename} is in no function, so it has run or is running")
+        running = set(map(_original, _running(guilty)))
+        for codes in guilty:
+            name = codes.before.co_qualname
+            if codes.before in running:
+                raise CannotArmor(
+                    f"{name} is running and keeps its code: move line {target.line} into a function of its own"
+                )
+            if codes.before not in alive and not (alive & set(codes.around)) - running:
+                raise CannotArmor(f"{name} is not alive, and no function that creates it can be changed")
+        return guilty[0].before.co_qualname
+
+    def _is_stale(self, line: int, alive: set[CodeType]) -> bool:
+        """Say whether a function that the line is in is not what its source says."""
+        try:
+            known = {codes.before for codes in self.functions()}
+        except SyntaxError:
+            return True
+        # A compiler's own functions, for what follows a graph break, bear the file's name too.
+        return any(line in _lines(code) and "torch_dynamo" not in code.co_name for code in alive - known)
+
+
+# Both belong to the process, as functions do, whichever Armor patched them.
+_SOURCES: dict[str, _Source] = {}  # by file name: those with targets
+_ORIGINALS: dict[CodeType, CodeType] = {}  # of all code that was ever installed
+
+
+def _original(code: CodeType) -> CodeType:
+    return _ORIGINALS.get(code, code)
+
+
+def _pairs(before: CodeType, after: CodeType, around: tuple[CodeType, ...]) -> Iterator[_Codes]:
+    inner = [[part for part in code.co_consts if isinstance(part, CodeType)] for code in (before, after)]
+    if [part.co_qualname for part in inner[0]] != [part.co_qualname for part in inner[1]]:
+        raise CannotArmor(f"the functions in {before.co_qualname} cannot be told apart")
+    if before.co_freevars != after.co_freevars:
+        raise CannotArmor(f"{before.co_qualname} would close over other variables")
+    if before.co_name != "<module>":
+        yield _Codes(before, after, around)
+        around = (*around, before)
+    for old, new in zip(*inner, strict=True):
+        yield from _pairs(old, new, around)
+
+
+def _functions_of(file: str) -> list[FunctionType]:
+    """Return all live functions that come from a file."""
+    found = _live_functions(file)
+    if not found:
+        hidden = ", unless gc.freeze() hid it" if gc.get_freeze_count() else ""
+        raise CannotArmor(f"no live function comes from {file}{hidden}")
+    return found
+
+
+def _live_functions(file: str) -> list[FunctionType]:
+    real = Path(file).resolve()
+    known = {file: True}
+
+    def is_from(name: str) -> bool:
+        if name not in known:
+            is_same = name.endswith(real.name) and Path(name).resolve() == real
+            known[name] = is_same or (MASK in file and masked(name) == file)
+        return known[name]
+
+    functions = (thing for thing in gc.get_objects() if type(thing) is FunctionType)  # runs no code of the objects
+    codes = ((function, function.__code__) for function in functions)
+    return [function for function, code in codes if code.co_name != "<module>" and is_from(code.co_filename)]
+
+
+def _source_of(functions: Sequence[FunctionType]) -> _Source:
+    """Return the source that functions of a file come from: where some are patched, the text that was read then."""
+    filename = functions[0].__code__.co_filename
+    if filename in _SOURCES:
+        return _SOURCES[filename]
+    linecache.checkcache(filename)
+    lines = linecache.getlines(filename, functions[0].__globals__)
+    if not lines:
+        raise CannotArmor(f"there is no source of {filename}: code made by exec, or moved since, stays as it is")
+    flags = reduce(or_, (function.__code__.co_flags for function in functions)) & _FUTURE
+    return _Source(filename, "".join(lines), flags)
+
+
+def _lines(code: CodeType) -> set[int]:
+    inner = (part for part in code.co_consts if isinstance(part, CodeType))
+    return {line for _, _, line in code.co_lines() if line is not None}.union(*map(_lines, inner))
+
+
+def _running(guilty: Sequence[_Codes]) -> Iterator[CodeType]:
+    """The code of all calls that have begun and not ended, in all threads, and of generators if any of these are."""
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            yield frame.f_code
+            frame = frame.f_back
+    if any(codes.before.co_flags & inspect.CO_GENERATOR for codes in guilty):
+        yield from (thing.gi_code for thing in gc.get_objects() if type(thing) is GeneratorType and thing.gi_frame)

@@ -1,0 +1,193 @@
+"""Where a line calls us instead of its operation: the user's source, parsed, with some of its nodes replaced.
+
+Only the copy that is compiled changes, never the file. The names that it calls say what they stand for:
+`__armor_method_of_log__`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from resilient_train.numerics import replacements
+from resilient_train.numerics.operations import computes, family, is_pointwise, torchs_name
+
+PREFIX = "__armor_"
+
+_OPERATORS: dict[type[ast.operator], str] = {
+    ast.Div: "div",
+    ast.Mult: "mul",
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Pow: "pow",
+    ast.MatMult: "matmul",
+}
+_LOOK_AT_THEIR_CALLER = {"super", "locals", "globals", "vars", "dir", "eval", "exec"}
+
+Node = ast.Call | ast.BinOp | ast.AugAssign
+
+
+class CannotArmor(Exception):
+    """The line cannot be patched. The message says why, in one line for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A line and an operation, as `torch` names the function."""
+
+    line: int
+    op: str
+
+
+def replacement(name: str) -> Callable[..., Any]:
+    """Return what the code calls by one of the names that `patch` put into it."""
+    form, _, of = name.removeprefix(PREFIX).removesuffix("__").partition("_of_")
+    return replacements.FORMS[form](of) if of else replacements.armored_call
+
+
+def patch(tree: ast.Module, targets: set[Target], names: dict[str, Any]) -> None:
+    """Replace the guilty nodes of a module; its globals say what `ln` is after `from torch import log as ln`."""
+    chosen: dict[ast.AST, None] = {}
+    for target in targets:
+        chosen.update(dict.fromkeys(_guilty(tree, target, names)))
+    _Rewriter(set(chosen), names).visit(tree)
+
+
+def _guilty(tree: ast.Module, target: Target, names: dict[str, Any]) -> list[Node]:
+    """Return the nodes that may have called an operation at a line.
+
+    Those that name the operation, else all that compute anything: then it was called somewhere within torch.
+    """
+    nodes = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, Node) and node.lineno <= target.line <= (node.end_lineno or node.lineno)
+    ]
+    by_name = [node for node in nodes if target.op and family(target.op) in _families(node, names)]
+    found = _nearest(by_name, target.line) or _nearest([one for one in nodes if _may_compute(one)], target.line)
+    if not found:
+        raise CannotArmor(f"nothing is computed in line {target.line}")
+    in_place = {node for node in found if isinstance(node, ast.AugAssign) and not _is_simple(node.target)}
+    for node in in_place:
+        if by_name or len(found) == 1:
+            changed = ast.unparse(node.target)
+            raise CannotArmor(f"line {target.line} changes `{changed}` in place, which cannot be evaluated twice")
+    return [node for node in found if node not in in_place]
+
+
+def _nearest(nodes: list[Node], line: int) -> list[Node]:
+    """Of the nodes that cover a line, return those that a traceback would show there, else the innermost ones."""
+    there = [node for node in nodes if line in (node.lineno, _line_in_traceback(node))]
+    if there or not nodes:
+        return there
+    heights = [(node.end_lineno or node.lineno) - node.lineno for node in nodes]
+    return [node for node, height in zip(nodes, heights, strict=True) if height == min(heights)]
+
+
+def _line_in_traceback(node: Node) -> int:
+    """The line of a method call is that of the method's name, unless something is unpacked into its arguments."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        unpacks = any(isinstance(one, ast.Starred) for one in node.args) or any(not one.arg for one in node.keywords)
+        return node.lineno if unpacks else node.func.end_lineno or node.lineno
+    return node.lineno
+
+
+def _families(node: Node, names: dict[str, Any]) -> Iterator[str]:
+    """The names, as families, that a node may go by."""
+    if not isinstance(node, ast.Call):
+        yield _OPERATORS.get(type(node.op), "")
+    elif isinstance(node.func, ast.Attribute):
+        yield family(node.func.attr)
+    elif isinstance(node.func, ast.Name):
+        name = node.func.id
+        yield family(torchs_name(names[name]) if name in names else name)
+
+
+def _may_compute(node: Node) -> bool:
+    if not isinstance(node, ast.Call):
+        return type(node.op) in _OPERATORS
+    if isinstance(node.func, ast.Attribute):
+        name = node.func.attr
+        if name.endswith("_") and not name.endswith("__"):
+            return is_pointwise(name[:-1])
+        return computes(name)
+    return not isinstance(node.func, ast.Name) or node.func.id not in _LOOK_AT_THEIR_CALLER
+
+
+def _is_simple(target: ast.expr) -> bool:
+    """Say whether an expression can be evaluated twice, to read it and to write it."""
+    simple = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Slice, ast.Tuple, ast.UnaryOp)
+    parts = (ast.expr_context, ast.unaryop)
+    return all(isinstance(node, (*simple, *parts)) for node in ast.walk(target))
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Replaces nodes at the places where they are, so that tracebacks stay what they were."""
+
+    def __init__(self, chosen: set[ast.AST], names: dict[str, Any]) -> None:
+        self.chosen, self.names = chosen, names
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        line, inner = _line_in_traceback(node), _inside_a_logarithm(node, self.names)
+        self.generic_visit(node)
+        if node not in self.chosen:
+            return node
+        function = node.func
+        if inner is not None and inner not in self.chosen:
+            name, first = f"logarithm_of_{inner.func.attr}", inner.func.value  # type: ignore[attr-defined]
+            node = ast.copy_location(ast.Call(function, inner.args, inner.keywords), node)
+        elif isinstance(function, ast.Attribute) and not _is_special(function):
+            name, first = f"method_of_{function.attr}", function.value
+        else:
+            name, first = "call", function
+        call = _called(name, [first, *node.args], node.keywords, node)
+        if isinstance(function, ast.Attribute) and line != node.lineno:
+            call.lineno, call.col_offset = line, (function.end_col_offset or 0) - len(function.attr)
+        return call
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if node not in self.chosen:
+            return node
+        return _called(f"operation_of_{_OPERATORS[type(node.op)]}", [node.left, node.right], [], node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        self.generic_visit(node)
+        if node not in self.chosen:
+            return node
+        read = ast.parse(ast.unparse(node.target), mode="eval").body
+        for part in ast.walk(read):
+            ast.copy_location(part, node.target)
+        value = _called(f"in_place_of_{_OPERATORS[type(node.op)]}", [read, node.value], [], node)
+        return ast.copy_location(ast.Assign([node.target], value), node)
+
+
+def _inside_a_logarithm(node: ast.Call, names: dict[str, Any]) -> ast.Call | None:
+    """Return the call whose logarithm this is, if torch computes both in one: `torch.log(x.softmax(-1))`."""
+    if not isinstance(node.func, ast.Attribute) or node.func.attr != "log" or node.keywords:
+        return None
+    owner = node.func.value
+    of_torch = isinstance(owner, ast.Name) and names.get(owner.id) is torch
+    if len(node.args) != of_torch:
+        return None
+    inner = node.args[0] if of_torch else owner
+    if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr in replacements.IN_ONE:
+        return inner
+    return None
+
+
+def _is_special(function: ast.Attribute) -> bool:
+    """Say whether an attribute cannot be looked up from elsewhere: `super().it`, and the private `self.__it`."""
+    owner = function.value
+    is_super = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super"
+    return is_super or function.attr.startswith("__")
+
+
+def _called(name: str, arguments: list[ast.expr], keywords: list[ast.keyword], at: ast.AST) -> ast.Call:
+    """A call of ours. Its name has underscores at its end too, or a class would make it a private one."""
+    function = ast.copy_location(ast.Name(f"{PREFIX}{name}__", ast.Load()), at)
+    return ast.copy_location(ast.Call(function, arguments, keywords), at)

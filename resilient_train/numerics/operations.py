@@ -1,0 +1,286 @@
+"""The names of torch's operations, what torch says of each, and which safe operation takes its place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from resilient_train.numerics import elementwise as each
+from resilient_train.numerics import reductions as along
+from resilient_train.numerics.elementwise import instead_of
+
+Operation = Callable[..., Tensor]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Other names of the same operation.
+_ALIASES = {
+    **dict.fromkeys(("divide", "true_divide", "truediv"), "div"),
+    "multiply": "mul",
+    **dict.fromkeys(("subtract", "rsub"), "sub"),
+    "arccos": "acos",
+    "arcsin": "asin",
+    "arctan2": "atan2",
+    "arctanh": "atanh",
+    "arccosh": "acosh",
+}
+_NAMES_IN_REPORTS = {
+    **_ALIASES,
+    "floordiv": "floor_divide",
+    "float_power": "pow",
+    "special_log_softmax": "log_softmax",
+    "special_softmax": "softmax",
+}
+# What a line may call for the same operation, for patches: the family has the name of one of them.
+_FAMILIES = {
+    **_ALIASES,
+    **dict.fromkeys(("rdiv", "rtruediv", "reciprocal"), "div"),
+    "rmul": "mul",
+    "radd": "add",
+    "rpow": "pow",
+    **dict.fromkeys(("rmatmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm"), "matmul"),
+    "vector_norm": "norm",
+    "std_mean": "std",
+    "var_mean": "var",
+    "inv": "inverse",
+    **dict.fromkeys(("to_copy", "half", "float", "double", "bfloat16", "type", "type_as"), "to"),
+}
+_SPECIAL_METHODS = ("truediv", "floordiv", "matmul", "getitem", "add", "sub", "mul", "pow", "mod", "neg", "abs")
+_MODULES = ("linalg_", "special_", "fft_")  # `torch.linalg.inv` calls itself linalg_inv
+
+# The nn.functional functions that may write into their input. None of them is ever singular.
+_MAY_WRITE = {
+    name
+    for name, function in vars(functional).items()
+    if inspect.isfunction(function) and "inplace" in function.__code__.co_varnames
+}
+_ABOUT_NUMBERS = ("torch.distributions.", "torch.nn.functional", "torch.functional")
+_HOMES = {"torch", "torch.functional", "torch.nn.functional", "_operator"}
+
+
+def op_name(name: str) -> str:
+    """Return what a person calls a function of torch: `__rtruediv__` is div, `sqrt_` is sqrt."""
+    if name.startswith("__") and name.endswith("__"):
+        bare = name.strip("_")
+        for prefix in ("", "r", "i"):
+            if bare.startswith(prefix) and (plain := bare[len(prefix) :]) in _SPECIAL_METHODS:
+                return _NAMES_IN_REPORTS.get(plain, plain)
+        return bare
+    name = name.strip("_") or name
+    return _NAMES_IN_REPORTS.get(name, name)
+
+
+def is_in_place(name: str) -> bool:
+    """Say whether a method writes into its tensor: `sqrt_`, `__itruediv__`, `__setitem__`."""
+    if not name.endswith("__"):
+        return name.endswith("_")
+    return name == "__setitem__" or (name.startswith("__i") and name.strip("_")[1:] in _SPECIAL_METHODS)
+
+
+def family(name: str) -> str:
+    """Return the name that stands for all of an operation's: `div_`, `__rtruediv__` and `true_divide` are `div`."""
+    bare = name.strip("_")
+    for module in _MODULES:
+        bare = bare.removeprefix(module)
+    return _FAMILIES.get(bare, bare)
+
+
+# What torch says of an operation. A compiler takes these answers as constants, and does not look inside.
+
+
+def _constant(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark it as `torch.compiler.assume_constant_result` does, which would import the whole compiler: seconds."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def _cached(function: Callable[P, T]) -> Callable[P, T]:
+    """Compute each answer once. Only for questions about names: it would keep a user's objects alive."""
+    known = cache(function)
+
+    def answer(*args: P.args, **kwargs: P.kwargs) -> T:
+        return known(*args, **kwargs)  # type: ignore[arg-type]
+
+    return _constant(answer)
+
+
+@_cached
+def overloads(name: str) -> tuple[Any, ...]:
+    """Return all ATen forms of the operation of that name, without those with `out=`."""
+    of_modules = [getattr(torch.ops.aten, module + family(name), None) for module in ("", *_MODULES)]
+    packet = next((packet for packet in of_modules if packet is not None), None)
+    forms = [getattr(packet, form) for form in packet.overloads()] if packet is not None else []
+    return tuple(form for form in forms if not any(argument.is_out for argument in form._schema.arguments))
+
+
+@_cached
+def is_pointwise(name: str) -> bool:
+    """Say whether every element of the result depends on one element of each input alone."""
+    forms = [form for form in overloads(name) if any("Tensor" in str(kind.type) for kind in form._schema.returns)]
+    return bool(forms) and all(torch.Tag.pointwise in form.tags for form in forms)
+
+
+@_cached
+def rounds_exactly(name: str) -> bool:
+    """Say whether every element of the result is the number nearest to the true one, wherever it is computed."""
+    return family(name) in ("add", "sub", "mul", "div")
+
+
+@_cached
+def is_logarithm(name: str) -> bool:
+    return family(name) in ("log", "log2", "log10", "log1p")
+
+
+@_cached
+def computes(name: str) -> bool:
+    """Say whether an operation makes new numbers: no view of its input, nothing for Python, nothing written into it."""
+    if (name.endswith("_") and not name.startswith("__")) or name in _MAY_WRITE:
+        return False
+    if family(name) == "to":
+        return True  # a copy if it changes the type, which is what can break
+    returned = [kind for form in overloads(name) for kind in form._schema.returns]
+    makes_tensors = any("Tensor" in str(kind.type) for kind in returned)
+    return not overloads(name) or (makes_tensors and not any(kind.alias_info for kind in returned))
+
+
+@_constant
+def is_torchs_own(kind: type) -> bool:
+    """Say whether a class is torch's."""
+    return kind.__module__.startswith("torch.")
+
+
+@_constant
+def is_torchs_code(called: Any) -> bool:
+    """Say whether it is a function of torch's, or a method of its objects, written in Python and about numbers."""
+    function = inspect.unwrap(getattr(called, "__func__", called))
+    home = getattr(function, "__module__", None) or ""
+    return inspect.isfunction(function) and home.startswith(_ABOUT_NUMBERS)
+
+
+@_constant
+def torchs_name(called: Any) -> str:
+    """Return the name of a function of torch that makes new numbers, and "" for any other callable."""
+    home = getattr(called, "__module__", None) or ""
+    name = getattr(called, "__name__", None) or ""
+    is_function = (home in _HOMES and not isinstance(called, type)) or home.startswith("torch._C") or called is pow
+    return name if is_function and name and computes(name) else ""
+
+
+@_constant
+def name_in_mode(called: Any) -> str:
+    """Return the same for what a TorchFunctionMode receives: methods and operators as well."""
+    name = str(getattr(called, "__name__", ""))
+    return name if torchs_name(called) or (overloads(name) and computes(name)) else ""
+
+
+@_cached
+def fits(called: Callable[..., Any], positional: int, keywords: tuple[str, ...]) -> bool:
+    """Say whether a function takes so many positional arguments, and others by these names."""
+    try:
+        inspect.signature(called).bind(*range(positional), **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
+
+
+# Safe operations, with the arguments of torch's.
+
+
+def substitute(op_name: str) -> Operation | None:
+    """Return what to call instead of torch's function, method or operator of that name, with the same arguments.
+
+    Those that write into their input (`div_`, `__itruediv__`) have none.
+    """
+    return _SAFE.get(op_name)
+
+
+def _divided_by(self: Tensor, other: Any) -> Tensor:
+    result: Tensor = each.reciprocal(self) * other  # as torch computes it: a quotient would round differently
+    return result
+
+
+def _power_of(self: Tensor, other: Any) -> Tensor:
+    return each.pow(other, self)
+
+
+def _vector_norm(x: Tensor, ord: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+    return along.norm(x, ord, *args, **kwargs)
+
+
+@instead_of(torch.linalg.norm)
+def _linalg_norm(
+    A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    of_vectors = ord in (None, "fro") or isinstance(dim, int) or (dim is None and A.ndim == 1)
+    if of_vectors or (dim is not None and len(dim) == 1):
+        return along.norm(A, ord, dim, keepdim, dtype)
+    values: Tensor = torch.linalg.norm(A, ord, dim, keepdim, dtype=dtype)  # of matrices: torch's own
+    return values
+
+
+def _std(
+    input: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None
+) -> Tensor:
+    """Both of torch's forms: the older one has `unbiased`, alone or after `dim`."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    return along.std(input, dim, correction=int(unbiased) if correction is None else correction, keepdim=keepdim)
+
+
+def _with_dim(safe: Operation) -> Operation:
+    """`torch.softmax(input, dim, dtype)` and `F.softmax(input, dim, _stacklevel, dtype)` share a name."""
+
+    def operation(input: Tensor, dim: int | None = None, *rest: Any, dtype: Any = None, **_: Any) -> Tensor:
+        if dim is None:  # which torch allows, with a warning
+            dim = 0 if input.ndim in (0, 1, 3) else 1
+        return safe(input, dim, next((given for given in rest if isinstance(given, torch.dtype)), dtype))
+
+    return operation
+
+
+def _binary_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    if size_average is not None or reduce is not None:  # torch's deprecated arguments
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
+    return along.binary_cross_entropy(input, target, weight, reduction)
+
+
+_SAFE: dict[str, Operation] = {
+    "log": each.log,
+    "log2": each.log2,
+    "log10": each.log10,
+    **dict.fromkeys(("log1p", "special_log1p"), each.log1p),
+    "exp": each.exp,
+    "sqrt": each.sqrt,
+    "rsqrt": each.rsqrt,
+    "reciprocal": each.reciprocal,
+    **dict.fromkeys(("div", "divide", "true_divide", "__div__", "__truediv__"), each.div),
+    **dict.fromkeys(("__rdiv__", "__rtruediv__"), _divided_by),
+    **dict.fromkeys(("pow", "__pow__"), each.pow),
+    "__rpow__": _power_of,
+    **dict.fromkeys(("acos", "arccos"), each.acos),
+    **dict.fromkeys(("asin", "arcsin"), each.asin),
+    **dict.fromkeys(("atanh", "arctanh"), each.atanh),
+    **dict.fromkeys(("atan2", "arctan2"), each.atan2),
+    "norm": along.norm,
+    **dict.fromkeys(("vector_norm", "linalg_vector_norm"), _vector_norm),
+    "linalg_norm": _linalg_norm,
+    "std": _std,
+    **dict.fromkeys(("softmax", "special_softmax"), _with_dim(along.softmax)),
+    **dict.fromkeys(("log_softmax", "special_log_softmax"), _with_dim(along.log_softmax)),
+    "cosine_similarity": along.cosine_similarity,
+    "normalize": along.normalize,
+    "binary_cross_entropy": _binary_cross_entropy,
+}

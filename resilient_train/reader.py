@@ -1,0 +1,180 @@
+"""One reader for what people write by hand: policies, checks and drills, from YAML or from a program.
+
+The types of a dataclass's fields and the limits in their metadata say what is allowed. A mistake is a ConfigError: one
+line with the key, its value and what is allowed there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import types
+import typing
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from resilient_train.errors import ConfigError, unusable
+from resilient_train.files import conf
+from resilient_train.imports import similar
+
+T = TypeVar("T")
+
+_REFUSED = object()
+_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", types.NoneType: "null"}
+
+
+def limited(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
+    """Declare a field with limits: `at_least`, `above`, `at_most`, `one_of`; `null` is what null stands for."""
+    return dataclasses.field(default=default, metadata=limits)
+
+
+def read(kind: type[T], tree: Any, key: str) -> T:
+    """Build a dataclass from the mapping at `key`.
+
+    A field with `read` in its metadata is read by that function of key and value; nested dataclasses by this one.
+    """
+    known = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
+    given = mapping(tree, key, known)
+    hints, values = _hints(kind), {}  # type: ignore[arg-type]
+    for name, value in given.items():
+        where, hint, field = f"{key}.{name}", hints.get(name, Any), known[name]
+        if "read" in field.metadata:
+            values[name] = field.metadata["read"](where, value)
+        elif dataclasses.is_dataclass(hint):
+            values[name] = read(typing.cast(type, hint), value, where)
+        else:
+            values[name] = checked(where, value, hint, field.metadata)
+    for field in known.values():
+        if field.default is field.default_factory is dataclasses.MISSING and field.name not in given:
+            raise unusable(f"{key}.{field.name}", "has to be given")
+    try:
+        return kind(**values)
+    except ConfigError as error:  # of its own `__post_init__`, which does not know where it stands
+        raise type(error)(f"{key}.{error.key}", error.value, error.why) from error
+
+
+def check(instance: Any, key: str = "") -> None:
+    """Check the values that a dataclass was made with, nested ones too; lists become what their types say."""
+    hints = _hints(type(instance))  # type: ignore[arg-type]
+    for field in dataclasses.fields(instance):
+        where, value = f"{key}{field.name}", getattr(instance, field.name)
+        if dataclasses.is_dataclass(value):
+            check(value, f"{where}.")
+        elif field.init:
+            object.__setattr__(instance, field.name, checked(where, value, hints.get(field.name, Any), field.metadata))
+
+
+def mapping(node: Any, key: str, known: Collection[str], what: str = "key") -> dict[str, Any]:
+    """Return a mapping whose keys are all known."""
+    if not isinstance(node, Mapping):
+        raise ConfigError(key, node, f"must be a mapping with the keys {', '.join(known)}")
+    for name, value in node.items():
+        if name not in known:
+            raise no_such(what, name, known, at=f"{key}.{name}", value=value)
+    return dict(node)
+
+
+def is_list(node: Any) -> bool:
+    """Say whether a node is a list; a text is none."""
+    return isinstance(node, Sequence) and not isinstance(node, str)
+
+
+def no_such(what: str, name: Any, known: Iterable[str], *, at: str, value: Any = None, hint: str = "") -> ConfigError:
+    """Say that there is no such thing, what may have been meant, and what there is."""
+    names = list(known)
+    meant = similar(name, names)
+    there = f"{' There' if meant else '; there'} {'is' if len(names) < 2 else 'are'} {', '.join(names) or 'none'}"
+    return ConfigError(at, value, f"no such {what}{meant}{there}{hint and f'; {hint}'}")
+
+
+def checked(key: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
+    """Return a value as one of the type `kind` and within `limits`, or say what is allowed."""
+    if value is None and "null" in limits:
+        return limits["null"]
+    taken = _taken(value, kind, limits)
+    if taken is _REFUSED:
+        raise ConfigError(key, value, f"must be {_allowed(kind, limits)}")
+    return taken
+
+
+def option(group: str, name: str, hint: str = "") -> Any:
+    """Read the file of an option in `conf/`, on top of the one that its `defaults` name, as Hydra does."""
+    names = sorted(file.stem for file in (conf() / group).glob("*.yaml"))
+    if name not in names:
+        raise no_such("option", name, names, at=group, value=name, hint=hint)
+    tree = yaml.safe_load((conf() / group / f"{name}.yaml").read_text(encoding="utf-8"))
+    for base in tree.pop("defaults", ()):
+        tree = _merged(option(group, base), tree) if base != "_self_" else tree
+    return tree
+
+
+def _merged(base: Any, changes: Any) -> Any:
+    if not isinstance(base, Mapping) or not isinstance(changes, Mapping):
+        return changes
+    return {**base, **{name: _merged(base.get(name), value) for name, value in changes.items()}}
+
+
+def _taken(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
+    """Return a value as one of the type, or _REFUSED. Of a type that no YAML has anything is taken."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        taken = (_taken(value, one, limits) for one in inner)
+        return next((one for one in taken if one is not _REFUSED), _REFUSED)
+    if origin is Literal:
+        value = str(value) if isinstance(value, float) else value  # Hydra reads nan and inf as numbers
+        return value if value in inner else _REFUSED
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        every = [_taken(one, inner[0], limits) for one in value] if is_list(value) else [_REFUSED]
+        return _REFUSED if _REFUSED in every else every if origin is list else tuple(every)
+    if kind is float and isinstance(value, str):
+        value = _number(value)
+    if kind in (int, float):
+        fits = isinstance(value, int | float if kind is float else int) and not isinstance(value, bool)
+        return value if fits and _is_within(value, limits) else _REFUSED
+    if kind is str and value not in limits.get("one_of", (value,)):
+        return _REFUSED
+    return value if kind not in _NAMES or isinstance(value, kind) else _REFUSED
+
+
+def _number(text: str) -> Any:
+    """YAML takes 1e-4 for a text: it asks for a dot."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _is_within(value: float, limits: Mapping[str, Any]) -> bool:
+    is_above = value > limits.get("above", -sys.float_info.max)
+    is_finite = abs(value) <= sys.float_info.max
+    return is_finite and is_above and limits.get("at_least", value) <= value <= limits.get("at_most", value)
+
+
+def _allowed(kind: Any, limits: Mapping[str, Any]) -> str:
+    """Say what `_taken` takes."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if "null" in limits:
+        return f"{_allowed(kind, {name: one for name, one in limits.items() if name != 'null'})} or null"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_allowed(one, limits) for one in inner)
+    if origin is Literal or (kind is str and "one_of" in limits):
+        names = [str(one) for one in inner or limits["one_of"]]
+        return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return f"a list, each {_allowed(inner[0], limits)}"
+    told = [f"{name} {limits[key]}" for key, name in _LIMITS.items() if key in limits] if kind in (int, float) else []
+    return _NAMES.get(kind, "a value") + (f" ({', '.join(told)})" if told else "")
+
+
+_LIMITS = {"at_least": "at least", "above": "greater than", "at_most": "at most"}
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(kind)
+    except Exception:  # an annotation that cannot be resolved is no reason to refuse its owner
+        return {}

@@ -1,0 +1,60 @@
+"""Broken elements learn their way back: bounded, inward, and only they."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Beta
+
+from resilient_train.numerics import replacements
+
+
+def slope(value: Tensor, x: Tensor) -> list[float]:
+    (found,) = torch.autograd.grad(value.sum(), x)
+    return found.tolist()
+
+
+def test_a_power_on_its_pole_leaves_it() -> None:
+    """(x ** p - 1) / p at p = 0 is 0 / 0 in every element of every batch."""
+    x, p = torch.tensor([0.5, 2.0, 4.0]), torch.zeros((), requires_grad=True)
+    value = replacements.operation("div")(x**p - 1, p)
+    (found,) = torch.autograd.grad(value.sum(), p)
+    assert value.tolist() == [0.0, 0.0, 0.0]
+    assert found.item() == pytest.approx(x.log().sum().item(), rel=1e-2)
+
+
+def test_what_overflows_keeps_its_order_and_is_led_back() -> None:
+    """As the nearest that did not; nothing takes it farther out."""
+    x = torch.tensor([1.0, 60.0, 95.0], requires_grad=True)
+    value = replacements.method("exp")(x)
+    assert value[2] >= value[1] > 2.0**48
+    share = value[2] / value.sum()
+    (down,) = torch.autograd.grad(share, x, retain_graph=True)
+    (up,) = torch.autograd.grad(-share, x)
+    assert down[2] > 0.1  # as of a softmax
+    assert up[2] == 0.0
+    pulled = slope(replacements.method("exp")(x)[2] / value[1].detach(), x)
+    assert pulled[:2] == [0.0, 0.0]
+    assert pulled[2] == pytest.approx(1.0, rel=1e-2)
+
+
+def test_beyond_the_border_of_a_domain_there_is_no_slope_unless_nothing_is_fine() -> None:
+    log = replacements.method("log")
+    some = torch.tensor([-0.5, 2.0], requires_grad=True)
+    assert slope(log(some), some) == [0.0, 0.5]
+    alone = torch.tensor([-0.5], requires_grad=True)
+    assert slope(-log(alone), alone) == [-1.0]  # a descent takes it to the border
+    assert slope(log(alone), alone) == [0.0]  # and none takes it farther
+
+
+def test_torchs_own_code_is_armored_where_a_users_line_calls_it() -> None:
+    """The density of a Beta at 0 is a logarithm of 0 in torch's Python code."""
+    shape = torch.tensor(2.0, requires_grad=True)
+    rates = torch.tensor([0.0, 0.25, 0.5])
+    density = replacements.method("log_prob")(Beta(shape, 3.0), rates)
+    assert density.isfinite().all()
+    assert torch.equal(density[1:], Beta(shape, 3.0).log_prob(rates)[1:])  # type: ignore[no-untyped-call]
+    assert math.isfinite(torch.autograd.grad(density.sum(), shape)[0].item())
