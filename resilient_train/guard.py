@@ -25,7 +25,7 @@ from torch import nn
 from resilient_train import adapters, numerics
 from resilient_train.adapters.memory import is_out_of_memory
 from resilient_train.adapters.memory import told as memory_told
-from resilient_train.adapters.reporter import REPORT_EVERY, Chronicle, Told
+from resilient_train.adapters.reporter import REPORT_EVERY, Report, RunReporter
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.data.rows import Collate, sampled
 from resilient_train.data.samples import Slicing, Update
@@ -220,11 +220,10 @@ class Guard:
         self._left: Path | None = None  # where the state at the end of the loop is
         how = resume if isinstance(resume, Resume) else Resume()
         self._durable = Durable(adapters.disk(disk), ward, self._treatment, how)
-        self.chronicle = Chronicle(
+        self.reporter = RunReporter(
             self.clock, self._treatment.history, self._treatment.passed, place, self._durable.progress
         )
-        self.chronicle.belongs_to(self)
-        self._treatment.ends_with = self.chronicle.fail
+        self._treatment.ends_with = self.reporter.fail
         self._portions = Portions(self._treatment)
         self._is_spread = self.state.is_sharded
         self._owes_resume = bool(resume)
@@ -294,14 +293,14 @@ class Guard:
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Take note of an evaluation: once they are proven, the weights with the least loss are kept in `best`."""
         self._durable.evaluated(metrics)
-        self.chronicle.note_evaluation(metrics)
+        self.reporter.note_evaluation(metrics)
 
     def leave(self) -> Path | None:
         """Write the state as it is, when `batches` has ended: `resume` goes on from there."""
         if self._left is None:
             self._left = self._durable.finish(healthy=not self.stopped)
             self.ended()
-        self.chronicle.left_state(self._left)
+        self.reporter.left_state(self._left)
         return self._left
 
     def epochs(self, count: int) -> Iterator[Epoch]:
@@ -341,7 +340,7 @@ class Guard:
         self._start()
         self._left = None
         planned = self.steps or last
-        self.chronicle.begin(planned, {"steps": planned, **self._given})
+        self.reporter.begin(planned, {"steps": planned, **self._given})
         if self.attempted_step >= last and not self.stopped:
             log.info("no batches: all %s steps of the plan are made", f"{planned:,}")
         while self._goes_on(last):
@@ -356,7 +355,7 @@ class Guard:
                 if (held := self._ring.newest_proven()) is not None:
                     self._durable.leave_alone(held)  # another rank may have its data
                 self.ended()
-                self.chronicle.fail(error)
+                self.reporter.fail(error)
                 raise
             self._begin(update)
             for number, batch in enumerate(update.batches, start=1):
@@ -366,7 +365,7 @@ class Guard:
                 if len(self._losses) < number:
                     raise TrainError("a batch was not handed back: call guard.step(batch), or guard.update(loss)")
         if self.stopped:
-            self.chronicle.end("preempted", Stopped.exit_code)
+            self.reporter.end("preempted", Stopped.exit_code)
         elif last == self.steps:
             self._treatment.finish()
             self._complete()
@@ -433,7 +432,7 @@ class Guard:
                     self._complete()
                 self._durable.end_failing()
         self.ended()
-        self.chronicle.closed(gave_up or error, self.steps)
+        self.reporter.closed(gave_up or error, self.steps)
         self.let_go()
         if gave_up is not None:
             raise gave_up
@@ -465,13 +464,13 @@ class Guard:
         """The median of the last 50 accepted losses, those of earlier processes included."""
         return self._treatment.passed.recent_loss
 
-    def report(self) -> Told | None:
+    def report(self) -> Report | None:
         """Put together what is known of the newest update that was heard of; None if that was told already.
 
         Waits for the device, and for the other ranks: all of them come here.
         """
         knobs = {name: getattr(self.knobs, name) for name in ("lr", "clip", "eps")}
-        return self.chronicle.report(self.newest, self.metrics.read, self.slicing.samples, knobs)
+        return self.reporter.report(self.newest, self.metrics.read, self.slicing.samples, knobs)
 
     @property
     def saving_since(self) -> float | None:
@@ -551,12 +550,12 @@ class Guard:
 
     def _complete(self) -> None:
         """Write the end state of a loop of somebody's own. Every rank comes here: weights may be spread."""
-        if self.chronicle.place.directory is None:
+        if self.reporter.place.directory is None:
             return
         # What follows may be an evaluation, or more steps: the last words are said by `leave`, `close`, or at the exit.
         self._left = self._durable.finish(healthy=True)
         self.ended()
-        self.chronicle.end("completed", digests=(self.state.weights_sha256(), self.state.sha256()))
+        self.reporter.end("completed", digests=(self.state.weights_sha256(), self.state.sha256()))
 
     def _goes_on(self, steps: int) -> bool:
         """Say whether another update is wanted up to a step; there the last one is heard and scanned first.
@@ -766,9 +765,9 @@ class Guard:
         self._backups.let_go(flight.begun.backup)
         if vitals.accepted:
             self._treatment.healthy(was_limited=flight.attempt.is_limited)
-            place = self.chronicle.place
+            place = self.reporter.place
             if place.directory is not None and self.clock.step % REPORT_EVERY == 0:
-                self.chronicle.went_on(self.report() if place.tracking is not None else None)
+                self.reporter.show(self.report() if place.tracking is not None else None)
             if not self._is_checked:  # optimizers make their state in their first step
                 self._durable.check()
                 self._is_checked = True

@@ -27,7 +27,6 @@ from resilient_train.guard import Guard
 from resilient_train.objective import Measured
 from resilient_train.ranks import sharding
 from resilient_train.ranks.world import World
-from resilient_train.record.endings import StepTimes
 from resilient_train.record.incidents import IncidentBook
 from resilient_train.recover import policy
 from resilient_train.resumption import Resume
@@ -55,11 +54,6 @@ class Run:
     evaluated: dict[str, float] | None = None
     evaluated_at: int | None = None  # step
     has_begun: bool = False  # an update was made
-
-    @property
-    def tally(self) -> StepTimes:
-        """How long steps take."""
-        return self.guard.chronicle.tally
 
     def evaluates_at(self, step: int) -> bool:
         """Say whether an evaluation is due after so many steps, on the way."""

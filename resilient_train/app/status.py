@@ -45,7 +45,7 @@ class Status:
     steps: int | None = None  # that are wanted
     process: str | None = None  # that is at work
     why: str | None = None
-    onward: str = "the same command goes on"
+    onward: str = "the same command resumes"
 
     def line(self, run_dir: Path) -> str:
         """Tell it in one line."""
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="resilient-train status",
         description="Print in one line where a run stands, and end with its exit code.",
         epilog="0 finished, or at work; 1 failed, hung or killed; 2 refused, or no run there; 3 gave up; 75 stopped on "
-        "request: the same command goes on.",
+        "request: the same command resumes.",
     )
     parser.add_argument("run_dir", type=Path, help="the directory of the run")
     parser.add_argument("--json", action="store_true", help="print an object for a program instead")
