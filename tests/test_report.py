@@ -151,7 +151,7 @@ def test_a_note_leads_to_the_pictures_where_there_are_any() -> None:
     ("changed", "words", "next_time"),
     [
         ({}, "Recovering", "is refused while this run is at work"),
-        ({"status": "gave_up", "summary": {"status": "gave_up"}}, "Gave up, somebody has to look", "ends with 3"),
+        ({"status": "gave_up", "summary": {"status": "gave_up"}}, "Gave up, needs attention", "ends with 3"),
         ({"status": "preempted", "summary": {"status": "preempted"}}, "Stopped on request", "resumes from step 250"),
         ({"status": "failed", "summary": {}, "newest": None, "why": "RuntimeError: x"}, "Failed", "at step 0 again"),
         ({"status": "recovered", "summary": {"status": "completed"}}, "Recovered", "the run is complete"),

@@ -177,7 +177,7 @@ def test_without_colour_it_is_plain_and_whole(met: Path, capsys: Said, monkeypat
         (
             [Outcome.GAVE_UP],
             {"status": "gave_up", "exit_code": 3, "steps": 90},
-            "Gave up, somebody has to look: at step 90 of",
+            "Gave up, needs attention: at step 90 of",
         ),
         ([], {"status": "failed", "exit_code": 1, "steps": 7}, "Failed: at step 7 of 300"),
     ],

@@ -51,11 +51,11 @@ _HOME = Path("runs")  # of MLflow's database, where no other is named
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended, for whoever started it."""
+    """How a run ended, for the caller."""
 
     exit_code: int
     loss: float | None  # of the evaluation if there was one, else of the training
-    comes_to_nothing: bool = False  # it was refused before there was anything to keep
+    is_refused: bool = False  # before there was anything to keep
 
 
 def run(composed: Composed) -> Ending:
@@ -74,9 +74,9 @@ def run(composed: Composed) -> Ending:
             terminal.log_to(directory.log(world.rank))
             set_deterministic(config.run.deterministic)
             ending = _run(composed, world, terminal, directory)
-            if ending.comes_to_nothing:
+            if ending.is_refused:
                 terminal.close()
-                directory.take_away()
+                directory.remove_start()
         if ending.exit_code == 0:
             world.leave()
         return ending
@@ -98,7 +98,7 @@ def _open(composed: Composed, held: list[DirectoryLock]) -> RunDirectory:
             lock.release()
             why = f"holds a finished run of another configuration ({'; '.join(changes)}): choose another run.name"
             raise ConfigError("run.dir", directory.path, why)
-    elif directory.goes_on:
+    elif directory.resumes:
         directory.changes = composed.changes(directory.config)
         if refused := [f"{key}: {how}" for key, how in directory.changes.items() if is_fixed(key)]:
             lock.release()
@@ -106,7 +106,7 @@ def _open(composed: Composed, held: list[DirectoryLock]) -> RunDirectory:
             raise ConfigError("run.dir", directory.path, why)
     else:
         commit_text(directory.config, composed.yaml(directory.path))
-    if not directory.goes_on:
+    if not directory.resumes:
         endings.begin(directory.path, is_finished=directory.finished is not None)
     return directory
 
@@ -131,7 +131,7 @@ class _Session:
         self.tracker: Tracker = NullTracker()
         self.book = IncidentBook(None)
         self.run: Run | None = None
-        self.has_begun = not directory.goes_on
+        self.has_begun = not directory.resumes
         self.resumed_from: int | None = None  # step of the previous process
 
     def train(self, requests: StopRequests) -> None:
@@ -269,10 +269,10 @@ class _Session:
         if run.guard.resume():
             self.resumed_from = run.guard.clock.step
             log.info("resumes from step %d", self.resumed_from)
-        elif directory.goes_on:
+        elif directory.resumes:
             log.info("the run there had no checkpoint yet: it begins at step 0 again")
         self.has_begun = True
-        if directory.goes_on and self.world.is_main:
+        if directory.resumes and self.world.is_main:
             endings.begin(directory.path, is_finished=False)
         if directory.changes and self.world.is_main:
             commit_text(directory.config, self.composed.yaml(directory.path))

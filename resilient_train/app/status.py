@@ -42,7 +42,7 @@ class Status:
     state: str  # running, killed, refused, none; else as summary.json has it
     exit_code: int
     step: int | None = None  # accepted updates
-    steps: int | None = None  # that are wanted
+    steps: int | None = None  # planned
     process: str | None = None  # that is at work
     why: str | None = None
     onward: str = "the same command resumes"
@@ -70,7 +70,7 @@ class Status:
             case "refused":
                 return f"{run_dir}: the last start was refused{because}"
             case "none":
-                return f"{run_dir}: no run there; the directory of a run is wanted, such as runs/NAME"
+                return f"{run_dir}: no run there; expected the directory of a run, such as runs/NAME"
         return f"{run_dir}: {self.state} at {at}{because}"
 
 

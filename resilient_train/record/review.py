@@ -123,7 +123,7 @@ def verdict(story: Story) -> tuple[str, str]:
             left = next(one for one in reversed(story.incidents) if one.outcome is Outcome.UNRECOVERED)
             what = f"incident {left.id:,} ({noticed(left.anomaly, by_name=False)}, step {left.anomaly.step:,})"
             why = f"after {what} {left_to_the_end(left)}"
-            return "Not recovered, somebody has to look", f"{where}; {why}. In all, {met}.{cost}"
+            return "Not recovered, needs attention", f"{where}; {why}. In all, {met}.{cost}"
         case "no_progress":
             first, final = ((story.summary or {}).get(key) for key in ("first_loss", "final_loss"))
             losses = [f"{one:.4g}" for one in (first, final) if type(one) in (int, float)]
@@ -131,7 +131,7 @@ def verdict(story: Story) -> tuple[str, str]:
             return f"The loss did not fall{why}", f"{where}; {met}.{cost}"
         case "gave_up":
             why = "".join(f": {noticed(one.anomaly, by_name=False)}, {why_of(one)}" for one in story.incidents[-1:])
-            return "Gave up, somebody has to look", f"{where}{why}. In all, {met}.{cost}"
+            return "Gave up, needs attention", f"{where}{why}. In all, {met}.{cost}"
         case "preempted":
             return "Stopped on request", f"{where}; {met}.{cost}"
     return "Failed", f"{where}{f': {story.why}' if story.why else ''}. In all, {met}.{cost}"
