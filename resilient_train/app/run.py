@@ -73,7 +73,14 @@ def run(composed: Composed) -> Ending:
         else:
             terminal.log_to(directory.log(world.rank))
             set_deterministic(config.run.deterministic)
-            ending = _run(composed, world, terminal, directory)
+            session, error = _Session(composed, world, directory, terminal), None
+            with StopRequests(config.run.max_hours, is_in_loop=False) as requests:
+                try:
+                    session.train(requests)
+                except BaseException as caught:  # a SystemExit in the user's code, too, is not the end of the run
+                    error = caught
+                requests.is_in_loop = True  # what comes now is short, and is to be finished
+                ending = session.end(error, requests)
             if ending.is_refused:
                 terminal.close()
                 directory.remove_start()
@@ -111,17 +118,6 @@ def _open(composed: Composed, held: list[DirectoryLock]) -> RunDirectory:
     return directory
 
 
-def _run(composed: Composed, world: World, terminal: Terminal, directory: RunDirectory) -> Ending:
-    session, error = _Session(composed, world, directory, terminal), None
-    with StopRequests(composed.config.run.max_hours, is_in_loop=False) as requests:
-        try:
-            session.train(requests)
-        except BaseException as caught:  # a SystemExit in the user's code, too: it is not the end that was asked for
-            error = caught
-        requests.is_in_loop = True  # what comes now is short, and is to be finished
-        return session.end(error, requests)
-
-
 class _Session:
     """What is built on the way into a run, as far as it got."""
 
@@ -143,7 +139,10 @@ class _Session:
         log.info("%s", self.world)
         self.book = IncidentBook(directory.path if self.world.is_main else None, place=directory.path)
         source = None if settings.resume in ("auto", "never") else Path(settings.resume)
-        resume = Resume(source, composed.digest, tuple(directory.changes), self._mlflow_run)
+        resume = Resume(
+            *(source, composed.digest, tuple(directory.changes)),
+            mlflow=lambda: self.tracker.run.run_id if self.tracker.run else None,
+        )
         with self._watchdog(requests) as watchdog:
             self.run = run = assemble(self.config, self.world, self.book, resume, requests.asked)
             log.info("%s", run)
@@ -172,17 +171,13 @@ class _Session:
 
     def _watchdog(self, requests: StopRequests) -> Watchdog:
         """Watch for hangs from before the first line of the user's code runs."""
-        settings = self.config.run
-        limits = {
-            Phase.START: settings.start_timeout,
-            Phase.STEP: settings.step_timeout,
-            Phase.SAVE: settings.save_timeout,
-        }
-
-        def saving_since() -> float | None:
-            return self.run.guard.saving_since if self.run else None
-
-        return Watchdog(limits, requests, settings.grace, saving_since, self._end_hung, self.terminal.file)
+        run = self.config.run
+        limits = {Phase.START: run.start_timeout, Phase.STEP: run.step_timeout, Phase.SAVE: run.save_timeout}
+        return Watchdog(
+            *(limits, requests, run.grace),
+            lambda: self.run.guard.saving_since if self.run else None,
+            *(self._end_hung, self.terminal.file),
+        )
 
     def _end_hung(self, hang: Hang) -> int:
         is_for_another = hang.stop_asked and self._was_asked_for_another()
@@ -286,9 +281,6 @@ class _Session:
         except OSError as error:
             why = "free some space; the same command resumes from the newest checkpoint, if one could be written"
             raise TrainError(f"{path} cannot be written ({error.strerror or error}): {why}") from error
-
-    def _mlflow_run(self) -> str | None:
-        return self.tracker.run.run_id if self.tracker.run else None
 
 
 def _already_complete(composed: Composed, directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
