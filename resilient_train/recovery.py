@@ -17,7 +17,7 @@ from resilient_train.numerics.armor import Armor, CannotArmor, PatchedLine
 from resilient_train.passed import Leap, PassedUpdates
 from resilient_train.ranks.world import odd_ones
 from resilient_train.record.drills import made_by
-from resilient_train.record.incidents import IncidentBook, farewell, outcome_told, told
+from resilient_train.record.incidents import IncidentBook, describe, describe_outcome, farewell
 from resilient_train.record.quarantine import Quarantine
 from resilient_train.record.surroundings import DECIDE, DIAGNOSE, REMEDY, REWIND, Phases, Surroundings
 from resilient_train.recover.causes import by_signal
@@ -182,7 +182,7 @@ class Treatment:
         self.book.in_force(self.remedies())  # first: what was treated has its remedies in force
         self.book.treated(incident, phases.timed)
         self.surroundings.treated(incident)
-        log.warning("%s", told(incident))
+        log.warning("%s", describe(incident))
 
     def _open(
         self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False
@@ -277,7 +277,7 @@ class Treatment:
         self.surroundings.treated(incident)
         if lasts:
             self.history.lasting.add(incident.id)
-        log.warning("%s", told(incident))
+        log.warning("%s", describe(incident))
         return incident.id
 
     # What outlives the process.
@@ -560,7 +560,7 @@ class Treatment:
             self.book.closed(incident)
             self.surroundings.closed(incident)
             if incident.outcome is Outcome.RECOVERED:  # what recurs is told by the incident that it recurs in
-                log.info("%s", outcome_told(incident, healthy_steps))
+                log.info("%s", describe_outcome(incident, healthy_steps))
 
 
 def reached(anomaly: Anomaly) -> int:

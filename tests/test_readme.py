@@ -23,7 +23,7 @@ from torch.nn.functional import mse_loss
 
 from resilient_train.__main__ import VERBS
 from resilient_train.app.config.compose import load
-from resilient_train.record.incidents import as_line, from_line, told
+from resilient_train.record.incidents import as_line, describe, from_line
 from resilient_train.recover.policy import Budget, Policy, parse
 from resilient_train.recover.remedies import KNOWN
 from resilient_train.types import Cause, Outcome
@@ -161,7 +161,7 @@ def test_the_incident_that_is_shown_is_told_in_these_words() -> None:
     incident = from_line(line)
     assert as_line(incident) == line
     (shown,) = [one for one in re.findall(r"^```text\n(.+?)^```", README, re.S | re.M) if "bit_flip" in one]
-    assert told(incident) in shown
+    assert describe(incident) in shown
 
 
 def test_the_culprits_that_are_shown_are_named_so(tmp_path: Path) -> None:

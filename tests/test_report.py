@@ -132,7 +132,7 @@ def test_the_verdict_comes_first_then_what_to_change_then_the_incidents() -> Non
     assert [row[0] for row in rows] == ["7", "6", "5", "4", "3", "2", "1"]
     assert rows[-1][2:] == [
         *("151", "a gradient is not finite, refused", "operation: sqrt, examples/culprits.py:33"),
-        *("put armor around that line", "recovered", "1 step, 0.25 s"),
+        *("patched that line", "recovered", "1 step, 0.25 s"),
     ]
     assert url(7) in said
 

@@ -162,7 +162,7 @@ def test_without_colour_it_is_plain_and_whole(met: Path, capsys: Said, monkeypat
         (
             [Outcome.RECURRED, Outcome.RECURRED, Outcome.RECOVERED],
             {"ticks": 435},
-            "Recovered: 300 steps; 3 incidents (3 explosion), 2 of which came back before the cure held. 135 of 435",
+            "Recovered: 300 steps; 3 incidents (3 explosion), 2 needed a second treatment. 135 of 435",
         ),
         (
             [None],

@@ -19,18 +19,18 @@ from resilient_train.record.journal import JOURNAL, Entry, Journal, plain
 from resilient_train.record.surroundings import RESUME, Timed
 from resilient_train.secrets import masked, masked_tree
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
-from resilient_train.wording import farewell, outcome_told, tags, told
+from resilient_train.wording import describe, describe_outcome, farewell, tags
 
 __all__ = [
     "INCIDENTS",
     "IncidentBook",
     "as_line",
+    "describe",
+    "describe_outcome",
     "farewell",
     "from_line",
-    "outcome_told",
     "recalled",
     "tags",
-    "told",
 ]
 
 INCIDENTS = "incidents.jsonl"  # its name in a run directory

@@ -161,7 +161,7 @@ def active_remedies(remedies: Mapping[str, Any] | None) -> list[str]:
     lines = _knobs(knobs) if isinstance(knobs, Mapping) else []
     armor = remedies.get("armor")
     patches = [one for one in armor if isinstance(one, Mapping)] if isinstance(armor, list) else []
-    lines += [f"armor around `{one.get('op')}`, `{one.get('file')}:{one.get('line')}`" for one in patches]
+    lines += [f"patched: `{one.get('op')}`, `{one.get('file')}:{one.get('line')}`" for one in patches]
     if rows := _wholes(remedies.get("quarantined")):
         lines.append(f"{rows_named(rows)} in quarantine")
     spans = remedies.get("skipped")
@@ -202,7 +202,7 @@ def incidents_met(incidents: Sequence[Incident]) -> str:
         left += [(outcomes[None], "open"), (again, "came back")]
         return f"{met}, {', '.join(f'{count:,} {what}' for count, what in left if count)}"
     if again:
-        return f"{met}, {again:,} of which came back before the cure held"
+        return f"{met}, {again:,} needed a second treatment"
     return f"{met}, {'it did not come' if len(incidents) == 1 else 'none of which came'} back"
 
 
