@@ -68,9 +68,7 @@ class Ring:
         self._held: list[Held] = []  # oldest first
         self._pinned: Held | None = None  # the newest state that was ever verified, while the run has rewound past it
         self._keeps_best = False  # until the loss is back where it was before the incident
-        self._course_since = (
-            0  # the step at which the run left the course that led to the pinned state
-        )
+        self._course_since = 0  # the step at which the run left the course that led to the pinned state
         self._spare: list[list[torch.Tensor]] = []  # memory of dropped snapshots
         self._frozen = Frozen()
         self._copier = Copier(state.device)
@@ -106,7 +104,7 @@ class Ring:
         live = self._state.live() | {"clock": step}  # that of an update whose verdict is pending
         moving = self._frozen.moving(live["weights"])
         live[_MOVING] = {name: live["weights"].pop(name) for name in moving}
-        shared = [live["weights"].pop(name) for name in self._frozen.names()]
+        shared = [live["weights"].pop(name) for name in self._frozen.shared]
         trained = {name: live.pop(name) for name in list(live) if name == "weights" or name.startswith("optimizer.")}
         (plain, sources), (plain_rest, rest) = taken_apart(trained), taken_apart(live)
         self._settle_slots(sum(one.nbytes for one in (*sources, *rest, *shared)))
@@ -230,7 +228,7 @@ class Ring:
         if not self._slots:
             self._held.clear()
             self._spare.clear()
-            self._frozen.clear()
+            self._frozen.shared.clear()
         return size, self._allowed
 
     def _make_room(self, now: int) -> bool:
