@@ -184,9 +184,8 @@ class Store:
         newer = entries[: entries.index(verified[0])]
         kept |= {one.path for one in newer if one.manifest is not None and one.manifest.kind == manifests.CANDIDATE}
         for one in entries:
-            if one.path not in kept and not one.damage.startswith(
-                manifests.UNKNOWN_FORMAT
-            ):  # a newer version may read it
+            is_of_newer_version = one.damage.startswith(manifests.UNKNOWN_FORMAT)
+            if one.path not in kept and not is_of_newer_version:
                 with contextlib.suppress(OSError):
                     hidden = files.temporary(one.path)  # an interrupted removal leaves no half checkpoint
                     files.disk.rename(one.path, hidden)
@@ -194,7 +193,7 @@ class Store:
 
     def sweep(self) -> None:
         """Remove what kills have left behind."""
-        files.sweep(self.path.resolve())  # somebody may have given it another disk
+        files.sweep(self.path.resolve())  # it may be a link to another disk
         for entry in self.entries():
             files.sweep(entry.path)
 

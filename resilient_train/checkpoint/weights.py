@@ -147,9 +147,8 @@ class Best:
         pending = self._pending[0]
         files.own_directory(self.path)
         metrics = {"step": pending.step, **pending.metrics}
-        files.commit(
-            self.path / WEIGHTS, chunks(pending.tensors, {name: str(value) for name, value in metrics.items()})
-        )
+        as_text = {name: str(value) for name, value in metrics.items()}
+        files.commit(self.path / WEIGHTS, chunks(pending.tensors, as_text))
         files.commit_text(self.path / _BEST_METRICS, json.dumps(metrics, indent=2) + "\n")
         self._loss, self.step = pending.metrics["loss"], pending.step
         with contextlib.suppress(ValueError):  # it was distrusted meanwhile. A disk that is full is tried again
