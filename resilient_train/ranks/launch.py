@@ -57,7 +57,7 @@ def refuse_what_would_be_single(*, has_device: bool) -> None:
 def refuse_what_became_single(size: int) -> None:
     """Raise ConfigError where the processes that were launched did not become one run."""
     if size != (launched := int(os.environ.get("WORLD_SIZE", "1"))):
-        why = f"{launched} processes were launched, and a run of {size} came of it: start them with torchrun"
+        why = f"{launched} processes were launched, but the run has {size}: start them with torchrun"
         raise unusable("WORLD_SIZE", why)
 
 
