@@ -80,8 +80,7 @@ def read(checkpoint: Path) -> Manifest:
     if size > _MOST_BYTES:
         raise Damaged(f"{MANIFEST} is {size:,} bytes long, too long for a manifest")
     try:
-        with open_plain(file, follow=False) as opened:
-            content = opened.read(_MOST_BYTES + 1)
+        content = _opened(file)
         manifest = _checked(json.loads(content.decode("utf-8")))
         is_as_written = manifest.text().encode() == content
     except Damaged:
@@ -160,7 +159,7 @@ def _plain_size(file: Path) -> int:
 
 
 def _require_described(file: Path, size: int) -> None:
-    """Raise Damaged unless the tensors that a file lists at its head fill it: what is too large takes long to read."""
+    """Raise Damaged unless the tensors in a file's header fill it: a file that is too large takes long to read."""
     try:
         length = int.from_bytes(_opened(file, 8), "little")
         tensors = json.loads(_opened(file, 8 + min(length, _MOST_HEADER))[8:])

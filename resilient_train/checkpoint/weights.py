@@ -87,7 +87,7 @@ def load_into(model: nn.Module, source: Path) -> None:
 
 
 def _loaded(file: Path) -> dict[str, torch.Tensor]:
-    open_plain(file).close()  # a pipe or a device would be waited for
+    files.open_plain(file).close()  # reading a pipe or a device would block
     return load_file(file)
 
 
