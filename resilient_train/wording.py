@@ -1,4 +1,4 @@
-"""Incidents in words: for the terminal, for the end of a run, for the tags of MLflow's list."""
+"""Incidents in words: for the terminal, the end of a run, reports, and the tags of MLflow's list."""
 
 from __future__ import annotations
 
@@ -47,29 +47,25 @@ _BESIDE_THE_WEIGHTS = {  # it makes no sense to say whether these reached the we
 }
 
 
-def told(incident: Incident) -> str:
-    """Tell in a few lines what was noticed, what was done about it, and what a person can do."""
-    anomaly = incident.anomaly
+def describe(incident: Incident) -> str:
+    """Say in a few lines what was noticed, what was done about it, and what a person can do."""
+    anomaly, diagnosis = incident.anomaly, incident.diagnosis
     return _indented(
         f"! step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}{drilled(incident)}",
         anomaly.evidence,
-        f"{_cause(incident.diagnosis)}; {_done(incident)}",
-        _advice(incident.diagnosis),
+        f"{_cause(diagnosis)}; {_done(incident)}",
+        # Of what has neither line nor rows, the report has the advice.
+        f"advice: {diagnosis.advice}" if diagnosis.advice and (diagnosis.culprit or diagnosis.rows) else "",
     )
 
 
 def drilled(incident: Incident) -> str:
-    """Say that a drill made it, behind other words; of any other incident, nothing."""
+    """Say that a drill made it, to append to other words; of any other incident, nothing."""
     return f", on purpose (drill: {incident.drill})" if incident.drill else ""
 
 
-def _advice(diagnosis: Diagnosis) -> str:
-    """Where a line or rows are named, what to do about them; of the rest it is told in the report."""
-    return f"advice: {diagnosis.advice}" if diagnosis.advice and (diagnosis.culprit or diagnosis.rows) else ""
-
-
-def outcome_told(incident: Incident, healthy_steps: int | None = None) -> str:
-    """Tell in one line what became of an incident."""
+def describe_outcome(incident: Incident, healthy_steps: int | None = None) -> str:
+    """Say in one line what became of an incident."""
     name = f"incident {incident.id:,}"
     match incident.outcome:
         case Outcome.RECOVERED if healthy_steps is not None:
@@ -86,38 +82,33 @@ def outcome_told(incident: Incident, healthy_steps: int | None = None) -> str:
 
 
 def left_to_the_end(incident: Incident) -> str:
-    """Tell what an unrecovered incident came to."""
+    """Say what an unrecovered incident came to."""
     if incident.diagnosis.cause is Cause.PROCESS:
         return "no state could be saved from then on"
     return "the loss did not come back to where it was"
 
 
 def first_sign(incident: Incident) -> str:
-    """Tell in one line what was noticed, and where."""
+    """Say in one line what was noticed, and where."""
     anomaly = incident.anomaly
     line = f"step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}{drilled(incident)}"
     return " ".join(f"{line}; {anomaly.evidence}".split()) if anomaly.evidence else line
 
 
 def cured(incident: Incident) -> str:
-    """Tell in one line what was behind it, what was done about it, and, once that is known, whether it helped."""
-    is_told = incident.outcome is None or incident.decision.gave_up is not None
-    outcome = "" if is_told else f"; {str(incident.outcome).replace('_', ' ')}"
+    """Say in one line what the cause was, what was done about it, and, once that is known, whether it helped."""
+    is_said = incident.outcome is None or incident.decision.gave_up is not None
+    outcome = "" if is_said else f"; {str(incident.outcome).replace('_', ' ')}"
     return f"{_cause(incident.diagnosis)}; {' '.join(_done(incident).split())}{outcome}"
 
 
-def remedies_told(incident: Incident) -> list[str]:
-    """Tell each of the remedies."""
+def list_remedies(incident: Incident) -> list[str]:
+    """Describe each of the remedies."""
     return [_remedy(action, incident) for action in incident.decision.actions]
 
 
-def place_told(culprit: Culprit) -> str:
-    """Tell where it began."""
-    return _culprit(culprit)
-
-
 def farewell(incident: Incident, last_good: Path | None, before: Sequence[Incident] = ()) -> str:
-    """Tell at the end of a run that could not be cured: what happened, what was tried, what is left, what to do now."""
+    """Say at the end of a run that could not be cured: what happened, what was tried, what is left, what to do now."""
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
     tried = Counter(remedies_of(one) for one in (*before, incident) if one.decision.actions)
     times = [remedies if count == 1 else f"{remedies} ({count:,} times)" for remedies, count in tried.items()]
@@ -179,7 +170,7 @@ def noticed(anomaly: Anomaly, *, by_name: bool = True) -> str:
 
 
 def reached(anomaly: Anomaly) -> str:
-    """Say whether it reached the weights, behind a comma; of what has nothing to do with weights, nothing."""
+    """Say whether it reached the weights, to append; of what has nothing to do with weights, nothing."""
     if anomaly.signal in _BESIDE_THE_WEIGHTS:
         return ""
     if not anomaly.landed:
@@ -191,19 +182,20 @@ def reached(anomaly: Anomaly) -> str:
 def _cause(diagnosis: Diagnosis) -> str:
     details = []
     if diagnosis.culprit:
-        details.append(_culprit(diagnosis.culprit))
+        details.append(describe_culprit(diagnosis.culprit))
     if diagnosis.rows:
         details.append(rows_named(diagnosis.rows))
     return f"cause {diagnosis.cause}" + (f" ({'; '.join(details)})" if details else "")
 
 
-def _culprit(culprit: Culprit) -> str:
+def describe_culprit(culprit: Culprit) -> str:
+    """Name the operation, its module and its line."""
     module = f" in {culprit.module}" if culprit.module else ""
     return f"{culprit.op}{module}, {culprit.file}:{culprit.line}, {culprit.phase}"
 
 
-def cost_told(incident: Incident) -> str:
-    """Tell what it cost: updates that have to be made again, and time."""
+def describe_cost(incident: Incident) -> str:
+    """Say what it cost: updates that have to be made again, and time."""
     took = f", {in_seconds(incident.seconds)}" if incident.seconds >= _WORTH_TELLING_S else ""
     return _lost(incident).removeprefix("; ") + took
 
@@ -256,7 +248,7 @@ def _remedy(action: Action, incident: Incident) -> str:
     if action.remedy == "quarantine":
         return f"put {'it' if len(incident.diagnosis.rows) == 1 else 'them'} in quarantine"
     if action.remedy == "armor" and (where := incident.diagnosis.follower) is not None:
-        return f"put armor around {where.op}, {where.file}:{where.line}, too"
+        return f"patched {where.op}, {where.file}:{where.line}, too"
     settings = {name: value for name, value in action.settings.items() if value is not None}
     words = _WORDS.get(action.remedy)
     said = words(settings) if words else action.remedy  # one of the user's own, perhaps a dotted name
@@ -271,7 +263,7 @@ def _rewind(incident: Incident) -> str:
     return f"rewound to {to}"
 
 
-Settings = dict[str, Any]  # what a phrase has told, it takes out; the rest is told behind it
+Settings = dict[str, Any]  # a phrase removes what it has said; the rest is appended to it
 
 
 def _turned(what: str, verb: str) -> Callable[[Settings], str]:
@@ -322,13 +314,13 @@ _WORDS: dict[str, Callable[[Settings], str]] = {
     "reset_moments": lambda settings: "reset the optimizer's moments",
     "lower_loss_scale": _turned("loss scale", "lowered"),
     "higher_precision": lambda settings: "full precision" + _stretch(settings),
-    "armor": lambda settings: "put armor around that line",
+    "armor": lambda settings: "patched that line",
     "mend_eps": lambda settings: "raised an epsilon that was lost in its type",
-    "repeat": lambda settings: "the update is made again",
+    "repeat": lambda settings: "retried the update",
     "report": lambda settings: "reported only",
-    "go_on": lambda settings: "the same command went on",
-    "fall_back": lambda settings: "fell back to the one before",
-    "try_again": lambda settings: "training goes on, and saving is tried again",
+    "go_on": lambda settings: "the same command resumed",
+    "fall_back": lambda settings: "fell back to the previous one",
+    "try_again": lambda settings: "training continues, and saving is retried",
     "smaller_batch": lambda settings: "smaller micro-batches, more of them to an update",
     "end": lambda settings: "the process was ended",
 }
@@ -338,12 +330,12 @@ _SHORT = {
     "limit_lr": "learning rate limited",
     "rewind": "rewound",
     "quarantine": "rows in quarantine",
-    "armor": "armor around the line",
+    "armor": "patched the line",
 }
 
 
 def printable(text: str) -> str:
-    """Leave out what a terminal would obey: a stranger may have named the files."""
+    """Leave out what a terminal would obey: file names may come from anywhere."""
     return "".join(one if one.isprintable() else "?" for one in text)
 
 
@@ -370,7 +362,7 @@ def why_of(incident: Incident) -> str:
 
 
 def _indented(*lines: str) -> str:
-    """Put the lines under the first one; what somebody else worded may have line breaks of its own."""
+    """Put the lines under the first one; text of others may have line breaks of its own."""
     return "\n  ".join(" ".join(line.splitlines()) for line in lines if line.strip())
 
 

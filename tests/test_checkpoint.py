@@ -284,7 +284,6 @@ def test_the_writer_keeps_away_from_a_disk_that_fails(store: Store, monkeypatch:
     for step in range(2, 12):
         outcome = one.write_now(job(step, fail, partial(given_back.append, step)))
         assert (outcome.entry, outcome.trouble) == (None, "No space left on device")
-        assert one.is_failing
         assert not one.is_free
         start = now[0]
         while not one.is_free:
@@ -294,7 +293,6 @@ def test_the_writer_keeps_away_from_a_disk_that_fails(store: Store, monkeypatch:
     assert given_back == [*range(2, 12)]
     assert steps(store) == [1]
     assert one.write_now(job(12, lambda: write(store, 12))).entry is not None
-    assert not one.is_failing
     assert one.is_free
 
 

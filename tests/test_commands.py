@@ -80,7 +80,7 @@ def test_the_same_command_twice_says_that_the_run_is_complete(run_command: comma
     second = run_command([*MINE, "run.steps=5", "run.log_every=2"])
     assert (first.code, second.code) == (0, 0)
     assert "is complete: 5 steps" in second.stdout
-    assert "other than asked for now: run.log_every: 10 there, 2 here" in second.stdout
+    assert "differs from what is asked for now: run.log_every: 10 there, 2 here" in second.stdout
     assert (Path("runs") / name / "summary.json").read_bytes() == before
 
 
@@ -91,7 +91,7 @@ def test_a_complete_run_says_what_mlflow_lacks_of_it(run_command: command) -> No
     again = run_command(told)
     assert again.code == 0
     assert "is complete: 5 steps" in again.stdout
-    assert re.search(r"MLflow lacks \d+ entries of it; to deliver them:\n  .*sync runs/lacking", again.stdout)
+    assert re.search(r"MLflow lacks \d+ entries of it; to upload them:\n  .*sync runs/lacking", again.stdout)
 
 
 def test_a_configuration_that_is_refused_leaves_no_directory(run_command: command, place: Path) -> None:

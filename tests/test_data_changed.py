@@ -134,7 +134,7 @@ def test_a_flipped_bit_in_a_digest_is_damage_of_the_list(tmp_path: Path, caplog:
     resumed = trained(tmp_path / "run", 60, data)
     assert resumed.clock.step == 60
     assert set(resumed._controls.quarantined.rows) == {7, 450}
-    assert "is put aside: is damaged" in caplog.text
+    assert "is renamed: is damaged" in caplog.text
     assert set(trained(tmp_path / "run", 80, data)._controls.quarantined.rows) == {7, 450}
 
 

@@ -24,7 +24,7 @@ from resilient_train.diagnose.search import Search
 from resilient_train.errors import GaveUp
 from resilient_train.record.story import open_advice
 from resilient_train.types import Cause, Incident, Outcome, Signal
-from resilient_train.wording import told
+from resilient_train.wording import describe
 
 ROWS, FEATURES = 512, 6
 
@@ -155,7 +155,7 @@ def test_what_breaks_of_made_up_values_is_armored_and_not_accused(program: Modul
     follower = second.diagnosis.follower
     assert follower is not None
     assert (follower.op, follower.line) == ("div", line("follows"))
-    assert "put armor around div, " in told(second)
+    assert "patched div, " in describe(second)
     assert [one.text for one in open_advice(guard.incidents)] == [first.diagnosis.advice]
 
 
@@ -396,7 +396,7 @@ def test_the_story_can_be_read_afterwards(
     for row in (
         ["cause", "operation"],
         ["culprit", f"sqrt, {program.__file__}:{line('root')}, backward"],
-        ["cure", "put armor around that line"],
+        ["cure", "patched that line"],
         source.split(None, 1),
         ["cause", "data: row 77 of the data"],
         ["cure", "put it in quarantine"],

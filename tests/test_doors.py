@@ -60,7 +60,7 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
     first.strike(signal.SIGKILL)
     first.wait()
     at = stand(run_dir).step
-    goes_on = f"step {at:,} of 10,000,000; the same command goes on"
+    goes_on = f"step {at:,} of 10,000,000; the same command resumes"
     assert told(capsys, run_dir) == (1, f"killed (no exit message) at {goes_on}")
 
     second = nursery.start(*command, FOR_EVER)
@@ -68,7 +68,7 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
     second.strike(signal.SIGTERM)
     assert second.wait() == 75
     at = json.loads((run_dir / "summary.json").read_text())["steps"]
-    assert told(capsys, run_dir) == (75, f"stopped on request at step {at:,} of 10,000,000; the same command goes on")
+    assert told(capsys, run_dir) == (75, f"stopped on request at step {at:,} of 10,000,000; the same command resumes")
 
     third = nursery.start(*command, FOR_EVER)
     assert third.until(lambda: not (run_dir / "summary.json").exists())  # before its first update
@@ -137,7 +137,7 @@ def test_status_of_what_is_no_run_is_2_and_of_nonsense_1(content: str | None, tm
     assert told(capsys, tmp_path)[0] == 2
     if content is not None:
         (tmp_path / "config.yaml").write_text("run: !!python/object/apply:os.abort []\n")
-        assert told(capsys, tmp_path) == (1, "killed (no exit message) at step 0; the same command goes on")
+        assert told(capsys, tmp_path) == (1, "killed (no exit message) at step 0; the same command resumes")
 
 
 def test_status_is_quick_and_speaks_to_programs(nursery: Nursery) -> None:

@@ -53,6 +53,7 @@ MAY_KNOW: dict[str, set[str]] = {
         *("portions", "ranks", "record", "recover", "recovery", "resumption", "state", "update", "ward", "watch"),
     },
     "app": {
+        "adapters",
         *("checkpoint", "data", "diagnose", "drills", "guard", "objective", "ranks", "record", "recover"),
         *("resumption", "state", "tracking", "update", "watch"),
     },

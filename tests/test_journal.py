@@ -25,7 +25,16 @@ from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal, plain, read
 from resilient_train.record.story import Chapter, Phase, chapters
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
-from resilient_train.wording import cured, farewell, first_sign, outcome_told, remedies_in_short, status_of, tags, told
+from resilient_train.wording import (
+    cured,
+    describe,
+    describe_outcome,
+    farewell,
+    first_sign,
+    remedies_in_short,
+    status_of,
+    tags,
+)
 
 SLOW_DISK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -443,8 +452,8 @@ def test_an_incident_comes_back_from_its_line(incident: Incident) -> None:
     finite = from_line(line)  # an infinity in the settings became its name
     assert as_line(finite) == line
     assert dataclasses.replace(finite, decision=incident.decision, diagnosis=incident.diagnosis) == incident
-    assert len(told(incident).split("\n")) in (2, 3, 4)
-    assert "\n" not in outcome_told(incident)
+    assert len(describe(incident).split("\n")) in (2, 3, 4)
+    assert "\n" not in describe_outcome(incident)
     assert farewell(incident, None)
     assert tags([incident], "clean")
 
@@ -715,7 +724,7 @@ def seen(incident: Incident, **changes: Any) -> Incident:
 
 def test_a_refused_update_is_told_in_two_lines() -> None:
     """What was noticed, that it did no harm, and what was done."""
-    assert told(acted(Action("skip", {"samples": 32}), steps_lost=1)) == (
+    assert describe(acted(Action("skip", {"samples": 32}), steps_lost=1)) == (
         "! step 1,204: the loss is not finite (nonfinite_loss), refused before it reached the weights\n"
         "  cause unknown; skipped 32 samples; nothing was lost"
     )
@@ -723,7 +732,7 @@ def test_a_refused_update_is_told_in_two_lines() -> None:
 
 def test_a_rewind_is_told_in_three_lines() -> None:
     """With the evidence between what was noticed and what was done."""
-    assert told(SPIKE) == (
+    assert describe(SPIKE) == (
         "! step 1,204: the loss jumped (loss_spike), in the weights since step 1,191\n"
         "  loss 8.12 where 2.9 to 3.4 was usual\n"
         "  cause explosion; rewound to step 1,177 (proven good), learning rate x0.5 with 20 steps of warm-up, "
@@ -733,7 +742,7 @@ def test_a_rewind_is_told_in_three_lines() -> None:
 
 def test_a_diagnosis_names_line_and_rows() -> None:
     """The place in the user's code and the rows of the data stand behind the cause, ranks behind the signal."""
-    header, cause, advice = told(POISON).split("\n")
+    header, cause, advice = describe(POISON).split("\n")
     assert "the loss is not finite on ranks 1 and 3 (nonfinite_loss)" in header
     assert cause.startswith("  cause operation (log in net.head, mine.py:31, backward; rows 17 and 90000 of the data);")
     assert advice == f"  advice: {POISON.diagnosis.advice}"
@@ -757,7 +766,7 @@ def test_a_diagnosis_names_line_and_rows() -> None:
         (Action("reset_moments"), "reset the optimizer's moments"),
         (Action("lower_loss_scale", {"factor": 0.5}), "loss scale x0.5"),
         (Action("higher_precision", {"steps": 2000}), "full precision for 2,000 steps"),
-        (Action("repeat"), "the update is made again"),
+        (Action("repeat"), "retried the update"),
         (Action("report"), "reported only"),
         (
             Action("mine.knock_on_wood", {"how_often": 3, "loudly": True}),
@@ -770,7 +779,7 @@ def test_a_diagnosis_names_line_and_rows() -> None:
 )
 def test_every_remedy_has_words(action: Action, expected: str) -> None:
     """One and many, thousands, remedies that are not known here, and settings that nobody foresaw."""
-    assert told(acted(action)).split("\n")[-1] == f"  cause unknown; {expected}; nothing was lost"
+    assert describe(acted(action)).split("\n")[-1] == f"  cause unknown; {expected}; nothing was lost"
 
 
 @pytest.mark.parametrize(
@@ -793,7 +802,7 @@ def test_every_remedy_has_words(action: Action, expected: str) -> None:
 )
 def test_what_it_cost_is_told(incident: Incident, expected: str) -> None:
     """Steps back, steps lost, the time it took, or that nothing helped."""
-    assert any(line.endswith(f"; {expected}") for line in told(incident).split("\n"))
+    assert any(line.endswith(f"; {expected}") for line in describe(incident).split("\n"))
 
 
 @pytest.mark.parametrize(
@@ -832,7 +841,7 @@ def test_an_incident_is_told_in_two_lines_that_stand_alone() -> None:
 @pytest.mark.parametrize("one", Signal)
 def test_every_signal_has_words(one: Signal) -> None:
     """A crash or a full disk is not said to be in the weights."""
-    header = told(seen(SPIKE, signal=one)).split("\n")[0]
+    header = describe(seen(SPIKE, signal=one)).split("\n")[0]
     assert f"({one})" in header
     beside = {"exception", "out_of_memory", "hang", "crash", "disk_full", "checkpoint_failed", "checkpoint_damaged"}
     assert ("in the weights" in header) == (one not in beside)
@@ -849,7 +858,7 @@ def test_every_signal_has_words(one: Signal) -> None:
 def test_rows_are_counted_out(rows: tuple[int, ...], expected: str) -> None:
     """A few are named, the others counted."""
     incident = dataclasses.replace(POISON, diagnosis=Diagnosis(Cause.DATA, "", rows=rows))
-    assert f"cause data ({expected}" in told(incident)
+    assert f"cause data ({expected}" in describe(incident)
 
 
 @pytest.mark.parametrize(
@@ -865,7 +874,7 @@ def test_rows_are_counted_out(rows: tuple[int, ...], expected: str) -> None:
 )
 def test_an_outcome_is_told_in_one_line(outcome: Outcome | None, healthy: int | None, expected: str) -> None:
     """Every outcome in words."""
-    assert outcome_told(dataclasses.replace(SPIKE, outcome=outcome), healthy) == expected
+    assert describe_outcome(dataclasses.replace(SPIKE, outcome=outcome), healthy) == expected
 
 
 def test_the_farewell_says_what_is_left_and_what_to_do() -> None:

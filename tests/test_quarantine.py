@@ -183,7 +183,7 @@ def test_a_damaged_list_is_told_and_executes_nothing(
     with caplog.at_level(logging.ERROR, "resilient_train"):
         own = Quarantine(tmp_path, same)
     assert dict(own.rows) == {}
-    assert "cannot be used and is put aside: is damaged" in caplog.text
+    assert "cannot be used and is renamed: is damaged" in caplog.text
     assert (tmp_path / "quarantine.json.damaged").read_text() == text
     own.add([5], "it raises", 1, 1)
     assert list(Quarantine(tmp_path, same).rows) == [5]

@@ -27,7 +27,7 @@ from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.recover.policy import Budget, Policy, parse
 from resilient_train.recover.remedies import KNOWN
 from resilient_train.types import Cause, Outcome
-from resilient_train.wording import told
+from resilient_train.wording import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
@@ -162,7 +162,7 @@ def test_the_incident_that_is_shown_is_told_in_these_words() -> None:
     incident = from_line(line)
     assert as_line(incident) == line
     (shown,) = [one for one in re.findall(r"^```text\n(.+?)^```", README, re.S | re.M) if "bit_flip" in one]
-    assert told(incident) in shown
+    assert describe(incident) in shown
 
 
 def test_the_culprits_that_are_shown_are_named_so(tmp_path: Path) -> None:

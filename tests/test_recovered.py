@@ -225,7 +225,7 @@ def test_skipping_alone_reports_it_and_changes_nothing(tmp_path: Path, caplog: p
     assert [one[2] for one in made[0].told()] == ["unrecovered"]
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["exit_code"], summary["verdict"]) == ("completed", 0, "unrecovered")
-    assert "not recovered, somebody has to look" in caplog.text
+    assert "not recovered, needs attention" in caplog.text
     assert "not recovered" in status_of(run).line(run)
 
 

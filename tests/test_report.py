@@ -132,7 +132,7 @@ def test_the_verdict_comes_first_then_what_to_change_then_the_incidents() -> Non
     assert [row[0] for row in rows] == ["7", "6", "5", "4", "3", "2", "1"]
     assert rows[-1][2:] == [
         *("151", "a gradient is not finite, refused", "operation: sqrt, examples/culprits.py:33"),
-        *("put armor around that line", "recovered", "1 step, 0.25 s"),
+        *("patched that line", "recovered", "1 step, 0.25 s"),
     ]
     assert url(7) in said
 
@@ -151,7 +151,7 @@ def test_a_note_leads_to_the_pictures_where_there_are_any() -> None:
     ("changed", "words", "next_time"),
     [
         ({}, "Recovering", "is refused while this run is at work"),
-        ({"status": "gave_up", "summary": {"status": "gave_up"}}, "Gave up, somebody has to look", "ends with 3"),
+        ({"status": "gave_up", "summary": {"status": "gave_up"}}, "Gave up, needs attention", "ends with 3"),
         ({"status": "preempted", "summary": {"status": "preempted"}}, "Stopped on request", "resumes from step 250"),
         ({"status": "failed", "summary": {}, "newest": None, "why": "RuntimeError: x"}, "Failed", "at step 0 again"),
         ({"status": "recovered", "summary": {"status": "completed"}}, "Recovered", "the run is complete"),

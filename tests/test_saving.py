@@ -425,6 +425,6 @@ def test_a_thread_that_keeps_a_run_from_ending_is_named(nursery: Nursery) -> Non
     """The run is complete, and its process waits, as Python does."""
     done = nursery.start(*SLOW, "objective._target_=test_saving.leaves_a_thread", "run.dir=stays", "run.steps=5")
     assert done.until((nursery.place / "stays/summary.json").exists)
-    assert done.until(lambda: "waits for a thread that is no daemon: uploads" in done.output)
+    assert done.until(lambda: "waits for non-daemon threads: uploads" in done.output)
     assert summary(nursery.place / "stays")["status"] == "completed"
     done.strike(signal.SIGKILL)

@@ -316,7 +316,7 @@ def test_other_requests_are_as_good(number: signal.Signals, nursery: Nursery) ->
     started.strike(number)
     assert started.wait() == 75
     assert f"asked by {number.name}: the state is in {nursery.place / name}/checkpoints/step-" in started.output
-    assert "the same command goes on" in started.output
+    assert "the same command resumes" in started.output
 
 
 _calls: list[int] = []

@@ -163,7 +163,7 @@ def test_without_colour_it_is_plain_and_whole(met: Path, capsys: Said, monkeypat
         (
             [Outcome.RECURRED, Outcome.RECURRED, Outcome.RECOVERED],
             {"ticks": 435},
-            "Recovered: 300 steps; 3 incidents (3 explosion), 2 of which came back before the cure held. 135 of 435",
+            "Recovered: 300 steps; 3 incidents (3 explosion), 2 needed a second treatment. 135 of 435",
         ),
         (
             [None],
@@ -178,7 +178,7 @@ def test_without_colour_it_is_plain_and_whole(met: Path, capsys: Said, monkeypat
         (
             [Outcome.GAVE_UP],
             {"status": "gave_up", "exit_code": 3, "steps": 90},
-            "Gave up, somebody has to look: at step 90 of",
+            "Gave up, needs attention: at step 90 of",
         ),
         ([], {"status": "failed", "exit_code": 1, "steps": 7}, "Failed: at step 7 of 300"),
     ],

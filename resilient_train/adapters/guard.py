@@ -16,7 +16,7 @@ from torch import nn
 from resilient_train import guard, numerics
 from resilient_train.adapters import arguments
 from resilient_train.adapters.place import Place
-from resilient_train.adapters.reporter import REPORT_EVERY, Chronicle, Told
+from resilient_train.adapters.reporter import REPORT_EVERY, Report, RunReporter
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.checkpoint.writer import DiskConfig
@@ -189,8 +189,7 @@ class Guard(guard.Guard):
         keeper = CheckpointKeeper(disk, parts, incidents.directory, incidents.facts, how)
         controls = Controls(parts, policy, quarantined, keeper)
         treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=max(verify_after, 50))
-        self.chronicle = Chronicle(clock, incidents, parts.updates, place, keeper.progress)
-        self.chronicle.belongs_to(self)
+        self.reporter = RunReporter(clock, incidents, parts.updates, place, keeper.progress)
         super().__init__(
             *(model, parts, treating, self),
             objective=measured,
@@ -266,12 +265,12 @@ class Guard(guard.Guard):
             self._start()
             self._left = None
             planned = self.steps or last
-            self.chronicle.begin(planned, {"steps": planned, **self._given})
+            self.reporter.begin(planned, {"steps": planned, **self._given})
             if self.attempted_step >= last and not self.stopped:
                 log.info("no batches: all %s steps of the plan are made", f"{planned:,}")
             yield from self.updates_until(last, plan=self.steps)
             if self.stopped:
-                self.chronicle.end("preempted", Stopped.exit_code)
+                self.reporter.end("preempted", Stopped.exit_code)
             elif last == self.steps:
                 self._recovery.finish()
                 self._complete()
@@ -288,18 +287,18 @@ class Guard(guard.Guard):
 
     def _complete(self) -> None:
         """Write the end state of a loop of a user's own. Every rank comes here: weights may be spread."""
-        if self.chronicle.place.directory is None:
+        if self.reporter.place.directory is None:
             return
         # What follows may be an evaluation, or more steps: the last words are said by `leave`, `close`, or at the exit.
         self._left = self._finish_saving(healthy=True)
         digests = (self.state.weights_sha256(), self.state.sha256())
-        self.chronicle.end("completed", digests=digests)
+        self.reporter.end("completed", digests=digests)
 
     def leave(self) -> Path | None:
         """Write the state as it is, when `batches` has ended: the run can be resumed from there."""
         if self._left is None:
             self._left = self._finish_saving(healthy=not self.stopped)
-        self.chronicle.left_state(self._left)
+        self.reporter.left_state(self._left)
         return self._left
 
     def _finish_saving(self, *, healthy: bool) -> Path | None:
@@ -323,7 +322,7 @@ class Guard(guard.Guard):
                     self._complete()
                 self._recovery.end_saving()
         self._recovery.ended()
-        self.chronicle.closed(gave_up or error, self.steps)
+        self.reporter.closed(gave_up or error, self.steps)
         self.let_go()
         if gave_up is not None:
             raise gave_up
@@ -360,15 +359,15 @@ class Guard(guard.Guard):
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Take note of an evaluation: once they are verified, the weights with the least loss are kept in `best`."""
         self._keeper.evaluated(metrics)
-        self.chronicle.note_evaluation(metrics)
+        self.reporter.note_evaluation(metrics)
 
-    def report(self) -> Told | None:
+    def report(self) -> Report | None:
         """Put together what is known of the newest update whose verdict is known; None if that was reported already.
 
         Waits for the device, and for the other ranks: all of them come here.
         """
         knobs = {name: getattr(self.knobs, name) for name in ("lr", "clip", "eps")}
-        return self.chronicle.report(self.newest, self.metrics.read, self.slicing.samples, knobs)
+        return self.reporter.report(self.newest, self.metrics.read, self.slicing.samples, knobs)
 
     def on_device(self, batch: Any) -> Any:
         """Move a batch of any shape to where the model is."""
@@ -399,13 +398,13 @@ class Guard(guard.Guard):
 
     def accepted(self) -> None:
         """Show the loop in MLflow, now and then."""
-        place = self.chronicle.place
+        place = self.reporter.place
         if place.directory is not None and self.clock.step % REPORT_EVERY == 0:
-            self.chronicle.went_on(self.report() if place.tracking is not None else None)
+            self.reporter.show(self.report() if place.tracking is not None else None)
 
     def fail(self, error: TrainError) -> None:
         """Write down the error that ends the run."""
-        self.chronicle.fail(error)
+        self.reporter.fail(error)
 
 
 def _cautions(made: Guard, slicing: Slicing, disk: DiskConfig, memory: MemoryConfig | None) -> Iterator[str]:

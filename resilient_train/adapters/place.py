@@ -1,4 +1,4 @@
-"""The directory that a loop of somebody's own writes to, and whether MLflow shows it."""
+"""The directory that the caller's loop writes to, and whether MLflow shows it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Place:
 
 
 def place(run_dir: str | Path | None, world: World, goes_on: bool = False, tracking: str | bool | None = None) -> Place:
-    """Begin a journal in a run directory: the named one, or beside it if that holds a run already.
+    """Begin a journal in a run directory: the named one, or a sibling if that holds a run already.
 
     With `goes_on` it is the named one in any case. No other process may be at work in it.
     """

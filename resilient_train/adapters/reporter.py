@@ -1,7 +1,7 @@
-"""What a guard tells of its loop: its numbers on the way, and in the end a summary, a review and MLflow.
+"""What a run reports: its numbers on the way, and at its end one status, one summary, one review, and the last uploads.
 
-A run of ours says its end itself. A loop of somebody's own may come to its last step, give up, be asked to stop, be
-left by a `break` or by an error: what it does not say is found out when its process ends.
+The command says its end itself. A loop that the caller wrote may come to its last step, give up, be asked to stop, be
+closed, or be left by a `break` or an error of the caller's: of those two only the interpreter's exit tells.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,7 +21,7 @@ from resilient_train.errors import GaveUp, Stopped, TrainError, in_one_line, sho
 from resilient_train.passed import UpdateHistory
 from resilient_train.ranks.world import is_lost_peer
 from resilient_train.record import endings
-from resilient_train.record.endings import LOOP, Loop, StepTimes, Summary, verdict_of
+from resilient_train.record.endings import LOOP, SUMMARY, Loop, StepTimes, Summary, verdict_of
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.progress import Doing, Progress
 from resilient_train.record.review import review, where_to_look
@@ -34,108 +32,142 @@ from resilient_train.tracking.uploads import NullTracker, Tracker
 from resilient_train.types import Vitals
 from resilient_train.wording import duration, log
 
-REPORT_EVERY = 10  # accepted updates of a loop of somebody's own
+REPORT_EVERY = 10  # accepted updates of a loop that the caller wrote
 
-CLOSED = "closed"  # by its program, before the planned total
-_LEFT = "ended"  # nobody said why: a break that was meant, or sys.exit(1), which leaves no trace
-_open: set[Chronicle] = set()  # of loops whose end nobody has said yet
+_open: set[RunReporter] = set()  # of loops that have not said their end
+
+
+def status_of(error: BaseException | None) -> tuple[str, int]:
+    """Return the status and the exit code of a run that ends with this error, or with none."""
+    if error is None:
+        return "completed", 0
+    status = {GaveUp: "gave_up", Stopped: "preempted"}.get(type(error), "failed")
+    return status, error.exit_code if isinstance(error, TrainError | Stopped) else 1
+
+
+def write(summary: Summary, run_dir: Path) -> None:
+    """Commit the summary; a disk that does not take it is no reason to fail."""
+    try:
+        summary.write(run_dir / SUMMARY)
+    except OSError as error:
+        log.error("%s cannot be written: %s", run_dir / SUMMARY, error.strerror or error)
+
+
+def completed(summary: Summary) -> str:
+    """Say in one line what a complete run came to."""
+    results = {"recent loss": summary.final_loss}
+    results |= {f"evaluation {name}": value for name, value in (summary.eval or {}).items()}
+    known = ", ".join(f"{name} {value:.4g}" for name, value in results.items() if value is not None)
+    return f"completed {summary.steps:,} steps in {duration(summary.seconds)}{f': {known}' if known else ''}"
+
+
+def print_review(run_dir: Path, resumed_from: int | None = None) -> None:
+    """Print what a person wants to know at the end, from the files of the run."""
+    try:
+        lines = review(read_story(run_dir), resumed_from)
+    except Exception as error:  # whatever lies there, the run has ended as it has
+        lines = [f"the review of the run failed: {in_one_line(error)}"]
+    for line in lines:
+        log.info("%s", line)
+
+
+def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path) -> None:
+    """Upload the rest, say where to see it, and note that in the summary."""
+    if isinstance(tracker, NullTracker):
+        return
+    for file in (run_dir / "train.log", run_dir / INCIDENTS):
+        if file.exists():
+            tracker.artifact(file)
+    if (run := tracker.finish(summary.status)) is not None:
+        for line in where_to_look(tracking.ui_command(run.tracking_uri), run.url):
+            log.info("%s", line)
+        summary.mlflow = run.as_dict()
+        write(summary, run_dir)
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """An update that is worth telling."""
+class Report:
+    """The numbers of one update."""
 
     vitals: Vitals
-    metrics: Mapping[str, float]  # that the objective reports beside its loss
-    values: dict[str, float]  # all of it, as a tracker takes it
+    metrics: Mapping[str, float]  # that the objective reports next to its loss
+    values: dict[str, float]  # all of them, as a tracker takes them
 
 
 @dataclass(eq=False)
-class Chronicle:
-    """Holds nothing of the guard, which may go while the process stays."""
+class RunReporter:
+    """Reports a run. It holds nothing of the guard, which may be collected while the process lives on."""
 
     clock: Clock
     incidents: IncidentLog
     updates: UpdateHistory
-    place: Place  # without a lock where somebody else tells the end, and on ranks that write nothing
+    place: Place  # with a lock only on rank 0 of a loop that the caller wrote
     progress: Progress
-    tally: StepTimes = field(default_factory=StepTimes)
+    times: StepTimes = field(default_factory=StepTimes)
     evaluated: Mapping[str, float] | None = None
-    _told_tick: int = 0
+    _reported_tick: int = 0
     _began: float = field(default_factory=time.monotonic)
     _tracker: Tracker = field(default_factory=NullTracker)
-    _ending: Summary | None = None  # that was said
-    _is_over: bool = True  # all is said that there was to say
-    _process: int = field(default_factory=os.getpid)  # a child that it forks has no say
-    _lock: Any = field(default_factory=threading.RLock)
-
-    @property
-    def tells_end(self) -> bool:
-        """Say whether this process does."""
-        return self.place.lock is not None
-
-    def belongs_to(self, guard: object) -> None:
-        """Tell the end of a loop whose guard is gone: in a thread, as it may go in the midst of something else."""
-        if self.place.directory is not None:
-            _open.add(self)
-        if self.tells_end:
-            gone = weakref.finalize(guard, lambda: threading.Thread(target=self.left, name="chronicle").start())
-            gone.atexit = False  # then another one asks, which knows of errors
+    _ending: Summary | None = None  # that was written
+    _is_over: bool = True  # nothing is left to say
+    _process: int = field(default_factory=os.getpid)  # a child that it forks says nothing
 
     # On the way.
 
     def begin(self, steps: int, given: Mapping[str, Any]) -> None:
-        """A loop of so many updates begins; what was said of an earlier end holds no more."""
-        self.tally.start_lap()
+        """Note that a loop of so many updates begins; an end that was written before does not count any more."""
+        self.times.start_lap()
         if self.place.directory is None:
             return
         _open.add(self)
         is_new, self._is_over, self._ending = self._is_over, False, None
-        if not self.tells_end:
+        if self.place.lock is None:
             return
-        endings.begin(self._directory, is_finished=False)  # before another rank may have failed again
-        with suppress(OSError):  # a full disk: the loop goes on without
-            Loop(steps, self.place.goes_on, given).write(self._directory)
-        if is_new:  # else the tracker is at work, and two would write to one file
-            self._begin_tracking(given)
+        endings.begin(self.place.directory, is_finished=False)  # before another rank may have failed again
+        with suppress(OSError):  # a full disk: the loop trains without
+            Loop(steps, self.place.goes_on, given).write(self.place.directory)
+        if is_new and self.place.tracking is not None:  # else the tracker is at work, and two would write to one file
+            self._tracker = tracking.build(self.place.tracking, self.place.directory, self.place.directory.parent)
+            self._tracker.params(given)
+            self._tracker.artifact(self.place.directory / LOOP)
 
     def report(
         self, newest: Vitals | None, read: Callable[[], dict[str, float]], samples: int, knobs: Mapping[str, float]
-    ) -> Told | None:
-        """Put together what is known of the newest update, of `samples` samples; None if it was told already.
+    ) -> Report | None:
+        """Gather the numbers of the newest update, of `samples` samples; None if they were reported already.
 
         `read` reads what the objective reports.
         """
-        if newest is None or newest.tick == self._told_tick:
+        if newest is None or newest.tick == self._reported_tick:
             return None
-        self._told_tick, metrics = newest.tick, read()
+        self._reported_tick, metrics = newest.tick, read()
         values = {"loss": newest.loss, "grad_norm": newest.grad_norm, "lr": newest.lr, "step": newest.step}
         values |= {f"train/{name}": value for name, value in metrics.items()}
-        if seconds := self.tally.lap(self.clock.tick):
+        if seconds := self.times.lap(self.clock.tick):
             values |= {"step_ms": 1e3 * seconds, "samples_per_second": samples / seconds}
         values |= {f"knobs/{name}": value for name, value in knobs.items()}
-        return Told(newest, metrics, values | {"incidents_total": len(self.incidents.incidents)})
+        return Report(newest, metrics, values | {"incidents_total": len(self.incidents.incidents)})
 
-    def went_on(self, told: Told | None) -> None:
-        """Show an update of a loop of somebody's own, or take note of the time alone."""
-        if told is None:
-            self.tally.lap(self.clock.tick)
+    def show(self, report: Report | None) -> None:
+        """Upload the numbers of an update of the caller's loop, or note its time alone."""
+        if report is None:
+            self.times.lap(self.clock.tick)
             return
         self._tracker.begin()  # MLflow may load now; before, it would have kept the first updates waiting
-        self._tracker.metrics(told.vitals.tick, told.values)
+        self._tracker.metrics(report.vitals.tick, report.values)
 
     def note_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Take note of an evaluation."""
+        """Note an evaluation."""
         self.evaluated = dict(metrics)
         self._tracker.metrics(self.clock.tick, {f"eval/{name}": value for name, value in metrics.items()})
-        if self._ending is not None and not self._is_over:  # behind the loop, where one often does
+        if self._ending is not None and not self._is_over:  # after the loop, where one often evaluates
             self._ending.eval = self.evaluated
-            self._write(self._ending)
+            write(self._ending, self._directory)
 
-    # In the end.
+    # At the end.
 
     def summary(self, status: str, exit_code: int, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
-        """What summary.json has to say of an end; `digests` are those of the weights and of the whole state."""
+        """Summarize an end; `digests` are those of the weights and of the whole state."""
         losses = self.updates.first_loss, self.updates.recent_loss
         return Summary(
             status=status,
@@ -149,7 +181,7 @@ class Chronicle:
             eval=None if self.evaluated is None else dict(self.evaluated),
             incidents=self.incidents.tally(),
             seconds=round(seconds, 3),
-            step_ms=self.tally.step_ms,
+            step_ms=self.times.step_ms,
             weights_sha256=digests[0] if digests else None,
             state_sha256=digests[1] if digests else None,
             mlflow=None,
@@ -162,51 +194,48 @@ class Chronicle:
         error: BaseException | None = None,
         digests: tuple[str, str] | None = None,
     ) -> None:
-        """Write down how the loop ended, unless that was said already."""
-        with self._lock:
-            if not self.tells_end:
-                self._is_over = True
-            if self._is_over or self._ending is not None:
-                return
-            ending = self.summary(status, exit_code, time.monotonic() - self._began, digests)
-            why = endings.failure(self._directory) if error is not None and is_lost_peer(error) else None
-            ending.why = why or (None if error is None else short_message(error))
-            if error is None or why or not is_lost_peer(error):  # else the record stays as if this process was killed
-                self.progress.turned_to(Doing.ENDED)
-            self._ending = ending
-            self._write(ending)
+        """Write how the caller's loop ended, unless that was written already."""
+        if self.place.lock is None:
+            self._is_over = True
+        if self._is_over or self._ending is not None:
+            return
+        self._ending = ending = self.summary(status, exit_code, time.monotonic() - self._began, digests)
+        is_lost = error is not None and is_lost_peer(error)
+        why = endings.failure(self._directory) if is_lost else None
+        ending.why = why or (None if error is None else short_message(error))
+        if why or not is_lost:  # else the record stays as if this process was killed
+            self.progress.turned_to(Doing.ENDED)
+        write(ending, self._directory)
 
     def fail(self, error: BaseException) -> None:
-        """Write down that an error ended the loop, and tell all of it; ranks other than 0 leave a note of theirs."""
+        """Write that an error ended the loop, and conclude it; ranks other than 0 leave a note of theirs."""
         if self.place.rank and not (self._is_over or isinstance(error, GaveUp | Stopped) or is_lost_peer(error)):
             endings.note_failure(self._directory, self.place.rank, short_message(error), in_training=True)
-        status = {GaveUp: "gave_up", Stopped: "preempted"}.get(type(error), "failed")
-        self.end(status, error.exit_code if isinstance(error, TrainError | Stopped) else 1, error)
+        self.end(*status_of(error), error)
         self.conclude()
 
     def conclude(self) -> None:
-        """Tell of an end what a person wants to know, and MLflow."""
-        with self._lock:
-            if not self.tells_end or self._ending is None or self._is_over:
-                return
-            self._is_over = True
-            _open.discard(self)
-            for line in self._farewell(self._ending):
-                log.info("%s", line)
-            self._finish_tracking(self._ending)
+        """Print the review of the caller's loop, and upload the rest."""
+        if self.place.lock is None or self._ending is None or self._is_over:
+            return
+        self._is_over = True
+        _open.discard(self)
+        if self._ending.status == "completed":
+            log.info("%s", completed(self._ending))
+        print_review(self._directory)
+        finish_uploads(self._tracker, self._ending, self._directory)
 
     def closed(self, error: BaseException | None, planned: int | None) -> None:
-        """Take note that the program ends the loop, at a step of its choice, or because of the error it deals with."""
-        with self._lock:
-            if error is not None and not isinstance(error, GeneratorExit):
-                self.fail(error)
-            self.end("completed" if planned is None or self.clock.step >= planned else CLOSED)
-            self.conclude()
-            self.let_go()
+        """Note that the program closes the loop, at a step of its choice, or because of the error that it handles."""
+        if error is not None and not isinstance(error, GeneratorExit):
+            self.fail(error)
+        self.end("completed" if planned is None or self.clock.step >= planned else "closed")
+        self.conclude()
+        self._release()
 
     def left_state(self, path: Path | None) -> None:
-        """Take note that the state at the end was written; of a loop that was asked to stop it is the last word."""
-        if not self.tells_end:
+        """Note where the state at the end was written; of a loop that was asked to stop this is the end."""
+        if self.place.lock is None:
             return
         if path is not None and self._ending is not None:
             log.info("the state at step %s is in %s", f"{self.clock.step:,}", path)
@@ -214,79 +243,37 @@ class Chronicle:
             self._ending.status, self._ending.exit_code = "failed", 1
             self._ending.why = "it was asked to stop, and no state could be written"
             log.error("%s", self._ending.why)
-            self._write(self._ending)
+            write(self._ending, self._directory)
         self.conclude()
 
-    def left(self, error: BaseException | None = None) -> None:
-        """Tell what nobody has told, as the loop cannot be gone on with; `error` is what its process ends with."""
+    def left(self, error: BaseException | None) -> None:
+        """Note at the exit of the process what was not said before; `error` is what it exits with."""
         if os.getpid() != self._process:
             return
-        with self._lock:
-            if error is not None and self._ending is None:
-                self.fail(error)
-            else:
-                if self.place.rank and not self._is_over:
-                    why = "left its loop, without an error"
-                    endings.note_failure(self._directory, self.place.rank, why, in_training=True)
-                self.end(_LEFT, exit_code=1)
-                self.conclude()
-            self.let_go()
+        if error is not None and self._ending is None:
+            self.fail(error)
+        elif self.place.rank and not self._is_over:
+            why = "left its loop, without an error"
+            endings.note_failure(self._directory, self.place.rank, why, in_training=True)
+        self.end("ended", exit_code=1)  # by a break that was meant, or by sys.exit(1), which leaves no trace
+        self.conclude()
+        self._release()
 
-    def let_go(self) -> None:
-        """Let another process go on in the directory."""
+    def _release(self) -> None:
+        """Let another process resume in the directory."""
         _open.discard(self)
         if self.place.lock is not None:
             self.place.lock.release()
-
-    # How it is done.
 
     @property
     def _directory(self) -> Path:
         assert self.place.directory is not None
         return self.place.directory
 
-    def _write(self, ending: Summary) -> None:
-        try:
-            ending.write(self._directory / endings.SUMMARY)
-        except OSError as error:
-            log.error("%s cannot be written: %s", self._directory / endings.SUMMARY, error.strerror or error)
-
-    def _farewell(self, ending: Summary) -> list[str]:
-        """The same review that a run of ours ends with."""
-        try:
-            lines = review(read_story(self._directory))
-        except Exception as error:  # it has ended as it has, whatever lies there
-            lines = [f"what it met cannot be told: {in_one_line(error)}"]
-        if ending.status != "completed":
-            return lines
-        results = {"recent loss": ending.final_loss}
-        results |= {f"evaluation {name}": value for name, value in (ending.eval or {}).items()}
-        told = ", ".join(f"{name} {value:.4g}" for name, value in results.items() if value is not None)
-        return [f"completed {ending.steps:,} steps in {duration(ending.seconds)}{f': {told}' if told else ''}", *lines]
-
-    def _begin_tracking(self, given: Mapping[str, Any]) -> None:
-        if self.place.tracking is None:
-            return
-        directory = self._directory
-        self._tracker = tracking.build(self.place.tracking, directory, directory.parent)
-        self._tracker.params(given)
-        self._tracker.artifact(directory / LOOP)
-
-    def _finish_tracking(self, ending: Summary) -> None:
-        if isinstance(self._tracker, NullTracker):
-            return
-        if (self._directory / INCIDENTS).exists():
-            self._tracker.artifact(self._directory / INCIDENTS)
-        if (run := self._tracker.finish(ending.status)) is not None:
-            ending.mlflow = run.as_dict()
-            self._write(ending)
-            for line in where_to_look(tracking.ui_command(run.tracking_uri), run.url):
-                log.info("%s", line)
-
 
 @atexit.register
 def _at_exit() -> None:
-    """Tell how loops ended that did not say so: the interpreter knows of an error that nobody has caught."""
+    """Write how loops ended that did not say so: the interpreter knows an error that was not caught."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     for one in list(_open):
         one.left(error)

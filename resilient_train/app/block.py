@@ -16,7 +16,16 @@ from resilient_train.record.journal import Entry
 from resilient_train.record.review import began_ms
 from resilient_train.record.story import Chapter
 from resilient_train.types import Culprit, Outcome
-from resilient_train.wording import cost_told, duration, noticed, place_told, reached, remedies_of, rows_named, why_of
+from resilient_train.wording import (
+    describe_cost,
+    describe_culprit,
+    duration,
+    noticed,
+    reached,
+    remedies_of,
+    rows_named,
+    why_of,
+)
 
 _LARGEST_SOURCE = 2**22  # bytes
 _LABELS = 9  # columns
@@ -44,10 +53,10 @@ def show_block(chapter: Chapter, entries: Sequence[Entry], page: Page) -> None:
     row("cause", str(diagnosis.cause) + (f": {rows_named(diagnosis.rows)}" if diagnosis.rows else ""))
     for culprit in (diagnosis.culprit, diagnosis.follower):
         if culprit is not None:
-            row("culprit" if culprit is diagnosis.culprit else "then", place_told(culprit))
+            row("culprit" if culprit is diagnosis.culprit else "then", describe_culprit(culprit))
             row("", _source(culprit, chapter, entries), style="italic")
     row("cure", _cure(chapter))
-    row("cost", cost_told(incident))
+    row("cost", describe_cost(incident))
     row("outcome", *_outcome(chapter))
     row("advice", diagnosis.advice)
 

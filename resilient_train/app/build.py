@@ -28,7 +28,6 @@ from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.objective import Measured
 from resilient_train.ranks import sharding
 from resilient_train.ranks.world import World
-from resilient_train.record.endings import StepTimes
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover import policy
 from resilient_train.state.randomness import Purpose, mix, seed_all
@@ -55,11 +54,6 @@ class Run:
     evaluated: dict[str, float] | None = None
     evaluated_at: int | None = None  # step
     has_begun: bool = False  # an update was made
-
-    @property
-    def tally(self) -> StepTimes:
-        """How long steps take."""
-        return self.guard.chronicle.tally
 
     def evaluates_at(self, step: int) -> bool:
         """Say whether an evaluation is due after so many steps, on the way."""

@@ -99,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.export and given.weights:
         parser.error("--export and --weights are two things: one at a time")
     if not given.run_dir.is_dir():
-        print(f"{given.run_dir} is no directory: the directory of a run is wanted, such as runs/NAME", file=sys.stderr)
+        print(f"{given.run_dir} is no directory: expected the directory of a run, such as runs/NAME", file=sys.stderr)
         return 2
     if given.export:
         return _export(given.run_dir, given.checkpoint, given.export, partial(export, given.run_dir))

@@ -42,10 +42,10 @@ class Status:
     state: str  # running, killed, refused, none; else as summary.json has it
     exit_code: int
     step: int | None = None  # accepted updates
-    steps: int | None = None  # that are wanted
+    steps: int | None = None  # planned
     process: str | None = None  # that is at work
     why: str | None = None
-    onward: str = "the same command goes on"
+    onward: str = "the same command resumes"
 
     def line(self, run_dir: Path) -> str:
         """Tell it in one line."""
@@ -70,7 +70,7 @@ class Status:
             case "refused":
                 return f"{run_dir}: the last start was refused{because}"
             case "none":
-                return f"{run_dir}: no run there; the directory of a run is wanted, such as runs/NAME"
+                return f"{run_dir}: no run there; expected the directory of a run, such as runs/NAME"
         return f"{run_dir}: {self.state} at {at}{because}"
 
 
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="resilient-train status",
         description="Print in one line where a run stands, and end with its exit code.",
         epilog="0 finished, or at work; 1 failed, hung or killed; 2 refused, or no run there; 3 gave up; 75 stopped on "
-        "request: the same command goes on.",
+        "request: the same command resumes.",
     )
     parser.add_argument("run_dir", type=Path, help="the directory of the run")
     parser.add_argument("--json", action="store_true", help="print an object for a program instead")

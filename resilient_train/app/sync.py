@@ -66,7 +66,7 @@ def _place(run_dir: Path, uri: str | None, experiment: str | None) -> tuple[Stor
     except OSError as error:
         if not late:
             why = f"no {OUTBOX} can be read there ({error.strerror or error}), and nothing else of a run"
-            raise _Nowhere(f"{why}: the directory of a run is wanted, such as runs/NAME") from None
+            raise _Nowhere(f"{why}: expected the directory of a run, such as runs/NAME") from None
     where, filed = KnownRun(run_dir).where() or (None, None)
     if began is not None:
         where, filed = str(began.get("tracking_uri")), str(began.get("experiment"))

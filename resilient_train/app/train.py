@@ -27,7 +27,7 @@ def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None]
     run.model.train()
     if run.owes_evaluation(guard.clock.step):
         evaluate_and_report(run, tracker, beat)
-    run.tally.start_lap()
+    run.guard.reporter.times.start_lap()
     for batch in guard.batches():
         attempted = guard.step(batch)
         beat()
@@ -48,10 +48,10 @@ def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None]
 
 
 def report(run: Run, display: Display, tracker: Tracker) -> None:
-    """Tell the newest vitals that have been heard, and all that an objective reported beside its loss."""
-    if (told := run.guard.report()) is not None:
-        display.show(told.vitals, told.metrics)
-        tracker.metrics(told.vitals.tick, told.values)
+    """Show the newest vitals that were read back, and what the objective reported next to its loss."""
+    if (newest := run.guard.report()) is not None:
+        display.show(newest.vitals, newest.metrics)
+        tracker.metrics(newest.vitals.tick, newest.values)
 
 
 def evaluate_and_report(run: Run, tracker: Tracker, beat: Callable[[], None]) -> None:
@@ -89,7 +89,7 @@ def evaluate(run: Run, beat: Callable[[], None] = _unwatched) -> dict[str, float
                 sums[name] = sums[name] + part if name in sums else part
                 rows[name] = rows.get(name, 0) + weight
     run.model.train()
-    run.tally.start_lap()  # a step's time has no evaluation in it
+    run.guard.reporter.times.start_lap()  # a step's time has no evaluation in it
     names = sorted(run.world.union(sums), key=lambda name: (name != "loss", name))
     cells = [cell for name in names for cell in (sums.get(name, 0.0), rows.get(name, 0))]
     totals = run.world.sum(torch.stack([torch.as_tensor(cell, device=run.world.device).float() for cell in cells]))

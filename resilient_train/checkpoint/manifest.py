@@ -38,14 +38,14 @@ _AT_ONCE = 8  # files
 
 
 class Damaged(ValueError):
-    """A checkpoint is not what was written. The message is one line for a person."""
+    """A checkpoint is not what was written. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint is of."""
+    """What a checkpoint holds, and of which run."""
 
-    kind: str  # verified; candidate: its proof is not finished; demoted: trouble began before it
+    kind: str  # verified; candidate: not verified yet; demoted: an incident began before it
     step: int
     tick: int
     position: int
@@ -78,10 +78,9 @@ def read(checkpoint: Path) -> Manifest:
     file = checkpoint / MANIFEST
     size = _plain_size(file)
     if size > _MOST_BYTES:
-        raise Damaged(f"{MANIFEST} is {size:,} bytes long: no manifest is")
+        raise Damaged(f"{MANIFEST} is {size:,} bytes long, too long for a manifest")
     try:
-        with open_plain(file, follow=False) as opened:
-            content = opened.read(_MOST_BYTES + 1)
+        content = _opened(file)
         manifest = _checked(json.loads(content.decode("utf-8")))
         is_as_written = manifest.text().encode() == content
     except Damaged:
@@ -113,7 +112,7 @@ def _checked(node: Any) -> Manifest:
             ):
                 files[name] = Written(size, digest)
             case _:
-                raise Damaged(f"{MANIFEST} says nothing of {name[:60]!r} that could be checked")
+                raise Damaged(f"{MANIFEST} has no size and sha256 of {name[:60]!r}")
     shares = {name for name in files if is_share(name)}
     if files.keys() - shares != (_FILES - {WEIGHTS} if shares else _FILES) or not are_complete(shares):
         raise Damaged(
@@ -134,7 +133,7 @@ def verify(checkpoint: Path, *, is_read: bool = True) -> Manifest:
     for name, written in manifest.files.items():
         size = _plain_size(checkpoint / name)
         if name == TREE and size > _MOST_TREE:
-            raise Damaged(f"{name} is {size:,} bytes long: no state is")
+            raise Damaged(f"{name} is {size:,} bytes long, too long for a state")
         if size != written.size:
             raise Damaged(f"{name} is {size:,} bytes long, and {written.size:,} were written")
         if name != TREE:
@@ -160,7 +159,7 @@ def _plain_size(file: Path) -> int:
 
 
 def _require_described(file: Path, size: int) -> None:
-    """Raise Damaged unless the tensors that a file lists at its head fill it: what is too large takes long to read."""
+    """Raise Damaged unless the tensors in a file's header fill it: a file that is too large takes long to read."""
     try:
         length = int.from_bytes(_opened(file, 8), "little")
         tensors = json.loads(_opened(file, 8 + min(length, _MOST_HEADER))[8:])

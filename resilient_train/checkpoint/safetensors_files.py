@@ -171,20 +171,20 @@ class Shares:
             file: Any = safe_open(path, framework="pt")
             boxes = json.loads((file.metadata() or {}).get(_BOXES, "null"))
             if not isinstance(boxes, dict) or not all(map(_is_box, boxes.values())):
-                raise ValueError(f"{path.name} does not say what its parts are of")
+                raise ValueError(f"{path.name} does not say which parts it holds")
             for name, spans in boxes.items():
                 part, box = file.get_slice(name), tuple((start, end) for start, end in spans)
                 if list(part.get_shape()) != [end - start for start, end in box]:
-                    raise ValueError(f"{name:.120} in {path.name} is not of the shape that is said of it")
+                    raise ValueError(f"{name:.120} in {path.name} has another shape than the file's header says")
                 self._found.setdefault(name, []).append((box, part.get_dtype(), _reader(file, name)))
 
     def take(self, name: str, shape: list[int], dtype: torch.dtype, home: torch.device | None) -> UnreadTensor:
         """The tensor of a name, once; ValueError where its parts do not make it up."""
         parts = self._found.pop(name, [])
         if any(kind != NAMES[dtype] for _, kind, _ in parts):
-            raise ValueError(f"{name:.120} is of another type in the files of the ranks")
+            raise ValueError(f"{name:.120} has another dtype in the ranks' shares")
         if not covers(shape, [box for box, _, _ in parts]):
-            raise ValueError(f"the parts of {name:.120} do not make up a whole")
+            raise ValueError(f"the parts of {name:.120} do not add up to the full tensor")
         return UnreadTensor(torch.Size(shape), dtype, home, [(box, read) for box, _, read in parts])
 
     @property

@@ -23,19 +23,10 @@ from safetensors.torch import load_file
 
 from resilient_train import files
 from resilient_train.checkpoint import manifest as manifests
-from resilient_train.checkpoint.manifest import (
-    CANDIDATE,
-    DEMOTED,
-    MANIFEST,
-    UNKNOWN_FORMAT,
-    VERIFIED,
-    WEIGHTS,
-    Damaged,
-    Manifest,
-)
+from resilient_train.checkpoint.manifest import MANIFEST, VERIFIED, WEIGHTS, Damaged, Manifest
 from resilient_train.checkpoint.safetensors_files import NAMES, SharedWrite, chunks, collect_shares, write_share
 from resilient_train.checkpoint.tree_files import SerializedTree, load_tree
-from resilient_train.files import Written, commit_directory, commit_text, remove, sweep, temporary, write_file
+from resilient_train.files import Written
 
 CHECKPOINTS = "checkpoints"  # its name in a run directory
 
@@ -60,7 +51,7 @@ class Entry:
     @property
     def is_usable(self) -> bool:
         """Say whether a run may resume from it, as far as its manifest says."""
-        return self.manifest is not None and self.manifest.kind != DEMOTED
+        return self.manifest is not None and self.manifest.kind != manifests.DEMOTED
 
     @property
     def manifest_step(self) -> int:
@@ -122,26 +113,26 @@ class Store:
         try:
             written = tree.write(new)
             if shared is None:
-                written[WEIGHTS] = write_file(new / WEIGHTS, chunks(usual))
+                written[WEIGHTS] = files.write_file(new / WEIGHTS, chunks(usual))
             else:
                 began = time.monotonic()
                 write_share(new, shared, lambda: tree.sharded)
                 written |= collect_shares(new, shared, time.monotonic() - began)
             manifest = describe(written)
-            write_file(new / MANIFEST, [manifest.text().encode()])
+            files.write_file(new / MANIFEST, [manifest.text().encode()])
             path, number = self.path / f"step-{manifest.step:08}", 2
             while path.exists():  # after a rewind a run comes to the same step again
                 path, number = self.path / f"step-{manifest.step:08}.{number}", number + 1
-            commit_directory(new, path)
+            files.commit_directory(new, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                remove(new)
+                files.remove(new)
             raise
         return Entry(path, manifest)
 
     def write_share(self, parts: Callable[[], Mapping[str, Any]], shared: SharedWrite) -> None:
         """Write what a rank other than 0 holds of a checkpoint."""
-        new = temporary(self.path / f"new-{shared.label}")
+        new = files.temporary(self.path / f"new-{shared.label}")
         write_share(new, shared, lambda: SerializedTree({"parts": dict(parts()), "memory": {}}).sharded)
 
     @staticmethod
@@ -172,13 +163,13 @@ class Store:
         """Change what a checkpoint is: verified now, or demoted."""
         assert entry.manifest is not None
         manifest = replace(entry.manifest, kind=kind)
-        commit_text(entry.path / MANIFEST, manifest.text())
+        files.commit_text(entry.path / MANIFEST, manifest.text())
         return Entry(entry.path, manifest)
 
     def demote(self, since: int) -> list[Entry]:
         """Mark what is newer than the newest step to be trusted."""
         newer = [one for one in self.usable() if one.manifest is not None and one.manifest.step > since]
-        return [self.mark(one, DEMOTED) for one in newer]
+        return [self.mark(one, manifests.DEMOTED) for one in newer]
 
     def prune(self, keep: int, keep_every: int, reference: int | None = None) -> None:
         """Remove old ones; what is not verified goes once something newer is. What cannot be removed stays."""
@@ -191,30 +182,31 @@ class Store:
             kept |= {one.path for one in [one for one in verified if one.manifest_step <= reference][:1]}
         kept |= {one.path for one in verified if keep_every and one.manifest and not one.manifest.step % keep_every}
         newer = entries[: entries.index(verified[0])]
-        kept |= {one.path for one in newer if one.manifest is not None and one.manifest.kind == CANDIDATE}
+        kept |= {one.path for one in newer if one.manifest is not None and one.manifest.kind == manifests.CANDIDATE}
         for one in entries:
-            if one.path not in kept and not one.damage.startswith(UNKNOWN_FORMAT):  # a newer version may read it
+            is_of_newer_version = one.damage.startswith(manifests.UNKNOWN_FORMAT)
+            if one.path not in kept and not is_of_newer_version:
                 with contextlib.suppress(OSError):
-                    hidden = temporary(one.path)  # an interrupted removal leaves no half checkpoint
+                    hidden = files.temporary(one.path)  # an interrupted removal leaves no half checkpoint
                     files.disk.rename(one.path, hidden)
-                    remove(hidden)
+                    files.remove(hidden)
 
     def sweep(self) -> None:
         """Remove what kills have left behind."""
-        sweep(self.path.resolve())  # somebody may have given it another disk
+        files.sweep(self.path.resolve())  # it may be a link to another disk
         for entry in self.entries():
-            sweep(entry.path)
+            files.sweep(entry.path)
 
     def _make_new(self, shared: SharedWrite | None) -> Path:
         """Make the directory in which a checkpoint is written before it has a name: rank 0 does it for all."""
         if not self.path.is_dir():
             files.disk.make_directory(self.path)
             files.sync_directory(self.path.parent)
-        new = temporary(self.path / ("new" if shared is None else f"new-{shared.label}"))
+        new = files.temporary(self.path / ("new" if shared is None else f"new-{shared.label}"))
         if shared is not None:
-            sweep(self.path.resolve())  # another rank may have left files of a checkpoint that failed
+            files.sweep(self.path.resolve())  # another rank may have left files of a checkpoint that failed
         elif new.exists():
-            remove(new)
+            files.remove(new)
         files.disk.make_directory(new)
         return new
 

@@ -154,16 +154,10 @@ class _Reading:
 
     def node(self, node: Any) -> Tree:
         match node:
-            case dict():
-                return self._described(node)
             case list():
                 return [self.node(value) for value in node]
             case float() if not math.isfinite(node):
                 raise ValueError(f"it has a bare {node}")
-        return node
-
-    def _described(self, node: dict[str, Any]) -> Tree:
-        match node:
             case {"dict": dict(values), **rest} if not rest:
                 return {key: self.node(value) for key, value in values.items()}
             case {"items": list(items), **rest} if not rest:
@@ -198,9 +192,11 @@ class _Reading:
                 return self._array(name, dtype, shape)
             case {"scalar": str(name), "dtype": str(dtype), "shape": [], **rest} if not rest:
                 return self._array(name, dtype, [])[()]
-        raise ValueError(f"it has an object it should not have, {_short(node)}")
+            case dict():
+                raise ValueError(f"it has an object it should not have, {_short(node)}")
+        return node
 
-    def _home(self, name: str, rest: dict[str, Any]) -> torch.device | None:
+    def _home(self, name: str, rest: dict[Any, Any]) -> torch.device | None:
         if rest.get("device") not in (None, self.device.type):
             raise ValueError(f"{name} was on another kind of device, {rest['device']!r:.60}")
         return self.device if "device" in rest else None

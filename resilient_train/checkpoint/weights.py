@@ -25,18 +25,6 @@ from resilient_train.checkpoint.manifest import WEIGHTS, Damaged, Manifest, veri
 from resilient_train.checkpoint.safetensors_files import NAMES, chunks, is_share
 from resilient_train.checkpoint.tree_files import load_tree
 from resilient_train.errors import ConfigError, in_one_line
-from resilient_train.files import (
-    commit,
-    commit_directory,
-    commit_text,
-    open_plain,
-    own_directory,
-    read_json,
-    remove,
-    sweep,
-    temporary,
-    write_file,
-)
 from resilient_train.state.sharded import full_tensor, own_class, reshard
 
 BEST, PRETRAINED = "best", "pretrained"  # their names in a run directory
@@ -62,7 +50,7 @@ def gathered(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
 
 def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Commit weights to a file."""
-    commit(path, chunks(tensors))
+    files.commit(path, chunks(tensors))
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:
@@ -99,7 +87,7 @@ def load_into(model: nn.Module, source: Path) -> None:
 
 
 def _loaded(file: Path) -> dict[str, torch.Tensor]:
-    open_plain(file).close()  # a pipe or a device would be waited for
+    files.open_plain(file).close()  # reading a pipe or a device would block
     return load_file(file)
 
 
@@ -128,8 +116,8 @@ class Best:
         self._pending: list[_Pending] = []  # two at most: one that will be verified soon, and the best since
         self._loss = math.inf
         self.step = 0  # of the weights there; 0 where there are none, or it is not known
-        sweep(self.path)
-        match None if self.path.is_symlink() else read_json(self.path / _BEST_METRICS):
+        files.sweep(self.path)
+        match None if self.path.is_symlink() else files.read_json(self.path / _BEST_METRICS):
             case dict(saved):
                 loss, step = saved.get("loss"), saved.get("step")
                 if isinstance(loss, int | float) and abs(loss) < sys.float_info.max:
@@ -157,10 +145,11 @@ class Best:
     def write(self) -> None:
         """Write the oldest. The weights come first: their metrics are also in their own file."""
         pending = self._pending[0]
-        own_directory(self.path)
+        files.own_directory(self.path)
         metrics = {"step": pending.step, **pending.metrics}
-        commit(self.path / WEIGHTS, chunks(pending.tensors, {name: str(value) for name, value in metrics.items()}))
-        commit_text(self.path / _BEST_METRICS, json.dumps(metrics, indent=2) + "\n")
+        as_text = {name: str(value) for name, value in metrics.items()}
+        files.commit(self.path / WEIGHTS, chunks(pending.tensors, as_text))
+        files.commit_text(self.path / _BEST_METRICS, json.dumps(metrics, indent=2) + "\n")
         self._loss, self.step = pending.metrics["loss"], pending.step
         with contextlib.suppress(ValueError):  # it was distrusted meanwhile. A disk that is full is tried again
             self._pending.remove(pending)
@@ -193,7 +182,7 @@ def describe(model: nn.Module, run_dir: Path) -> None:
     directory = run_dir / PRETRAINED
     directory.mkdir(exist_ok=True)
     for name, node in configs.items():
-        commit_text(directory / name, json.dumps(node, indent=2, sort_keys=True, default=str) + "\n")
+        files.commit_text(directory / name, json.dumps(node, indent=2, sort_keys=True, default=str) + "\n")
 
 
 def export(run_dir: Path, checkpoint: Path, to: Path) -> Manifest:
@@ -207,27 +196,27 @@ def export(run_dir: Path, checkpoint: Path, to: Path) -> Manifest:
     if (run_dir / PRETRAINED / _GENERATION).exists():
         configs[_GENERATION] = _json(run_dir / PRETRAINED / _GENERATION)
     manifest = verify(checkpoint)
-    new = temporary(to)
+    new = files.temporary(to)
     try:
         to.absolute().parent.mkdir(parents=True, exist_ok=True)
         if new.exists():
-            remove(new)
+            files.remove(new)
         files.disk.make_directory(new)
         for name, content in configs.items():
-            write_file(new / name, [content])
+            files.write_file(new / name, [content])
         if any(map(is_share, manifest.files)):
-            write_file(new / _MODEL, chunks(_joined(checkpoint)))
+            files.write_file(new / _MODEL, chunks(_joined(checkpoint)))
         else:
-            with open_plain(checkpoint / WEIGHTS, follow=False) as source:
-                copied = write_file(new / _MODEL, iter(lambda: source.read(_PIECE), b""))
+            with files.open_plain(checkpoint / WEIGHTS, follow=False) as source:
+                copied = files.write_file(new / _MODEL, iter(lambda: source.read(_PIECE), b""))
             if copied != manifest.files[WEIGHTS]:
                 raise Damaged(f"{WEIGHTS} changed while it was copied")
-        commit_directory(new, to)
+        files.commit_directory(new, to)
     except OSError as error:
         raise NotExportable(f"{to} cannot be written: {error.strerror or error}") from error
     finally:
         if new.exists():
-            remove(new)
+            files.remove(new)
     return manifest
 
 
@@ -238,7 +227,7 @@ def export_weights(checkpoint: Path, to: Path) -> Manifest:
     manifest = verify(checkpoint)
     try:
         to.absolute().parent.mkdir(parents=True, exist_ok=True)
-        commit(to, chunks(_joined(checkpoint)))
+        files.commit(to, chunks(_joined(checkpoint)))
     except OSError as error:
         raise NotExportable(f"{to} cannot be written: {error.strerror or error}") from error
     return manifest
@@ -254,7 +243,7 @@ def _joined(checkpoint: Path) -> dict[str, torch.Tensor]:
 def _json(file: Path) -> bytes:
     """What a file holds, if that is an object in JSON."""
     try:
-        with open_plain(file, follow=False) as opened:
+        with files.open_plain(file, follow=False) as opened:
             content = opened.read(_MOST_BYTES + 1)
         if len(content) <= _MOST_BYTES and isinstance(json.loads(content), dict):
             return content

@@ -81,11 +81,6 @@ class Writer:
         """Say whether it accepts a job now."""
         return self._job is None and time.monotonic() >= self._not_before
 
-    @property
-    def is_failing(self) -> bool:
-        """Say whether the last job failed."""
-        return self._pause > 0
-
     def offer(self, job: Job) -> None:
         """Write this in the background, in a new thread: none is left running after a run."""
         with self._changed:

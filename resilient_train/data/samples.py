@@ -16,7 +16,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from resilient_train.data.failed_rows import FailedRow, Retries, may_pass, no_watchdog, with_substitutes
 from resilient_train.data.rows import Collate, RepeatableBatches
-from resilient_train.data.stream import Key, Span, Stream
+from resilient_train.data.stream import Key, Ranges, Span, Stream
 from resilient_train.errors import StorageFailed, in_one_line
 from resilient_train.ranks.process_exit import exit_with_parent
 
@@ -88,6 +88,7 @@ class Samples(Protocol):
 
     position: int
     slicing: Slicing  # how an update's samples are cut up
+    skipped: Ranges  # positions that are passed over
     rows: int = 0  # that have an index, by which they can be fetched again and put in quarantine; 0: none has
 
     @property
@@ -105,9 +106,11 @@ class Samples(Protocol):
 
     def slice_as(self, slicing: Slicing) -> bool:
         """Slice the same samples of an update into other micro-batches from the next one on, if that is possible."""
+        return False
 
     def passed_over(self) -> list[tuple[int, int]]:
         """Return the positions that are passed over."""
+        return list(self.skipped)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the cursor is."""
@@ -165,7 +168,7 @@ class MapSamples(Samples):
     ) -> None:
         self.dataset, self.stream, self.slicing, self.collate = dataset, stream, slicing, collate
         self.num_workers, self.pin_memory = num_workers, pin_memory
-        self.rows = stream.rows
+        self.rows, self.skipped = stream.rows, stream.skipped
         self.position = 0
         self._here = RepeatableBatches(dataset, collate)
         self._plan = _Plan(stream, slicing)
@@ -176,7 +179,7 @@ class MapSamples(Samples):
 
     @property
     def next_start(self) -> int:
-        return self.stream.skipped.end_at(self.position)
+        return self.skipped.end_at(self.position)
 
     def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
         """Fetch the next update's samples and move past them; others replace rows that raise, which are named.
@@ -202,7 +205,7 @@ class MapSamples(Samples):
         self.load_state_dict({"position": update.start})
 
     def skip(self, start: int, stop: int) -> None:
-        self.stream.skipped.add(start, stop)
+        self.skipped.add(start, stop)
         self._batches = None
 
     def slice_as(self, slicing: Slicing) -> bool:
@@ -210,15 +213,12 @@ class MapSamples(Samples):
         self._plan, self._batches, self._loader = _Plan(self.stream, slicing), None, None
         return True
 
-    def passed_over(self) -> list[tuple[int, int]]:
-        return list(self.stream.skipped)
-
     def quarantine(self, rows: Iterable[int]) -> None:
         self.stream.quarantine(rows)
         self._batches = None
 
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
-        skipped = {at for low, high in self.stream.skipped for at in range(max(low, start), min(high, stop))}
+        skipped = {at for low, high in self.skipped for at in range(max(low, start), min(high, stop))}
         places = [at for at in range(start, stop) if at not in skipped]
         return tuple(sorted({key.row for at in places for key in self.stream.take(at, 1).keys}))
 

@@ -87,9 +87,6 @@ class IterableSamples(Samples):
         self.slicing = slicing
         return True
 
-    def passed_over(self) -> list[tuple[int, int]]:
-        return list(self.skipped)
-
     def state_dict(self) -> dict[str, Any]:
         if self._ahead:  # the data set itself is further on than the run
             ahead = self._ahead[0]
@@ -244,7 +241,7 @@ class LoaderSamples(Samples):
         self.loader, self.slicing, self.seed, self.device = loader, slicing, seed, device or torch.device("cpu")
         self.position = 0
         self._drawn = 0  # batches, by this run
-        self._skipped = Ranges()  # that the run had not reached yet
+        self.skipped = Ranges()  # that the run had not reached yet: others are used up and do not come again
         self._beat: Callable[[], None] = no_watchdog
         self._used_up = 0  # up to here, as positions were counted before a rewind, batches are used up
         self._batches: Iterator[Any] | None = None
@@ -255,7 +252,7 @@ class LoaderSamples(Samples):
 
     @property
     def next_start(self) -> int:
-        return self.position if self._ahead else self._skipped.end_at(self.position)
+        return self.position if self._ahead else self.skipped.end_at(self.position)
 
     def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
         self._beat = beat
@@ -291,18 +288,12 @@ class LoaderSamples(Samples):
             self.position = self._ahead.popleft().stop
         at = max(self.position, self._used_up)
         if at == self.position <= start:
-            self._skipped.add(start, stop)
+            self.skipped.add(start, stop)
             return
         with preserved(self.device):
             while not self._ahead and start <= at < stop:
                 self._fetch()
                 at += self.slicing.samples
-
-    def slice_as(self, slicing: Slicing) -> bool:
-        return False  # its batches are what they are
-
-    def passed_over(self) -> list[tuple[int, int]]:
-        return list(self._skipped)  # the others are gone and do not come again
 
     def state_dict(self) -> dict[str, Any]:
         ahead = len(self._ahead) * self.slicing.accumulation  # another process has to draw them once more

@@ -37,7 +37,6 @@ class Origin:
     call: int  # the number of the call in its forward
     line: Line | None
     inputs: tuple[Mapping[str, Any], ...] = ()
-    node: str = ""  # what the backward of it consists of
     is_total: bool = False  # its result is a single number
     after: Origin | None = None  # the first patched operation that broke on the way to it: this one is a consequence
 
@@ -57,7 +56,6 @@ class Seen:
     of_loss: Origin | None = None  # of the value that made the loss what it is
     backward: Origin | None = None  # the first one
     inputs: tuple[Mapping[str, Any], ...] = ()  # of the call that was asked for
-    calls: int = 0
 
 
 class Microscope(TorchFunctionMode):
@@ -75,7 +73,7 @@ class Microscope(TorchFunctionMode):
         self._armored = armored
         self.seen = Seen()
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._look_at = look_at
+        self._look_at, self._calls = look_at, 0
         # By id, what is not finite and where that comes from, None if on purpose. Tensors are held: ids are reused.
         self._origins: dict[int, tuple[Tensor, Origin | None]] = {}
         self._nodes: dict[Any, _Call] = {}
@@ -94,8 +92,8 @@ class Microscope(TorchFunctionMode):
         inputs = _floating((args, {key: value for key, value in kwargs.items() if key != "out"}))
         in_place = is_in_place(name)
         was = [_kinds(one) for one in inputs] if in_place else []
-        call = _Call(self.seen.calls, op_name(name), user_line(self._names))
-        self.seen.calls += 1
+        call = _Call(self._calls, op_name(name), user_line(self._names))
+        self._calls += 1
         if call.number == self._look_at:
             self.seen.inputs = _statistics(inputs)
         result = func(*args, **kwargs)
@@ -222,12 +220,9 @@ class Microscope(TorchFunctionMode):
                         self.seen.backward = call.of_inputs
                         return
                     kind = "nan" if "nan" in after else "inf"
-                    name = node.name().removesuffix("Backward0").removesuffix("Backward")
                     # A slope that is merely too large comes of all that the loss is computed from.
                     first = self._after([node, *self._losses] if is_plain(call.op) else [node], call.op)
-                    self.seen.backward = Origin(
-                        "backward", call.op, kind, call.number, call.line, (), name, after=first
-                    )
+                    self.seen.backward = Origin("backward", call.op, kind, call.number, call.line, after=first)
 
         self._hooks.append(node.register_hook(passed))
 

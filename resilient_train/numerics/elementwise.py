@@ -114,19 +114,21 @@ def _is_unsupported(value: Any) -> bool:
     return is_tiny or value.is_complex() or value.layout is not torch.strided
 
 
-@instead_of(torch.log)
-def log(input: Tensor) -> Tensor:
-    return _log(torch.log, input, 1.0)
+def _logarithm(bare: Callable[[Tensor], Tensor], scale: float) -> Callable[[Tensor], Tensor]:
+    """`scale` times the input is the reciprocal of the slope."""
+
+    @instead_of(bare)
+    def logarithm(input: Tensor) -> Tensor:
+        x = real(input)
+        flatness = x if scale == 1.0 else x.detach() * scale
+        return bare(torch.where(flatness <= edge(x.dtype), eps(x.dtype), x))
+
+    return logarithm
 
 
-@instead_of(torch.log2)
-def log2(input: Tensor) -> Tensor:
-    return _log(torch.log2, input, math.log(2))
-
-
-@instead_of(torch.log10)
-def log10(input: Tensor) -> Tensor:
-    return _log(torch.log10, input, math.log(10))
+log = _logarithm(torch.log, 1.0)
+log2 = _logarithm(torch.log2, math.log(2))
+log10 = _logarithm(torch.log10, math.log(10))
 
 
 @instead_of(torch.log1p)
@@ -171,14 +173,17 @@ def reciprocal(input: Tensor) -> Tensor:
     return _settle(pole | overflows((value * value).to(x.dtype)), value, torch.reciprocal, x)
 
 
-@instead_of(torch.acos)
-def acos(input: Tensor) -> Tensor:
-    return _arc(torch.acos, input)
+def _arc(bare: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    @instead_of(bare)
+    def arc(input: Tensor) -> Tensor:
+        x = real(input)
+        return _settle(x.detach().abs() >= 1.0 - reach(x.dtype), bare(x.detach().clamp(-1.0, 1.0)), bare, x)
+
+    return arc
 
 
-@instead_of(torch.asin)
-def asin(input: Tensor) -> Tensor:
-    return _arc(torch.asin, input)
+acos = _arc(torch.acos)
+asin = _arc(torch.asin)
 
 
 @instead_of(torch.atanh)
@@ -251,17 +256,6 @@ def _settle(bad: Tensor, value: Tensor, operation: Callable[..., Tensor], *input
     """
     harmless = (torch.where(bad, 0.5, _alike(x, value)) if isinstance(x, Tensor) else x for x in inputs)
     return torch.where(bad, value, operation(*harmless))
-
-
-def _log(bare: Callable[[Tensor], Tensor], input: Tensor, scale: float) -> Tensor:
-    x = real(input)
-    flatness = x if scale == 1.0 else x.detach() * scale  # the reciprocal of the slope
-    return bare(torch.where(flatness <= edge(x.dtype), eps(x.dtype), x))
-
-
-def _arc(bare: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    x = real(input)
-    return _settle(x.detach().abs() >= 1.0 - reach(x.dtype), bare(x.detach().clamp(-1.0, 1.0)), bare, x)
 
 
 def _still(x: Tensor | Number, value: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ _ENGINES = {
 def refuse_what_is_not_supported(environment: Mapping[str, str] | None = None) -> None:
     """Raise ConfigError where the run would silently be something else than what the launcher was asked for."""
     environment = os.environ if environment is None else environment
-    _refuse_odd_numbers(environment)
+    _refuse_bad_numbers(environment)
     for name, why in _ENGINES.items():
         if environment.get(name, "").lower() in ("true", "1", "yes"):
             raise ConfigError(name, environment[name], why)
@@ -57,7 +57,7 @@ def refuse_what_would_be_single(*, has_device: bool) -> None:
 def refuse_what_became_single(size: int) -> None:
     """Raise ConfigError where the processes that were launched did not become one run."""
     if size != (launched := int(os.environ.get("WORLD_SIZE", "1"))):
-        why = f"{launched} processes were launched, and a run of {size} came of it: start them with torchrun"
+        why = f"{launched} processes were launched, but the run has {size}: start them with torchrun"
         raise unusable("WORLD_SIZE", why)
 
 
@@ -75,13 +75,14 @@ def launched_rank() -> int:
     return int(rank) if rank.isdecimal() and size.isdecimal() and int(rank) < int(size) else 0
 
 
-def _refuse_odd_numbers(said: Mapping[str, str]) -> None:
+def _refuse_bad_numbers(environment: Mapping[str, str]) -> None:
     alone = "launchers such as torchrun set it; for a run of one process unset RANK and WORLD_SIZE"
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        if name in said and re.fullmatch(r"-?\d{1,9}", said[name]) is None:
-            raise ConfigError(name, said[name], f"must be a whole number: {alone}")
-    if "RANK" in said and "WORLD_SIZE" in said and not 0 <= int(said["RANK"]) < int(said["WORLD_SIZE"]):
-        raise ConfigError("RANK", said["RANK"], f"must be from 0 to below WORLD_SIZE={said['WORLD_SIZE']}: {alone}")
+        if name in environment and re.fullmatch(r"-?\d{1,9}", environment[name]) is None:
+            raise ConfigError(name, environment[name], f"must be a whole number: {alone}")
+    rank, size = environment.get("RANK"), environment.get("WORLD_SIZE")
+    if rank is not None and size is not None and not 0 <= int(rank) < int(size):
+        raise ConfigError("RANK", rank, f"must be from 0 to below WORLD_SIZE={size}: {alone}")
 
 
 def hosts(size: int) -> int:

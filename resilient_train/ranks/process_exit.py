@@ -140,7 +140,7 @@ def warn_of_running_threads() -> None:
         running = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
         if running:
             names = ", ".join(one.name for one in running)
-            print(f"the run has ended; its process waits for a thread that is no daemon: {names}", file=sys.stderr)
+            print(f"the run has ended; its process waits for non-daemon threads: {names}", file=sys.stderr)
 
     timer = threading.Timer(_STAYS_S, warn)
     timer.daemon = True

@@ -14,15 +14,14 @@ from typing import Any
 from resilient_train.errors import ConfigError, DirectoryInUse
 from resilient_train.files import commit_text, is_left_over, read_json, read_plain, remove, sync_directory
 from resilient_train.ranks.lock import LOCK, DirectoryLock
+from resilient_train.record.endings import CHECKPOINTS, CONFIG, SUMMARY
 from resilient_train.record.journal import JOURNAL, read
 from resilient_train.secrets import masked
 
-_OURS = "config.yaml"
 _LAUNCH = ".launch"
-CHECKPOINTS = "checkpoints"  # its name in a run directory
-_OF_A_START = (
-    *(_OURS, "train.log", JOURNAL, "incidents.jsonl", "progress", "summary.json", "mlflow.json", ".place", _LAUNCH),
-    LOCK,  # it last
+_OF_A_START = (  # the lock last
+    *(CONFIG, "train.log", JOURNAL, "incidents.jsonl", "progress", SUMMARY, "mlflow.json", ".place"),
+    *(_LAUNCH, LOCK),
 )
 
 
@@ -32,21 +31,17 @@ class RunDirectory:
 
     path: Path
     finished: dict[str, Any] | None = None  # the summary of a run that is complete already, or gave up
-    goes_on: bool = False  # a run that began there is taken up
-    changes: dict[str, str] = field(default_factory=dict)  # of its configuration since, by key
-    is_new: bool = False  # there was nothing in it
-    is_made: bool = False  # nor was it there
+    resumes: bool = False  # a run that began there
+    changes: dict[str, str] = field(default_factory=dict)  # of its configuration since then, by key
+    is_new: bool = False  # it was empty
+    is_made: bool = False  # it did not exist
 
     @property
     def config(self) -> Path:
-        return self.path / _OURS
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
+        return self.path / CONFIG
 
     def was_launched_here(self) -> None:
-        """Note who started it, so that a restart by the same launcher is known as one, and can be waited for."""
+        """Note the launcher, so that its restarts are recognized, and can be waited for."""
         if (launch := _launch()) is not None:
             commit_text(self.path / _LAUNCH, launch + "\n")
 
@@ -60,8 +55,8 @@ class RunDirectory:
         except OSError:
             return False
 
-    def take_away(self) -> None:
-        """Leave nothing of a start that came to nothing; all of it where there is more, which nobody could explain."""
+    def remove_start(self) -> None:
+        """Remove the files of a start that was refused; none of them if there are any others."""
         with contextlib.suppress(OSError):
             if set(os.listdir(self.path)) - set(_OF_A_START):
                 return
@@ -79,11 +74,10 @@ class RunDirectory:
 def claim(
     path: Path, *, steps: int, resume: str, is_unchanged: Callable[[Path], bool]
 ) -> tuple[RunDirectory, DirectoryLock]:
-    """Lock `path` for a run of `steps` updates; with `resume` never the next directory beside it that is free.
+    """Lock `path` for a run of `steps` updates; with `resume` never the next sibling that is free.
 
-    A directory that no update was made in is taken over. One that holds the complete run is handed back with its
-    summary, and so is one that gave up if its config.yaml `is_unchanged`: it would give up again. One that holds
-    anything else is gone on with.
+    A directory without any update is reused. One that holds the complete run is returned with its summary, and so is
+    one that gave up if its config.yaml `is_unchanged`: it would give up again. Any other run resumes.
     """
     path = path.absolute()
     for candidate in _names(path):
@@ -93,34 +87,30 @@ def claim(
             if resume == "never":
                 continue
             raise
-        summary = read_json(directory.summary)
-        done = summary.get("steps") if isinstance(summary, dict) else None
-        if not directory.config.exists() or (_is_untouched(directory, summary) and resume != "never"):
+        node = read_json(directory.path / SUMMARY)
+        summary = node if isinstance(node, dict) else {}
+        has_no_update = summary.get("ticks") == 0 and not (directory.path / CHECKPOINTS).exists()
+        if not directory.config.exists() or (has_no_update and resume != "never"):
             directory.is_new = not directory.config.exists()
             directory.was_launched_here()
             return directory, lock
         if resume != "never":
-            is_complete = isinstance(done, int) and done >= steps and summary.get("status") == "completed"
-            gave_up = isinstance(summary, dict) and summary.get("status") == "gave_up"
-            is_finished = is_complete or (gave_up and is_unchanged(directory.config))
+            done, status = summary.get("steps"), summary.get("status")
+            is_complete = isinstance(done, int) and done >= steps and status == "completed"
+            is_finished = is_complete or (status == "gave_up" and is_unchanged(directory.config))
             if is_finished and (resume == "auto" or masked(resume) in _sources(directory.path)):
                 directory.finished = summary
         if resume != "never" or directory.is_of_this_launch():
-            directory.goes_on = directory.finished is None
-            if directory.goes_on:
+            directory.resumes = directory.finished is None
+            if directory.resumes:
                 directory.was_launched_here()
             return directory, lock
         lock.release()
     raise AssertionError("names never end")
 
 
-def _is_untouched(directory: RunDirectory, summary: Any) -> bool:
-    """Say whether no update was ever made there."""
-    return isinstance(summary, dict) and summary.get("ticks") == 0 and not (directory.path / CHECKPOINTS).exists()
-
-
 def _sources(run_dir: Path) -> set[str]:
-    """The checkpoints that the run was led back to, by name."""
+    """Return the checkpoints that the run was resumed from by name."""
     try:
         return {str(entry.get("source")) for entry in read(run_dir / JOURNAL) if entry["kind"] == "taken_up_from"}
     except OSError:
@@ -128,7 +118,7 @@ def _sources(run_dir: Path) -> set[str]:
 
 
 def _launch() -> str | None:
-    """What is the same for all restarts of one launch; None where nothing restarts."""
+    """Name what all restarts of one launch share; None where nothing restarts."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return f"agent {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
     return f"slurm {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else None
@@ -136,14 +126,14 @@ def _launch() -> str | None:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Somebody who may start a run again."""
+    """What may restart a run."""
 
     name: str
-    is_seen: bool  # to be there still; of another host, or of a queue, nobody can tell from here
+    is_seen: bool  # alive; that of another host, or a queue, cannot be seen from here
 
 
 def launcher_of(run_dir: Path) -> Launcher | None:
-    """Return who may start the newest process of a run again; None where nobody is left who would."""
+    """Return what may restart the newest process of a run; None where nothing would."""
     try:
         words = read_plain(run_dir / _LAUNCH).decode(errors="replace").split()
     except OSError:
@@ -159,7 +149,7 @@ def launcher_of(run_dir: Path) -> Launcher | None:
 
 
 def _is_restart() -> bool:
-    """Say whether a launcher has started this for another time."""
+    """Say whether a launcher has restarted this process."""
     return any(os.environ.get(name, "0") != "0" for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
 
 
@@ -168,13 +158,13 @@ def _claim(path: Path) -> tuple[RunDirectory, DirectoryLock]:
         require_no_dangling_link("run.dir", path)
         is_made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):  # so that a power cut does not lose the name of the directory itself
+        with contextlib.suppress(OSError):  # so that a power cut does not lose the directory itself
             sync_directory(path.parent)
-        names = [] if (path / _OURS).exists() else sorted(one.name for one in path.iterdir())
-        if strangers := [name for name in names if name != LOCK and not is_left_over(name)]:
-            why = f"holds files that are not a run ({', '.join(strangers[:3])}): choose another directory"
-            if JOURNAL in strangers:
-                why = f"holds a run whose {_OURS} is missing: put it back, or choose another directory"
+        names = [] if (path / CONFIG).exists() else sorted(one.name for one in path.iterdir())
+        if unexpected := [name for name in names if name != LOCK and not is_left_over(name)]:
+            why = f"holds files that are not a run ({', '.join(unexpected[:3])}): choose another directory"
+            if JOURNAL in unexpected:
+                why = f"holds a run whose {CONFIG} is missing: put it back, or choose another directory"
             raise ConfigError("run.dir", path, why)
         lock = DirectoryLock(path)
         for file in path.iterdir():

@@ -20,7 +20,7 @@ from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.journal import JOURNAL, Entry, Journal
 from resilient_train.record.surroundings import RESUME, Surroundings, Timed
 from resilient_train.types import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals, kind_of
-from resilient_train.wording import log, outcome_told, told
+from resilient_train.wording import describe, describe_outcome, log
 
 INCIDENTS = "incidents.jsonl"  # its name in a run directory
 
@@ -126,7 +126,7 @@ class IncidentLog:
         self._surroundings.treated(incident)
         if lasts:
             self._lasting.add(incident.id)
-        log.warning("%s", told(incident))
+        log.warning("%s", describe(incident))
 
     def amend(self, incident: Incident) -> None:
         """Note what else is known of an incident that was treated."""
@@ -164,7 +164,7 @@ class IncidentLog:
         else:
             self._surroundings.closed(incident)
         if incident.outcome is Outcome.RECOVERED:  # what recurs is reported by the incident that it recurs in
-            log.info("%s", outcome_told(incident, healthy_steps))
+            log.info("%s", describe_outcome(incident, healthy_steps))
 
     def accepted(self, step: int, *, after: int, is_held: bool) -> None:
         """The `step`-th accepted update was healthy: close what has recovered, `after` steps beyond where the run was.

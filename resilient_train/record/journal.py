@@ -41,10 +41,10 @@ _SEALED = re.compile(rb'(?P<body>\{.*), "crc": "(?P<crc>[0-9a-f]{8})"\}')
 
 
 class Journal:
-    """An append-only file that its one writer opens; everybody else calls `read`."""
+    """An append-only file that its one writer opens; all others call `read`."""
 
     def __init__(self, path: Path) -> None:
-        """Read back what is there, and cut off what a kill left half written."""
+        """Read back what is there, and cut off an entry that a kill left half written."""
         self.path = path
         try:
             content = read_plain(path)
@@ -78,8 +78,8 @@ class Journal:
         assert not _OURS & fields.keys(), f"the journal itself sets {', '.join(sorted(_OURS & fields.keys()))}"
         with self._lock:
             number = self.entries[-1]["n"] + 1 if self.entries else 1
-            told = {"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, **masked_tree(plain(fields))}
-            text = json.dumps(told)
+            line = {"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, **masked_tree(plain(fields))}
+            text = json.dumps(line)
             entry: Entry = json.loads(text)  # the same in memory as when it is read back
             self.entries.append(entry)
             self._waiting.append(seal(text))
@@ -117,14 +117,14 @@ class Journal:
             os.close(file)
 
     def _append(self) -> int:
-        """Put the waiting lines behind the last whole entry, and return where they end."""
+        """Write the waiting lines after the last whole entry, and return where they end."""
         start, lines = self._end, b"".join(self._waiting)
         file = files.disk.open(self.path)
         try:
             size = os.fstat(file).st_size
-            if size < start:  # somebody emptied or removed it: writing on at the old place would leave a hole
+            if size < start:  # it was emptied or removed: writing at the old place would leave a hole
                 start, lines = 0, b"".join(seal(json.dumps(entry)) for entry in self.entries)
-            if size > start:  # a write that failed half way, perhaps only in its sync: nobody knows what it left
+            if size > start:  # a write that failed half way, perhaps only in its sync: what it left is unknown
                 files.disk.truncate(file, start)
             end = start + write_all(file, lines, start)
             files.disk.sync(file)
@@ -149,7 +149,7 @@ def damaged_lines(path: Path) -> int:
 
 
 def plain(value: Any) -> Any:
-    """Return the nearest that every reader of JSON takes: NaN, infinities and strange objects become their text."""
+    """Return the nearest that every reader of JSON takes: NaN, infinities and other objects become their text."""
     match value:
         case None | bool():
             return value
@@ -171,7 +171,7 @@ def _parse(content: bytes) -> tuple[list[Entry], int, int]:
     """Return the whole entries, where the last one ends, and how many lines before that are damaged.
 
     What follows a damaged line is kept: each entry is a fact of its own that its checksum vouches for, and a drill that
-    is forgotten fires again. A damaged line in the middle stays in the file; it is a person's to look at.
+    is forgotten fires again. A damaged line in the middle stays in the file; a person may look at it.
     """
     entries: list[Entry] = []
     damaged = suspects = offset = end = 0

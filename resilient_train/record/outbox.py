@@ -1,11 +1,11 @@
-"""What is on its way to an experiment tracker, written down before anybody asks whether the tracker is there.
+"""What is to be uploaded to an experiment tracker, written to disk first, whether the tracker can be reached or not.
 
 Each line is an entry, sealed as in the journal:
 
     {"n": 17, "at": 1767225600000, "kind": "metrics", "tick": 400, "values": {"loss": 2.31}, "crc": "5f3a9c01"}
 
-The first one, `opened`, holds a key that nobody else has; `began` and `ended` mark the processes of a run; `metrics`,
-`params` and `artifact` are what there is to show. A process of its own delivers it (`delivery`), now or another day.
+The first one, `opened`, holds a key of its own; `began` and `ended` mark the processes of a run; `metrics`,
+`params` and `artifact` are what there is to show. A process of its own uploads it, now or another day.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ class Outbox:
             self._is_failing = False
 
     def _write(self, is_last: bool) -> None:
-        """Put what waits behind the last whole entry."""
+        """Write what waits after the last whole entry."""
         file = files.disk.open(self.path)
         try:
             size = os.fstat(file).st_size
-            if self._end < 0 or size < self._end:  # not looked at yet, or somebody took it away
+            if self._end < 0 or size < self._end:  # not looked at yet, or it was removed
                 self._number, self._end = _last(file, size)
             if self._end == 0 and not self._sealed:
                 began = self._waiting[0]["at"]  # not after what it holds
@@ -123,7 +123,7 @@ class Outbox:
 
 
 def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
-    """Yield the entries behind byte `start`, each with where it ends; None for a line that is damaged."""
+    """Yield the entries after byte `start`, each with where it ends; None for a line that is damaged."""
     with open_plain(path) as file:
         end = start if start <= os.fstat(file.fileno()).st_size else 0
         file.seek(end)
@@ -159,4 +159,4 @@ def _last(file: int, size: int) -> tuple[int, int]:
         if entry is not None:
             return entry["n"], end
         tail = tail[: tail.rfind(b"\n") + 1]
-    return 0, end if start else 0  # of a longer stretch that nobody can read, nothing is taken away
+    return 0, end if start else 0  # a longer stretch that cannot be read is kept

@@ -82,7 +82,7 @@ class Quarantine:
         self.given += len(self._rows) - before
 
     def _recall(self, file: Path, *, data_may_differ: bool) -> None:
-        """Take up the run's own list; without one that is damaged the run goes on all the same."""
+        """Read the run's own list; a damaged one does not stop the run."""
         here = self._fingerprint()
         try:
             listed = _read(file, None if data_may_differ else here)
@@ -93,7 +93,7 @@ class Quarantine:
             why = f"{error}; give the run its own data, or take it as it is (data_changed=accept)"
             raise unusable(str(file), why) from error
         except (OSError, ValueError) as error:
-            _log.error("%s cannot be used and is put aside: %s", file, error)
+            _log.error("%s cannot be used and is renamed: %s", file, error)
             with contextlib.suppress(OSError):
                 file.replace(file.with_name(f"{file.name}.damaged"))
 
@@ -114,7 +114,7 @@ class Quarantine:
 
 
 def reasons(run_dir: Path) -> dict[int, str]:
-    """Return the rows that a run has put away, and why, for a person to read; of what is damaged, nothing."""
+    """Return the rows in quarantine, and why, for a person to read; of what is damaged, nothing."""
     content = read_json(run_dir / QUARANTINE)
     rows = content.get("rows") if isinstance(content, dict) else None
     listed = [one for one in rows if isinstance(one, dict)] if isinstance(rows, list) else []
@@ -166,7 +166,7 @@ def _is_fingerprint(node: dict[str, Any]) -> bool:
 
 
 def _other(listed: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """Say how the data set of a list differs from the one that is here; rows that repeat in neither tell nothing."""
+    """Say how the data set of a list differs from this one; rows that differ at each fetch prove nothing."""
     theirs, ours = (f"{one['dataset']} ({one['rows']:,} rows)" for one in (listed, here))
     if theirs != ours:
         return f"lists rows of {theirs}, and this data set is {ours}"

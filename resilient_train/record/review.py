@@ -123,7 +123,7 @@ def verdict(story: Story) -> tuple[str, str]:
             left = next(one for one in reversed(story.incidents) if one.outcome is Outcome.UNRECOVERED)
             what = f"incident {left.id:,} ({noticed(left.anomaly, by_name=False)}, step {left.anomaly.step:,})"
             why = f"after {what} {left_to_the_end(left)}"
-            return "Not recovered, somebody has to look", f"{where}; {why}. In all, {met}.{cost}"
+            return "Not recovered, needs attention", f"{where}; {why}. In all, {met}.{cost}"
         case "no_progress":
             first, final = ((story.summary or {}).get(key) for key in ("first_loss", "final_loss"))
             losses = [f"{one:.4g}" for one in (first, final) if type(one) in (int, float)]
@@ -131,7 +131,7 @@ def verdict(story: Story) -> tuple[str, str]:
             return f"The loss did not fall{why}", f"{where}; {met}.{cost}"
         case "gave_up":
             why = "".join(f": {noticed(one.anomaly, by_name=False)}, {why_of(one)}" for one in story.incidents[-1:])
-            return "Gave up, somebody has to look", f"{where}{why}. In all, {met}.{cost}"
+            return "Gave up, needs attention", f"{where}{why}. In all, {met}.{cost}"
         case "preempted":
             return "Stopped on request", f"{where}; {met}.{cost}"
     return "Failed", f"{where}{f': {story.why}' if story.why else ''}. In all, {met}.{cost}"
@@ -161,7 +161,7 @@ def active_remedies(remedies: Mapping[str, Any] | None) -> list[str]:
     lines = _knobs(knobs) if isinstance(knobs, Mapping) else []
     armor = remedies.get("armor")
     patches = [one for one in armor if isinstance(one, Mapping)] if isinstance(armor, list) else []
-    lines += [f"armor around `{one.get('op')}`, `{one.get('file')}:{one.get('line')}`" for one in patches]
+    lines += [f"patched: `{one.get('op')}`, `{one.get('file')}:{one.get('line')}`" for one in patches]
     if rows := _wholes(remedies.get("quarantined")):
         lines.append(f"{rows_named(rows)} in quarantine")
     spans = remedies.get("skipped")
@@ -202,7 +202,7 @@ def incidents_met(incidents: Sequence[Incident]) -> str:
         left += [(outcomes[None], "open"), (again, "came back")]
         return f"{met}, {', '.join(f'{count:,} {what}' for count, what in left if count)}"
     if again:
-        return f"{met}, {again:,} of which came back before the cure held"
+        return f"{met}, {again:,} needed a second treatment"
     return f"{met}, {'it did not come' if len(incidents) == 1 else 'none of which came'} back"
 
 

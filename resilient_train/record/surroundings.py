@@ -20,7 +20,7 @@ from resilient_train.types import Incident, Vitals
 
 FOLDER = "incidents"  # its name in a run directory
 BEFORE = AFTER = 100  # attempted updates
-_MOST_BYTES = 2**20  # of a table: one of ours has a fortieth of that
+_MOST_BYTES = 2**20  # of a table: it usually has a fortieth of that
 
 DETECT, DIAGNOSE, DECIDE, REWIND, REMEDY = "detect", "diagnose", "decide", "rewind", "remedy"
 RESUME = "resume"  # known later than the others

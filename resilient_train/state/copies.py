@@ -88,7 +88,7 @@ class Frozen:
     """
 
     def __init__(self) -> None:
-        self._shared: dict[str, _Shared] = {}
+        self.shared: dict[str, _Shared] = {}  # by the names of the weights
         self._moving: set[str] = set()
 
     def moving(self, weights: Mapping[str, torch.Tensor]) -> set[str]:
@@ -98,15 +98,15 @@ class Frozen:
         digests waits for the device, once a snapshot and only where weights are frozen and were never seen to change.
         """
         frozen = {name: weight for name, weight in weights.items() if not weight.requires_grad}
-        self._shared = {name: one for name, one in self._shared.items() if name in frozen}
+        self.shared = {name: one for name, one in self.shared.items() if name in frozen}
         self._moving |= {name for name, weight in frozen.items() if not _is_plain(weight)}
         still = [name for name in frozen if name not in self._moving]
         for name, digest in zip(still, _digests([frozen[name] for name in still]), strict=True):
-            weight, known = frozen[name], self._shared.get(name)
+            weight, known = frozen[name], self.shared.get(name)
             if known is None:
-                self._shared[name] = _Shared(weight, weight._version, digest)
+                self.shared[name] = _Shared(weight, weight._version, digest)
             elif known.weight is not weight or (known.version, known.digest) != (weight._version, digest):
-                del self._shared[name]
+                del self.shared[name]
                 self._moving.add(name)
         return frozen.keys() & self._moving
 
@@ -114,29 +114,17 @@ class Frozen:
         self, empty: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Return the shared copies by name, and of those still to be filled a list, and one of what goes into them."""
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        copies: dict[str, torch.Tensor] = {}
-        for name, one in self._shared.items():
-            if one.copy is None:
-                one.copy = empty(one.weight)
-                targets.append(one.copy)
-                sources.append(one.weight)
-            copies[name] = one.copy
-        return copies, targets, sources
-
-    def names(self) -> list[str]:
-        """Name the weights whose copy is shared."""
-        return list(self._shared)
+        new = [one for one in self.shared.values() if one.copy is None]
+        targets = [empty(one.weight) for one in new]
+        for one, target in zip(new, targets, strict=True):
+            one.copy = target
+        copies = {name: one.copy for name, one in self.shared.items() if one.copy is not None}
+        return copies, targets, [one.weight for one in new]
 
     def restored(self) -> None:
         """Take note that a snapshot was written over the weights: new versions, the same contents."""
-        for one in self._shared.values():
+        for one in self.shared.values():
             one.version = one.weight._version
-
-    def clear(self) -> None:
-        """Drop the copies."""
-        self._shared.clear()
 
 
 def _digests(weights: list[torch.Tensor]) -> list[int]:

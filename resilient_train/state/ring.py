@@ -104,7 +104,7 @@ class Ring:
         live = self._state.live() | {"clock": step}  # that of an update whose verdict is pending
         moving = self._frozen.moving(live["weights"])
         live[_MOVING] = {name: live["weights"].pop(name) for name in moving}
-        shared = [live["weights"].pop(name) for name in self._frozen.names()]
+        shared = [live["weights"].pop(name) for name in self._frozen.shared]
         trained = {name: live.pop(name) for name in list(live) if name == "weights" or name.startswith("optimizer.")}
         (plain, sources), (plain_rest, rest) = taken_apart(trained), taken_apart(live)
         self._settle_slots(sum(one.nbytes for one in (*sources, *rest, *shared)))
@@ -228,7 +228,7 @@ class Ring:
         if not self._slots:
             self._held.clear()
             self._spare.clear()
-            self._frozen.clear()
+            self._frozen.shared.clear()
         return size, self._allowed
 
     def _make_room(self, now: int) -> bool:

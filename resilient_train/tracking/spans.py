@@ -13,7 +13,7 @@ from resilient_train.record import surroundings
 from resilient_train.record.journal import plain
 from resilient_train.record.story import Chapter
 from resilient_train.types import Culprit, Incident, Outcome
-from resilient_train.wording import cured, first_sign, place_told, remedies_told
+from resilient_train.wording import cured, describe_culprit, first_sign, list_remedies
 
 _MOST_ROWS = 100  # that are listed
 
@@ -124,11 +124,11 @@ def _diagnose(incident: Incident) -> Told:
     about: dict[str, Any] = {"cause": diagnosis.cause}
     attributes: dict[str, Any] = {"cause": diagnosis.cause}
     if diagnosis.culprit is not None:
-        about["culprit"] = place_told(diagnosis.culprit)
+        about["culprit"] = describe_culprit(diagnosis.culprit)
         about["operands"] = diagnosis.culprit.inputs
         attributes |= _of_culprit(diagnosis.culprit)
     if diagnosis.follower is not None:
-        about["broke_this_time"] = place_told(diagnosis.follower)
+        about["broke_this_time"] = describe_culprit(diagnosis.follower)
     if diagnosis.rows:
         about["rows"] = attributes["rows"] = diagnosis.rows[:_MOST_ROWS]
         about["rows_in_all"] = len(diagnosis.rows)
@@ -153,7 +153,7 @@ def _decide(incident: Incident) -> Told:
     if decision.gave_up is not None:
         return {"cause": cause}, {"gave_up": decision.gave_up}, {"gave_up": decision.gave_up}
     actions = [{"remedy": action.remedy, **action.settings} for action in decision.actions]
-    about = {"actions": remedies_told(incident), "rung": decision.rung}
+    about = {"actions": list_remedies(incident), "rung": decision.rung}
     return {"cause": cause}, about, {"actions": actions, "rung": decision.rung}
 
 
@@ -167,7 +167,7 @@ def _rewind(incident: Incident) -> Told:
 def _remedy(incident: Incident) -> Told:
     others = [
         (action.remedy, words)
-        for action, words in zip(incident.decision.actions, remedies_told(incident), strict=True)
+        for action, words in zip(incident.decision.actions, list_remedies(incident), strict=True)
         if action.remedy != surroundings.REWIND
     ]
     return None, [words for _, words in others], {"remedies": [name for name, _ in others]}

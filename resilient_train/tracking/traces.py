@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from resilient_train.record.story import Chapter
 from resilient_train.tracking import spans
 from resilient_train.tracking.store import shown
-from resilient_train.wording import cured, first_sign, outcome_told, printable
+from resilient_train.wording import cured, describe_outcome, first_sign, printable
 
 if TYPE_CHECKING:
     from mlflow.entities import Assessment, Span, TraceInfo
@@ -184,7 +184,7 @@ class Traces:
         verdict = Feedback(
             name=VERDICT,
             value=not spans.is_bad(incident),
-            rationale=printable(" ".join(outcome_told(incident).split())),
+            rationale=printable(" ".join(describe_outcome(incident).split())),
             source=AssessmentSource("CODE", _BY),
             trace_id=known.trace_id,
             create_time_ms=chapter.closed_ms,
