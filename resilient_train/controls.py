@@ -10,7 +10,6 @@ from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.diagnose.damage import lost_eps
 from resilient_train.errors import TrainError, in_one_line
 from resilient_train.numerics.armor import Armor, CannotArmor, PatchedLine
-from resilient_train.passed import Leap
 from resilient_train.record.quarantine import Quarantine
 from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import Knobs
@@ -20,6 +19,7 @@ from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.state.ring import Held
 from resilient_train.types import Anomaly, Diagnosis, Incident
+from resilient_train.watch.update_history import Leap
 from resilient_train.wording import log
 
 _BEGINNING = 16  # accepted updates: what breaks so soon was wrong from the start

@@ -23,21 +23,21 @@ from resilient_train.data.rows import sampled
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.search import Refused
 from resilient_train.drills import Drill, Place
-from resilient_train.errors import RanksDiffer, StorageFailed, TrainError
-from resilient_train.examination import Examination
+from resilient_train.errors import StorageFailed, TrainError
 from resilient_train.micro_batches import MicroBatchSizer, is_out_of_memory, told_of_memory
-from resilient_train.objective import Measured, Metrics
 from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backup, Backups
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.ring import Held
-from resilient_train.types import Anomaly, Signal, Vitals
+from resilient_train.types import Anomaly, Vitals
 from resilient_train.update.agreement import DIGEST, Flag
 from resilient_train.update.direct_steps import DirectStepCheck, warn_of_scalers
+from resilient_train.update.objective import Measured, Metrics
 from resilient_train.update.updater import Attempt
 from resilient_train.watch.anomaly_mode import AnomalyMode
+from resilient_train.watch.examination import Examination
 from resilient_train.watch.modes import Modes
 from resilient_train.watch.vitals import MetricsLog, Sent, mean, mean_metrics, read_vitals, versions
 from resilient_train.wording import log
@@ -126,34 +126,6 @@ class Guard:
         self._has_begun = self._is_described = self._is_saved_once = False
 
     # The loop over updates.
-
-    def start(self, *, resumes: bool) -> None:
-        """Resume, if that is asked for, and verify the first state."""
-        if resumes and self.resume():
-            log.info("resumed from step %d", self.clock.step)
-        if not self._has_begun:
-            self._keeper.check()
-        self._has_begun = True
-        self._put_back_batch()
-        self._seed_between(self.samples.position)
-        if not self._ring.held and self._in_flight is None:
-            if self.clock.step == 0:
-                found = self._examination.now()  # what is compared with from now on
-                if found is not None and found.signal is Signal.RANK_MISMATCH:
-                    raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
-            if self._keeper.is_proven or self._ring.is_due(self.clock.step):  # else it would not be in memory either
-                self._controls.snapshot(self.clock.step, verified=self._keeper.is_proven)
-            if self._panel.rewind_check.is_open:  # since before the process ended
-                self._ring.pin(self.clock.step)
-
-    def resume(self) -> bool:
-        """Resume from the newest checkpoint of the run directory; False where there is none."""
-        resumed = self._recovery.resume(is_explained=self._sizer.previous_ran_out())
-        self._sizer.as_before(self._keeper.samples)
-        self._panel.rewind_check.resumed(self.clock.step)
-        self._set_limits()
-        self._seed_between(self.samples.position)
-        return resumed
 
     def updates_until(self, last: int, *, plan: int | None) -> Iterator[Any]:
         """Yield micro-batches, on the device, until `last` updates are accepted, or a stop is requested.
@@ -372,7 +344,11 @@ class Guard:
         if anomaly is None and not finding.repeat:
             self._healthy(flight, vitals)
             return True
-        self._undo(flight, begun, vitals)
+        if not vitals.accepted:
+            self._updater.undo(flight.attempt)
+        self._updater.drop_gradients()
+        if (first := begun if vitals.accepted else flight.begun) is not None:
+            self._drop(first)
         if anomaly is not None:
             fed, examination = flight.begun.fed, self._examination
             spiked = not float(flight.loss) <= flight.limits[0]
@@ -445,17 +421,8 @@ class Guard:
             self._reporter.fail(error)
             raise
 
-    def _undo(self, flight: _InFlight, begun: _Begun | None, vitals: Vitals) -> None:
-        """Take back what does not count: gradients, what forwards did to buffers, and the place in the data."""
-        self._updater.drop_gradients()
-        if not vitals.accepted:
-            self._updater.undo(flight.attempt)
-        first = flight.begun if not vitals.accepted else begun
-        if first is not None:
-            self._drop(first)
-
     def _drop(self, begun: _Begun) -> None:
-        """Take back an update that is not to land."""
+        """Take back an update: its gradients, what forwards did to buffers, and the place in the data."""
         self._updater.drop_gradients()
         self._seed_between(begun.update.start)
         self._backups.put_back(begun.backup)
@@ -464,9 +431,7 @@ class Guard:
     def _put_back_batch(self) -> None:
         """Undo what was begun when a loop is left with a batch in hand: it comes again if the loop is entered again."""
         if self._begun is not None:
-            self._updater.drop_gradients()
-            self._backups.put_back(self._begun.backup)
-            self.samples.go_back(self._begun.update)
+            self._drop(self._begun)
             self._begun = None
 
     # What others ask.
@@ -510,7 +475,3 @@ _IN_TURN = (
 )
 _TWICE = f"guard.{{verb}} was called twice for one batch: {_IN_TURN}"
 _TWO_GUARDS = f"two guards are at work in turn: {_IN_TURN}"
-_FROM_THE_START = (
-    "make or load the model alike on every rank before it is prepared, and change no weights after that; "
-    "if they are to differ, say checks.replicas.every=0"
-)

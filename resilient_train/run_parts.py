@@ -8,13 +8,13 @@ from typing import Any
 
 from resilient_train.data.samples import Samples
 from resilient_train.diagnose.search import Search
-from resilient_train.passed import UpdateHistory
 from resilient_train.ranks.world import World
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState
 from resilient_train.update.updater import Precision, Updater
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.scans import Scans
+from resilient_train.watch.update_history import UpdateHistory
 
 
 @dataclass(frozen=True)

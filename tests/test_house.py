@@ -20,53 +20,57 @@ GROUND = {"errors", "files", "imports", "reader", "secrets", "types", "wording"}
 # The rooms and modules at the top, from the ground up: each may know the ground and those it names, nothing else.
 MAY_KNOW: dict[str, set[str]] = {
     **{name: set() for name in GROUND},
-    "zoo": set(),
+    # The engine.
     "state": set(),
-    "data": {"ranks", "state"},
-    "watch": {"state"},
     "numerics": set(),
-    "update": {"recover", "state"},
     "recover": set(),
-    "drills": {"state"},
     "ranks": set(),
-    "checkpoint": {"state"},
-    "diagnose": {"data", "numerics", "passed", "ranks", "recover", "state", "watch"},
+    "drills": {"state"},
+    "data": {"ranks", "state"},
     "record": {"ranks"},
-    "objective": set(),
-    "passed": set(),
-    "ward": {"data", "diagnose", "ranks", "state", "update", "watch"},
+    "update": {"recover", "state"},
+    "watch": {"data", "ranks", "state"},
+    "diagnose": {"data", "numerics", "ranks", "recover", "state", "watch"},
+    "run_parts": {"data", "diagnose", "ranks", "state", "update", "watch"},
+    "checkpoint": {"record", "recover", "run_parts", "state", "update"},
+    "controls": {"checkpoint", "diagnose", "numerics", "record", "recover", "run_parts", "state", "watch"},
     "recovery": {
-        *("data", "diagnose", "numerics", "passed", "ranks", "record"),
-        *("recover", "state", "ward", "watch"),
+        *("checkpoint", "controls", "data", "diagnose", "ranks", "record", "recover", "run_parts"),
+        "watch",
     },
-    "portions": {"data", "record", "recovery"},
-    "resumption": {"checkpoint", "record", "recovery", "state", "update", "ward"},
-    "durable": {"checkpoint", "record", "recovery", "resumption", "state", "ward"},
-    "examination": {"data", "ranks", "state", "watch"},
+    "micro_batches": {"record", "recovery"},
+    "guard": {
+        *("data", "diagnose", "drills", "micro_batches", "numerics", "record", "recovery", "run_parts"),
+        *("state", "update", "watch"),
+    },
+    # What is around it.
+    "zoo": set(),
     "tracking": {"record"},
     "adapters": {
-        *("checkpoint", "data", "objective", "passed", "ranks", "record", "recover", "state", "tracking"),
-        *("update", "watch"),
-    },
-    "guard": {
-        *("adapters", "checkpoint", "data", "diagnose", "drills", "durable", "examination", "numerics", "objective"),
-        *("portions", "ranks", "record", "recover", "recovery", "resumption", "state", "update", "ward", "watch"),
+        *("checkpoint", "controls", "data", "diagnose", "drills", "guard", "numerics", "ranks", "record"),
+        *("recover", "recovery", "run_parts", "state", "tracking", "update", "watch"),
     },
     "app": {
-        "adapters",
-        *("checkpoint", "data", "diagnose", "drills", "guard", "objective", "ranks", "record", "recover"),
-        *("resumption", "state", "tracking", "update", "watch"),
+        *("adapters", "checkpoint", "data", "diagnose", "drills", "ranks", "record", "recover", "state"),
+        *("tracking", "update", "watch"),
     },
     "__main__": {"app", "ranks"},
-    "__init__": {"guard", "ranks"},
+    "__init__": {"adapters", "ranks"},
 }
+AROUND = {"zoo", "tracking", "adapters", "app", "__main__", "__init__"}
+
+# Parts of a run, which nobody but themselves may complete or change.
+WIRED = (
+    *("self._recovery", "self._keeper", "self._controls", "self._examination", "self._sizer", "self._parts"),
+    *("self.recovery", "self.keeper", "self.controls", "guard", "run.guard", "treatment", "examination", "recovery"),
+)
 
 # Libraries that only some may know.
 KNOWN_TO = {
     "hydra": {"app/config", "app/command"},
     "omegaconf": {"app/config", "app/command"},
     "mlflow": {"tracking"},
-    "accelerate": {"ranks", "app/build", "guard", "adapters"},
+    "accelerate": {"ranks", "adapters"},
     "rich": {"app"},
     "transformers": {"zoo"},
     "datasets": {"zoo"},
@@ -120,6 +124,28 @@ def test_libraries_stay_in_their_rooms(file: Path) -> None:
             f"{here} should not know {library}"
         )
     assert "torch" not in libraries or not place.startswith(tuple(WITHOUT_TORCH)), f"{place} should not know torch"
+
+
+def test_the_engine_knows_nothing_around_it() -> None:
+    """Whoever embeds it needs no command, no tracker and no adapter."""
+    assert not {room for name, rooms in MAY_KNOW.items() if name not in AROUND for room in rooms & AROUND}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(HOUSE)))
+def test_a_file_is_read_in_one_sitting(file: Path) -> None:
+    """At most 450 lines."""
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 450
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(HOUSE)))
+def test_objects_are_complete_when_they_are_made(file: Path) -> None:
+    """No object is wired from outside later: only `self` gets attributes, and what a function has just made or read."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        for target in targets:
+            if isinstance(target, ast.Attribute):
+                owner = ast.unparse(target.value)
+                assert owner not in WIRED, f"{file.name}:{target.lineno}: {ast.unparse(target)} is set from outside"
 
 
 def test_there_are_no_circles() -> None:

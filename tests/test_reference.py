@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_recover import ALL_APPLICABLE, Fault, Run, landed, policy_named, refused, trained
 
-from resilient_train.passed import Leap, UpdateHistory
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover.decide import decide
 from resilient_train.recover.remedies import RunFacts, cut
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.watch.config import named
 from resilient_train.watch.reference import WINDOW, Reference, RewindCheck, Standing, falls, without_top
+from resilient_train.watch.update_history import Leap, UpdateHistory
 
 SIGMAS, SHARE = 4.0, 0.03
 

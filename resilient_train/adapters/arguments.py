@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.sequential import LoaderSamples
 from resilient_train.errors import ConfigError, TrainError, named_type, require_finite, unusable
-from resilient_train.objective import Measured
 from resilient_train.ranks.world import World
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.quarantine import Quarantine, Quarantined
@@ -34,6 +33,7 @@ from resilient_train.recover.policy import Policy
 from resilient_train.state.ring import MemoryConfig
 from resilient_train.state.sharded import is_sharded
 from resilient_train.update.clip import ClipConfig
+from resilient_train.update.objective import Measured
 from resilient_train.watch import config as checks_config
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.wording import log
@@ -355,3 +355,18 @@ def hold_on_to_memory(device: torch.device) -> None:
     """
     if device.type == "cpu":
         torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
+
+
+def cautions(
+    samples: Samples, disk: DiskConfig, memory: MemoryConfig | None, waits: Iterable[str], *, has_objective: bool
+) -> Iterator[str]:
+    """Say what a loop does without. `waits` are optimizers that the gate has to wait for."""
+    if 0 < samples.rows < samples.slicing.samples:
+        many = f"an update takes {samples.slicing.samples:,} rows, and the data set has {samples.rows:,}"
+        yield f"data: {many}: each update takes rows more than once"
+    if disk.every and memory is not None and not memory.every:
+        yield "checkpoints come from snapshots in memory, and there are none: one is left at the end"
+    if waiting := " and ".join(waits):
+        yield f"{waiting}: not fused, so each step waits for the device; use fused=True where it is to be had"
+    if not has_objective:
+        yield "guard.update cannot replay a step, so diagnosis is limited; pass objective= for the full one"

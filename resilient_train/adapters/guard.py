@@ -26,9 +26,7 @@ from resilient_train.data.samples import Slicing
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Search
 from resilient_train.drills import Drill
-from resilient_train.errors import ConfigError, Stopped, TrainError
-from resilient_train.objective import Measured, Objective
-from resilient_train.passed import UpdateHistory
+from resilient_train.errors import ConfigError, RanksDiffer, Stopped, TrainError
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.recovery import Recovery
@@ -36,15 +34,17 @@ from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backups
 from resilient_train.state.ring import MemoryConfig, Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
-from resilient_train.types import Incident
+from resilient_train.types import Incident, Signal
 from resilient_train.update.clip import ClipConfig, norm_over_ranks
 from resilient_train.update.direct_steps import DirectStepCheck
+from resilient_train.update.objective import Measured, Objective
 from resilient_train.update.updater import Precision, Updater
 from resilient_train.watch.anomaly_mode import AnomalyMode
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.modes import Modes
 from resilient_train.watch.scans import Scans
+from resilient_train.watch.update_history import UpdateHistory
 from resilient_train.wording import log
 
 
@@ -205,7 +205,8 @@ class Guard(guard.Guard):
         self._owes_resume = bool(resume)
         self._left: Path | None = None  # where the state at the end of the loop is
         self._cautions = [caution] if caution else []
-        self._cautions += _cautions(self, slicing, disk, memory)
+        waits = updater.gate.synchronous() if device.type != "cpu" else []
+        self._cautions += arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)
         self._unused = arguments.warn_if_unused(self, world) if is_own else None
 
     # What a loop calls.
@@ -231,7 +232,12 @@ class Guard(guard.Guard):
     def resume(self) -> bool:
         """Resume where the run directory's run ended, if one did: after `keep`. Otherwise `batches` does it."""
         self._owes_resume = False
-        return super().resume()
+        resumed = self._recovery.resume(is_explained=self._sizer.previous_ran_out())
+        self._sizer.as_before(self._keeper.samples)
+        self._panel.rewind_check.resumed(self.clock.step)
+        self._set_limits()
+        self._seed_between(self.samples.position)
+        return resumed
 
     def epochs(self, count: int) -> Iterator[Epoch]:
         """Yield the epochs that are left of `count`, each of which yields its micro-batches; the first may be cut.
@@ -278,12 +284,28 @@ class Guard(guard.Guard):
             numerics.raise_eps(1.0)  # a knob of this run, and of the process: whatever ends the loop
 
     def _start(self) -> None:
+        """Resume, if that is asked for, and verify the first state."""
         if not self._has_begun:
             for line in self._cautions:
                 log.info("%s", line)
-        self.start(resumes=self._owes_resume)
+        if self._owes_resume and self.resume():
+            log.info("resumed from step %d", self.clock.step)
+        if not self._has_begun:
+            self._keeper.check()
+        self._has_begun = True
         if self._unused is not None:
             self._unused.detach()
+        self._put_back_batch()
+        self._seed_between(self.samples.position)
+        if not self._ring.held and self._in_flight is None:
+            if self.clock.step == 0:
+                found = self._examination.now()  # what is compared with from now on
+                if found is not None and found.signal is Signal.RANK_MISMATCH:
+                    raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
+            if self._keeper.is_proven or self._ring.is_due(self.clock.step):  # else it would not be in memory either
+                self._controls.snapshot(self.clock.step, verified=self._keeper.is_proven)
+            if self._panel.rewind_check.is_open:  # since before the process ended
+                self._ring.pin(self.clock.step)
 
     def _complete(self) -> None:
         """Write the end state of a loop of a user's own. Every rank comes here: weights may be spread."""
@@ -407,21 +429,11 @@ class Guard(guard.Guard):
         self.reporter.fail(error)
 
 
-def _cautions(made: Guard, slicing: Slicing, disk: DiskConfig, memory: MemoryConfig | None) -> Iterator[str]:
-    """What a loop does without, and should know of."""
-    if 0 < made.samples.rows < slicing.samples:
-        many = f"an update takes {slicing.samples:,} rows, and the data set has {made.samples.rows:,}"
-        yield f"data: {many}: each update takes rows more than once"
-    if disk.every and memory is not None and not memory.every:
-        yield "checkpoints come from snapshots in memory, and there are none: one is left at the end"
-    if made.world.device.type != "cpu" and (waits := made._updater.gate.synchronous()):
-        why = "not fused, so each step waits for the device; use fused=True where it is to be had"
-        yield f"{' and '.join(waits)}: {why}"
-    if made.objective is None:
-        yield "guard.update cannot replay a step, so diagnosis is limited; pass objective= for the full one"
-
-
 _NO_TOTAL = (
     "guard.batches() yields the rest of a planned total: give one with Guard(steps=...), or ask for n more with "
     "guard.batches(n)"
+)
+_FROM_THE_START = (
+    "make or load the model alike on every rank before it is prepared, and change no weights after that; "
+    "if they are to differ, say checks.replicas.every=0"
 )

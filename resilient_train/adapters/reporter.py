@@ -18,7 +18,6 @@ from typing import Any
 
 from resilient_train.adapters.place import Place
 from resilient_train.errors import GaveUp, Stopped, TrainError, in_one_line, short_message
-from resilient_train.passed import UpdateHistory
 from resilient_train.ranks.world import is_lost_peer
 from resilient_train.record import endings
 from resilient_train.record.endings import LOOP, SUMMARY, Loop, StepTimes, Summary, verdict_of
@@ -30,6 +29,7 @@ from resilient_train.state.run_state import Clock
 from resilient_train.tracking import uploads as tracking
 from resilient_train.tracking.uploads import NullTracker, Tracker
 from resilient_train.types import Vitals
+from resilient_train.watch.update_history import UpdateHistory
 from resilient_train.wording import duration, log
 
 REPORT_EVERY = 10  # accepted updates of a loop that the caller wrote

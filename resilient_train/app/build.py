@@ -25,7 +25,6 @@ from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing
 from resilient_train.drills import Drill, parse
 from resilient_train.errors import ConfigError, in_one_line
-from resilient_train.objective import Measured
 from resilient_train.ranks import sharding
 from resilient_train.ranks.world import World
 from resilient_train.record.incident_log import IncidentLog
@@ -33,6 +32,7 @@ from resilient_train.recover import policy
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.sharded import own_class
 from resilient_train.tracking.store import locate
+from resilient_train.update.objective import Measured
 from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
 from resilient_train.update.updater import parameter_groups
 from resilient_train.wording import log

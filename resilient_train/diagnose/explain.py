@@ -17,7 +17,6 @@ from resilient_train.data.stream import Key
 from resilient_train.diagnose import damage, verdict
 from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose.search import Refused, Search, bad_rows_of
-from resilient_train.passed import FEW, WILD, Leap, Passed, UpdateHistory
 from resilient_train.ranks.world import World
 from resilient_train.recover.causes import by_rate, by_signal
 from resilient_train.recover.remedies import passes_over
@@ -26,6 +25,7 @@ from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import RunState
 from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Signal, Vitals, kind_of
 from resilient_train.watch.reference import Reference
+from resilient_train.watch.update_history import FEW, WILD, Leap, Passed, UpdateHistory
 
 _KNOWN_AFTER, _KNOWN_FOR = 2, 50  # incidents and updates: one like the last two needs no search
 _BY_LIMIT = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
