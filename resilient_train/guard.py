@@ -54,7 +54,6 @@ from resilient_train.ward import Ward
 from resilient_train.watch.anomaly_mode import AnomalyMode
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
-from resilient_train.watch.modes import Modes
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import MetricsLog, Sent, mean, mean_metrics, read_vitals, versions
 from resilient_train.wording import log
@@ -182,7 +181,6 @@ class Guard:
         self._panel = Checks(checks)
         self._scans = Scans(checks, called, optimizers, adapters.own_weights(model) if self.world.size > 1 else None)
         self._anomaly_mode = AnomalyMode(accelerator.backward)
-        self._modes = Modes(checks.evaluation, called, self._backups, is_alone=self.world.size == 1)
         self._examination = Examination(self.world, self.clock, self._scans, self._backups)
         self._precision = Precision(called, accelerator.mixed_precision)
         ward = Ward(
@@ -389,7 +387,6 @@ class Guard:
             evidence = memory_told(error, self.world.device)
         else:
             self._reported.append(metrics)
-            self._compare_modes(begun, batch, loss)
             return self.update(loss)
         self._slim(begun, evidence)  # here, where the error no longer holds on to what it was raised among
         return False
@@ -609,14 +606,6 @@ class Guard:
         self._begun = None
         self._drop(begun)
         self._portions.slim(slimmer, begun.step, evidence)
-
-    def _compare_modes(self, begun: _Begun, batch: Any, loss: torch.Tensor) -> None:
-        """Say so where a batch has quite another loss in evaluation mode than it used to have."""
-        objective = self.objective
-        if objective is not None and self._modes.is_due(begun.step) and not self._losses:
-            again = partial(objective, self.model, batch)
-            if (remark := self._modes.compare(begun.step, loss, again, self.world.device)) is not None:
-                log.info("note: %s", remark)
 
     def _require_batch(self, verb: str) -> _Begun:
         """Return the update whose batch the loop is handing back; raise where there is none."""
