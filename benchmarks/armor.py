@@ -1,4 +1,4 @@
-"""What armor costs: an armored step of a small GPT beside the bare one, and a compiled model beside eager ones.
+"""What armor costs: an armored step of a small GPT next to the bare one, and a compiled model next to eager ones.
 
 The GPT is this file's own, of 4M weights, with its norms, its attention and its loss written by hand, as they are
 where they break. Every variant trains a copy of it, loaded from a copy of this file, since armor is put around lines
@@ -30,7 +30,7 @@ from resilient_train.numerics.armor import Armor
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 256, 256, 4, 5, 128, 2
 STEPS_PER_BLOCK, WARM_UP = 5, 10
-# What of a copy wears armor: the operation at the lines that are marked so, and how often a step comes there.
+# What is patched in a copy: the operation at the lines that are marked so, and how often a step comes there.
 VARIANTS = {
     "bare": (),
     "loss (log, 1)": ("log",),
@@ -120,7 +120,7 @@ def steps_of(folder: Path, name: str, ops: tuple[str, ...], *, compiles: bool) -
 
 
 def measure(blocks: int) -> dict[str, np.ndarray]:
-    """Time all variants; armor goes on before anything is compiled, since it has all compiled code made anew."""
+    """Time all variants; armor is added before anything is compiled, since it has all code compiled again."""
     with tempfile.TemporaryDirectory() as folder:
         loops = {name: steps_of(Path(folder), name, ops, compiles=False) for name, ops in VARIANTS.items()}
         loops |= {name: steps_of(Path(folder), name, ops, compiles=True) for name, ops in COMPILED.items()}

@@ -365,7 +365,7 @@ class ManyRows(TensorDataset):
     st.sampled_from(["nan", "inf", "outlier"]),
     st.booleans(),
 )
-def test_a_wrapped_data_set_differs_in_its_rotten_rows_only(
+def test_a_wrapped_data_set_differs_in_its_bad_rows_only(
     count: int, named: set[int], share: float, what: Any, together: bool
 ) -> None:
     """Every other row, the length and the kind of access are those of the data set inside, which stays as it was."""
@@ -385,8 +385,8 @@ def test_a_wrapped_data_set_differs_in_its_rotten_rows_only(
     assert len(chosen) == (len(fault.rows) or min(count, max(1, round(share * count))))
 
 
-def test_rows_of_numpy_and_plain_numbers_rot_in_their_own_types() -> None:
-    """An array stays an array of its dtype, a float a float; integers and texts cannot rot."""
+def test_rows_of_numpy_and_plain_numbers_are_spoiled_in_their_own_types() -> None:
+    """An array stays an array of its dtype, a float a float; integers and texts stay."""
     row = {"x": np.ones(2, np.float32), "scalar": np.float32(1), "y": 0.5, "n": 3, "text": "a", "ok": True}
     (spoiled,) = Journal().drill(BadRow(rows=[0], what="outlier")).wrapped([row])
     assert spoiled["x"].dtype == spoiled["scalar"].dtype == np.float32
@@ -431,7 +431,7 @@ class Endless(IterableDataset[int]):
         (TensorDataset(torch.ones(1)), "there is no row 1: the data set has 1"),
     ],
 )
-def test_data_sets_whose_rows_cannot_rot_are_refused(dataset: Any, why: str) -> None:
+def test_data_sets_that_cannot_have_bad_rows_are_refused(dataset: Any, why: str) -> None:
     """One line says why."""
     with pytest.raises(ConfigError, match=f"drill=bad_row: {why}"):
         Journal().drill(BadRow(rows=[1])).wrapped(dataset)
@@ -503,7 +503,7 @@ def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[
         ({"fault": "nan_batch", "optional": "yes"}, "drill.optional=yes: must be true or false"),
     ],
 )
-def test_what_cannot_be_read_is_told_in_one_line(node: Mapping[str, Any], line: str) -> None:
+def test_what_cannot_be_read_is_reported_in_one_line(node: Mapping[str, Any], line: str) -> None:
     """The key, the value, and what is allowed."""
     with pytest.raises(ConfigError) as raised:
         parse(node, steps=100, world=2)

@@ -98,11 +98,13 @@ def test_a_journal_that_cannot_be_read_is_never_written_over(tmp_path: Path) -> 
 
 
 def test_a_journal_that_was_emptied_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its incidents are gone with it; one that is not there yet is no news."""
+    """Its incidents are gone with it; one of a run that has not trained yet is no news."""
     path = tmp_path / "journal.jsonl"
     Journal(path)
-    assert not caplog.messages
     path.touch()
+    Journal(path)
+    assert not caplog.messages
+    (tmp_path / "progress").touch()
     Journal(path).write("a")
     Journal(path)
     assert caplog.messages == [f"{path} is empty: what it held is lost, incidents among it"]

@@ -1,4 +1,4 @@
-"""The microscope: where a value that is not finite was born, named as a person would."""
+"""The microscope: where a value that is not finite came from, named as a person would."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def rematerialised(hidden: Tensor) -> Tensor:
     return result
 
 
-def born(does: Callable[[Tensor], Tensor], **options: Any) -> Origin | None:
+def origin_of(does: Callable[[Tensor], Tensor], **options: Any) -> Origin | None:
     torch.manual_seed(0)
     model = Body(does)
     with Microscope(model, **options) as microscope:
@@ -144,8 +144,8 @@ def line_of(does: Callable[[Tensor], Tensor], text: str) -> int:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_it_names_operation_and_line(does: Any, phase: str, op: str, kind: str, text: str) -> None:
-    """Origins are told as the operation's name, in the user's own line, forward or backward."""
-    found = born(does)
+    """Origins are named by the operation's name, in the user's own line, forward or backward."""
+    found = origin_of(does)
     assert found is not None
     assert (found.phase, found.op) == (phase, op)
     assert found.kind in (kind, "nan")
@@ -200,11 +200,11 @@ def unhurt(hidden: Tensor) -> Tensor:
 )
 def test_what_breaks_of_made_up_values_is_told_from_what_breaks_of_itself(does: Any, op: str, follows: str) -> None:
     """A consequence knows the armored operation that it comes of; what has nothing to do with it does not."""
-    worn = HERE, line_of(does, "# in armor"), "exp" if follows == "exp" else "sqrt"
+    patched = HERE, line_of(does, "# in armor"), "exp" if follows == "exp" else "sqrt"
     armor = Armor()
-    armor.add(*worn)
+    armor.add(*patched)
     try:
-        found = born(does, armored=[worn])
+        found = origin_of(does, armored=[patched])
     finally:
         armor.remove()
     assert found is not None
@@ -212,7 +212,7 @@ def test_what_breaks_of_made_up_values_is_told_from_what_breaks_of_itself(does: 
     assert (found.op, found.line.line) == (op, line_of(does, "# breaks"))
     first = found.after
     assert (first.op if first else "") == follows
-    assert first is None or (first.line is not None and first.line.line == worn[1])
+    assert first is None or (first.line is not None and first.line.line == patched[1])
 
 
 def test_of_several_births_the_earliest_is_told() -> None:
@@ -223,13 +223,13 @@ def test_of_several_births_the_earliest_is_told() -> None:
         second = (hidden * 0 - 1).sqrt()
         return (second + first).sum()
 
-    found = born(meeting)
+    found = origin_of(meeting)
     assert found is not None
     assert found.op == "log"
 
 
 def test_what_was_not_finite_already_is_nobodys_fault() -> None:
-    """A NaN that came in with the batch was not born in any operation."""
+    """A NaN that came in with the batch came from no operation."""
     model = Body(lambda hidden: hidden.sum())
     with Microscope(model) as microscope:
         loss = model(torch.full((2, 4), torch.nan))
@@ -238,13 +238,13 @@ def test_what_was_not_finite_already_is_nobodys_fault() -> None:
 
 
 def test_masks_are_on_purpose() -> None:
-    """Infinite values of a mask, which softmax takes out again, make no birth."""
+    """Infinite values of a mask, which softmax takes out again, have no origin."""
 
     def attention(hidden: Tensor) -> Tensor:
         mask = torch.tril(torch.ones(3, 4)) == 0
         return torch.softmax(hidden.masked_fill(mask, float("-inf")), -1).square().mean()
 
-    assert born(attention) is None
+    assert origin_of(attention) is None
 
 
 def test_a_healthy_model_shows_nothing_and_computes_the_same() -> None:
@@ -269,7 +269,7 @@ def test_a_healthy_model_shows_nothing_and_computes_the_same() -> None:
 
 def test_a_second_look_tells_what_the_inputs_were() -> None:
     """Of the call whose backward is to blame: shape, type, range, zeros, the smallest magnitude."""
-    found = born(distances)
+    found = origin_of(distances)
     assert found is not None
     torch.manual_seed(0)
     model = Body(distances)
@@ -281,7 +281,7 @@ def test_a_second_look_tells_what_the_inputs_were() -> None:
 
 
 def test_a_module_is_named_by_its_path() -> None:
-    """An operation within torch's own modules is told at the user's line that calls the module."""
+    """An operation within torch's own modules is placed at the user's line that calls the module."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -307,7 +307,7 @@ def test_a_module_is_named_by_its_path() -> None:
 
 
 class Careless(torch.autograd.Function):
-    """Somebody's own operation."""
+    """A user's own operation."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -322,8 +322,8 @@ class Careless(torch.autograd.Function):
 
 
 def test_the_backward_of_a_users_own_operation_is_named() -> None:
-    """An autograd function that somebody has written is told by its class and its backward."""
-    found = born(lambda hidden: Careless.apply(hidden).sum())  # type: ignore[no-untyped-call]
+    """An autograd function that a user has written is named by its class and its backward."""
+    found = origin_of(lambda hidden: Careless.apply(hidden).sum())  # type: ignore[no-untyped-call]
     assert found is not None
     assert (found.phase, found.op) == ("backward", "Careless")
     assert found.line is not None

@@ -161,7 +161,7 @@ THREE = {"default": [["skip"], ["rewind", "skip"], [{"rewind": {"older": 1}}, "l
             {"ladders": {"default": [{"do": ["skip", "report"], "strikes": None}]}, "budget": {"refused": 1}},
             [landed(1), landed(3), refused(5), landed(7), refused(9)],
             [0, 0, 0, 0, "end"],
-            id="what landed and was told was not refused",
+            id="what landed and was reported was not refused",
         ),
     ],
 )
@@ -279,12 +279,12 @@ def test_a_data_set_loses_so_many_rows_and_no_more(
     (decision,) = decisions(policy, [refused(9)], can, guilty(*rows))
     assert decision.gave_up == (None if said is None else f"the data set is broken: {said}")
     assert [action.remedy for action in decision.actions] == (["quarantine"] if said is None else [])
-    (other,) = decisions(policy, [refused(9)], can, guilty())  # nobody is known to be guilty: the next rung
+    (other,) = decisions(policy, [refused(9)], can, guilty())  # no row is known to be guilty: the next rung
     assert [action.remedy for action in other.actions] == ["skip"]
 
 
 def test_a_quarantine_passes_over() -> None:
-    """Of a refused update it costs the budget of those, not that of incidents; beside a rewind it is one."""
+    """Of a refused update it costs the budget of those, not that of incidents; next to a rewind it is one."""
     assert passes_over([Action("quarantine")])
     assert passes_over([Action("skip"), Action("quarantine")])
     assert not passes_over([Action("rewind"), Action("quarantine")])
@@ -501,7 +501,7 @@ def test_aggressive_uses_everything() -> None:
     ],
 )
 def test_a_policy_that_is_not_there(name: str, said: str) -> None:
-    """A wrong name is told with those there are."""
+    """A wrong name is refused with those there are."""
     with pytest.raises(ConfigError) as error:
         named(name)
     assert said in str(error.value)
@@ -630,7 +630,7 @@ class Run:
     step: int = 0
     tick: int = 0
     position: int = 0
-    told: list[str] = field(default_factory=list)
+    done: list[str] = field(default_factory=list)
     anomaly: Anomaly = field(default_factory=lambda: refused(1))
     rewound_to: int | None = None
 
@@ -639,26 +639,26 @@ class Run:
         back = self.step - there[max(0, len(there) - 1 - older)]
         self.step, self.position = self.step - back, self.position - back
         self.rewound_to = self.step
-        self.told.append("rewind")
+        self.done.append("rewind")
 
     def skip(self, updates: int | None = None) -> None:
         self.position += 1 if updates is None else updates
-        self.told.append("skip")
+        self.done.append("skip")
 
     def quarantine(self) -> None:
-        self.told.append("quarantine")
+        self.done.append("quarantine")
 
     def reset_moments(self) -> None:
-        self.told.append("reset_moments")
+        self.done.append("reset_moments")
 
     def armor(self) -> None:
-        self.told.append("armor")
+        self.done.append("armor")
 
     def mend_eps(self) -> None:
-        self.told.append("mend_eps")
+        self.done.append("mend_eps")
 
     def lower_loss_scale(self, factor: float) -> None:
-        self.told.append("lower_loss_scale")
+        self.done.append("lower_loss_scale")
 
 
 Fault = Callable[[Run], Anomaly | None]
@@ -696,7 +696,7 @@ def always(signal: Signal, landed: bool) -> Fault:
 
 
 def at_positions(every: int, signal: Signal) -> Fault:
-    """Every so many updates' samples are rotten, whenever they are met."""
+    """Every so many updates' samples are bad, whenever they are met."""
     return lambda run: refused(run.step + 1, run.tick, signal) if run.position % every == every - 1 else None
 
 
@@ -748,13 +748,13 @@ def test_skip_leaves_what_landed_as_it_is() -> None:
     ],
 )
 @pytest.mark.parametrize("signal", [Signal.NONFINITE_BATCH, Signal.NONFINITE_GRAD])
-def test_rotten_samples_here_and_there(name: str, every: int, completes: bool, signal: Signal) -> None:
+def test_bad_samples_here_and_there(name: str, every: int, completes: bool, signal: Signal) -> None:
     """Many incidents that cost nothing but themselves are borne: the update is skipped, nothing else is touched."""
     run, history = trained(policy_named(name), at_positions(every, signal))
     gave_up = history.incidents[-1].decision.gave_up is not None
     assert gave_up != completes
     if completes:
-        assert set(run.told) == {"skip"}
+        assert set(run.done) == {"skip"}
         assert run.knobs.values == KnobValues()
 
 
@@ -808,9 +808,9 @@ def test_one_fault_is_cured_by_the_first_rung(name: str, anomaly: Anomaly, cause
     run, history = trained(policy_named(name), fault)
     (incident,) = history.incidents
     assert (incident.diagnosis.cause, incident.outcome) == (cause, Outcome.RECOVERED)
-    assert ("rewind" in run.told) == (anomaly.landed and name != "skip")
+    assert ("rewind" in run.done) == (anomaly.landed and name != "skip")
     if cause == "corruption":
-        assert "skip" not in run.told
+        assert "skip" not in run.done
     assert run.knobs.values == KnobValues()
 
 
@@ -989,7 +989,7 @@ def test_trouble_while_relaxing_doubles_the_wait() -> None:
     assert healthy_updates_until_relaxed(knobs) == 10
 
 
-def test_trouble_before_relaxing_only_starts_the_wait_anew() -> None:
+def test_trouble_before_relaxing_only_restarts_the_wait() -> None:
     """Incidents in a row are one trouble."""
     knobs = Knobs(relax_after=10)
     knobs.turn_lr(0.5)
@@ -1140,7 +1140,7 @@ def test_the_same_trouble_again_closes_the_one_before() -> None:
 
 
 def test_an_unknown_cause_is_as_fine_as_its_signal() -> None:
-    """Two signals whose cause nobody knows are not said to be the same trouble."""
+    """Two signals of unknown cause are not said to be the same trouble."""
     history = IncidentLog(None)
     history.open(refused(1, signal=Signal.NONFINITE_GRAD), unknown(refused(1)), SKIPPED)
     assert (

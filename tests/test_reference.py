@@ -438,7 +438,7 @@ NO_REWIND: int | None = None
     [
         pytest.param(refused(100), Cause.DATA, NO_REWIND, False, id="refused and skipped"),
         pytest.param(refused(100), Cause.DATA, 75, False, id="refused and rewound"),
-        pytest.param(landed(100), Cause.EXPLOSION, NO_REWIND, True, id="landed and only told"),
+        pytest.param(landed(100), Cause.EXPLOSION, NO_REWIND, True, id="landed and only reported"),
         pytest.param(landed(100), Cause.EXPLOSION, 75, True, id="landed and rewound"),
         pytest.param(landed(100), Cause.EXPLOSION, 0, True, id="landed and rewound to the start"),
         pytest.param(landed(100), Cause.CORRUPTION, 75, False, id="changed outside of an update and rewound"),
@@ -522,7 +522,7 @@ def test_corruption_now_and_then_never_exhausts_the_ladder(times: int, completes
     done = [one.decision.rung for one in history.incidents]
     assert done[:100] == [0] * min(times, 100)
     assert (run.step == 5_000) == completes
-    assert set(run.told) == {"rewind"}
+    assert set(run.done) == {"rewind"}
     if not completes:
         assert history.incidents[-1].decision.gave_up == "the budget of 100 incidents in a run is used up"
 

@@ -131,7 +131,7 @@ LOOP = culprit("rnn_relu", values(-5, 5, zeros=800))
     ],
 )
 def test_what_grows_within_a_call(facts: Facts, is_first: bool, cause: Cause) -> None:
-    """What a recurrent call is given does not tell how far its values have gone: that it breaks everywhere does."""
+    """What a recurrent call is given does not show how far its values have gone: that it breaks everywhere does."""
     assert on_nonfinite(facts, 1, is_first=is_first).cause is cause
 
 
@@ -144,7 +144,7 @@ def test_what_grows_within_a_call(facts: Facts, is_first: bool, cause: Cause) ->
     ],
 )
 def test_what_follows_from_armor_accuses_no_other_line(op: str, kind: str, is_total: bool, cause: Cause) -> None:
-    """The line that broke first stays the culprit; what breaks of its values may wear armor too, and is told."""
+    """The line that broke first stays the culprit; what breaks of its values may be patched too, and is reported."""
     first = replace(culprit("sqrt", values(-1, 1)), line=30)
     last = culprit(op, values(0, 1, zeros=1))
     found = on_nonfinite(replace(ONLY_HERE, culprit=last, kind=kind, is_total=is_total, after=first, rows=(4,)), 1)
@@ -217,7 +217,7 @@ def test_guilty_rows_are_found_one_by_one(count: int, data: st.DataObject) -> No
 
 
 def test_rows_that_break_only_together_are_not_named() -> None:
-    """No half of such a batch breaks, so nobody is blamed."""
+    """No half of such a batch breaks, so no row is blamed."""
     assert searched(8, lambda places: {1, 6} <= set(places)) == ()
 
 
@@ -269,7 +269,7 @@ def test_an_epsilon_that_its_type_cannot_hold(dtype: torch.dtype, eps: float, is
 
 @pytest.mark.parametrize("op", sorted(SINGULAR))
 def test_every_singular_operation_has_advice(op: str) -> None:
-    """One sentence that names line and mend."""
+    """One sentence that names the line and what to do."""
     told = on_operation(culprit(op, values(0, 1, zeros=32)))
     assert told.startswith(f"`{op}` at losses.py:41 ")
     assert ("32 elements that are 0: " in told) == (op not in NOT_AT_ZERO)

@@ -48,7 +48,7 @@ class Journal:
         self.path = path
         try:
             content = read_plain(path)
-            if not content:
+            if not content and path.with_name("progress").exists():  # it is made empty, before a run trains
                 _log.warning("%s is empty: what it held is lost, incidents among it", path)
         except FileNotFoundError:
             content = b""

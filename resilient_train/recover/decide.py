@@ -91,42 +91,35 @@ def _gave_the_same(place: int, cause: Cause, trace: int, history: Sequence[Incid
 
     Knobs, data and weights were the same then, so the next attempt would be as well.
     """
-    last, *before = [*_since_giving_up(history), None]
-    if not trace or last is None or last.rewound_to is None:
+    attempts = list(_since_giving_up(history))
+    if not trace or not attempts or attempts[0].rewound_to is None:
         return False
-    if last.diagnosis.cause != cause or last.decision.rung != place:
-        return False
-    return any(one is not None and one.trace == trace for one in (last, *before))
+    is_same_rung = attempts[0].diagnosis.cause == cause and attempts[0].decision.rung == place
+    return is_same_rung and any(one.trace == trace for one in attempts)
 
 
 def _strikes(policy: Policy, rung: Rung, place: int, case: Case, history: Sequence[Incident], tick: int) -> int:
-    """How many incidents a rung has met that are not forgiven."""
-    cause = case.diagnosis.cause
-    if rung.within is None:
-        return _unforgiven(policy.forgive_after, place, cause, case.anomaly.step, history)
-    recent = _recent(tick - rung.within, history)
-    return sum(one.diagnosis.cause == cause and one.decision.rung == place for one in recent)
-
-
-def _unforgiven(forgive_after: int, place: int, cause: Cause, step: int, history: Sequence[Incident]) -> int:
-    """Count the incidents of a rung since the cause was last forgiven.
+    """Count the incidents that a rung has met: within its ticks, or else since the cause was last forgiven.
 
     It is forgiven where the run gets well beyond the farthest step of its incidents; those that lower rungs merely
     passed over do not count. In steps, which rewinds take back: a run that comes to the same place again and again has
     not got beyond it, however many ticks that takes.
     """
-    count, reached = 0, None
+    cause, count, reached = case.diagnosis.cause, 0, None
+    if rung.within is not None:
+        recent = _recent(tick - rung.within, history)
+        return sum(one.diagnosis.cause == cause and one.decision.rung == place for one in recent)
     for incident in list(_since_giving_up(history))[::-1]:
-        decided = incident.decision
+        decided, step = incident.decision, incident.anomaly.step
         if incident.diagnosis.cause != cause or (decided.rung < place and passes_over(decided.actions)):
             continue
         if not decided.actions:  # the process ended before anything was done
             continue
-        if reached is not None and incident.anomaly.step - reached >= forgive_after:
+        if reached is not None and step - reached >= policy.forgive_after:
             count = 0
-        reached = max(reached or 0, incident.anomaly.step)
+        reached = max(reached or 0, step)
         count += decided.rung == place
-    return 0 if reached is not None and step - reached >= forgive_after else count
+    return 0 if reached is not None and case.anomaly.step - reached >= policy.forgive_after else count
 
 
 def _over_budget(

@@ -1,4 +1,4 @@
-"""What a run trains with, as factors of what was configured. Knobs outlive rewinds, and relax in healthy times."""
+"""What a run trains with, as factors of what was configured. Knobs outlive rewinds, and relax while it is healthy."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ LOWEST_CLIP = 1e-6
 HIGHEST_EPS = 1e8
 LONGEST_PATIENCE = 64  # times `relax_after`
 
-_LOOSEN = 2**0.5  # lr and clip are multiplied by it in one step of relaxing: two steps take back a halving
+_LOOSEN = 2**0.5  # lr and clip are multiplied by it in one step of relaxing: two steps undo a halving
 _CLIMB = 2 ** (1 / 8)  # lr is multiplied by it in one step of regaining: eight of them double it
-_WRONG = 8  # times `relax_after` it takes at least where what was configured has never worked, or broke at once
-_SINK = 10**0.5  # eps is divided by it: two steps take back a tenfold
+_WRONG = 8  # times `relax_after`, at least, where what was configured never worked, or broke at once
+_SINK = 10**0.5  # eps is divided by it: two steps undo a tenfold
 
 
 @dataclass(frozen=True, slots=True)
 class KnobValues:
-    """What the next update is made with."""
+    """What the next update uses."""
 
     lr: float = 1.0  # factor of the scheduled rate, re-warming included
     clip: float = 1.0  # factor of the configured limits
@@ -55,7 +55,7 @@ class Knobs:
 
     @property
     def values(self) -> KnobValues:
-        """What the next update is made with: made when something changes, so that reading costs nothing."""
+        """What the next update uses: computed when something changes, so that reading costs nothing."""
         return self._values
 
     def turn_lr(self, factor: float, rewarm: int = 0, regain: float = 0.0) -> None:
@@ -72,7 +72,7 @@ class Knobs:
         self._settle()
 
     def limit_lr(self, ceiling: float, leapt_to: float = 0.0) -> None:
-        """Let no rate through above `ceiling` times the configured one, until the schedule comes down by itself.
+        """Keep the rate below `ceiling` times the configured one, until the schedule comes down by itself.
 
         `leapt_to` is what it rose to at once: as the schedule falls from there, so does the limit.
         """
@@ -91,15 +91,15 @@ class Knobs:
         self._settle()
 
     def turn_precision(self, steps: int) -> None:
-        """Stay in higher precision for so many steps at least; 0: come back at once."""
-        self._precise = max(self._precise, steps) if steps else 0
+        """Stay in higher precision for at least so many steps."""
+        self._precise = max(self._precise, steps)
         self._settle()
 
     def advance(self, *, was_limited: bool = False, may_relax: bool = True) -> None:
         """Note an accepted and healthy update, and relax when there have been enough of them.
 
         `was_limited`: the schedule asked for more than the limit of the rate. `may_relax`: the loss is where it was
-        before the trouble; until then nothing is turned back.
+        before the trouble; until then nothing is relaxed.
         """
         if self._at_rest:
             return
@@ -119,9 +119,9 @@ class Knobs:
         self._settle()
 
     def trouble(self) -> None:
-        """Note an incident that took more than passing over an update.
+        """Note an incident that took more than skipping an update.
 
-        One that comes while relaxing says that it was too early: the next time waits twice as long.
+        One that comes while relaxing shows that this was too early: the next time waits twice as long.
         """
         if self._relaxing:
             self._patience = min(2 * self._patience, LONGEST_PATIENCE)
@@ -135,7 +135,7 @@ class Knobs:
             self._leapt_to = self._leapt_to if self._was_met else 0.0
             self._was_met = False
         if self._lr == self._clip == self._eps == 1.0 and self._ceiling == math.inf:
-            # Relaxed long since, and healthy all the same.
+            # Relaxed long ago, and still healthy.
             self._patience, self._relaxing = 1, False
             return
         self._lr = _bounded(self._lr * _LOOSEN, LOWEST_LR, 1.0)
@@ -163,7 +163,7 @@ class Knobs:
         return ", ".join(said) or "as configured"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all there is to know, as plain data."""
+        """Return everything as plain data."""
         return {
             "lr": self._lr,
             "clip": self._clip,
@@ -180,9 +180,9 @@ class Knobs:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; what lies beyond the bounds is brought inside.
+        """Restore what `state_dict` returned; values beyond the bounds are clipped to them.
 
-        Raises ValueError where a factor is none: below 0 or not finite.
+        Raises ValueError where a factor is below 0 or not finite.
         """
         for name in ("lr", "clip", "eps", "regain", "ceiling", "leapt_to"):
             if not 0 <= float(state.get(name) or 0.0) < math.inf:
@@ -205,5 +205,5 @@ class Knobs:
 
 
 def _bounded(value: float, lowest: float, highest: float) -> float:
-    """Keep a factor inside its bounds, and let one that is 1 but for rounding be 1."""
+    """Keep a factor inside its bounds, and make one that is 1 except for rounding exactly 1."""
     return 1.0 if abs(value - 1.0) < 1e-9 else min(max(value, lowest), highest)

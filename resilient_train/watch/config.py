@@ -137,14 +137,6 @@ class NormsConfig:
 
 
 @dataclass
-class EvaluationConfig:
-    """The loss of a batch in evaluation mode beside that in training mode: reported, never treated."""
-
-    every: int = limited(at_least=0)
-    times: float = limited(above=1)
-
-
-@dataclass
 class ChecksConfig:
     limit: LimitConfig
     overshoot: OvershootConfig
@@ -158,7 +150,6 @@ class ChecksConfig:
     optimizer: OptimizerConfig
     replicas: ReplicasConfig
     norms: NormsConfig
-    evaluation: EvaluationConfig
     expect: list[int]
 
 

@@ -7,8 +7,9 @@ is on a GPU and takes 15 times as long as `aminmax` on a CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from resilient_train.state.sharded import is_sharded, largest_share, local_part
 from resilient_train.watch.moments import ADAMS, Moment
 from resilient_train.watch.weights import Weight
 
+Item = TypeVar("Item")
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
 _COARSE = {torch.float16, torch.bfloat16}  # they round so roughly that sums of small changes are lost in them
@@ -32,12 +34,13 @@ def here(tensor: Tensor) -> Tensor:
     return tensor if tensor.numel() else tensor.new_zeros(1)
 
 
-class Gauge:
+class Gauge(Generic[Item]):
     """A list of tensors that is measured again and again. All it returns are vectors with one value for each."""
 
-    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        """`device` is where the vectors are to be."""
-        self.tensors, self.device = list(tensors), device
+    def __init__(self, named: Sequence[tuple[Item, Tensor]], device: torch.device) -> None:
+        """`named` says of each tensor what it is, `device` is where the vectors are to be."""
+        self.items = [item for item, _ in named]
+        self.tensors, self.device = [tensor for _, tensor in named], device
         parts = [here(one) for one in self.tensors]
         self._is_plain = all(part is one for part, one in zip(parts, self.tensors, strict=True))
         self._is_uniform = len({(one.dtype, one.device) for one in parts}) == 1
@@ -50,9 +53,9 @@ class Gauge:
     def lengths(self) -> Tensor:
         """The L2 norm of each. It overflows on large finite values."""
         parts = self._parts()
-        if not self._coarse:
+        if parts and not self._coarse:
             return self._row(torch._foreach_norm(parts, 2))
-        if self._coarse == len(parts):
+        if parts and self._coarse == len(parts):
             return self._row(torch._foreach_norm(parts, 2, dtype=torch.float32))
         return self._row([torch.linalg.vector_norm(one, dtype=_sum_dtype(one)) for one in parts])
 
@@ -61,8 +64,8 @@ class Gauge:
         parts = self._parts()
         if not self._on_cpu:
             return self._row(torch._foreach_norm(parts, float("inf")))
-        lows, highs = zip(*map(torch.aminmax, parts), strict=True)
-        return torch.maximum(self._row(highs), -self._row(lows))
+        ends = [torch.aminmax(one) for one in parts]
+        return torch.maximum(self._row([high for _, high in ends]), -self._row([low for low, _ in ends]))
 
     def sums(self) -> Tensor:
         """The sum of each."""
@@ -77,6 +80,8 @@ class Gauge:
         return self._row([one.reshape(()) for one in self._parts()])
 
     def _row(self, scalars: Sequence[Tensor]) -> Tensor:
+        if not scalars:
+            return torch.zeros(0, device=self.device)
         if not self._is_uniform:
             scalars = [one.to(self.device, torch.float32, non_blocking=True) for one in scalars]
         return torch.stack(tuple(scalars)).to(self.device, torch.float32, non_blocking=True)
@@ -86,24 +91,13 @@ def _sum_dtype(tensor: Tensor) -> torch.dtype | None:
     return torch.float32 if tensor.dtype in _COARSE else None
 
 
-class Buffers(NamedTuple):
-    """What is measured of the buffers."""
-
-    names: list[str]
-    gauge: Gauge
-    found: list[Any]  # what it was made from
-
-
 class State(NamedTuple):
     """What is measured of the optimizers."""
 
-    plain: list[Moment]
-    squares: list[Moment]
-    counted: list[str]  # of Adam's weights: how often each was updated
-    plain_gauge: Gauge
-    square_gauge: Gauge
-    count_gauge: Gauge
-    found: list[Any]
+    plain: Gauge[Moment]
+    squares: Gauge[Moment]
+    counts: Gauge[str]  # how often each of Adam's weights was updated
+    found: list[Any]  # what it was made from
 
 
 class Layout:
@@ -124,16 +118,12 @@ class Layout:
                     self.names[weight] = f"weight {place} of parameter group {number}"
                     named.append((self.names[weight], weight))
         named = [(name, weight) for name, weight in named if self._is_measured(name, weight)]
-        self.weights = []
-        for name, weight in named:
-            count = max(1, largest_share(weight) * (2 if weight.is_complex() else 1))
-            self.weights.append(Weight(name, owner.get(weight), count, weight.dtype in _COARSE))
         named_modules = [(_plain(name), module) for name, module in model.named_modules()]
         self._own_buffers = [(f"{name}." if name else "", module._buffers) for name, module in named_modules]
-        self._buffers: Buffers | None = None
+        self._buffers: tuple[Gauge[str], list[Any]] | None = None  # and what it was made from
         self._state: State | None = None
         self.device = named[0][1].device if named else torch.device("cpu")
-        self.gauge = Gauge([weight for _, weight in named], self.device)
+        self.weights = Gauge([(_weight(name, one, owner.get(one)), one) for name, one in named], self.device)
         self.is_whole = not any(is_sharded(weight) for _, weight in named)
         self.shares = 1 if self.is_whole else torch.distributed.get_world_size()
 
@@ -145,16 +135,15 @@ class Layout:
         """Whether the optimizers still have the weights they had."""
         return [len(group["params"]) for group in self.groups()] == self._size
 
-    def buffers(self) -> Buffers:
+    def buffers(self) -> Gauge[str]:
         """Those that can be not finite; looked up again, since forwards may put others in their place."""
         found = [(prefix + name, one) for prefix, own in self._own_buffers if own for name, one in own.items()]
         tensors = [one for _, one in found if one is not None]
-        if self._buffers is None or not _same(tensors, self._buffers.found):
+        if self._buffers is None or not _same(tensors, self._buffers[1]):
             named = [(f"buffer {name}", one) for name, one in found if one is not None]
             named = [(name, one) for name, one in named if self._is_measured(name, one)]
-            gauge = Gauge([one for _, one in named], self.device)
-            self._buffers = Buffers([name for name, _ in named], gauge, tensors)
-        return self._buffers
+            self._buffers = Gauge(named, self.device), tensors
+        return self._buffers[0]
 
     def moments(self) -> State:
         """Everything that the optimizers hold now. Its tensors are other ones after some ways of going back."""
@@ -181,15 +170,8 @@ class Layout:
                     else:
                         kept.append((Moment(name, number, key, bool(kind), value.dtype in _COARSE), value))
         plain, squares = [one for one in kept if not one[0].is_square], [one for one in kept if one[0].is_square]
-        return State(
-            plain=[moment for moment, _ in plain],
-            squares=[moment for moment, _ in squares],
-            counted=[name for name, _ in counts],
-            plain_gauge=Gauge([one for _, one in plain], self.device),
-            square_gauge=Gauge([one for _, one in squares], self.device),
-            count_gauge=Gauge([one for _, one in counts], self.device),
-            found=found,
-        )
+        gauges = Gauge(plain, self.device), Gauge(squares, self.device), Gauge(counts, self.device)
+        return State(*gauges, found)
 
     def _is_measured(self, name: str, tensor: Tensor) -> bool:
         """Whether it is dense, real data of a type that has norms. One that could be not finite is noted if not."""
@@ -206,6 +188,11 @@ def kind_of(optimizer: Optimizer) -> str:
     """The name of one of torch's own optimizers; empty for any other, even one that is made from one of those."""
     own = type(optimizer)
     return own.__name__ if own.__module__.startswith("torch.optim.") else ""
+
+
+def _weight(name: str, tensor: Tensor, group: int | None) -> Weight:
+    count = max(1, largest_share(tensor) * (2 if tensor.is_complex() else 1))
+    return Weight(name, group, sqrt(count), tensor.dtype in _COARSE)
 
 
 def _plain(name: str) -> str:

@@ -66,7 +66,7 @@ class Moments:
 
     def __init__(self, config: OptimizerConfig, kinds: Sequence[str], is_whole: bool) -> None:
         """`kinds` as for weights; `is_whole` says that this process holds all of every moment."""
-        self.config, self.kinds = config, list(kinds)
+        self.config, self.every, self.kinds = config, config.every, list(kinds)
         self.can_sum = is_whole and bool(kinds) and all(kind in ADAMS for kind in kinds)
         self.clean_step = 0
         self.faded = self._nothing()  # since the last measurement

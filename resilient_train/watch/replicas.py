@@ -60,16 +60,14 @@ class Replicas:
     def _held(self, layout: Layout) -> Iterable[tuple[str, Tensor]]:
         if not layout.is_whole:
             return
-        for weight, tensor in zip(layout.weights, layout.gauge.tensors, strict=True):
+        for weight, tensor in zip(layout.weights.items, layout.weights.tensors, strict=True):
             if weight.name not in self._ignored:
                 yield weight.name, tensor
-        state = layout.moments()
-        moments = [*zip(state.plain, state.plain_gauge.tensors, strict=True)]
-        moments += zip(state.squares, state.square_gauge.tensors, strict=True)
-        for moment, tensor in moments:
-            is_ignored = any(moment.name.endswith(f" of {name}") for name in self._ignored)
-            if moment.by_torch and not is_ignored:
-                yield moment.name, tensor
+        for gauge in layout.moments()[:2]:
+            for moment, tensor in zip(gauge.items, gauge.tensors, strict=True):
+                is_ignored = any(moment.name.endswith(f" of {name}") for name in self._ignored)
+                if moment.by_torch and not is_ignored:
+                    yield moment.name, tensor
 
 
 def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:

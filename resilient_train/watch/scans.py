@@ -77,25 +77,16 @@ class Scans:
 
     def _lay_out(self, clean_step: int) -> None:
         self.layout = Layout(self.model, self.optimizers)
-        kinds, weights = self.layout.kinds, self.layout.weights
-        self._weights = Weights(self.config.weights, weights, kinds)
-        self._moments = Moments(self.config.optimizer, kinds, self.layout.is_whole)
+        self._weights = Weights(self.config.weights, self.layout.weights.items, self.layout.kinds)
+        self._moments = Moments(self.config.optimizer, self.layout.kinds, self.layout.is_whole)
         self._weights.clean_step = self._moments.clean_step = clean_step
         self._skipped_known = 0
 
     @property
     def clean_step(self) -> int:
         """The newest step that every scan has seen and found clean."""
-        clean = []
-        if self.config.weights.every:
-            clean.append(self._weights.clean_step)
-        if self.config.optimizer.every:
-            clean.append(self._moments.clean_step)
-        if self.replicas.every:
-            clean.append(self.replicas.clean_step)
-        if self._norms.every:
-            clean.append(self._norms.clean_step)
-        return min(clean, default=self._step)
+        scans = (self._weights, self._moments, self.replicas, self._norms)
+        return min((scan.clean_step for scan in scans if scan.every), default=self._step)
 
     def remarks(self) -> list[str]:
         """Hand out what is worth a line in the log and no more."""
@@ -126,14 +117,14 @@ class Scans:
             if len(live) != len(self.layout.kinds) or len(given) != len(live):
                 return  # groups were added: the next measurement starts again
             settings = [{**group, **setting} for group, setting in zip(live, given, strict=True)]
-            if self.config.weights.every:
+            if self._weights.every:
                 self._weights.landed(settings, clipped_norm)
-            if self.config.optimizer.every:
+            if self._moments.every:
                 self._moments.landed(settings, clipped_norm)
 
     def due(self, step: int) -> bool:
         """Whether a state is to be measured, or hooks have something to report."""
-        return self._norms.is_armed or _due(self.config.weights.every, step) or _due(self.config.optimizer.every, step)
+        return self._norms.is_armed or _due(self._weights.every, step) or _due(self._moments.every, step)
 
     def arm(self, step: int) -> None:
         """Put hooks on the model if the next forward is to be looked at; `step` updates were accepted before."""
@@ -150,36 +141,24 @@ class Scans:
         """
         self._add_up()
         self._reconcile()
-        step, config = self._step, self.config
-        self._pending = pending = _Pending(step)
-        rows: list[Tensor] = []
+        self._pending = pending = _Pending(step := self._step)
+        rows: list[tuple[_Kind, Tensor]] = []
         everything = everything or not self.due(step)
-        if config.weights.every and (everything or _due(config.weights.every, step)):
-            rows += self._measure_weights(pending)
-        if config.optimizer.every and (everything or _due(config.optimizer.every, step)):
-            rows += self._measure_moments(pending)
+        if self._weights.every and (everything or _due(self._weights.every, step)):
+            self._weights.begin()
+            weights, buffers = self.layout.weights, self.layout.buffers()
+            pending.buffers = buffers.items
+            rows += [(_Kind.COPY, weights.lengths()), (_Kind.COPY, weights.largest()), (_Kind.OWN, buffers.largest())]
+        if self._moments.every and (everything or _due(self._moments.every, step)):
+            self._moments.begin()
+            pending.state = state = self.layout.moments()
+            rows += [(_Kind.COPY, state.plain.largest()), (_Kind.SUM, state.squares.sums())]
+            rows += [(_Kind.COPY, state.squares.depths()), (_Kind.COPY, state.counts.values())]
         if self._norms.is_armed:
-            rows.append(self._norms.values())
             pending.has_norms = True
-            pending.kinds += [_Kind.OWN] * len(rows[-1])
-        return torch.cat(rows) if rows else torch.zeros(0, device=self.layout.device)
-
-    def _measure_weights(self, pending: _Pending) -> list[Tensor]:
-        self._weights.begin()
-        gauge, buffers = self.layout.gauge, self.layout.buffers()
-        pending.buffers = buffers.names
-        pending.kinds += [_Kind.COPY] * (2 * len(gauge.tensors)) + [_Kind.OWN] * len(buffers.names)
-        rows = [gauge.lengths(), gauge.largest()] if gauge.tensors else []
-        return [*rows, buffers.gauge.largest()] if buffers.names else rows
-
-    def _measure_moments(self, pending: _Pending) -> list[Tensor]:
-        self._moments.begin()
-        pending.state = state = self.layout.moments()
-        pending.kinds += [_Kind.COPY] * len(state.plain) + [_Kind.SUM] * len(state.squares)
-        pending.kinds += [_Kind.COPY] * (len(state.squares) + len(state.counted))
-        rows = [state.plain_gauge.largest()] if state.plain else []
-        rows += [state.square_gauge.sums(), state.square_gauge.depths()] if state.squares else []
-        return [*rows, state.count_gauge.values()] if state.counted else rows
+            rows.append((_Kind.OWN, self._norms.values()))
+        pending.kinds = [kind for kind, row in rows for _ in range(len(row))]
+        return torch.cat([row for _, row in rows]) if rows else torch.zeros(0, device=self.layout.device)
 
     def _reconcile(self) -> None:
         """Give back what a measurement took that was not judged, and notice weights that were added."""
@@ -242,13 +221,13 @@ class Scans:
         place = 0
         findings: list[tuple[Found | None, int]] = []  # with the newest step that was clean
         if pending.buffers is not None:
-            since, place = self._weights.clean_step, 2 * len(self.layout.weights) + len(pending.buffers)
+            since, place = self._weights.clean_step, 2 * len(self.layout.weights.items) + len(pending.buffers)
             findings.append((self._weights.judge(step, pending.buffers, values[:place]), since))
         if (state := pending.state) is not None:
+            plain, squares, counts = state.plain.items, state.squares.items, state.counts.items
             since, begin = self._moments.clean_step, place
-            place += len(state.plain) + 2 * len(state.squares) + len(state.counted)
-            found = self._moments.judge(step, state.plain, state.squares, state.counted, values[begin:place])
-            findings.append((found, since))
+            place += len(plain) + 2 * len(squares) + len(counts)
+            findings.append((self._moments.judge(step, plain, squares, counts, values[begin:place]), since))
             self._remarks += self._moments.remarks
             self._moments.remarks.clear()
         if pending.has_norms:

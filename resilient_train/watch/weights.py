@@ -7,7 +7,7 @@ further than its clipped gradients allow. A weight that went further was changed
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, isfinite, sqrt
 from typing import Any, NamedTuple
@@ -155,12 +155,8 @@ class Weight:
 
     name: str
     group: int | None  # the parameter group that updates it, counted over all optimizers
-    count: int = 1
+    root: float  # of the number of its elements
     coarse: bool = False
-    root: float = field(init=False)  # of the count
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "root", sqrt(self.count))
 
 
 @dataclass
@@ -190,7 +186,7 @@ class Weights:
 
     def __init__(self, config: WeightsConfig, weights: Sequence[Weight], kinds: Sequence[str]) -> None:
         """`kinds` names the optimizer of each parameter group, or is empty for one that torch does not have."""
-        self.config, self.weights = config, list(weights)
+        self.config, self.every, self.weights = config, config.every, list(weights)
         self.travellers = [Traveller(kind) for kind in kinds]
         self.base: _Seen | None = None
         self.clean_step = 0
