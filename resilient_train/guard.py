@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -37,6 +38,7 @@ from resilient_train.update.objective import Measured, Metrics
 from resilient_train.update.updater import Attempt
 from resilient_train.watch.anomaly_mode import AnomalyMode
 from resilient_train.watch.examination import Examination
+from resilient_train.watch.modes import Modes
 from resilient_train.watch.vitals import MetricsLog, Sent, mean, mean_metrics, read_vitals, versions
 from resilient_train.wording import log
 
@@ -94,6 +96,7 @@ class Guard:
         objective: Measured | None,
         backups: Backups,
         anomaly_mode: AnomalyMode,
+        modes: Modes,
         direct_steps: DirectStepCheck,
         verify_after: int,
         seed: int,
@@ -109,7 +112,7 @@ class Guard:
         self._parts, self._recovery, self._reporter = parts, recovery, reporter
         self._keeper, self._controls = recovery.keeper, recovery.controls
         self._updater, self._ring, self._panel, self._scans = parts.updater, parts.ring, parts.panel, parts.scans
-        self._backups, self._anomaly_mode = backups, anomaly_mode
+        self._backups, self._anomaly_mode, self._modes = backups, anomaly_mode, modes
         self._sizer = MicroBatchSizer(recovery)
         self._examination = Examination(self.world, self.clock, self._scans, backups)
         self._direct_steps, self._verify_after, self._stop = direct_steps, verify_after, stop
@@ -239,6 +242,8 @@ class Guard:
             evidence = told_of_memory(error, self.world.device)
         else:
             self._reported.append(metrics)
+            if not self._losses:
+                self._modes.compare(begun.step, loss, partial(self.objective, self.model, batch))
             return self.update(loss)
         self._begun = None  # here, where the error no longer holds on to what it was raised among
         self._drop(begun)

@@ -372,6 +372,33 @@ def test_running_statistics_are_looked_at(size: float, hands_over: bool) -> None
     assert loop.loss() == Loop(norm=True, hands_over=hands_over).train(200).loss()
 
 
+def test_what_differs_in_evaluation_mode_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """A buffer that only evaluation uses, which no scan knows: the same batch has quite another loss there."""
+
+    class Odd(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, points: Tensor) -> Any:
+            found = super().forward(points)
+            return found if self.training else found * self.scale
+
+    caplog.set_level(logging.INFO, "resilient_train")
+    torch.manual_seed(0)
+    accelerator, model = Accelerator(cpu=True), Odd()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    guard = Guard(accelerator, accelerator.prepare(model), optimizer, data=blobs(), batch_size=16,
+                  objective=cross_entropy)  # fmt: skip
+    guard.steps = 1001
+    for batch in guard.batches():
+        guard.step(batch)
+        if guard.clock.tick == 900:
+            model.scale.fill_(-40.0)  # type: ignore[operator]
+    (line,) = [one for one in caplog.messages if "evaluation mode" in one]
+    assert line.startswith("note: step 1000:")
+
+
 # --------------------------------------------------------------------------------------------- ranks, and restarts
 
 

@@ -42,6 +42,7 @@ from resilient_train.update.updater import Precision, Updater
 from resilient_train.watch.anomaly_mode import AnomalyMode
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
+from resilient_train.watch.modes import Modes
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.update_history import UpdateHistory
 from resilient_train.wording import log
@@ -194,6 +195,7 @@ class Guard(guard.Guard):
             objective=measured,
             backups=backups,
             anomaly_mode=anomaly_mode,
+            modes=Modes(checks.evaluation, called, backups, is_alone=world.size == 1),
             direct_steps=DirectStepCheck(optimizers),
             verify_after=verify_after,
             seed=seed,

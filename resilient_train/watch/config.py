@@ -137,6 +137,14 @@ class NormsConfig:
 
 
 @dataclass
+class EvaluationConfig:
+    """The loss of a batch in evaluation mode beside that in training mode: reported, never treated."""
+
+    every: int = limited(at_least=0)
+    times: float = limited(above=1)
+
+
+@dataclass
 class ChecksConfig:
     limit: LimitConfig
     overshoot: OvershootConfig
@@ -150,6 +158,7 @@ class ChecksConfig:
     optimizer: OptimizerConfig
     replicas: ReplicasConfig
     norms: NormsConfig
+    evaluation: EvaluationConfig
     expect: list[int]
 
 
