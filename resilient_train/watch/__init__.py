@@ -1,1 +1,1 @@
-"""Vitals: measured on the device with every update, read back when somebody looks."""
+"""Vitals, scans and the checks that judge them: measured on the device, read back one update later."""

@@ -1,4 +1,4 @@
-"""Torch's anomaly mode, which many set in their own code: its check for NaN ends a run that the gate would protect."""
+"""Torch's anomaly mode, often set in user code: its check for NaN would end a run that the gate protects."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _log = logging.getLogger("resilient_train")
 
 
 class AnomalyMode:
-    """Turns off the check alone, and only while an update is made: its NaN is for the gate, and for a replay."""
+    """Turns off that check alone, and only during an update: the gate refuses the NaN, a replay explains it."""
 
     def __init__(self, backward: Callable[[torch.Tensor], None]) -> None:
-        self._backward, self._is_said = backward, False
+        self._backward, self._has_warned = backward, False
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:
-        """Let no backward raise at a NaN; behind it the mode is as it was, unless it was left meanwhile."""
+        """Let no backward raise at a NaN; then set the mode as it was, unless user code has left it meanwhile."""
         if is_on := torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-            if not self._is_said:
+            if not self._has_warned:
                 _log.warning(_COSTLY)
-            self._is_said = True
+            self._has_warned = True
             torch.autograd.set_detect_anomaly(True, check_nan=False)
         try:
             yield
@@ -32,7 +32,7 @@ class AnomalyMode:
                 torch.autograd.set_detect_anomaly(True)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Make a backward, also of an objective that sets the mode itself."""
+        """Run a backward, also of an objective that sets the mode itself."""
         with self.unchecked():
             self._backward(loss)
 

@@ -303,7 +303,7 @@ class Checks:
 
 
 def _which(vitals: Vitals) -> int:
-    """What tells an update from another one, whatever it is tried as: where its samples lie, if they are known."""
+    """What identifies an update, however often it is retried: where its samples lie, if that is known."""
     return vitals.start if vitals.stop > vitals.start else vitals.tick
 
 

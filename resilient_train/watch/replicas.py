@@ -1,4 +1,4 @@
-"""What every rank holds a replica of, as one number of each rank: exact to the bit, made where the tensors lie.
+"""A digest of what every rank has a replica of: one number a rank, exact to the bit, computed where the tensors lie.
 
 A flipped bit that no other scan can see is still a difference. Bits are added up as whole numbers, which neither round
 nor depend on an order; sums that leave their range wrap around, and each place has an odd factor of its own: so no
@@ -24,7 +24,7 @@ class Replicas:
     """Weights, and moments where torch keeps them: with the same gradients they stay the same on all ranks.
 
     Buffers are left out: those of BatchNorm differ. So are weights of which a rank holds a part, and those that the
-    replication was told to ignore.
+    replication is configured to ignore.
     """
 
     def __init__(self, config: ReplicasConfig, ignored: Collection[str] | None) -> None:
@@ -39,7 +39,7 @@ class Replicas:
 
     @torch.no_grad()
     def measure(self, layout: Layout) -> Tensor:
-        """The digest of this rank's, and its complement: the largest of both over all ranks tell whether all agree."""
+        """The digest of this rank's, and its complement: the largest of both over all ranks show whether all agree."""
         found = digest((tensor for _, tensor in self._held(layout)), layout.device)
         return torch.stack([found, ~found])
 
@@ -71,7 +71,7 @@ class Replicas:
 
 
 def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """One whole number of 64 bits on `device`, for which nobody waits."""
+    """One whole number of 64 bits on `device`, without waiting for it."""
     parts = [part for tensor in tensors for part in _parts(tensor)]
     if not parts:
         return torch.zeros((), dtype=torch.int64, device=device)
