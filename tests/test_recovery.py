@@ -239,7 +239,7 @@ def test_a_loop_that_hands_its_loss_over_is_cured_as_well(healthy_loss: float) -
     class HandedOver(NanGradient):
         def trained(self) -> Program:
             self.guard.objective = None
-            object.__setattr__(self.guard._parts, "search", None)
+            self.guard._recovery.explainer._search = None
             self.guard.steps = STEPS
             for features, labels in self.guard.batches():
                 self.attempts += 1
