@@ -19,11 +19,10 @@ import torch
 from torch import nn
 
 from resilient_train import numerics
-from resilient_train.data.rows import sampled
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.search import Refused
 from resilient_train.drills import Drill, Place
-from resilient_train.errors import StorageFailed, TrainError
+from resilient_train.errors import TrainError
 from resilient_train.micro_batches import MicroBatchSizer, is_out_of_memory, told_of_memory
 from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
@@ -41,8 +40,6 @@ from resilient_train.watch.examination import Examination
 from resilient_train.watch.modes import Modes
 from resilient_train.watch.vitals import MetricsLog, Sent, mean, mean_metrics, read_vitals, versions
 from resilient_train.wording import log
-
-_MOST_REPEATS = 2  # of one update that was refused by mistake
 
 
 class Reporter(Protocol):
@@ -122,7 +119,6 @@ class Guard:
         self._handed: Any = None  # the batch that the loop has got
         self._losses: list[torch.Tensor] = []
         self._reported: list[Metrics] = []
-        self._repeats = 0  # of one update that was refused by mistake
         self._has_begun = self._is_described = self._is_saved_once = False
 
     # The loop over updates.
@@ -140,7 +136,7 @@ class Guard:
             start = self.samples.next_start  # known before they are fetched: that may take for ever
             progress.updating(self.clock.tick + 1, self.clock.step, start, start + self.samples.slicing.samples)
             with self._failing():
-                update = self._fetched()
+                update = self._recovery.fetched()
             self._begin(update)
             for number, batch in enumerate(update.batches, start=1):
                 yield from self._fed(batch, is_last=number == len(update.batches))
@@ -172,24 +168,13 @@ class Guard:
             self._treat(anomaly, self._newest_begun.update if self._newest_begun else Update(place, place, []))
         return self.clock.step < last
 
-    def _fetched(self) -> Update:
-        try:
-            return self.samples.next_update(self._parts.beat)
-        except StorageFailed:
-            if (held := self._ring.newest_proven()) is not None:
-                self._keeper.leave_alone(held)  # another rank may have its data
-            self._recovery.ended()
-            raise
-
     def _snapshot(self) -> None:
         """Keep the state between two updates, now that the loop has done what it does after one, such as averaging."""
         self._updater.require_groups()  # before anything rewinds or is copied without a new one
         step = self.attempted_step
-        if not self._ring.is_due(step):
-            return
-        if self._in_flight is not None:
+        if self._ring.is_due(step) and self._in_flight is not None:
             self._in_flight.held = self._ring.take(step)
-        else:
+        elif self._ring.is_due(step):
             self._controls.snapshot(step)
 
     def _begin(self, update: Update) -> None:
@@ -337,8 +322,7 @@ class Guard:
         scanned = self._examination.hear()
         if guilty := self._examination.guilty_ranks():
             self._recovery.name_guilty_ranks(guilty)
-        anomaly = scanned or finding.anomaly or self._repeated_in_vain(finding.repeat, vitals)
-        anomaly = anomaly or self._recovery.explainer.foresee(vitals, flight.begun.fed)
+        anomaly = scanned or finding.anomaly or self._recovery.explainer.foresee(vitals, flight.begun.fed)
         if anomaly is None and not finding.repeat:
             self._healthy(flight, vitals)
             return True
@@ -357,14 +341,6 @@ class Guard:
             self._treat(refined, update, refused, began=flight.begun.began)
         return False
 
-    def _repeated_in_vain(self, repeat: bool, vitals: Vitals) -> Anomaly | None:
-        """A limit was raised, and refuses the same update all the same: repeating has to end somewhere."""
-        self._repeats = self._repeats + 1 if repeat else 0
-        if self._repeats <= _MOST_REPEATS or vitals.refused is None:
-            return None
-        evidence = f"loss {vitals.loss:.4g}, gradient norm {vitals.grad_norm:.4g}: refused {self._repeats} times"
-        return Anomaly(vitals.refused, vitals.step + 1, vitals.tick, vitals.step, evidence, landed=False)
-
     def _accept(self, flight: _InFlight, vitals: Vitals) -> None:
         self.clock.step += 1
         self._updater.accept(self.clock.step)
@@ -378,7 +354,7 @@ class Guard:
         if not vitals.accepted:
             return
         step, recovery, keeper = self.clock.step, self._recovery, self._keeper
-        recovery.healthy(was_limited=flight.attempt.is_limited)
+        recovery.healthy(flight.begun.update, was_limited=flight.attempt.is_limited)
         self._reporter.accepted()
         if not self._is_saved_once:  # optimizers make their state in their first step
             keeper.check()
@@ -390,10 +366,6 @@ class Guard:
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=self._verify_after, is_back=is_back)
         keeper.verified(any_busy=vitals.any_busy)
         recovery.hear_of_saving()
-        incidents = recovery.incidents
-        if incidents.directory is not None and incidents.facts.data is None and flight.begun.update.keys:
-            rows = [key.row for keys in flight.begun.update.keys for key in keys]
-            incidents.facts.saw_data(sampled(self.samples.dataset, rows))  # type: ignore[attr-defined]
         if step == 1 and not self._is_described:
             self._is_described = True
             if self.objective is None:

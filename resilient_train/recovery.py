@@ -10,10 +10,11 @@ from typing import NoReturn
 
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.controls import Controls
+from resilient_train.data.rows import sampled
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.explain import Explainer, NoMeasure
 from resilient_train.diagnose.search import Refused
-from resilient_train.errors import GaveUp, RanksDiffer, TrainError
+from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
 from resilient_train.ranks.world import odd_ones
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Doing
@@ -70,12 +71,25 @@ class Recovery:
         self.parts.updates.add(vitals)
         self.incidents.measured(vitals)
 
-    def healthy(self, *, was_limited: bool) -> None:
+    def fetched(self) -> Update:
+        """Fetch the samples of the next update. Where the storage fails for good, leave the newest verified state."""
+        try:
+            return self.parts.samples.next_update(self.parts.beat)
+        except StorageFailed:
+            if (held := self.parts.ring.newest_proven()) is not None:
+                self.keeper.leave_alone(held)  # another rank may have its data
+            self.ended()
+            raise
+
+    def healthy(self, update: Update, *, was_limited: bool) -> None:
         """Note that an update landed without trouble, with a rate that a limit held below what the schedule asks."""
+        facts = self.incidents.facts
+        if self.incidents.directory is not None and facts.data is None and update.keys:
+            rows = [key.row for keys in update.keys for key in keys]
+            facts.saw_data(sampled(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
         probation, step = self.parts.panel.rewind_check, self.parts.clock.step
         self.controls.knobs.advance(was_limited=was_limited, may_relax=probation.allows_proof(step))
-        remedies = self.incidents.facts.remedies
-        was_held = remedies is not None and remedies.get("reference") is not None
+        was_held = facts.remedies is not None and facts.remedies.get("reference") is not None
         self.incidents.accepted(step, after=self._recovered_after, is_held=probation.is_open)
         if was_held and not probation.is_open:
             self.parts.ring.unpin()
@@ -288,7 +302,9 @@ class Recovery:
         """
         parts, controls, facts = self.parts, self.controls, self.incidents.facts
         plan = parts.world.on_main(
-            lambda: self.keeper.plan(self.incidents.incidents, self.policy.crashes, is_explained=is_explained)
+            lambda: self.keeper.resumption.plan(
+                self.incidents.incidents, self.policy.crashes, is_explained=is_explained
+            )
         )
         if not parts.world.is_main:
             self.incidents.adopt(plan.incidents)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from resilient_train.record.progress import Progress
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Held
 from resilient_train.state.run_state import Stateful
-from resilient_train.types import Incident, ProcessIncident, Signal
+from resilient_train.types import ProcessIncident, Signal
 from resilient_train.wording import IN_FILE_ONLY, log
 
 _FOR_OTHERS_S = 5.0
@@ -51,12 +51,12 @@ class CheckpointKeeper:
         self._writer: Writer | None = None
         if (store := self._store or self._together) is not None:
             self._writer = Writer(
-                store, keep=config.keep, keep_every=config.keep_every, reference=self._step_of_reference
+                store, keep=config.keep, keep_every=config.keep_every, reference=parts.panel.rewind_check.reference_step
             )
         self._label = parts.world.on_main(lambda: uuid4().hex[:12]) if self._is_spread else ""
         self._given_up = threading.Event()  # of ranks that write along, perhaps because they have died
         self._offered = 0  # checkpoints that were written together
-        self._resumption = Resumption(parts, facts, self.progress, self._store, directory, how)
+        self.resumption = Resumption(parts, facts, self.progress, self._store, directory, how)
         self.samples = 0  # of an update, if the run began with another number of processes
         self._last = 0  # the newest step that is on disk for good, on the way that the run is on
         self._highest = 0  # that was written, on any
@@ -68,10 +68,6 @@ class CheckpointKeeper:
         if directory is not None and facts.began_with is None:  # now: times are counted from here
             facts.began(parts.world.size, parts.samples.slicing.samples)
 
-    def _step_of_reference(self) -> int | None:
-        held = self._parts.panel.rewind_check.reference
-        return held.step if held is not None else None
-
     def news(self) -> list[ProcessIncident | None]:
         """What is new of saving, oldest first: that it began to fail, or None where it works again."""
         news, self._news = self._news, []
@@ -79,7 +75,7 @@ class CheckpointKeeper:
 
     def remember(self, name: str, item: Stateful) -> None:
         """Let something that does not rewind be there again after a resume."""
-        self._resumption.remembered[name] = item
+        self.resumption.remembered[name] = item
 
     def check(self) -> None:
         """Save all that a checkpoint holds once, to nowhere. Every rank comes here.
@@ -95,7 +91,7 @@ class CheckpointKeeper:
         if self._writer is None:
             return None
         parts = dict(self._parts.state.live())
-        parts |= {f"remembered.{name}": item.state_dict() for name, item in self._resumption.remembered.items()}
+        parts |= {f"remembered.{name}": item.state_dict() for name, item in self.resumption.remembered.items()}
         for name, part in parts.items():
             try:
                 SerializedTree(part, is_trial=True)
@@ -291,10 +287,6 @@ class CheckpointKeeper:
 
     # Taking a run up.
 
-    def plan(self, incidents: Sequence[Incident], crashes: int, *, is_explained: bool) -> ResumePlan:
-        """On rank 0: find what to resume from. After `crashes` ends in a row the samples at work are to blame."""
-        return self._resumption.plan(incidents, crashes, is_explained=is_explained)
-
     def begin(self, plan: ResumePlan) -> None:
         """Put the run where it is resumed from. Every rank comes here."""
         self.samples = plan.samples
@@ -305,7 +297,7 @@ class CheckpointKeeper:
         """Go back to the newest verified checkpoint not after `since`; False: none can be read. Every rank comes."""
         self.close()
         with at_disk():
-            path = self._parts.world.on_main(lambda: self._resumption.newest(lambda one: _is_proven(one, since), []))
+            path = self._parts.world.on_main(lambda: self.resumption.newest(lambda one: one.is_verified(since), []))
         if path is not None:
             self._put_in(Entry.of(path), resuming=False)
         return path is not None
@@ -315,7 +307,7 @@ class CheckpointKeeper:
         self.close()
         with at_disk():
             return self._parts.world.on_main(
-                lambda: self._store is not None and any(_is_proven(one, since) for one in self._store.usable())
+                lambda: self._store is not None and any(one.is_verified(since) for one in self._store.usable())
             )
 
     # How it is done.
@@ -352,7 +344,7 @@ class CheckpointKeeper:
             "statistics": statistics,
             "panel": parts.panel.memory(),
             "lasting": sorted(self._lasting),  # the names that a state_dict has
-            "remembered": {name: item.state_dict() for name, item in self._resumption.remembered.items()},
+            "remembered": {name: item.state_dict() for name, item in self.resumption.remembered.items()},
         }
 
         def described(position: int, files: dict[str, Written]) -> Manifest:
@@ -363,13 +355,13 @@ class CheckpointKeeper:
                 position=position,
                 world=parts.world.size,
                 samples=parts.samples.slicing.samples,
-                each=self._resumption.each,
+                each=self.resumption.each,
                 config=self._how.config,
                 made_by=f"resilient_train {__version__}, torch {torch.__version__}",
                 at=time.time_ns() // 1_000_000,
                 mlflow=self._how.mlflow(),
                 remedies=dict(remedies),
-                groups=self._resumption.configured,
+                groups=self.resumption.configured,
                 files=files,
             )
 
@@ -428,7 +420,14 @@ class CheckpointKeeper:
             if outcome.trouble:  # rank 0 hears of it as well, and writes it down
                 log.error("this rank's share of step %d could not be written: %s", step, outcome.trouble)
         elif not outcome.trouble:
-            self._heard_good(outcome)
+            if outcome.entry is not None:
+                self._highest = max(self._highest, step)
+                turned_at, to = self._turned
+                self._last = max(self._last, step if outcome.job.tick > turned_at else min(step, to))
+            if self._is_failing:
+                log.info("checkpoints are saved again: step %d", step)
+                self._is_failing = False
+                self._news.append(None)
         elif not self._is_failing:
             self._is_failing = True
             what = f"the checkpoint of step {step:,} could not be written: {outcome.trouble}"
@@ -437,19 +436,8 @@ class CheckpointKeeper:
             if not outcome.is_disk_full:
                 log.info("the writer of checkpoints failed", exc_info=outcome.error, extra=IN_FILE_ONLY)
 
-    def _heard_good(self, outcome: Outcome) -> None:
-        step = outcome.job.step
-        if outcome.entry is not None:
-            self._highest = max(self._highest, step)
-            turned_at, to = self._turned
-            self._last = max(self._last, step if outcome.job.tick > turned_at else min(step, to))
-        if self._is_failing:
-            log.info("checkpoints are saved again: step %d", step)
-            self._is_failing = False
-            self._news.append(None)
-
     def _put_in(self, entry: Entry, *, resuming: bool) -> None:
-        self._resumption.put_in(entry, resuming=resuming)
+        self.resumption.put_in(entry, resuming=resuming)
         parts, store = self._parts, self._store
         known = store or self._together  # ranks that write along have to count along
         is_own = known is not None and entry.path.parent == known.path
@@ -459,8 +447,3 @@ class CheckpointKeeper:
         self._last = parts.clock.step if is_own else 0
         if is_own and store is not None:
             self._highest = max([self._highest, *(one.manifest_step for one in store.entries())])
-
-
-def _is_proven(entry: Entry, since: int) -> bool:
-    manifest = entry.manifest
-    return manifest is not None and manifest.kind == VERIFIED and manifest.step <= since

@@ -66,7 +66,10 @@ class Resumption:
         self.each = slicing.batch_size * slicing.accumulation
 
     def plan(self, incidents: Sequence[Incident], crashes: int, *, is_explained: bool) -> ResumePlan:
-        """Find what to resume from, and what is to be said about the unexplained end of the previous process."""
+        """Find what to resume from, and what is to be said about the unexplained end of the previous process.
+
+        After `crashes` such ends in a row the samples at work are to blame.
+        """
         facts, last = self.facts, self.progress.last
         hung = self._hung()
         damaged: list[tuple[Entry, str]] = []

@@ -53,6 +53,10 @@ class Entry:
         """Say whether a run may resume from it, as far as its manifest says."""
         return self.manifest is not None and self.manifest.kind != manifests.DEMOTED
 
+    def is_verified(self, since: int) -> bool:
+        """Say whether it holds a verified state from not after `since`, as far as its manifest says."""
+        return self.manifest is not None and self.manifest.kind == manifests.VERIFIED and self.manifest.step <= since
+
     @property
     def manifest_step(self) -> int:
         return self.manifest.step if self.manifest is not None else 0

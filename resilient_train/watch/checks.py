@@ -31,6 +31,7 @@ class Finding:
 
 
 _NOTHING = Finding()
+_MOST_REPEATS = 2  # of one update that was refused by mistake
 
 
 class Checks:
@@ -70,6 +71,7 @@ class Checks:
         self.is_only_reported = False  # the damage that `rewind_check` is about: nothing is done, so alarms end
         self._refusals = Refusals(config.limit)
         self._declared: set[int] = set()
+        self._repeats = 0  # of one update that was refused by mistake
         self._latest: deque[float] = deque(maxlen=_LATEST)  # losses, whatever became of their updates
         for step in config.expect:
             self.expect(step)
@@ -130,6 +132,10 @@ class Checks:
         """Say what is wrong with one attempted update, after it was read back."""
         self._latest.append(vitals.loss)
         finding = self._judged(vitals)
+        self._repeats = self._repeats + 1 if finding.repeat else 0
+        if self._repeats > _MOST_REPEATS and vitals.refused is not None:  # the limit was raised, and refuses it again
+            evidence = f"loss {vitals.loss:.4g}, gradient norm {vitals.grad_norm:.4g}: refused {self._repeats} times"
+            return replace(finding, anomaly=_refused(vitals, vitals.refused, evidence, vitals.step))
         anomaly, is_new = finding.anomaly, not self.rewind_check.is_open
         if anomaly is not None and anomaly.landed and (is_new or anomaly.signal is not Signal.NOT_RECOVERED):
             # A new one counts as only reported, until more is done about it.

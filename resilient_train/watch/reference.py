@@ -154,6 +154,10 @@ class RewindCheck:
     def is_open(self) -> bool:
         return self.reference is not None
 
+    def reference_step(self) -> int | None:
+        """The step of the state that the run is measured against, if it is."""
+        return self.reference.step if self.reference is not None else None
+
     def begin(self, reference: Reference | None, goal: int, since: int) -> None:
         """Measure against `reference` from now on, or still against an older one that can be trusted.
 

@@ -264,7 +264,7 @@ class Scans:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Go back: comparisons start from the state that was. Return what another version kept nothing of."""
-        empty: dict[str, Any] = {"norms": [state["step"], {}], "batch": None}
+        empty: dict[str, Any] = {"norms": [state["step"], {}]}
         lacking, state = [name for name in empty if name not in state], {**empty, **state}
         self._pending = None
         self._landed.clear()
