@@ -19,6 +19,7 @@ LABEL org.opencontainers.image.title="resilient_train" \
 # cannot. --without-pip, because many bases lack ensurepip; pip is seen through from the base. Its own torch is held
 # in place by a constraint, and compared afterwards, by version and by path: a CUDA build is not to be replaced.
 COPY pyproject.toml README.md LICENSE /src/
+COPY conf /src/conf
 COPY resilient_train /src/resilient_train
 RUN set -eu; \
     torch='from importlib.metadata import version; import torch; print("torch==" + version("torch"), "#", torch.__version__, torch.__file__)'; \

@@ -166,7 +166,7 @@ def test_a_rank_without_room_ends_the_group_and_the_next_start_fits(tmp_path: Pa
     (_, first), (code, said) = together(2, two, tmp_path, 8)
     assert first is None, "it was waiting for the other, and is ended by it"
     assert code == 0
-    assert "the same command, or a restart by the launcher, goes on with micro-batches of half the rows" in said
+    assert "the same command, or a restart by the launcher, resumes with micro-batches of half the rows" in said
     (_, mine), (_, theirs) = together(2, two, tmp_path, 8)
     assert mine == theirs
     assert mine[:2] == [[("out_of_memory", "smaller_batch", (1,))], {8}]
