@@ -236,7 +236,7 @@ def test_without_one_that_verifies_a_run_says_so_and_stops(copied: Path, run_com
     assert outcome.code == 1
     errors = [line for line in (outcome.stdout + outcome.stderr).splitlines() if line.startswith("error")]
     assert len(errors) == 1
-    assert "can be gone on from" in errors[0]
+    assert "no usable checkpoint" in errors[0]
     assert "run.resume=never" in errors[0]
     assert errors[0].count(TENSORS) == len(Store(copied).entries())
     assert sorted(path.name for path in (copied / "checkpoints").rglob("*")) == before

@@ -208,7 +208,8 @@ def test_checkpoints_are_listed_and_the_newest_that_verifies_is_taken(saved: Pat
     assert checkpoints.main([str(saved)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(
-        rf"{newest} +damaged +step 40 +[\d.]+ kB +\d+ s old +tensors.safetensors (is not what|does not say) .*", lines[0]
+        rf"{newest} +damaged +step 40 +[\d.]+ kB +\d+ s old +tensors.safetensors (is not what|does not say) .*",
+        lines[0],
     )
     assert re.fullmatch(rf"{second} +verified +step {int(second[5:])} +[\d.]+ kB +\d+ s old", lines[1])
     assert lines[-1] == f"a resume would take {second}"

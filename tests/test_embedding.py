@@ -704,7 +704,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"drill": "nan_grad"}, "drill: expected a Drill, got str"),
     ({"data": TensorDataset(torch.zeros(0, 6))}, "data=TensorDataset: the data set is empty"),
     ({"data": Counting(9), "num_workers": 1}, "num_workers=1: an iterable data set"),
-    ({"batch_size": None}, "batch_size: has to be given for a data set"),
+    ({"batch_size": None}, "batch_size: missing"),
     ({"batch_size": 0}, "batch_size: 0 is no whole number of at least 1"),
     ({"objective": 1.0}, r"objective: expected a callable \(model, batch\) -> loss, got float"),
     ({"schedule": 0.5}, "schedule: expected a torch scheduler or a callable"),

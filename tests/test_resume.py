@@ -127,7 +127,7 @@ def test_a_person_kills_the_command_and_starts_it_again(tmp_path: Path) -> None:
     again = subprocess.run(arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     assert taken_up_at(tmp_path / "run") != []
-    assert "the process before this one ended in update" in again.stdout
+    assert "the previous process died during update" in again.stdout
 
 
 def test_samples_that_ended_the_process_twice_are_passed_over(nursery: Nursery) -> None:
@@ -302,9 +302,9 @@ def test_where_nothing_verifies_it_ends_with_one_line(here: Path, run_command: c
         file.write_bytes(content)
     refused = run_command([*MINE, "run.steps=80", *DISK])
     assert refused.code == 1
-    (line,) = [one for one in refused.stderr.splitlines() + refused.stdout.splitlines() if "can be gone on from" in one]
+    (line,) = [one for one in refused.stderr.splitlines() + refused.stdout.splitlines() if "cannot resume" in one]
     assert "weights.safetensors is not what was written" in line
-    assert "run.resume=never starts anew" in line
+    assert "run.resume=never starts a new run" in line
     shutil.rmtree("run/checkpoints")
     gone = run_command([*MINE, "run.steps=80", *DISK])
     assert gone.code == 1

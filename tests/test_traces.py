@@ -295,7 +295,7 @@ def test_an_incident_that_nobody_timed_is_told_all_the_same(place: Place) -> Non
     """A journal that is damaged, or of a crash: the root alone, as long as the treatment took."""
     crash = Incident(
         1,
-        Anomaly(Signal.CRASH, 5, 5, 4, "the process before this one ended in update 5\nwithout a word" + "x" * 5000),
+        Anomaly(Signal.CRASH, 5, 5, 4, "the previous process died during update 5\nwithout logging" + "x" * 5000),
         Diagnosis(Cause.PROCESS, ""),
         Decision((Action("go_on"),)),
     )
@@ -304,7 +304,7 @@ def test_an_incident_that_nobody_timed_is_told_all_the_same(place: Place) -> Non
     (root,) = trace.data.spans
     assert (root.start_time_ns, root.end_time_ns) == (AT * 10**6, (AT + 7) * 10**6)
     preview = trace.info.request_preview or ""
-    assert preview.startswith("step 5: the process died (crash); the process before this one")
+    assert preview.startswith("step 5: the process died (crash); the previous process")
     assert len(preview) == 1000, "what a database has room for"
 
 

@@ -108,7 +108,7 @@ def objective(given: Any) -> Measured | None:
 
 
 def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
-    """Take one optimizer or several, out of Accelerate's wrappers: in those a gate is ignored without a word."""
+    """Take one optimizer or several, out of Accelerate's wrappers: there a gate is silently ignored."""
     several = list(given) if isinstance(given, list | tuple) else [given]
     if not several:
         raise ValueError("optimizer: the list is empty")
@@ -160,7 +160,7 @@ def batch_size(given: int | None, data: Any, world: World) -> int:
         if given is None:
             return own or 1
     if given is None:
-        raise TypeError("batch_size: has to be given for a data set: how many rows are a batch of one process")
+        raise TypeError("batch_size: missing: rows per process and micro-batch")
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise unusable("batch_size", f"{given!r} is no whole number of at least 1")
     if own is not None and given != own:
@@ -249,7 +249,7 @@ def keepable(name: str, item: Any, *, has_begun: bool) -> None:
 
 
 def disk(given: DiskConfig | int | None) -> DiskConfig:
-    """Take a whole configuration, or a number of updates; nothing: no checkpoints while the run goes on."""
+    """Take a whole configuration, or a number of updates; nothing: no checkpoints before the end."""
     if isinstance(given, DiskConfig):
         return given
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):

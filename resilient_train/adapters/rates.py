@@ -55,7 +55,7 @@ def _torch_schedule(given: Any, optimizer: Optimizer) -> ShadowSchedule:
 
 
 class _OnlyOurs(ShadowSchedule):
-    """Notices when the loop goes on stepping the scheduler that it has handed over."""
+    """Notices when the loop still steps the scheduler that it has handed over."""
 
     _left: list[Any] | None = None  # where the scheduler stood when we were done with it
 

@@ -60,7 +60,7 @@ class Run:
         return bool(self.config.run.eval_every) and step % self.config.run.eval_every == 0
 
     def owes_evaluation(self, step: int) -> bool:
-        """Say whether the process before this one ended before the evaluation that was due."""
+        """Say whether the previous process ended before the evaluation that was due."""
         return step > 0 and self.evaluates_at(step) and self.evaluated_at != step
 
     def state_dict(self) -> dict[str, Any]:

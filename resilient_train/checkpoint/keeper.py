@@ -100,7 +100,7 @@ class CheckpointKeeper:
                 return called, f"its state cannot be saved: {in_one_line(error)}"
         return None
 
-    # While the run goes on.
+    # While the run trains.
 
     @property
     def saving_since(self) -> float | None:
@@ -113,10 +113,10 @@ class CheckpointKeeper:
         return self._is_spread and self._writer is not None and not (self._writer.is_free and self._config.every)
 
     def verified(self, *, any_busy: bool) -> None:
-        """After each healthy update: write the newest proven state, if it is time, and hear what became of others.
+        """After each healthy update: write the newest verified state, if it is time, and hear what became of others.
 
         A checkpoint that all ranks have to write is begun by all of them or by none, at the same update: `any_busy`
-        is what they have told each other with it.
+        is what they have agreed on with it.
         """
         writer = self._writer
         if writer is None:
@@ -245,9 +245,9 @@ class CheckpointKeeper:
         return left
 
     def leave_newest(self) -> tuple[int, Path | None]:
-        """From another thread, as the loop cannot be waited for: leave the newest proven state, and ask no other rank.
+        """From another thread, not waiting for the loop or other ranks: leave the newest verified state.
 
-        Returns the step that the run goes on from, and where its state is; None where that is not the newest proven.
+        Returns the step that the run resumes from, and where its state is; None where that is not the newest verified.
         """
         held = self._parts.ring.newest_proven()
         is_newer = held is not None and held.step > max(0, self._last)
@@ -285,7 +285,7 @@ class CheckpointKeeper:
             self._given_up.set()
         self.close()
 
-    # Taking a run up.
+    # Resuming.
 
     def begin(self, plan: ResumePlan) -> None:
         """Put the run where it is resumed from. Every rank comes here."""

@@ -81,7 +81,9 @@ class Resumption:
         if path is None and (facts.has_saved or damaged):
             why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
             where = self.store.path if self.store else "memory"
-            raise TrainError(f"no checkpoint in {where} can be gone on from: {why}. run.resume=never starts anew")
+            raise TrainError(
+                f"cannot resume: no usable checkpoint in {where}: {why}. run.resume=never starts a new run"
+            )
         entry = Entry.of(path) if path else None
         step = entry.manifest_step if entry else 0
         found = [_damage(one, why, step) for one, why in damaged]
@@ -142,7 +144,7 @@ class Resumption:
         if not why and manifest.samples != parts.samples.slicing.samples and not is_of_others:
             why = f"an update was made of {manifest.samples} samples, and is to be of {parts.samples.slicing.samples}"
             if not has_changed:
-                raise TrainError(f"{entry.path} cannot be gone on from: {why}")
+                raise TrainError(f"cannot resume from {entry.path}: {why}")
         if why and has_changed:
             key = next(key for key in _SHAPES if any(one.startswith(key) for one in self.how.changed))
             raise unusable(key, f"{entry.path} does not fit it as it is now: {why}")
@@ -183,7 +185,7 @@ class Resumption:
         run.clock.tick = max(run.clock.tick, manifest.tick)
 
     def _from_named(self) -> Path | None:
-        """The checkpoint that was asked for by name, the first time: a restart goes on from where that has led."""
+        """The checkpoint that was asked for by name, the first time: a restart resumes where that has led."""
         source, facts = self.how.source, self.facts
         if source is None or (masked(str(source)) in facts.sources and facts.has_saved):
             return None
@@ -201,10 +203,10 @@ class Resumption:
             self._leave_own_way(entry)
             self.facts.resumed_from(str(source))
             return entry.path
-        raise TrainError(f"run.resume={source}: nothing there can be gone on from: {why}")
+        raise TrainError(f"run.resume={source}: no usable checkpoint there: {why}")
 
     def _leave_own_way(self, entry: Entry) -> None:
-        """The run goes on from a state that was named: what it has of a later time is not gone back to."""
+        """The run resumes from a state that was named: its own later checkpoints are not used any longer."""
         if self.store is None:
             return
         if entry.path.absolute().parent == self.store.path.absolute():
@@ -228,9 +230,9 @@ class Resumption:
     ) -> ProcessIncident:
         last = self.progress.last
         at = f"update {last.step + 1:,}" if last.doing is not Doing.BETWEEN else f"the time after step {last.step:,}"
-        evidence = f"the process before this one ended in {at}"
+        evidence = f"the previous process died during {at}"
         if last.doing is not Doing.HUNG:
-            evidence += f": {hung}" if hung else " without a word"
+            evidence += f": {hung}" if hung else " without logging anything"
         rows: tuple[int, ...] = ()
         if skipped:
             evidence += ", and the one before that at the same samples: they are passed over"
@@ -241,7 +243,7 @@ class Resumption:
         return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, rows, step, lost)
 
     def _as_configured(self, manifest: Manifest, now: list[list[dict[str, Any]]]) -> None:
-        """Let what was configured anew since the checkpoint was written be in force."""
+        """Apply what was configured differently since the checkpoint was written."""
         optimizers = self.parts.updater.optimizers
         for optimizer, new, old, fresh in zip(optimizers, self.configured, manifest.groups, now, strict=True):
             for group, ours, theirs, mine in zip(optimizer.param_groups, new, old, fresh, strict=True):

@@ -335,7 +335,7 @@ def _fetched(rows: RepeatableBatches, plan: _Plan, pinned: bool) -> Iterator[Any
 
 def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_memory: bool) -> DataLoader[Any]:
     """Build a loader over micro-batches of keys that never touches the global generators."""
-    # What the kernel looks at is the thread: any other may end while its process goes on.
+    # What the kernel looks at is the thread: any other may end while its process lives on.
     is_of_process = threading.current_thread() is threading.main_thread()
     return DataLoader(
         RepeatableBatches(dataset, collate),  # type: ignore[arg-type]  # has __getitems__, which is all that is asked

@@ -171,7 +171,7 @@ class Courier:
                 client.set_terminated(run_id, ENDINGS.get(str(entry.get("status")), "FAILED"), entry["at"])
 
     def _end(self, connection: Connection) -> None:
-        """Say of a run that ended without a word to us that it has ended, and how."""
+        """Note how a run ended that could not say so itself."""
         ended = ended_as(self.run_dir)
         if ended is None or connection.client.get_run(connection.run_id).info.status != "RUNNING":
             return

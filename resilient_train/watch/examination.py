@@ -166,8 +166,8 @@ class Examination:
 
         `spiked`: the loss of this rank was above what the gate allows.
 
-        Rows that could not be fetched were replaced, and the update was spoiled on purpose. Rotten weights explain what
-        followed from them, and so does a rotten batch. Weights are asked first: a batch may hold NaN for a mask. What
+        Rows that could not be fetched were replaced, and the update was spoiled on purpose. Bad weights explain what
+        followed from them, and so does a bad batch. Weights are asked first: a batch may hold NaN for a mask. What
         is usual in batches, it is not to blame.
         """
         everywhere = self._world.all_of(list(failed))
