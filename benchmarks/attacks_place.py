@@ -113,10 +113,9 @@ class Place:
         return self.training(*words, **environment).end("the run", limit_s)
 
     def verb(self, name: str, *words: str, limit_s: float = TOOL_S, **environment: Any) -> Said:
-        """Ask `python -m resilient_train.NAME`, which ends in time with a code of its own and says something."""
-        around = self.environment(**environment)
-        module = f"resilient_train.{name}"
-        said = self.start(python, "-m", module, *(words or ("run",)), environment=around).end(name, limit_s)
+        """Ask `resilient-train NAME`, which ends in time with a code of its own and says something."""
+        words = ("-m", "resilient_train", name, *(words or ("run",)))
+        said = self.start(python, *words, environment=self.environment(**environment)).end(name, limit_s)
         if said.code not in (0, 1, 2, 3, 75):
             raise Failed(f"{name} ended with {said.code}: {said.last}")
         if not said.text.strip():

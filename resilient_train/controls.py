@@ -26,7 +26,10 @@ _BEGINNING = 16  # accepted updates: what breaks so soon was wrong from the star
 
 
 class Controls:
-    """What remedies turn, and what is in force of it: it does not rewind. Remedies see it as a `Patient`."""
+    """What remedies turn, and what is in force of it, which does not rewind: the `RunControl` that remedies see.
+
+    An effect that lasts has to be in `in_force`, `restore` and `digest`: else a restart loses it.
+    """
 
     def __init__(self, parts: RunParts, policy: Policy, quarantined: Quarantine, keeper: CheckpointKeeper) -> None:
         self._parts, self._policy, self._keeper = parts, policy, keeper
@@ -96,7 +99,7 @@ class Controls:
         where = (culprit.file, culprit.line, culprit.op)
         self._armor.add(*where)
         self._note_armored(where)
-        self._parts.panel.armored()
+        self._parts.checks.armored()
 
     def mend_eps(self) -> None:
         """Raise an epsilon that is 0 in its dtype to what the dtype can hold, for the rest of the run."""
@@ -113,7 +116,7 @@ class Controls:
     def applicable(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> RunFacts:
         """Say what can be done about an anomaly in this run at this moment. Every rank comes here."""
         parts = self._parts
-        proven, reference = parts.ring.proven(anomaly.since), parts.panel.rewind_check.reference
+        proven, reference = parts.ring.proven(anomaly.since), parts.checks.rewind_check.reference
         return RunFacts(
             snapshots=len(proven) or int(self._keeper.has_proven(anomaly.since)),
             # Where armor makes values up, what is out of range at the beginning says nothing about the rate.
@@ -126,7 +129,7 @@ class Controls:
             quarantined=len(self.quarantined.rows) - self.quarantined.given,
             armor=not anomaly.landed and all(parts.world.all_of(self._can_be_armored(diagnosis))),
             lost_eps=lost_eps(parts.updater.optimizers) is not None and not parts.updater.mends_eps,
-            off=parts.panel.off(),
+            off=parts.checks.off(),
             usual_rate=leap.usual if leap else 0.0,
             leapt_to=leap.usual * leap.factor if leap and leap.is_sudden else 0.0,
         )
@@ -175,7 +178,7 @@ class Controls:
             "mends_eps": updater.mends_eps,
             "micro_batch": self.micro_batch,
             "usual_norm": updater.usual_norm,
-            "reference": self._parts.panel.rewind_check.memory(),
+            "reference": self._parts.checks.rewind_check.memory(),
         }
         return masked_tree(in_force)  # type: ignore[no-any-return]  # it goes into files: armor knows a masked line again
 
@@ -193,7 +196,7 @@ class Controls:
             self._parts.updater.mends_eps = remedies["mends_eps"] is True
             self._parts.updater.usual_norm = None if usual is None else float(usual)
             self._restore_rows(map(int, remedies["quarantined"]))
-            self._parts.panel.rewind_check.recall(remedies.get("reference"))
+            self._parts.checks.rewind_check.recall(remedies.get("reference"))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"the remedies in force cannot be read: {in_one_line(error)}") from error
         for plate in plates:
@@ -217,7 +220,7 @@ class Controls:
         if self._parts.search is not None:
             self._parts.search.armored.add(where)
 
-    def put_away(self, rows: Sequence[int], reason: str, incident: int) -> None:
+    def quarantine_after_crash(self, rows: Sequence[int], reason: str, incident: int) -> None:
         """Put rows in quarantine that end the process, wherever they come, as far as the budget allows."""
         self._decisions = None
         allowed = self._policy.budget.rows_of(self._parts.samples.rows)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from resilient_train import numerics
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.search import Refused
 from resilient_train.drills import Drill, Place
-from resilient_train.errors import TrainError
+from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
 from resilient_train.micro_batches import MicroBatchSizer, is_out_of_memory, told_of_memory
 from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
@@ -40,16 +40,6 @@ from resilient_train.watch.examination import Examination
 from resilient_train.watch.modes import Modes
 from resilient_train.watch.vitals import MetricsLog, Sent, mean, mean_metrics, read_vitals, versions
 from resilient_train.wording import log
-
-
-class Reporter(Protocol):
-    """Who hears how the run gets on, so that it can be shown somewhere."""
-
-    def accepted(self) -> None:
-        """An update was accepted and healthy. Called for every one, so it has to be cheap most of the time."""
-
-    def fail(self, error: TrainError) -> None:
-        """The run ends with this error, which is raised next."""
 
 
 @dataclass
@@ -88,7 +78,6 @@ class Guard:
         model: nn.Module,
         parts: RunParts,
         recovery: Recovery,
-        reporter: Reporter,
         *,
         objective: Measured | None,
         backups: Backups,
@@ -106,9 +95,9 @@ class Guard:
         self.stopped = False  # before its last update, because of a request
         self.newest: Vitals | None = None  # the newest update whose verdict is known
         self.metrics = MetricsLog(self.world, self.world.device)
-        self._parts, self._recovery, self._reporter = parts, recovery, reporter
+        self._parts, self._recovery = parts, recovery
         self._keeper, self._controls = recovery.keeper, recovery.controls
-        self._updater, self._ring, self._panel, self._scans = parts.updater, parts.ring, parts.panel, parts.scans
+        self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
         self._backups, self._anomaly_mode, self._modes = backups, anomaly_mode, modes
         self._sizer = MicroBatchSizer(recovery)
         self._examination = Examination(self.world, self.clock, self._scans, backups)
@@ -158,11 +147,11 @@ class Guard:
             return True
         if not (self.settle() and self.clock.step >= last):
             return self.clock.step < last
-        anomaly = self._examination.now()
+        anomaly = self._examine_now()
         if anomaly is None and self.newest is not None and is_plan:
-            anomaly = self._panel.unsettled(self.newest)
+            anomaly = self._checks.unsettled(self.newest)
             if anomaly is None and self._recovery.has_to_return():
-                anomaly = self._panel.not_recovered(self.newest)
+                anomaly = self._checks.not_recovered(self.newest)
         if anomaly is not None:
             place = self.samples.position
             self._treat(anomaly, self._newest_begun.update if self._newest_begun else Update(place, place, []))
@@ -172,10 +161,12 @@ class Guard:
         """Keep the state between two updates, now that the loop has done what it does after one, such as averaging."""
         self._updater.require_groups()  # before anything rewinds or is copied without a new one
         step = self.attempted_step
-        if self._ring.is_due(step) and self._in_flight is not None:
-            self._in_flight.held = self._ring.take(step)
-        elif self._ring.is_due(step):
+        if not self._ring.is_due(step):
+            return
+        if self._in_flight is None:
             self._controls.snapshot(step)
+        elif (held := self._ring.take(step)) is not None:  # None: it was taken, and the loop was left and entered again
+            self._in_flight.held = held
 
     def _begin(self, update: Update) -> None:
         self._losses.clear()
@@ -230,9 +221,10 @@ class Guard:
             if not self._losses:
                 self._modes.compare(begun.step, loss, partial(self.objective, self.model, batch))
             return self.update(loss)
-        self._begun = None  # here, where the error no longer holds on to what it was raised among
-        self._drop(begun)
-        self._sizer.slim(begun.step, evidence, began=begun.began)
+        self._sizer.make_smaller(begun.step, evidence)  # here, where the error holds on to nothing any longer
+        self._begun = None
+        self._roll_back(begun)
+        self._sizer.note_smaller(begun.step, evidence, began=begun.began)
         return False
 
     def update(self, loss: torch.Tensor) -> bool:
@@ -266,7 +258,7 @@ class Guard:
         if not self._hear(begun):
             return False
         if self.stopped:
-            self._drop(begun)
+            self._roll_back(begun)
             return False
         if self.drill is not None:
             self.drill.on_gradients(self._place(), self._updater.weights)
@@ -280,7 +272,7 @@ class Guard:
         digest = 0 if agreement.is_alone else controls.digest(start, incidents)
         attempt = self._updater.apply(self.clock.step, loss, controls.knobs.values, rate=rate, digest=digest)
         if attempt.restarts:  # a schedule that starts again makes the loss jump on purpose
-            self._panel.expect(self.clock.step + 1)
+            self._checks.expect(self.clock.step + 1)
         self.clock.tick += 1
         sent, metrics = Sent(attempt.measured, attempt.numbers), mean_metrics(self._reported)
         self._in_flight = _InFlight(begun, attempt, loss, self._updater.gate.limits, sent, metrics)
@@ -310,18 +302,22 @@ class Guard:
         self.newest = vitals
         self.stopped |= vitals.stop_asked
         self.metrics.note(flight.metrics)
-        finding = self._panel.judge(vitals)
+        finding = self._checks.judge(vitals)
         for remark in (*finding.remarks, *self._scans.remarks()):
             log.info("note: %s", remark)
         self._set_limits()
         self._recovery.measured(vitals)
         if vitals.accepted:
-            self._accept(flight, vitals)
+            self.clock.step += 1
+            self._updater.accept(self.clock.step)
+            norm = self._updater.clipped(vitals.grad_norm, flight.attempt.max_norm)
+            self._scans.landed(self.clock.step, flight.attempt.settings, norm)
+            if flight.held is not None:
+                flight.held.statistics = self._parts.statistics()
         elif flight.held is not None:
             self._ring.drop(flight.held)
         scanned = self._examination.hear()
-        if guilty := self._examination.guilty_ranks():
-            self._recovery.name_guilty_ranks(guilty)
+        self._name_guilty_ranks()
         anomaly = scanned or finding.anomaly or self._recovery.explainer.foresee(vitals, flight.begun.fed)
         if anomaly is None and not finding.repeat:
             self._healthy(flight, vitals)
@@ -330,42 +326,36 @@ class Guard:
             self._updater.undo(flight.attempt)
         self._updater.drop_gradients()
         if (first := begun if vitals.accepted else flight.begun) is not None:
-            self._drop(first)
+            self._roll_back(first)
         if anomaly is not None:
             fed, examination = flight.begun.fed, self._examination
             spiked = not float(flight.loss) <= flight.limits[0]
             refined = scanned or examination.refine_signal(anomaly, fed, update.failed, spiked=spiked)
-            is_spent = flight.begun.versions != [versions(batch) for batch in fed]
+            self._name_guilty_ranks()
+            was_modified = flight.begun.versions != [versions(batch) for batch in fed]
             usual = examination.nan_is_usual
-            refused = None if vitals.accepted else Refused(update, fed, flight.limits, is_spent, usual)
+            refused = None if vitals.accepted else Refused(update, fed, flight.limits, was_modified, usual)
             self._treat(refined, update, refused, began=flight.begun.began)
         return False
-
-    def _accept(self, flight: _InFlight, vitals: Vitals) -> None:
-        self.clock.step += 1
-        self._updater.accept(self.clock.step)
-        norm = self._updater.clipped(vitals.grad_norm, flight.attempt.max_norm)
-        self._scans.landed(self.clock.step, flight.attempt.settings, norm)
-        if flight.held is not None:
-            flight.held.statistics = self._parts.statistics()
 
     def _healthy(self, flight: _InFlight, vitals: Vitals) -> None:
         self._backups.let_go(flight.begun.backup)
         if not vitals.accepted:
             return
         step, recovery, keeper = self.clock.step, self._recovery, self._keeper
-        recovery.healthy(flight.begun.update, was_limited=flight.attempt.is_limited)
-        self._reporter.accepted()
+        recovery.healthy(was_limited=flight.attempt.is_limited)
+        self.accepted()
         if not self._is_saved_once:  # optimizers make their state in their first step
             keeper.check()
             self._is_saved_once = True
         if flight.held is not None:
             flight.held.remedies = self._controls.in_force()
-        is_back = self._panel.is_only_reported or self._panel.rewind_check.allows_proof(step)
+        is_back = self._checks.is_only_reported or self._checks.rewind_check.allows_proof(step)
         scanned = self._scans.clean_step
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=self._verify_after, is_back=is_back)
         keeper.verified(any_busy=vitals.any_busy)
         recovery.hear_of_saving()
+        recovery.note_data(flight.begun.update)
         if step == 1 and not self._is_described:
             self._is_described = True
             if self.objective is None:
@@ -384,14 +374,13 @@ class Guard:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Let the reporter know of an error that ends the run."""
         try:
             yield
-        except TrainError as error:
-            self._reporter.fail(error)
+        except (GaveUp, RanksDiffer, StorageFailed) as error:
+            self.fail(error)
             raise
 
-    def _drop(self, begun: _Begun) -> None:
+    def _roll_back(self, begun: _Begun) -> None:
         """Take back an update: its gradients, what forwards did to buffers, and the place in the data."""
         self._updater.drop_gradients()
         self._seed_between(begun.update.start)
@@ -401,10 +390,23 @@ class Guard:
     def _put_back_batch(self) -> None:
         """Undo what was begun when a loop is left with a batch in hand: it comes again if the loop is entered again."""
         if self._begun is not None:
-            self._drop(self._begun)
+            self._roll_back(self._begun)
             self._begun = None
 
-    # What others ask.
+    def _examine_now(self) -> Anomaly | None:
+        found = self._examination.now()
+        self._name_guilty_ranks()
+        return found
+
+    def _name_guilty_ranks(self) -> None:
+        if guilty := self._examination.guilty_ranks():
+            self._recovery.name_guilty_ranks(guilty)
+
+    def accepted(self) -> None:
+        """Called after each healthy update: it has to be cheap most of the time."""
+
+    def fail(self, error: TrainError) -> None:
+        """Called with an error that ends the run, before it is raised."""
 
     def stop_now(self) -> None:
         """End the loop before its next update."""
@@ -436,7 +438,7 @@ class Guard:
 
     def _set_limits(self) -> None:
         """Hand what the checks allow to the gate."""
-        self._updater.gate.limit(*self._panel.limits)
+        self._updater.gate.limit(*self._checks.limits)
 
 
 _IN_TURN = (

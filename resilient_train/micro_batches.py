@@ -40,7 +40,7 @@ class MicroBatchSizer:
                 self._recovery.slimmed(one.step, f"rank {one.rank}: {one.evidence}; {self._now()}", (one.rank,))
         notes.clear(self._place, OutOfMemory)
 
-    def slim(self, step: int, evidence: str, *, began: float) -> None:
+    def make_smaller(self, step: int, evidence: str) -> None:
         """Make smaller micro-batches from now on, as an update did not fit. Raises TrainError where that cannot be.
 
         Of several processes the others wait in a collective, where they cannot be reached: all of them have to end.
@@ -50,6 +50,9 @@ class MicroBatchSizer:
             raise TrainError(f"{what}; {_SMALLER}")
         if self._world.size > 1:
             raise TrainError(f"{what}; {self._leave_for_next(slimmer.batch_size * 2, step, evidence)}")
+
+    def note_smaller(self, step: int, evidence: str, *, began: float) -> None:
+        """Write that down, for the sake of the update that `began` then on the monotonic clock."""
         self._has_changed()
         self._recovery.slimmed(step, f"{evidence}; {self._now()}", began=began)
 

@@ -78,22 +78,28 @@ class Recovery:
         except StorageFailed:
             if (held := self.parts.ring.newest_proven()) is not None:
                 self.keeper.leave_alone(held)  # another rank may have its data
+                self.hear_of_saving()
             self.ended()
             raise
 
-    def healthy(self, update: Update, *, was_limited: bool) -> None:
+    def note_data(self, update: Update) -> None:
+        """Note, once, what the data set looks like, so that a resume notices when it has changed."""
+        if self.incidents.directory is not None and self.incidents.facts.data is None and update.keys:
+            rows = [key.row for keys in update.keys for key in keys]
+            self.incidents.facts.saw_data(sampled(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
+
+    def healthy(self, *, was_limited: bool) -> None:
         """Note that an update landed without trouble, with a rate that a limit held below what the schedule asks."""
         facts = self.incidents.facts
-        if self.incidents.directory is not None and facts.data is None and update.keys:
-            rows = [key.row for keys in update.keys for key in keys]
-            facts.saw_data(sampled(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
-        probation, step = self.parts.panel.rewind_check, self.parts.clock.step
+        probation, step = self.parts.checks.rewind_check, self.parts.clock.step
         self.controls.knobs.advance(was_limited=was_limited, may_relax=probation.allows_proof(step))
         was_held = facts.remedies is not None and facts.remedies.get("reference") is not None
         self.incidents.accepted(step, after=self._recovered_after, is_held=probation.is_open)
-        if was_held and not probation.is_open:
-            self.parts.ring.unpin()
-            self._write_in_force()
+        if not probation.is_open:
+            if self.parts.ring.is_pinned:  # on every rank; what was in force only rank 0 knows after a resume
+                self.parts.ring.unpin()
+            if was_held:
+                self._write_in_force()
 
     # One incident.
 
@@ -112,22 +118,22 @@ class Recovery:
         if anomaly.is_in_weights:  # before a diagnosis, in which the process may end
             self.keeper.distrust(anomaly.since)
             self.hear_of_saving()
-        parts.updater.usual_norm = parts.panel.usual_norm or parts.updater.usual_norm
+        parts.updater.usual_norm = parts.checks.usual_norm or parts.updater.usual_norm
 
         history = self.incidents.of_training
         try:
-            reference = parts.panel.rewind_check.reference
+            reference = parts.checks.rewind_check.reference
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
         except NoMeasure as why:
             log.info("note: %s: what is usual is learned again", why)
-            parts.panel.start_over()
+            parts.checks.start_over()
             return
         if not anomaly.ranks:  # gradients are on every rank alike once they were averaged: a replay tells more
             anomaly = replace(anomaly, ranks=diagnosis.ranks)
         phases.ended(DIAGNOSE)
 
         if anomaly.is_in_weights and diagnosis.cause is not Cause.CORRUPTION:
-            parts.panel.hold(anomaly.since, _reached(anomaly))
+            parts.checks.hold(anomaly.since, _reached(anomaly))
         last = history[-1].rewound_to if history else None
         decision = decide(
             *(self.policy, anomaly, diagnosis, history, parts.clock.tick),
@@ -135,7 +141,7 @@ class Recovery:
             trace=parts.updates.trace(last) if last is not None else 0,
         )
         self._hold(anomaly, diagnosis, decision)
-        incident = self.incidents.open(anomaly, diagnosis, decision, is_off=parts.panel.rewind_check.is_open)
+        incident = self.incidents.open(anomaly, diagnosis, decision, is_off=parts.checks.rewind_check.is_open)
         phases.ended(DECIDE)
         if decision.gave_up is not None:
             self._give_up(incident, phases)
@@ -149,7 +155,7 @@ class Recovery:
             phases.ended(REMEDY if had_rewound or controls.rewound_to is None else REWIND)
         if controls.rewound_to is not None:
             self.keeper.rewound(controls.rewound_to)
-            parts.panel.rewound(controls.rewound_to, anomaly.since, controls.knobs.lr)
+            parts.checks.rewound(controls.rewound_to, anomaly.since, controls.knobs.lr)
 
         incident = replace(
             incident,
@@ -164,30 +170,31 @@ class Recovery:
 
     def _hold(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> None:
         """Measure the run against where it stood from now on, and keep that state, where damage has to be undone."""
-        panel, actions = self.parts.panel, decision.actions
+        checks, actions = self.parts.checks, decision.actions
         rewinds = any(action.remedy == "rewind" for action in actions)
         if diagnosis.cause is Cause.CORRUPTION and (rewinds or decision.gave_up):
-            if panel.is_only_reported:  # as far as the checks could tell
-                panel.rewind_check.end()
+            if checks.is_only_reported:  # as far as the checks could tell
+                checks.rewind_check.end()
             return  # a rewind makes the same updates again, to the last bit
         if anomaly.is_in_weights:
             rungs = self.policy.ladder(diagnosis.cause)  # where one of them does more, alarms lead there
             is_all = all(passes_over(one.action for one in rung.do) for rung in rungs)
             is_reported = is_all and bool(actions) and passes_over(actions)
-            panel.hold(anomaly.since, _reached(anomaly), is_only_reported=is_reported)
-            if panel.rewind_check.is_open:
+            checks.hold(anomaly.since, _reached(anomaly), is_only_reported=is_reported)
+            if checks.rewind_check.is_open:
                 self.parts.ring.pin(anomaly.since)
 
     def _give_up(self, incident: Incident, phases: Phases) -> NoReturn:
         """End the run on its newest verified state, and leave that on disk."""
         self.incidents.close(incident, phases=phases.timed)
+        earlier = self.incidents.incidents[:-1]
         path, is_back = self._restore_best(incident.anomaly.since)
-        self.parts.panel.rewind_check.end()  # there is nothing left to wait for
+        self.parts.checks.rewind_check.end()  # there is nothing left to wait for
         if is_back:
             phases.ended(REWIND)
             self.incidents.came_after(incident.id, phases.timed[-1])
         if self.parts.world.is_main:  # every rank comes here, and one knows where the state was written
-            log.error("%s", farewell(incident, path, self.incidents.incidents[:-1]))
+            log.error("%s", farewell(incident, path, earlier))
         raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
 
     def _restore_best(self, since: int) -> tuple[Path | None, bool]:
@@ -195,6 +202,7 @@ class Recovery:
         ring = self.parts.ring
         held = ring.last_good(since) or ring.newest_proven()  # verified in the meantime: at the reference
         if held is None:
+            self.hear_of_saving()
             return None, False
         ring.restore(held)
         self.parts.updates.rewound(held.step)  # of what came after it, nothing is left
@@ -259,6 +267,12 @@ class Recovery:
         self.note(ProcessIncident(Signal.HANG, step + 1, step, evidence, "end", steps_lost=lost), began=began)
         write()
 
+    def leave_newest(self) -> tuple[int, Path | None]:
+        """From another thread: leave the newest verified state; return the step a resume begins at, and where it is."""
+        left = self.keeper.leave_newest()
+        self.hear_of_saving()
+        return left
+
     def ranks_differ(self, digests: Sequence[float], *, began: float | None = None) -> NoReturn:
         """End the run on all ranks, as they did not decide alike: what they would do together now may wait for ever.
 
@@ -280,6 +294,7 @@ class Recovery:
             self.keeper.distrust(since)
             if held is not None:
                 self.keeper.leave_alone(held)
+            self.hear_of_saving()
 
         self.parts.world.main_before_others(leave)
         raise RanksDiffer(f"{evidence} in update {since + 1}: the run ends before weights drift apart; {_ALIKE_AGAIN}")
@@ -321,7 +336,7 @@ class Recovery:
         for found in plan.found:
             number = self.note(found)
             if found.remedy == "skip" and 0 < len(found.rows) < parts.samples.slicing.samples // 2:
-                controls.put_away(found.rows, found.advice, number)  # met twice in different company
+                controls.quarantine_after_crash(found.rows, found.advice, number)  # met twice in different company
         if parts.clock.tick:  # the next samples at work are others: these are not to be blamed twice for one end
             self.keeper.progress.turned_to(Doing.BETWEEN)
         return plan.path is not None
@@ -330,13 +345,13 @@ class Recovery:
         """The run has come to its end: what is open has recovered where the loss is back, or was never off."""
         is_back = self.is_back()
         self.incidents.finish(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED)
-        if is_back and self.parts.panel.rewind_check.is_open:
-            self.parts.panel.rewind_check.end()
+        if is_back and self.parts.checks.rewind_check.is_open:
+            self.parts.checks.rewind_check.end()
             self._write_in_force()
 
     def is_back(self) -> bool:
         """Say whether the loss is where it was before the last damage, as far as the losses since tell."""
-        probation = self.parts.panel.rewind_check
+        probation = self.parts.checks.rewind_check
         return not probation.is_open or probation.final(self.parts.clock.step) is Standing.BACK
 
     def has_to_return(self) -> bool:
@@ -344,17 +359,17 @@ class Recovery:
 
         Not where the policy only reports what landed.
         """
-        return not self.is_back() and not self.parts.panel.is_only_reported
+        return not self.is_back() and not self.parts.checks.is_only_reported
 
     def return_unrecovered(self) -> GaveUp:
         """End the run off its reference: back to the newest verified state, which is its result."""
-        panel, clock = self.parts.panel, self.parts.clock
-        reference = panel.rewind_check.reference
+        checks, clock = self.parts.checks, self.parts.clock
+        reference = checks.rewind_check.reference
         assert reference is not None
-        since = panel.not_recovered_since(clock.step)
+        since = checks.not_recovered_since(clock.step)
         self.incidents.finish(Outcome.UNRECOVERED)
         path, is_there = self._restore_best(since)
-        panel.rewind_check.end()
+        checks.rewind_check.end()
         if not is_there:
             return GaveUp("not recovered, and there is no verified state to return to", None)
         why = f"the loss did not come back to {reference.level:.4g}, where it was at step {reference.step:,}"

@@ -27,7 +27,7 @@ class RunParts:
     state: RunState
     updater: Updater
     ring: Ring
-    panel: Checks
+    checks: Checks
     scans: Scans
     precision: Precision
     updates: UpdateHistory
@@ -36,8 +36,8 @@ class RunParts:
 
     def statistics(self) -> dict[str, Any]:
         """What checks and scans have learned, as a snapshot keeps it."""
-        return {"panel": self.panel.state_dict(), "scans": self.scans.state_dict()}
+        return {"panel": self.checks.state_dict(), "scans": self.scans.state_dict()}
 
     def restore_statistics(self, statistics: Mapping[str, Any]) -> list[str]:
         """Let checks and scans know what they knew then; return those that another version kept nothing of."""
-        return self.panel.load_state_dict(statistics["panel"]) + self.scans.load_state_dict(statistics["scans"])
+        return self.checks.load_state_dict(statistics["panel"]) + self.scans.load_state_dict(statistics["scans"])

@@ -1,4 +1,4 @@
-"""What rooms say to each other. Frozen, and free of torch."""
+"""Immutable records that subpackages pass to each other; no torch."""
 
 from __future__ import annotations
 

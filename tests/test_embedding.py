@@ -9,7 +9,6 @@ import logging
 import math
 import subprocess
 import sys
-import threading
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -807,10 +806,7 @@ def test_who_sets_up_logging_decides(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before the guard is made or after it: lines are never told twice."""
-    gc.collect()  # guards of earlier tests have their last words now, and not among the lines of this one
-    for thread in threading.enumerate():
-        if thread.name == "chronicle":
-            thread.join()
+    gc.collect()  # guards of earlier tests warn now, and not among the lines of this one
     capsys.readouterr()
     log, root = logging.getLogger("resilient_train"), logging.getLogger()
     caplog.set_level(logging.NOTSET, "resilient_train")  # puts the level back at the end

@@ -210,7 +210,7 @@ def test_a_schedule_that_starts_again_declares_it() -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=40, eta_min=1e-5)
     guard = Guard(accelerator, model, optimizer, data=rows(), batch_size=8, schedule=schedule, objective=At("none"))
     trained(guard, 100)
-    assert {41, 81} <= guard._panel._declared
+    assert {41, 81} <= guard._checks._declared
 
 
 @pytest.mark.parametrize(
@@ -309,3 +309,17 @@ def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
         assert found.diagnosis.culprit is not None
         assert (found.diagnosis.culprit.op, found.diagnosis.culprit.file) == ("sqrt", __file__)
     assert sum("anomaly mode is on" in one.getMessage() for one in caplog.records) == 1
+
+
+def test_a_snapshot_survives_a_loop_that_is_left_and_entered_again() -> None:
+    """Left with a batch in hand, right after a snapshot was taken: it is verified in its time, and let go in its time."""
+    guard = guarded(adamw, At("none"), memory=MemoryConfig(every=5, keep=3, max_gib=None))
+    for batch in guard.batches(200):
+        if guard.attempted_step == 10:
+            break
+        guard.step(batch)
+    for batch in guard.batches(40):
+        guard.step(batch)
+    guard.settle()
+    assert all(held.verified for held in guard._ring.held if held.step <= 15)
+    assert all(held.statistics is not None for held in guard._ring.held if held.step < guard.clock.step)

@@ -62,7 +62,7 @@ AROUND = {"zoo", "tracking", "adapters", "app", "__main__", "__init__"}
 # Parts of a run, which nobody but themselves may complete or change.
 WIRED = (
     *("self._recovery", "self._keeper", "self._controls", "self._examination", "self._sizer", "self._parts"),
-    *("self.recovery", "self.keeper", "self.controls", "guard", "run.guard", "treatment", "examination", "recovery"),
+    *("self.recovery", "self.keeper", "self.controls", "guard", "run.guard", "examination", "recovery"),
 )
 
 # Libraries that only some may know.

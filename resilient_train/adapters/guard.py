@@ -164,7 +164,7 @@ class Guard(guard.Guard):
             state=state,
             updater=updater,
             ring=Ring(state, memory or MemoryConfig(every=25, keep=4, max_gib=None), world.least),
-            panel=Checks(checks),
+            checks=Checks(checks),
             scans=Scans(checks, called, optimizers, arguments.own_weights(model) if world.size > 1 else None),
             precision=Precision(called, accelerator.mixed_precision),
             updates=UpdateHistory(),
@@ -191,7 +191,7 @@ class Guard(guard.Guard):
         treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=max(verify_after, 50))
         self.reporter = RunReporter(clock, incidents, parts.updates, place, keeper.progress)
         super().__init__(
-            *(model, parts, treating, self),
+            *(model, parts, treating),
             objective=measured,
             backups=backups,
             anomaly_mode=anomaly_mode,
@@ -234,7 +234,7 @@ class Guard(guard.Guard):
         self._owes_resume = False
         resumed = self._recovery.resume(is_explained=self._sizer.previous_ran_out())
         self._sizer.as_before(self._keeper.samples)
-        self._panel.rewind_check.resumed(self.clock.step)
+        self._checks.rewind_check.resumed(self.clock.step)
         self._set_limits()
         self._seed_between(self.samples.position)
         return resumed
@@ -304,7 +304,7 @@ class Guard(guard.Guard):
                     raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
             if self._keeper.is_proven or self._ring.is_due(self.clock.step):  # else it would not be in memory either
                 self._controls.snapshot(self.clock.step, verified=self._keeper.is_proven)
-            if self._panel.rewind_check.is_open:  # since before the process ended
+            if self._checks.rewind_check.is_open:  # since before the process ended
                 self._ring.pin(self.clock.step)
 
     def _complete(self) -> None:
@@ -335,7 +335,7 @@ class Guard(guard.Guard):
         """End a run before its last step: hear the last verdict, close what has healed, let go of worker processes."""
         self._put_back_batch()
         error, gave_up = sys.exc_info()[1], None
-        if self.settle() and self._examination.now() is None:
+        if self.settle() and self._examine_now() is None:
             if error is None and self._recovery.has_to_return():
                 gave_up = self._recovery.return_unrecovered()
             else:
@@ -356,6 +356,7 @@ class Guard(guard.Guard):
         numerics.raise_eps(1.0)
         self.samples.close()
         self._keeper.let_go()
+        self._recovery.hear_of_saving()
 
     # What a loop may ask.
 
@@ -409,14 +410,14 @@ class Guard(guard.Guard):
 
         Returns the step that the run resumes from, and where its state is; None where that is not the newest verified.
         """
-        return self._keeper.leave_newest()
+        return self._recovery.leave_newest()
 
     def hung(self, evidence: str, *, in_update: bool) -> None:
         """From another thread, while the loop hangs: write that down, and the newest verified state if possible."""
         began = self._newest_begun.began if self._newest_begun else None
         self._recovery.hung(evidence, in_update=in_update, began=began)
 
-    # What the engine reports.
+    # What the engine says.
 
     def accepted(self) -> None:
         """Show the loop in MLflow, now and then."""

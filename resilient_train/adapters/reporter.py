@@ -71,11 +71,11 @@ def print_review(run_dir: Path, resumed_from: int | None = None) -> None:
         log.info("%s", line)
 
 
-def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path) -> None:
-    """Upload the rest, say where to see it, and note that in the summary."""
+def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path, *more: Path) -> None:
+    """Upload incidents.jsonl and `more` files, say where to see it, and note that in the summary."""
     if isinstance(tracker, NullTracker):
         return
-    for file in (run_dir / "train.log", run_dir / INCIDENTS):
+    for file in (*more, run_dir / INCIDENTS):
         if file.exists():
             tracker.artifact(file)
     if (run := tracker.finish(summary.status)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from resilient_train.app.build import Run
@@ -18,10 +19,12 @@ _LOADER = "torch/utils/data/dataloader.py"
 _FOR_OTHERS_S = 1.2  # until the watchdogs of other ranks have looked at their clocks, too
 
 
-def end_hung(hang: Hang, world: World, directory: RunDirectory, run: Run | None, *, is_for_another: bool) -> int:
+def end_hung(
+    hang: Hang, world: World, directory: RunDirectory, run: Run | None, asked_for_another: Callable[[], bool]
+) -> int:
     """Log where a hung run stands, save what can be saved, and return the exit code. Called in another thread.
 
-    `is_for_another`: if it was asked to stop, then because another process of the run failed.
+    `asked_for_another`: if it was asked to stop, was that because another process of the run failed?
     """
     asked = "it was asked to stop, and " if hang.stop_asked else ""
     where = next((f for f in reversed(called_by_us(hang.frames)) if is_users(f.f_code.co_filename)), None)
@@ -37,6 +40,7 @@ def end_hung(hang: Hang, world: World, directory: RunDirectory, run: Run | None,
         if run is not None:
             run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)
         return 1
+    is_for_another = asked_for_another()  # reads files, so not before the stacks are logged
     if (why := endings.failure(directory.path) if is_for_another else None) is not None:
         log.error("error: %s", why)
     is_saved = _save_newest(world, run)

@@ -180,8 +180,7 @@ class _Session:
         )
 
     def _end_hung(self, hang: Hang) -> int:
-        is_for_another = hang.stop_asked and self._was_asked_for_another()
-        code = end_hung(hang, self.world, self.directory, self.run, is_for_another=is_for_another)
+        code = end_hung(hang, self.world, self.directory, self.run, self._was_asked_for_another)
         if self.run is not None and self.world.is_main:
             write(self._summary("preempted" if code == 75 else "failed", code), self.directory.path)
         return code
@@ -214,7 +213,7 @@ class _Session:
             if summary.ticks:
                 requests.may_interrupt = True
                 try:
-                    finish_uploads(self.tracker, summary, directory.path)
+                    finish_uploads(self.tracker, summary, directory.path, directory.log(0))
                 finally:
                     requests.may_interrupt = False
             else:  # a mistake in a configuration is nothing to upload

@@ -43,24 +43,24 @@ class CheckpointKeeper:
         self.progress = Progress(directory)
         self._store = Store(directory) if directory is not None else None
         self._best = Best(directory) if directory is not None else None
-        self._lasting = frozenset(parts.state.model.state_dict(keep_vars=True))  # a user's hooks may take their time
-        self._is_spread = parts.state.is_sharded  # over ranks, so that each of them writes its share
+        # Once, as a user's hooks may take their time.
+        self._persistent_names = frozenset(parts.state.model.state_dict(keep_vars=True))
+        self._is_sharded = parts.state.is_sharded  # over ranks, so that each of them writes its share
         self._together: Store | None = None  # where ranks write theirs
-        if self._is_spread and (common := parts.world.on_main(lambda: directory)) is not None:
+        if self._is_sharded and (common := parts.world.on_main(lambda: directory)) is not None:
             self._together = self._store or Store(common)
         self._writer: Writer | None = None
         if (store := self._store or self._together) is not None:
-            self._writer = Writer(
-                store, keep=config.keep, keep_every=config.keep_every, reference=parts.panel.rewind_check.reference_step
-            )
-        self._label = parts.world.on_main(lambda: uuid4().hex[:12]) if self._is_spread else ""
+            reference = parts.checks.rewind_check.reference_step
+            self._writer = Writer(store, keep=config.keep, keep_every=config.keep_every, reference=reference)
+        self._label = parts.world.on_main(lambda: uuid4().hex[:12]) if self._is_sharded else ""
         self._given_up = threading.Event()  # of ranks that write along, perhaps because they have died
         self._offered = 0  # checkpoints that were written together
         self.resumption = Resumption(parts, facts, self.progress, self._store, directory, how)
         self.samples = 0  # of an update, if the run began with another number of processes
-        self._last = 0  # the newest step that is on disk for good, on the way that the run is on
-        self._highest = 0  # that was written, on any
-        self._turned = (0, 0)  # tick and step of the last rewind
+        self._last_saved = 0  # the newest step that is on disk for good, on the way that the run is on
+        self._highest_saved = 0  # that was written, on any
+        self._last_rewind = (0, 0)  # tick and step of the last rewind
         self._candidate: Entry | None = None  # that the run was resumed from
         self.is_proven = True  # the state that the run was resumed at
         self._is_failing = False
@@ -110,7 +110,7 @@ class CheckpointKeeper:
     @property
     def is_busy(self) -> bool:
         """Say whether this rank could not take its share in a checkpoint now: the others have to know."""
-        return self._is_spread and self._writer is not None and not (self._writer.is_free and self._config.every)
+        return self._is_sharded and self._writer is not None and not (self._writer.is_free and self._config.every)
 
     def verified(self, *, any_busy: bool) -> None:
         """After each healthy update: write the newest verified state, if it is time, and hear what became of others.
@@ -125,9 +125,9 @@ class CheckpointKeeper:
         held = self._parts.ring.newest_proven()
         if held is None:
             return
-        if self._is_spread and self._config.every and held.step - self._last >= self._config.every:
+        if self._is_sharded and self._config.every and held.step - self._last_saved >= self._config.every:
             if not any_busy:
-                self._last = held.step  # where that fails, too: ranks would try again at different times
+                self._last_saved = held.step  # where that fails, too: ranks would try again at different times
                 writer.offer(self._job_of(held))
             return
         if self._store is None or not writer.is_free:
@@ -136,7 +136,7 @@ class CheckpointKeeper:
             writer.offer(Job(held.step, self._parts.clock.tick, self._best.write))
         elif self._candidate is not None and held.step >= self._candidate.manifest_step:
             self._prove(self._candidate)
-        elif not self._is_spread and self._config.every and held.step - self._last >= self._config.every:
+        elif not self._is_sharded and self._config.every and held.step - self._last_saved >= self._config.every:
             writer.offer(self._job_of(held))
 
     def distrust(self, since: int) -> None:
@@ -146,14 +146,14 @@ class CheckpointKeeper:
         """
         writing = self._writer.writing if self._writer is not None else None
         self._hear()
-        written = self._highest, self._best.step if self._best is not None else 0
+        written = self._highest_saved, self._best.step if self._best is not None else 0
         if writing is not None and max(writing, *written) > since:
             self.close()
         if self._best is not None:
             self._best.distrust(since)
         if self._candidate is not None and self._candidate.manifest_step > since:
             self._candidate = None
-        if self._store is None or since >= self._highest:
+        if self._store is None or since >= self._highest_saved:
             return
         try:
             for entry in self._store.demote(since):
@@ -164,8 +164,8 @@ class CheckpointKeeper:
     def rewound(self, step: int) -> None:
         """Take note that the run went back to a step."""
         self._hear()
-        self._last = min(self._last, step)
-        self._turned = self._parts.clock.tick, step
+        self._last_saved = min(self._last_saved, step)
+        self._last_rewind = self._parts.clock.tick, step
 
     def leave(self, held: Held) -> Path | None:
         """Leave a proven state on disk at the end of a run; None where that is not possible. Every rank comes here.
@@ -177,7 +177,7 @@ class CheckpointKeeper:
 
     def leave_alone(self, held: Held) -> Path | None:
         """The same of this process alone, while nothing may be asked of others; None where that cannot be."""
-        if self._store is None or self._is_spread:
+        if self._store is None or self._is_sharded:
             return None
         self.close()
         return self._written_already(held) or self._now(self._job_of(held))
@@ -186,7 +186,7 @@ class CheckpointKeeper:
         """What rank 0 finds `first`, or what `then` writes: rank 0 alone, or all ranks where each has a share."""
         world = self._parts.world
         with at_disk():  # also where it is another rank's
-            if not self._is_spread:
+            if not self._is_sharded:
                 return world.on_main(lambda: first() or then())
             if (found := world.on_main(first)) is not None:
                 return found
@@ -204,9 +204,9 @@ class CheckpointKeeper:
         world, best, state = self._parts.world, self._best, self._parts.state
         if "loss" not in metrics:
             return
-        if self._is_spread and world.on_main(lambda: best is not None and best.is_better(metrics)):
+        if self._is_sharded and world.on_main(lambda: best is not None and best.is_better(metrics)):
             tensors = weights.gathered(state.model, keep=world.is_main)
-        elif not self._is_spread and best is not None and best.is_better(metrics):
+        elif not self._is_sharded and best is not None and best.is_better(metrics):
             tensors = self._exported(state.live())
         else:
             return
@@ -238,7 +238,7 @@ class CheckpointKeeper:
         writer, parts = self._writer, self._parts
         if writer is None or (healthy and not self._config.every):
             return None
-        kind, last, proven = VERIFIED if healthy else CANDIDATE, self._last, parts.ring.newest_proven()
+        kind, last, proven = VERIFIED if healthy else CANDIDATE, self._last_saved, parts.ring.newest_proven()
         left = self._now(self._job(parts.clock.step, kind, parts.state.live, parts.statistics(), remedies))
         if not healthy and proven is not None and max(0, last) < proven.step < parts.clock.step:
             self._now(self._job_of(proven))  # what trouble would go back to, had the run not been stopped
@@ -250,21 +250,21 @@ class CheckpointKeeper:
         Returns the step that the run resumes from, and where its state is; None where that is not the newest verified.
         """
         held = self._parts.ring.newest_proven()
-        is_newer = held is not None and held.step > max(0, self._last)
+        is_newer = held is not None and held.step > max(0, self._last_saved)
         try:
             is_left = not is_newer or (held is not None and self.leave_alone(held) is not None)
             entry = next(self._store.usable(), None) if self._store is not None else None
         except OSError as error:
             log.error("checkpoints cannot be looked at: %s", error.strerror or error)
-            return max(0, self._last), None
+            return max(0, self._last_saved), None
         return (0, None) if entry is None else (entry.manifest_step, entry.path if is_left else None)
 
     def rescue(self) -> tuple[int, Callable[[], object]]:
         """From another thread, while the loop hangs: how many steps are lost, and what writes the newest state."""
         step, held = self._parts.clock.step, self._parts.ring.newest_proven()
-        is_free = self._writer is not None and self._writer.is_free and not self._is_spread  # it would take the others
-        newer = held if held is not None and held.step > self._last and is_free else None
-        lost = step - (newer.step if newer is not None else max(0, self._last))  # by the start that follows
+        is_free = self._writer is not None and self._writer.is_free and not self._is_sharded  # it would take the others
+        newer = held if held is not None and held.step > self._last_saved and is_free else None
+        lost = step - (newer.step if newer is not None else max(0, self._last_saved))  # by the start that follows
 
         def write() -> None:
             if newer is not None and self._writer is not None:
@@ -280,7 +280,7 @@ class CheckpointKeeper:
 
     def let_go(self) -> None:
         """End with the run. Ranks that are to write along may be gone: they are given a moment."""
-        if self._is_spread:
+        if self._is_sharded:
             self.close(_FOR_OTHERS_S)
             self._given_up.set()
         self.close()
@@ -342,8 +342,8 @@ class CheckpointKeeper:
         updates = self._parts.updates.copy()
         memory = {
             "statistics": statistics,
-            "panel": parts.panel.memory(),
-            "lasting": sorted(self._lasting),  # the names that a state_dict has
+            "panel": parts.checks.memory(),
+            "lasting": sorted(self._persistent_names),  # the names that a state_dict has
             "remembered": {name: item.state_dict() for name, item in self.resumption.remembered.items()},
         }
 
@@ -374,7 +374,7 @@ class CheckpointKeeper:
             parts_of_state = state()
             describe = partial(described, int(parts_of_state["position"]["position"]))
             memory["passed"] = updates.until(step)
-            exported = {} if self._is_spread else self._exported(parts_of_state)
+            exported = {} if self._is_sharded else self._exported(parts_of_state)
             entry = store.write(describe, parts_of_state, exported, memory, together)
             self._facts.saved(step, tick)
             return entry
@@ -399,8 +399,8 @@ class CheckpointKeeper:
 
     def _exported(self, parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The weights and buffers that other programs want."""
-        buffers = {name: one for name, one in parts["buffers"].items() if name in self._lasting and one is not None}
-        return {**parts["weights"], **buffers}
+        kept = {name: parts["buffers"][name] for name in parts["buffers"] if name in self._persistent_names}
+        return {**parts["weights"], **{name: one for name, one in kept.items() if one is not None}}
 
     def _now(self, job: Job) -> Path | None:
         if self._writer is None:
@@ -421,9 +421,9 @@ class CheckpointKeeper:
                 log.error("this rank's share of step %d could not be written: %s", step, outcome.trouble)
         elif not outcome.trouble:
             if outcome.entry is not None:
-                self._highest = max(self._highest, step)
-                turned_at, to = self._turned
-                self._last = max(self._last, step if outcome.job.tick > turned_at else min(step, to))
+                self._highest_saved = max(self._highest_saved, step)
+                turned_at, to = self._last_rewind
+                self._last_saved = max(self._last_saved, step if outcome.job.tick > turned_at else min(step, to))
             if self._is_failing:
                 log.info("checkpoints are saved again: step %d", step)
                 self._is_failing = False
@@ -444,6 +444,6 @@ class CheckpointKeeper:
         is_candidate = entry.manifest is not None and entry.manifest.kind == CANDIDATE
         self._candidate = entry if is_candidate and is_own and store is not None else None
         self.is_proven = not is_candidate  # on ranks, too, that write nothing: they take the same snapshots
-        self._last = parts.clock.step if is_own else 0
+        self._last_saved = parts.clock.step if is_own else 0
         if is_own and store is not None:
-            self._highest = max([self._highest, *(one.manifest_step for one in store.entries())])
+            self._highest_saved = max([self._highest_saved, *(one.manifest_step for one in store.entries())])

@@ -172,7 +172,7 @@ class Resumption:
             if lacking := run.restore_statistics(saved.memory["statistics"]):
                 log.info("%s, has no statistics of %s: these start empty", made, ", ".join(lacking))
             if resuming:
-                run.panel.recall(saved.memory["panel"])
+                run.checks.recall(saved.memory["panel"])
                 run.updates.recall(saved.memory["passed"])
                 for name, item in self.remembered.items():
                     item.load_state_dict(saved.memory["remembered"][name])

@@ -44,7 +44,7 @@ class Refused:
     update: Update
     fed: Sequence[Any]  # its micro-batches as the model saw them
     limits: tuple[float, float]  # of the gate, for loss and gradient norm
-    is_spent: bool = False  # the objective has written into its batches: they are no longer what they were
+    was_modified: bool = False  # the objective has written into its batches: they are no longer what they were
     nan_is_usual: bool = False  # in the batches of this run
 
     def allows_loss(self, one: Replayed) -> bool:
@@ -254,7 +254,7 @@ class Search:
     # What a batch is made of.
 
     def _batches_of(self, refused: Refused) -> Sequence[Any]:
-        if not refused.is_spent:
+        if not refused.was_modified:
             return [self._on_device(batch) for batch in refused.fed]
         if not refused.update.keys:
             raise RuntimeError("the objective has written into the batch, and it cannot be fetched again")

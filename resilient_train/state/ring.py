@@ -135,6 +135,11 @@ class Ring:
             held.verified = True
         self._drop_surpassed()
 
+    @property
+    def is_pinned(self) -> bool:
+        """Say whether the state is kept that the run is measured against."""
+        return self._keeps_best
+
     def pin(self, since: int) -> None:
         """Keep the newest verified state until `unpin`, as it is what the run is measured against."""
         if not self._keeps_best and self._pinned is None and (proven := self.proven(since)):

@@ -133,7 +133,7 @@ class Updater:
             schedule.advance(step)
 
     def undo(self, attempt: Attempt) -> None:
-        """Set the groups back to what they were before an attempt that was refused."""
+        """Set rates and epsilon of the groups back to what they were before an attempt that was refused."""
         for optimizer, settings in zip(self.optimizers, attempt.before, strict=True):
             for group, setting in zip(optimizer.param_groups, settings, strict=True):
                 group.update(setting)
