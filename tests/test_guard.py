@@ -312,7 +312,7 @@ def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
 
 
 def test_a_snapshot_survives_a_loop_that_is_left_and_entered_again() -> None:
-    """Left with a batch in hand, right after a snapshot was taken: it is verified in its time, and let go in its time."""
+    """Left with a batch in hand, right after a snapshot was taken: that one is verified in its time."""
     guard = guarded(adamw, At("none"), memory=MemoryConfig(every=5, keep=3, max_gib=None))
     for batch in guard.batches(200):
         if guard.attempted_step == 10:
