@@ -358,7 +358,9 @@ def gone(*names: str) -> Callable[[Place, Started], None]:
     def strike(place: Place, run: Started) -> None:
         for name in names:
             path = place.run_dir / name
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True) if not path.is_dir() else None
+            while path.is_dir():  # the run may write into it meanwhile
+                shutil.rmtree(path, ignore_errors=True)
 
     return strike
 

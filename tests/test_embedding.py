@@ -812,7 +812,7 @@ def test_who_sets_up_logging_decides(
     caplog.set_level(logging.NOTSET, "resilient_train")  # puts the level back at the end
     monkeypatch.setattr(log, "handlers", [])
     monkeypatch.setattr(root, "handlers", [])  # pytest's own
-    Loops().guard()
+    kept = Loops().guard()  # else it warns as it goes that it was not used
     log.info("only once")
     assert capsys.readouterr().err == "resilient_train: only once\n"
     monkeypatch.setattr(root, "handlers", [logging.StreamHandler()])
@@ -820,9 +820,10 @@ def test_who_sets_up_logging_decides(
     assert capsys.readouterr().err == "their way\n"
     log.setLevel(logging.NOTSET)
     monkeypatch.setattr(log, "handlers", [])
-    Loops().guard()
+    kept = Loops().guard()
     assert not log.handlers
     assert log.level == logging.NOTSET
+    del kept
 
 
 # Two processes.
