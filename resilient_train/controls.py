@@ -10,7 +10,8 @@ from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.diagnose.damage import lost_eps
 from resilient_train.errors import TrainError, in_one_line
 from resilient_train.numerics.armor import Armor, CannotArmor, PatchedLine
-from resilient_train.record.quarantine import Quarantine
+from resilient_train.record.incident_log import IncidentLog
+from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
@@ -81,10 +82,11 @@ class Controls:
         """Take the guilty rows out of the data."""
         incident = self._incident
         assert incident is not None
-        rows = incident.diagnosis.rows
-        self._parts.samples.quarantine(rows)
-        why = "bad on purpose: a drill" if incident.drill else incident.diagnosis.advice
-        self.quarantined.add(rows, why, incident.anomaly.step, incident.id)
+        diagnosis, step = incident.diagnosis, incident.anomaly.step
+        self._parts.samples.quarantine(diagnosis.rows)
+        reasons = {row: diagnosis.reasons.get(row, diagnosis.advice) for row in diagnosis.rows}
+        reasons |= dict.fromkeys(reasons, "bad on purpose: a drill") if incident.drill else {}
+        self.quarantined.adopt({row: Quarantined(why, step, incident.id) for row, why in reasons.items()})
 
     def reset_moments(self) -> None:
         """Let the optimizers start from scratch."""
@@ -241,7 +243,7 @@ class Controls:
         """Give the user's code back as it was: another run of this process is to find its own faults."""
         self._armor.remove()
 
-    def digest(self, start: int, incidents: Sequence[Incident]) -> int:
+    def digest(self, start: int, incidents: IncidentLog) -> int:
         """Digest all that ranks have to have decided alike for an update whose samples begin at `start`."""
         parts = self._parts
         if self._decisions is None:
@@ -251,6 +253,6 @@ class Controls:
                 "armor": [(plate.function, plate.text, plate.count, plate.op) for plate in self._armor.lines],
                 "mends_eps": parts.updater.mends_eps,
             }
-            self._decisions = decisions_digest(incidents, in_force)
+            self._decisions = decisions_digest(incidents.incidents, in_force)
         step, tick, samples = parts.clock.step, parts.clock.tick, parts.samples.slicing.samples
         return update_digest(self._decisions, step, tick, start, samples, self.knobs.values)

@@ -108,7 +108,7 @@ class Guard:
         self._handed: Any = None  # the batch that the loop has got
         self._losses: list[torch.Tensor] = []
         self._reported: list[Metrics] = []
-        self._has_begun = self._is_described = self._is_saved_once = False
+        self._has_begun = self._is_described = self._is_checked = False
 
     # The loop over updates.
 
@@ -268,8 +268,7 @@ class Guard:
         self._ring.before_change()
         agreement, controls = self._updater.agreement, self._controls
         agreement.set_flag(Flag.BUSY, self._keeper.is_busy)
-        start, incidents = begun.update.start, self._recovery.incidents.incidents
-        digest = 0 if agreement.is_alone else controls.digest(start, incidents)
+        digest = 0 if agreement.is_alone else controls.digest(begun.update.start, self._recovery.incidents)
         attempt = self._updater.apply(self.clock.step, loss, controls.knobs.values, rate=rate, digest=digest)
         if attempt.restarts:  # a schedule that starts again makes the loss jump on purpose
             self._checks.expect(self.clock.step + 1)
@@ -344,10 +343,10 @@ class Guard:
             return
         step, recovery, keeper = self.clock.step, self._recovery, self._keeper
         recovery.healthy(was_limited=flight.attempt.is_limited)
-        self.accepted()
-        if not self._is_saved_once:  # optimizers make their state in their first step
+        self._on_accepted()
+        if not self._is_checked:  # optimizers make their state in their first step
             keeper.check()
-            self._is_saved_once = True
+            self._is_checked = True
         if flight.held is not None:
             flight.held.remedies = self._controls.in_force()
         is_back = self._checks.is_only_reported or self._checks.rewind_check.allows_proof(step)
@@ -377,7 +376,7 @@ class Guard:
         try:
             yield
         except (GaveUp, RanksDiffer, StorageFailed) as error:
-            self.fail(error)
+            self._on_failure(error)
             raise
 
     def _roll_back(self, begun: _Begun) -> None:
@@ -402,10 +401,10 @@ class Guard:
         if guilty := self._examination.guilty_ranks():
             self._recovery.name_guilty_ranks(guilty)
 
-    def accepted(self) -> None:
+    def _on_accepted(self) -> None:
         """Called after each healthy update: it has to be cheap most of the time."""
 
-    def fail(self, error: TrainError) -> None:
+    def _on_failure(self, error: TrainError) -> None:
         """Called with an error that ends the run, before it is raised."""
 
     def stop_now(self) -> None:

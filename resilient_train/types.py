@@ -117,6 +117,7 @@ class Diagnosis:
     culprit: Culprit | None = None
     rows: tuple[int, ...] = ()
     mendable: bool = False  # where it broke: not a sum that overflows, which has nothing left to learn from
+    reasons: Mapping[int, str] = field(default_factory=dict, compare=False)  # of rows, where each has its own
     ranks: tuple[int, ...] = ()  # where it came again, if only on some
     follower: Culprit | None = None  # what broke this time, where that only follows from the culprit in its armor
 

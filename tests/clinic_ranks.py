@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from resilient_train.adapters.guard import Guard
 
-ROTTEN, RAISING, ZERO, SLOPE = 37, 21, 50, 71
+BAD_ROW, RAISING, ZERO, SLOPE = 37, 21, 50, 71
 
 
 class Rows(Dataset[Any]):
@@ -26,7 +26,7 @@ class Rows(Dataset[Any]):
         self.labels = self.inputs.sum(-1)
         self.fault = fault
         if fault == "rotten":
-            self.inputs[ROTTEN, 2] = math.nan
+            self.inputs[BAD_ROW, 2] = math.nan
         if fault == "operation":
             self.inputs[ZERO] = 0.0
         if fault == "slope":

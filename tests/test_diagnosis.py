@@ -372,7 +372,7 @@ def test_every_rank_learns_what_one_has_met(fault: str, strategy: str) -> None:
         assert text.endswith("# operation")
     else:
         row, signal = {
-            "rotten": (clinic_ranks.ROTTEN, "nonfinite_batch"),
+            "rotten": (clinic_ranks.BAD_ROW, "nonfinite_batch"),
             "raising": (clinic_ranks.RAISING, "exception"),
             "slope": (clinic_ranks.SLOPE, "nonfinite_grad"),
         }[fault]

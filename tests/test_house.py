@@ -59,7 +59,7 @@ MAY_KNOW: dict[str, set[str]] = {
 }
 AROUND = {"zoo", "tracking", "adapters", "app", "__main__", "__init__"}
 
-# Parts of a run, which nobody but themselves may complete or change.
+# Parts of a run: only they themselves may set their attributes.
 WIRED = (
     *("self._recovery", "self._keeper", "self._controls", "self._examination", "self._sizer", "self._parts"),
     *("self.recovery", "self.keeper", "self.controls", "guard", "run.guard", "examination", "recovery"),

@@ -111,7 +111,7 @@ def test_a_restart_of_the_launcher_cures_a_rank_without_room(tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------ a loop of one's own
 
 STEPS, SAMPLES = 160, 16
-ROTTEN, RAISING, ZERO = 37, 21, 50
+BAD_ROW, RAISING, ZERO = 37, 21, 50
 
 
 class Rows(Dataset[Any]):
@@ -120,7 +120,7 @@ class Rows(Dataset[Any]):
     def __init__(self) -> None:
         self.inputs = torch.randn(96, 5, generator=torch.Generator().manual_seed(1))
         self.labels = self.inputs.sum(-1, keepdim=True)
-        self.inputs[ROTTEN, 2], self.inputs[ZERO] = math.nan, 0.0
+        self.inputs[BAD_ROW, 2], self.inputs[ZERO] = math.nan, 0.0
 
     def __len__(self) -> int:
         return 96
@@ -215,6 +215,6 @@ def test_four_processes_are_cured_as_one_is() -> None:
     assert all(learned == four[0] for learned in four)
     assert four[0]["told"] == one["told"]
     assert four[0]["loss"] == pytest.approx(one["loss"], rel=ROUNDING)
-    assert {told[2] for told in one["told"]} >= {(ROTTEN,), (RAISING,)}
+    assert {told[2] for told in one["told"]} >= {(BAD_ROW,), (RAISING,)}
     assert [told[3][0] for told in one["told"] if told[1] == "operation"] == ["div"]
     assert four[0]["ranks"][-4:] == [(3,)] * 4

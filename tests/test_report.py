@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as some
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from stories import CLIMBED, FLIPPED, PASSED, ROOT, ROTTEN, RUN, incident, story
+from stories import BAD_ROW, CLIMBED, FLIPPED, PASSED, ROOT, RUN, incident, story
 
 from resilient_train.record.endings import Checkpoint
 from resilient_train.record.story import Story, open_advice, read_story
@@ -280,11 +280,11 @@ def test_advice_is_told_once_for_each_line_cause_and_all_rows_the_most_important
     """First what was not cured, then what is not cured yet, lines, rows, settings; not what passed and stayed away."""
     met = [
         incident(1, diagnosis=CLIMBED),
-        incident(2, diagnosis=ROTTEN),
+        incident(2, diagnosis=BAD_ROW),
         incident(3, diagnosis=ROOT),
         incident(4, diagnosis=PASSED),
         incident(5, diagnosis=ROOT),
-        incident(6, diagnosis=replace(ROTTEN, rows=(9,))),
+        incident(6, diagnosis=replace(BAD_ROW, rows=(9,))),
         incident(7, None, diagnosis=replace(PASSED, advice="open")),
         incident(8, Outcome.GAVE_UP, diagnosis=replace(PASSED, advice="gave up")),
     ]

@@ -177,6 +177,7 @@ def test_ranks_learn_the_same() -> None:
 def test_rows_that_raise_are_told_with_the_line() -> None:
     """A row that cannot be fetched: its error, and what to do."""
     found = on_bad_rows({4: "FileNotFoundError: a.png (mine.py:3)", 2: "KeyError: 'x' (mine.py:9)"})
+    assert found.reasons[4] == "Row 4 of the data: FileNotFoundError: a.png (mine.py:3); fix or remove it."
     assert (found.cause, found.rows) == (Cause.DATA, (2, 4))
     assert "KeyError: 'x' (mine.py:9); fix or remove them" in found.advice
 

@@ -419,13 +419,13 @@ class Guard(guard.Guard):
 
     # What the engine says.
 
-    def accepted(self) -> None:
+    def _on_accepted(self) -> None:
         """Show the loop in MLflow, now and then."""
         place = self.reporter.place
         if place.directory is not None and self.clock.step % REPORT_EVERY == 0:
             self.reporter.show(self.report() if place.tracking is not None else None)
 
-    def fail(self, error: TrainError) -> None:
+    def _on_failure(self, error: TrainError) -> None:
         """Write down the error that ends the run."""
         self.reporter.fail(error)
 

@@ -223,7 +223,11 @@ def on_spike(facts: Facts, climb: float, jump: float = 1.0) -> Diagnosis:
 def on_bad_rows(odd: Mapping[int, str]) -> Diagnosis:
     """Where rows are to blame, no line is: it did what it could with them."""
     rows = tuple(sorted(odd))
-    return Diagnosis(Cause.DATA, f"{_rows(rows)} of the data: {odd[rows[0]]}; fix or remove {_it(rows)}.", None, rows)
+
+    def said(blamed: tuple[int, ...]) -> str:
+        return f"{_rows(blamed)} of the data: {odd[blamed[0]]}; fix or remove {_it(blamed)}."
+
+    return Diagnosis(Cause.DATA, said(rows), rows=rows, reasons={row: said((row,)) for row in rows})
 
 
 def on_misled(rows: tuple[int, ...], usual: float, loss: float) -> Diagnosis:

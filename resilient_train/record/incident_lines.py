@@ -47,7 +47,7 @@ def as_line(incident: Incident) -> dict[str, Any]:
 
 
 def from_line(line: Any) -> Incident:
-    """Return the incident that a line tells of; ValueError says which field is not what it should be.
+    """Return the incident of a line; ValueError says which field is not what it should be.
 
     Keys that are unknown are passed over. Nothing is looked up, imported or built but what `events` defines.
     """
