@@ -62,7 +62,7 @@ def ways(size: str) -> tuple[dict[str, Callable[[], Any]], int]:
             raise SystemExit("the ring took no snapshot: too little memory is free")
 
     def restore() -> None:
-        ring.restore(ring.held[-1])
+        ring.restore(ring.snapshots[-1])
 
     for _ in range(SLOTS):
         take()

@@ -15,10 +15,10 @@ from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import PatchOperation, RunFacts
+from resilient_train.recover.remedies import Circumstances, PatchOperation
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
-from resilient_train.state.ring import Held
+from resilient_train.state.ring import Snapshot
 from resilient_train.types import Anomaly, Diagnosis, Incident
 from resilient_train.watch.update_history import Leap
 from resilient_train.wording import log
@@ -56,11 +56,11 @@ class Controls:
         """Go back to a verified state: the newest one, an older one, or one at least `steps` back."""
         assert self._incident is not None
         anomaly, ring = self._incident.anomaly, self._parts.ring
-        if proven := ring.proven(anomaly.since):
-            far_enough = [held for held in proven if held.step <= anomaly.step - steps] or proven[-1:]
-            held = far_enough[min(older, len(far_enough) - 1)]
-            ring.restore(held)
-            self._parts.restore_statistics(held.statistics)
+        if verified := ring.verified_until(anomaly.since):
+            far_enough = [snapshot for snapshot in verified if snapshot.step <= anomaly.step - steps] or verified[-1:]
+            snapshot = far_enough[min(older, len(far_enough) - 1)]
+            ring.restore(snapshot)
+            self._parts.restore_statistics(snapshot.statistics)
         elif self._keeper.restore(anomaly.since):
             ring.clear()
             self.snapshot(self._parts.clock.step, verified=True)
@@ -115,15 +115,15 @@ class Controls:
 
     # What can be done here.
 
-    def applicable(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> RunFacts:
+    def applicable(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> Circumstances:
         """Say what can be done about an anomaly in this run at this moment. Every rank comes here."""
         parts = self._parts
-        proven, reference = parts.ring.proven(anomaly.since), parts.checks.rewind_check.reference
-        return RunFacts(
-            snapshots=len(proven) or int(self._keeper.has_proven(anomaly.since)),
+        verified, reference = parts.ring.verified_until(anomaly.since), parts.checks.rewind_check.reference
+        return Circumstances(
+            snapshots=len(verified) or int(self._keeper.has_verified(anomaly.since)),
             # Where armor makes values up, what is out of range at the beginning says nothing about the rate.
             at_start=max(anomaly.since, reference.step if reference else 0) < _BEGINNING
-            and [held.step for held in proven] == [0]
+            and [snapshot.step for snapshot in verified] == [0]
             and not self._armor.lines,
             mixed_precision=parts.precision.is_mixed,
             loss_scaler=parts.updater.scaler is not None,
@@ -142,7 +142,7 @@ class Controls:
         Only where the policy could put it on: to look for a line takes a pass over all objects.
         """
         culprit = diagnosis.broken
-        if culprit is None or not culprit.line or not diagnosis.mendable:
+        if culprit is None or not culprit.line or not diagnosis.patchable:
             return False
         rungs = self._policy.ladder(diagnosis.cause)
         if all(one.action.remedy != PatchOperation.name for rung in rungs for one in rung.do):
@@ -160,12 +160,12 @@ class Controls:
 
     # What outlives a rewind, and the process.
 
-    def snapshot(self, step: int, *, verified: bool = False) -> Held | None:
+    def snapshot(self, step: int, *, verified: bool = False) -> Snapshot | None:
         """Keep the state as it is in memory, with what is in force."""
-        held = self._parts.ring.take(step, verified=verified)
-        if held is not None:
-            held.statistics, held.remedies = self._parts.statistics(), self.in_force()
-        return held
+        snapshot = self._parts.ring.take(step, verified=verified)
+        if snapshot is not None:
+            snapshot.statistics, snapshot.remedies = self._parts.statistics(), self.in_force()
+        return snapshot
 
     def in_force(self) -> dict[str, Any]:
         """What is in force now, as plain data: it does not rewind, and a resume restores it."""
@@ -173,9 +173,9 @@ class Controls:
         in_force = {
             "tick": self._parts.clock.tick,
             "knobs": self.knobs.state_dict(),
-            "skipped": [list(span) for span in self._parts.samples.passed_over()],
+            "skipped": [list(span) for span in self._parts.samples.skipped_spans()],
             "quarantined": sorted(self.quarantined.rows),
-            "armor": [asdict(plate) for plate in self._armor.lines],
+            "armor": [asdict(patch) for patch in self._armor.lines],
             "armored": sorted(map(list, self._armored)),
             "mends_eps": updater.mends_eps,
             "micro_batch": self.micro_batch,
@@ -191,7 +191,7 @@ class Controls:
             self.knobs.load_state_dict(remedies["knobs"])
             for start, stop in remedies["skipped"]:
                 self._parts.samples.skip(int(start), int(stop))
-            plates = [PatchedLine(**plate) for plate in remedies["armor"]]
+            patches = [PatchedLine(**patch) for patch in remedies["armor"]]
             self._armored |= {(str(file), int(line), str(op)) for file, line, op in remedies["armored"]}
             usual, micro = remedies["usual_norm"], remedies["micro_batch"]
             self.micro_batch = None if micro is None else int(micro)
@@ -201,13 +201,13 @@ class Controls:
             self._parts.checks.rewind_check.recall(remedies.get("reference"))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"the remedies in force cannot be read: {in_one_line(error)}") from error
-        for plate in plates:
+        for patch in patches:
             try:
-                worn = self._armor.add_again(plate)
+                again = self._armor.add_again(patch)
             except CannotArmor as why:
-                log.warning("cannot patch `%s` at %s:%d any longer: %s", plate.op, plate.file, plate.line, why)
+                log.warning("cannot patch `%s` at %s:%d any longer: %s", patch.op, patch.file, patch.line, why)
             else:
-                self._note_armored((worn.file, worn.line, worn.op))
+                self._note_armored((again.file, again.line, again.op))
 
     def _restore_rows(self, rows: Iterable[int]) -> None:
         """Keep rows in quarantine whose list is lost or damaged."""
@@ -248,9 +248,9 @@ class Controls:
         parts = self._parts
         if self._decisions is None:
             in_force = {
-                "skipped": parts.samples.passed_over(),
+                "skipped": parts.samples.skipped_spans(),
                 "quarantined": sorted(self.quarantined.rows),
-                "armor": [(plate.function, plate.text, plate.count, plate.op) for plate in self._armor.lines],
+                "armor": [(patch.function, patch.text, patch.count, patch.op) for patch in self._armor.lines],
                 "mends_eps": parts.updater.mends_eps,
             }
             self._decisions = decisions_digest(incidents.incidents, in_force)

@@ -23,13 +23,13 @@ from resilient_train.data.samples import Update
 from resilient_train.diagnose.search import Refused
 from resilient_train.drills import Drill, Place
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
-from resilient_train.micro_batches import MicroBatchSizer, is_out_of_memory, told_of_memory
+from resilient_train.micro_batches import MicroBatchSizer, is_out_of_memory, memory_evidence
 from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backup, Backups
 from resilient_train.state.randomness import Purpose, mix, seed_all
-from resilient_train.state.ring import Held
+from resilient_train.state.ring import Snapshot
 from resilient_train.types import Anomaly, Vitals
 from resilient_train.update.agreement import DIGEST, Flag
 from resilient_train.update.direct_steps import DirectStepCheck, warn_of_scalers
@@ -65,10 +65,10 @@ class _InFlight:
     limits: tuple[float, float]
     sent: Sent
     metrics: Metrics
-    held: Held | None = None  # the snapshot of the state after it, if one was taken
+    snapshot: Snapshot | None = None  # the snapshot of the state after it, if one was taken
 
 
-class Guard:
+class EngineGuard:
     """Makes updates that a gate may refuse, and hands what goes wrong to recovery."""
 
     _newest: ClassVar[int] = 0  # which update was begun last, by any guard of this process
@@ -165,8 +165,8 @@ class Guard:
             return
         if self._in_flight is None:
             self._controls.snapshot(step)
-        elif (held := self._ring.take(step)) is not None:  # None: it was taken, and the loop was left and entered again
-            self._in_flight.held = held
+        elif (snapshot := self._ring.take(step)) is not None:  # None: taken before the loop was left
+            self._in_flight.snapshot = snapshot
 
     def _begin(self, update: Update) -> None:
         self._losses.clear()
@@ -176,7 +176,7 @@ class Guard:
         numerics.raise_eps(knobs.eps)
         begun = _Begun(update, self.clock.tick + 1, self.attempted_step + 1, self._backups.take(), [], time.monotonic())
         self._begun = self._newest_begun = begun
-        Guard._newest = id(begun)
+        EngineGuard._newest = id(begun)
         self._keeper.progress.updating(begun.tick, self.clock.step, update.start, update.stop)
         if self.drill is not None:
             self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)
@@ -215,7 +215,7 @@ class Guard:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            evidence = told_of_memory(error, self.world.device)
+            evidence = memory_evidence(error, self.world.device)
         else:
             self._reported.append(metrics)
             if not self._losses:
@@ -249,13 +249,13 @@ class Guard:
             raise TrainError("guard.settle belongs between two updates: hand the batch over first")
         self._seed_between(self.samples.position)
         self._keeper.progress.turned_to(Doing.BETWEEN)
-        return self._hear()
+        return self._judge_in_flight()
 
     def _conclude(self) -> bool:
         """The fixed point between backward and optimizer: hear of the last update, then send this one to the gate."""
         begun, self._begun = self._begun, None
         assert begun is not None
-        if not self._hear(begun):
+        if not self._judge_in_flight(begun):
             return False
         if self.stopped:
             self._roll_back(begun)
@@ -268,7 +268,7 @@ class Guard:
         self._ring.before_change()
         agreement, controls = self._updater.agreement, self._controls
         agreement.set_flag(Flag.BUSY, self._keeper.is_busy)
-        digest = 0 if agreement.is_alone else controls.digest(begun.update.start, self._recovery.incidents)
+        digest = 0 if agreement.is_alone else controls.digest(begun.update.start, self._recovery.incident_log)
         attempt = self._updater.apply(self.clock.step, loss, controls.knobs.values, rate=rate, digest=digest)
         if attempt.restarts:  # a schedule that starts again makes the loss jump on purpose
             self._checks.expect(self.clock.step + 1)
@@ -279,7 +279,7 @@ class Guard:
 
     # One verdict, an update later.
 
-    def _hear(self, begun: _Begun | None = None) -> bool:
+    def _judge_in_flight(self, begun: _Begun | None = None) -> bool:
         """Judge the update in flight. False: there was trouble, and `begun` is not to land."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
@@ -311,10 +311,10 @@ class Guard:
             self._updater.accept(self.clock.step)
             norm = self._updater.clipped(vitals.grad_norm, flight.attempt.max_norm)
             self._scans.landed(self.clock.step, flight.attempt.settings, norm)
-            if flight.held is not None:
-                flight.held.statistics = self._parts.statistics()
-        elif flight.held is not None:
-            self._ring.drop(flight.held)
+            if flight.snapshot is not None:
+                flight.snapshot.statistics = self._parts.statistics()
+        elif flight.snapshot is not None:
+            self._ring.drop(flight.snapshot)
         scanned = self._examination.hear()
         self._name_guilty_ranks()
         anomaly = scanned or finding.anomaly or self._recovery.explainer.foresee(vitals, flight.begun.fed)
@@ -347,13 +347,13 @@ class Guard:
         if not self._is_checked:  # optimizers make their state in their first step
             keeper.check()
             self._is_checked = True
-        if flight.held is not None:
-            flight.held.remedies = self._controls.in_force()
+        if flight.snapshot is not None:
+            flight.snapshot.remedies = self._controls.in_force()
         is_back = self._checks.is_only_reported or self._checks.rewind_check.allows_proof(step)
         scanned = self._scans.clean_step
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=self._verify_after, is_back=is_back)
         keeper.verified(any_busy=vitals.any_busy)
-        recovery.hear_of_saving()
+        recovery.note_saves()
         recovery.note_data(flight.begun.update)
         if step == 1 and not self._is_described:
             self._is_described = True
@@ -422,7 +422,7 @@ class Guard:
             raise TrainError(f"guard.{verb} before the loop: iterate over guard.batches(), which makes the batches")
         if self._begun is None or len(self._losses) >= len(self._begun.fed):
             raise TrainError(_TWICE.format(verb=verb))
-        if Guard._newest != id(self._begun):
+        if EngineGuard._newest != id(self._begun):
             raise TrainError(_TWO_GUARDS)
         return self._begun
 

@@ -20,7 +20,7 @@ class MicroBatchSizer:
     """Cuts the same samples of an update in another way, when that has to be."""
 
     def __init__(self, recovery: Recovery) -> None:
-        self._recovery, self._place = recovery, recovery.incidents.place
+        self._recovery, self._place = recovery, recovery.incident_log.place
         self._world, self._samples = recovery.parts.world, recovery.parts.samples
         self._lacking: list[OutOfMemory] = []
 
@@ -37,7 +37,7 @@ class MicroBatchSizer:
         self._fit_into(self._recovery.controls.micro_batch or self._samples.slicing.batch_size)
         for one in self._lacking[:1]:  # of several ranks the one with the least room
             if self._fit_into(one.batch_size - 1):
-                self._recovery.slimmed(one.step, f"rank {one.rank}: {one.evidence}; {self._now()}", (one.rank,))
+                self._recovery.note_shrunk(one.step, f"rank {one.rank}: {one.evidence}; {self._now()}", (one.rank,))
         notes.clear(self._place, OutOfMemory)
 
     def make_smaller(self, step: int, evidence: str) -> None:
@@ -46,7 +46,7 @@ class MicroBatchSizer:
         Of several processes the others wait in a collective, where they cannot be reached: all of them have to end.
         """
         what, slimmer = f"out of memory in update {step}: {evidence}", self._samples.slicing.halved()
-        if slimmer is None or not self._recovery.may_slim() or not self._samples.slice_as(slimmer):
+        if slimmer is None or not self._recovery.may_shrink_batches() or not self._samples.slice_as(slimmer):
             raise TrainError(f"{what}; {_SMALLER}")
         if self._world.size > 1:
             raise TrainError(f"{what}; {self._leave_for_next(slimmer.batch_size * 2, step, evidence)}")
@@ -54,7 +54,7 @@ class MicroBatchSizer:
     def note_smaller(self, step: int, evidence: str, *, began: float) -> None:
         """Write that down, for the sake of the update that `began` then on the monotonic clock."""
         self._has_changed()
-        self._recovery.slimmed(step, f"{evidence}; {self._now()}", began=began)
+        self._recovery.note_shrunk(step, f"{evidence}; {self._now()}", began=began)
 
     def _leave_for_next(self, rows: int, step: int, evidence: str) -> str:
         """Leave a note for the next start, which makes smaller micro-batches on all ranks; return what to do now."""
@@ -106,7 +106,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in text_of(error) for words in _ON_THE_HOST)
 
 
-def told_of_memory(error: BaseException, device: torch.device) -> str:
+def memory_evidence(error: BaseException, device: torch.device) -> str:
     """Tell it with its numbers."""
     said = " ".join(text_of(error).split()).split(" Of the allocated memory")[0][:200] or type(error).__name__
     if device.type != "cuda":

@@ -22,7 +22,7 @@ from resilient_train.record.surroundings import DECIDE, DIAGNOSE, REMEDY, REWIND
 from resilient_train.recover.causes import by_signal
 from resilient_train.recover.decide import decide
 from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import passes_over, remedy
+from resilient_train.recover.remedies import only_skips, remedy
 from resilient_train.run_parts import RunParts
 from resilient_train.types import (
     Action,
@@ -55,7 +55,7 @@ class Recovery:
         *,
         recovered_after: int,
     ) -> None:
-        self.parts, self.policy, self.incidents = parts, policy, incidents
+        self.parts, self.policy, self.incident_log = parts, policy, incidents
         self.controls, self.keeper = controls, keeper
         self.explainer = Explainer(
             *(parts.world, parts.samples, parts.state, parts.ring, parts.updater.optimizers),
@@ -69,35 +69,35 @@ class Recovery:
     def measured(self, vitals: Vitals) -> None:
         """Note an update that was attempted, in case it is to blame for something later."""
         self.parts.updates.add(vitals)
-        self.incidents.measured(vitals)
+        self.incident_log.measured(vitals)
 
     def fetched(self) -> Update:
         """Fetch the samples of the next update. Where the storage fails for good, leave the newest verified state."""
         try:
             return self.parts.samples.next_update(self.parts.beat)
         except StorageFailed:
-            if (held := self.parts.ring.newest_proven()) is not None:
-                self.keeper.leave_alone(held)  # another rank may have its data
-                self.hear_of_saving()
+            if (snapshot := self.parts.ring.newest_verified()) is not None:
+                self.keeper.leave_alone(snapshot)  # another rank may have its data
+                self.note_saves()
             self.ended()
             raise
 
     def note_data(self, update: Update) -> None:
         """Note, once, what the data set looks like, so that a resume notices when it has changed."""
-        if self.incidents.directory is not None and self.incidents.facts.data is None and update.keys:
+        if self.incident_log.directory is not None and self.incident_log.facts.data is None and update.keys:
             rows = [key.row for keys in update.keys for key in keys]
-            self.incidents.facts.saw_data(sampled(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
+            self.incident_log.facts.saw_data(sampled(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
 
     def healthy(self, *, was_limited: bool) -> None:
         """Note that an update landed without trouble, with a rate that a limit held below what the schedule asks."""
-        facts = self.incidents.facts
+        facts = self.incident_log.facts
         probation, step = self.parts.checks.rewind_check, self.parts.clock.step
         self.controls.knobs.advance(was_limited=was_limited, may_relax=probation.allows_proof(step))
         was_held = facts.remedies is not None and facts.remedies.get("reference") is not None
-        self.incidents.accepted(step, after=self._recovered_after, is_held=probation.is_open)
+        self.incident_log.accepted(step, after=self._recovered_after, is_held=probation.is_open)
         if not probation.is_open:
-            if self.parts.ring.is_pinned:  # on every rank; what was in force only rank 0 knows after a resume
-                self.parts.ring.unpin()
+            if self.parts.ring.keeps_reference:  # on every rank; what was in force only rank 0 knows after a resume
+                self.parts.ring.release_reference()
             if was_held:
                 self._write_in_force()
 
@@ -115,12 +115,12 @@ class Recovery:
         anomaly, leap = self.explainer.since_leap(anomaly)
         blamed = parts.updates.first_to_blame(anomaly, update.start), update.stop
         parts.ring.distrust(anomaly.since)
-        if anomaly.is_in_weights:  # before a diagnosis, in which the process may end
+        if anomaly.reached_weights:  # before a diagnosis, in which the process may end
             self.keeper.distrust(anomaly.since)
-            self.hear_of_saving()
+            self.note_saves()
         parts.updater.usual_norm = parts.checks.usual_norm or parts.updater.usual_norm
 
-        history = self.incidents.of_training
+        history = self.incident_log.of_training
         try:
             reference = parts.checks.rewind_check.reference
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
@@ -132,7 +132,7 @@ class Recovery:
             anomaly = replace(anomaly, ranks=diagnosis.ranks)
         phases.ended(DIAGNOSE)
 
-        if anomaly.is_in_weights and diagnosis.cause is not Cause.CORRUPTION:
+        if anomaly.reached_weights and diagnosis.cause is not Cause.CORRUPTION:
             parts.checks.hold(anomaly.since, _reached(anomaly))
         last = history[-1].rewound_to if history else None
         decision = decide(
@@ -141,13 +141,13 @@ class Recovery:
             trace=parts.updates.trace(last) if last is not None else 0,
         )
         self._hold(anomaly, diagnosis, decision)
-        incident = self.incidents.open(anomaly, diagnosis, decision, is_off=parts.checks.rewind_check.is_open)
+        incident = self.incident_log.open(anomaly, diagnosis, decision, is_off=parts.checks.rewind_check.is_open)
         phases.ended(DECIDE)
         if decision.gave_up is not None:
             self._give_up(incident, phases)
 
         controls.begin(incident, blamed)
-        if not passes_over(decision.actions):
+        if not only_skips(decision.actions):
             controls.knobs.trouble()
         for action in decision.actions:
             had_rewound = controls.rewound_to is not None
@@ -166,7 +166,7 @@ class Recovery:
         )
         phases.lasted()
         self._write_in_force()  # first: what was treated has its remedies in force
-        self.incidents.treated(incident, phases.timed)
+        self.incident_log.treated(incident, phases.timed)
 
     def _hold(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> None:
         """Measure the run against where it stood from now on, and keep that state, where damage has to be undone."""
@@ -176,23 +176,23 @@ class Recovery:
             if checks.is_only_reported:  # as far as the checks could tell
                 checks.rewind_check.end()
             return  # a rewind makes the same updates again, to the last bit
-        if anomaly.is_in_weights:
+        if anomaly.reached_weights:
             rungs = self.policy.ladder(diagnosis.cause)  # where one of them does more, alarms lead there
-            is_all = all(passes_over(one.action for one in rung.do) for rung in rungs)
-            is_reported = is_all and bool(actions) and passes_over(actions)
+            is_all = all(only_skips(one.action for one in rung.do) for rung in rungs)
+            is_reported = is_all and bool(actions) and only_skips(actions)
             checks.hold(anomaly.since, _reached(anomaly), is_only_reported=is_reported)
             if checks.rewind_check.is_open:
-                self.parts.ring.pin(anomaly.since)
+                self.parts.ring.keep_reference(anomaly.since)
 
     def _give_up(self, incident: Incident, phases: Phases) -> NoReturn:
         """End the run on its newest verified state, and leave that on disk."""
-        self.incidents.close(incident, phases=phases.timed)
-        earlier = self.incidents.incidents[:-1]
+        self.incident_log.close(incident, phases=phases.timed)
+        earlier = self.incident_log.incidents[:-1]
         path, is_back = self._restore_best(incident.anomaly.since)
         self.parts.checks.rewind_check.end()  # there is nothing left to wait for
         if is_back:
             phases.ended(REWIND)
-            self.incidents.came_after(incident.id, phases.timed[-1])
+            self.incident_log.came_after(incident.id, phases.timed[-1])
         if self.parts.world.is_main:  # every rank comes here, and one knows where the state was written
             log.error("%s", farewell(incident, path, earlier))
         raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
@@ -200,14 +200,14 @@ class Recovery:
     def _restore_best(self, since: int) -> tuple[Path | None, bool]:
         """Go back to the best verified state, and leave it on disk; say where, and whether there was one."""
         ring = self.parts.ring
-        held = ring.last_good(since) or ring.newest_proven()  # verified in the meantime: at the reference
-        if held is None:
-            self.hear_of_saving()
+        snapshot = ring.last_good(since) or ring.newest_verified()  # verified in the meantime: at the reference
+        if snapshot is None:
+            self.note_saves()
             return None, False
-        ring.restore(held)
-        self.parts.updates.rewound(held.step)  # of what came after it, nothing is left
-        left = self.keeper.leave(held)
-        self.hear_of_saving()
+        ring.restore(snapshot)
+        self.parts.updates.rewound(snapshot.step)  # of what came after it, nothing is left
+        left = self.keeper.leave(snapshot)
+        self.note_saves()
         return left, True
 
     # Incidents of the process, not of the training: what is done about them is done already.
@@ -219,35 +219,35 @@ class Recovery:
         anomaly = Anomaly(found.signal, found.step, tick, found.since, found.evidence, ranks=found.ranks)
         known = by_signal(anomaly)
         diagnosis = replace(known, advice=found.advice or known.advice, rows=found.rows)
-        incident = self.incidents.open(anomaly, diagnosis, Decision((Action(found.remedy),)))
+        incident = self.incident_log.open(anomaly, diagnosis, Decision((Action(found.remedy),)))
         incident = replace(incident, rewound_to=found.rewound_to, steps_lost=found.steps_lost)
-        self.incidents.treated(incident, phases.timed, lasts=lasts)
+        self.incident_log.treated(incident, phases.timed, lasts=lasts)
         return incident.id
 
-    def hear_of_saving(self) -> None:
+    def note_saves(self) -> None:
         """Write down what became of checkpoints: that they fail is one incident, which lasts until one is saved."""
-        for failure in self.keeper.news():
+        for failure in self.keeper.save_events():
             if failure is not None:
                 self._saving_fails = self.note(failure, lasts=True)
             elif self._saving_fails is not None:
-                self.incidents.over(self._saving_fails)
+                self.incident_log.over(self._saving_fails)
 
     def end_saving(self) -> None:
         """The run is complete: say what became of an incident in which saving failed, if there is one."""
-        self.hear_of_saving()
+        self.note_saves()
         if self._saving_fails is not None:
-            self.incidents.end_lasting(self._saving_fails)
+            self.incident_log.end_lasting(self._saving_fails)
 
-    def slimmed(self, step: int, evidence: str, ranks: tuple[int, ...] = (), *, began: float | None = None) -> None:
+    def note_shrunk(self, step: int, evidence: str, ranks: tuple[int, ...] = (), *, began: float | None = None) -> None:
         """Note that updates are made in smaller micro-batches from now on."""
         self.controls.note_micro_batch(self.parts.samples.slicing.batch_size)
         found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, evidence, "smaller_batch", ranks=ranks)
         self.note(found, began=began)
         self._write_in_force()
 
-    def may_slim(self) -> bool:
+    def may_shrink_batches(self) -> bool:
         """Say whether the policy allows for smaller micro-batches once more."""
-        met = sum(one.anomaly.signal is Signal.OUT_OF_MEMORY for one in self.incidents.incidents)
+        met = sum(one.anomaly.signal is Signal.OUT_OF_MEMORY for one in self.incident_log.incidents)
         return met < self.policy.halvings
 
     def ended(self, *, was_killed: bool = False) -> None:
@@ -255,7 +255,7 @@ class Recovery:
 
         `was_killed`: another process of the run was, and the record stays as if it had been this one.
         """
-        self.incidents.write_tables()
+        self.incident_log.write_tables()
         if not was_killed:
             self.keeper.progress.turned_to(Doing.ENDED, self.parts.clock.tick)
 
@@ -270,7 +270,7 @@ class Recovery:
     def leave_newest(self) -> tuple[int, Path | None]:
         """From another thread: leave the newest verified state; return the step a resume begins at, and where it is."""
         left = self.keeper.leave_newest()
-        self.hear_of_saving()
+        self.note_saves()
         return left
 
     def ranks_differ(self, digests: Sequence[float], *, began: float | None = None) -> NoReturn:
@@ -285,26 +285,26 @@ class Recovery:
         evidence = f"{rank_names(odd)} decided {how}"
         tick = self.parts.clock.tick
         anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, tick, since, evidence, ranks=odd)
-        incident = self.incidents.open(anomaly, Diagnosis(Cause.PROCESS, _DIFFER), Decision((Action("end"),)))
+        incident = self.incident_log.open(anomaly, Diagnosis(Cause.PROCESS, _DIFFER), Decision((Action("end"),)))
         self.parts.ring.distrust(since)
-        held = self.parts.ring.last_good(since)
+        snapshot = self.parts.ring.last_good(since)
 
         def leave() -> None:
-            self.incidents.close(incident, Outcome.GAVE_UP, phases.timed)
+            self.incident_log.close(incident, Outcome.GAVE_UP, phases.timed)
             self.keeper.distrust(since)
-            if held is not None:
-                self.keeper.leave_alone(held)
-            self.hear_of_saving()
+            if snapshot is not None:
+                self.keeper.leave_alone(snapshot)
+            self.note_saves()
 
         self.parts.world.main_before_others(leave)
         raise RanksDiffer(f"{evidence} in update {since + 1}: the run ends before weights drift apart; {_ALIKE_AGAIN}")
 
     def name_guilty_ranks(self, ranks: tuple[int, ...]) -> None:
         """Name the ranks whose weights were changed, now that the others came to the same ones for a second time."""
-        differing = [one for one in self.incidents.open_ones if one.anomaly.signal is Signal.RANK_MISMATCH]
+        differing = [one for one in self.incident_log.open_ones if one.anomaly.signal is Signal.RANK_MISMATCH]
         if differing:
             incident = replace(differing[-1], anomaly=replace(differing[-1].anomaly, ranks=ranks))
-            self.incidents.amend(incident)
+            self.incident_log.amend(incident)
             began_on = rank_names(ranks)
             log.info("incident %d began on %s: the others came to the same weights again", incident.id, began_on)
 
@@ -315,20 +315,20 @@ class Recovery:
 
         `is_explained`: it is known why the previous process ended, and no samples are to blame.
         """
-        parts, controls, facts = self.parts, self.controls, self.incidents.facts
+        parts, controls, facts = self.parts, self.controls, self.incident_log.facts
         plan = parts.world.on_main(
             lambda: self.keeper.resumption.plan(
-                self.incidents.incidents, self.policy.crashes, is_explained=is_explained
+                self.incident_log.incidents, self.policy.crashes, is_explained=is_explained
             )
         )
         if not parts.world.is_main:
-            self.incidents.adopt(plan.incidents)
+            self.incident_log.adopt(plan.incidents)
         self.keeper.begin(plan)
         try:
             for remedies in plan.remedies:
                 controls.restore(remedies)
         except ValueError as error:
-            raise TrainError(f"{plan.path or self.incidents.directory}: {error}") from error
+            raise TrainError(f"{plan.path or self.incident_log.directory}: {error}") from error
         parts.clock.tick = max(parts.clock.tick, plan.tick)
         if plan.skipped is not None:
             controls.skip_samples(*plan.skipped)
@@ -344,7 +344,7 @@ class Recovery:
     def finish(self) -> None:
         """The run has come to its end: what is open has recovered where the loss is back, or was never off."""
         is_back = self.is_back()
-        self.incidents.finish(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED)
+        self.incident_log.finish(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED)
         if is_back and self.parts.checks.rewind_check.is_open:
             self.parts.checks.rewind_check.end()
             self._write_in_force()
@@ -367,7 +367,7 @@ class Recovery:
         reference = checks.rewind_check.reference
         assert reference is not None
         since = checks.not_recovered_since(clock.step)
-        self.incidents.finish(Outcome.UNRECOVERED)
+        self.incident_log.finish(Outcome.UNRECOVERED)
         path, is_there = self._restore_best(since)
         checks.rewind_check.end()
         if not is_there:
@@ -376,7 +376,7 @@ class Recovery:
         return GaveUp(f"not recovered: {why}; the run returned to step {clock.step:,}", path)
 
     def _write_in_force(self) -> None:
-        self.incidents.facts.in_force(self.controls.in_force())
+        self.incident_log.facts.in_force(self.controls.in_force())
 
 
 def _reached(anomaly: Anomaly) -> int:

@@ -91,7 +91,7 @@ class Anomaly:
     ranks: tuple[int, ...] = ()
 
     @property
-    def is_in_weights(self) -> bool:
+    def reached_weights(self) -> bool:
         """Say whether updates have landed that are not to be trusted: this one, or some before it."""
         return self.landed or self.since < self.step - 1
 
@@ -116,15 +116,15 @@ class Diagnosis:
     advice: str  # one sentence a person can act on
     culprit: Culprit | None = None
     rows: tuple[int, ...] = ()
-    mendable: bool = False  # where it broke: not a sum that overflows, which has nothing left to learn from
+    patchable: bool = False  # where it broke: not a sum that overflows, which has nothing left to learn from
     reasons: Mapping[int, str] = field(default_factory=dict, compare=False)  # of rows, where each has its own
     ranks: tuple[int, ...] = ()  # where it came again, if only on some
-    follower: Culprit | None = None  # what broke this time, where that only follows from the culprit in its armor
+    symptom: Culprit | None = None  # what broke this time, where that only follows from the culprit in its armor
 
     @property
     def broken(self) -> Culprit | None:
         """Where it broke this time, and armor would go."""
-        return self.follower or self.culprit
+        return self.symptom or self.culprit
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Incident:
             return False
         if self.diagnosis.cause is Cause.CORRUPTION and self.rewound_to is not None:
             return False
-        return self.anomaly.is_in_weights
+        return self.anomaly.reached_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,5 +195,5 @@ def kind_of(anomaly: Anomaly, diagnosis: Diagnosis) -> tuple[object, ...]:
     """
     culprit = diagnosis.culprit
     line = culprit and (culprit.phase, culprit.op, culprit.module, culprit.file, culprit.line)
-    is_told_by_signal = diagnosis.cause in (Cause.UNKNOWN, Cause.PROCESS)
-    return diagnosis.cause, line, diagnosis.rows, anomaly.signal if is_told_by_signal else None
+    needs_signal = diagnosis.cause in (Cause.UNKNOWN, Cause.PROCESS)
+    return diagnosis.cause, line, diagnosis.rows, anomaly.signal if needs_signal else None

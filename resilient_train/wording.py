@@ -247,7 +247,7 @@ def _remedy(action: Action, incident: Incident) -> str:
         return _rewind(incident)
     if action.remedy == "quarantine":
         return f"put {'it' if len(incident.diagnosis.rows) == 1 else 'them'} in quarantine"
-    if action.remedy == "armor" and (where := incident.diagnosis.follower) is not None:
+    if action.remedy == "armor" and (where := incident.diagnosis.symptom) is not None:
         return f"patched {where.op}, {where.file}:{where.line}, too"
     settings = {name: value for name, value in action.settings.items() if value is not None}
     words = _WORDS.get(action.remedy)

@@ -148,13 +148,13 @@ def test_what_breaks_of_made_up_values_is_armored_and_not_accused(program: Modul
     """A root of negative values becomes 0 in its armor, and what divides by that is no culprit."""
     guard = trained(program, program.Rows(), breaks="spread")
     first, second = guard.incidents
-    assert (first.diagnosis.culprit, first.diagnosis.follower) == (first.diagnosis.broken, None)
+    assert (first.diagnosis.culprit, first.diagnosis.symptom) == (first.diagnosis.broken, None)
     for one in (first, second):
         assert named([one], program, "sqrt", "spread", "forward")
         assert [action.remedy for action in one.decision.actions] == ["armor"]
-    follower = second.diagnosis.follower
-    assert follower is not None
-    assert (follower.op, follower.line) == ("div", line("follows"))
+    symptom = second.diagnosis.symptom
+    assert symptom is not None
+    assert (symptom.op, symptom.line) == ("div", line("follows"))
     assert "patched div, " in describe(second)
     assert [one.text for one in open_advice(guard.incidents)] == [first.diagnosis.advice]
 

@@ -162,14 +162,14 @@ def test_following_a_run_that_is_killed_ends_with_1(nursery: Nursery) -> None:
     run = nursery.start(*command, "drill.at=[60]", FOR_EVER)
     run.until(lambda: stand(run_dir).step >= 1)
     door = [sys.executable, "-m", "resilient_train", "incidents", str(run_dir), "--follow"]
-    with subprocess.Popen(door, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as follower:
-        assert follower.stdout is not None
-        for line in follower.stdout:
+    with subprocess.Popen(door, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as symptom:
+        assert symptom.stdout is not None
+        for line in symptom.stdout:
             if line.startswith("incident 1: recovered") or "outcome  recovered" in line:
                 break
         run.strike(signal.SIGKILL)
-        rest = follower.stdout.read()
-    assert follower.returncode == 1
+        rest = symptom.stdout.read()
+    assert symptom.returncode == 1
     assert rest.splitlines()[-1].startswith("Killed (no exit message): at step ")
     assert "The same command resumes from step " in rest
 

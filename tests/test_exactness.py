@@ -15,7 +15,7 @@ from resilient_train.app.build import Run, assemble
 from resilient_train.app.config.compose import load
 from resilient_train.app.train import train
 from resilient_train.ranks.world import World
-from resilient_train.state.run_state import Snapshot
+from resilient_train.state.run_state import CapturedState
 from resilient_train.state.tree import sha256
 from resilient_train.tracking.uploads import NullTracker
 from resilient_train.types import Vitals
@@ -185,16 +185,16 @@ def test_a_snapshot_of_the_start_forgets_moments() -> None:
     assert program.train_to(5) == first
 
 
-def without(snapshot: Snapshot, path: str, live: Snapshot) -> Snapshot:
+def without(snapshot: CapturedState, path: str, live: CapturedState) -> CapturedState:
     """The same snapshot as if one item had not been captured: it stays what it is in the live run."""
     parts = dict(snapshot.parts)
     if path in parts:
-        return Snapshot({**parts, path: live.parts[path]})
+        return CapturedState({**parts, path: live.parts[path]})
     here, there = parts["optimizer.0"], live.parts["optimizer.0"]
     if path == "groups":
-        return Snapshot({**parts, "optimizer.0": {**here, path: there[path]}})
+        return CapturedState({**parts, "optimizer.0": {**here, path: there[path]}})
     moments = {place: {**values, path: there["moments"][place][path]} for place, values in here["moments"].items()}
-    return Snapshot({**parts, "optimizer.0": {**here, "moments": moments}})
+    return CapturedState({**parts, "optimizer.0": {**here, "moments": moments}})
 
 
 def test_the_parts_of_a_capture_are_known() -> None:
@@ -222,7 +222,7 @@ def test_a_snapshot_of_another_run_is_refused() -> None:
     parts = dict(program.run.guard.state.capture().parts)
     del parts["buffers"]
     with pytest.raises(ValueError, match="buffers"):
-        program.run.guard.state.restore(Snapshot(parts))
+        program.run.guard.state.restore(CapturedState(parts))
 
 
 def test_evaluation_changes_nothing() -> None:

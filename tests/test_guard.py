@@ -231,11 +231,11 @@ def test_which_snapshot_makes_room(steps: list[int], verified: list[bool], now: 
 def test_ages_in_the_ring_spread_out() -> None:
     """After a thousand steps each older snapshot is about twice as old as the next."""
     guard = trained(guarded(adamw, At("none"), memory=MemoryConfig(every=10, keep=5, max_gib=None)), 600)
-    ages = [600 - held.step for held in guard._ring.held]
+    ages = [600 - held.step for held in guard._ring.snapshots]
     assert len(ages) == 5
     assert ages[0] >= 80
     assert ages == sorted(ages, reverse=True)
-    assert guard._ring.proven(600)[0].step >= 570
+    assert guard._ring.verified_until(600)[0].step >= 570
 
 
 @pytest.mark.parametrize("max_gib", [0.0, 1e-6])
@@ -255,9 +255,9 @@ def test_frozen_weights_are_held_once() -> None:
         return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01, fused=True)
 
     guard = trained(guarded(build, At("none"), memory=MemoryConfig(every=10, keep=4, max_gib=None)), 50)
-    copies = {held.snapshot.parts["weights"]["head.weight"].data_ptr() for held in guard._ring.held}
-    others = {held.snapshot.parts["weights"]["head.bias"].data_ptr() for held in guard._ring.held}
-    assert (len(copies), len(others)) == (1, len(guard._ring.held))
+    copies = {held.captured.parts["weights"]["head.weight"].data_ptr() for held in guard._ring.snapshots}
+    others = {held.captured.parts["weights"]["head.bias"].data_ptr() for held in guard._ring.snapshots}
+    assert (len(copies), len(others)) == (1, len(guard._ring.snapshots))
 
 
 def test_the_verdict_is_in_before_the_next_update_lands() -> None:
@@ -321,5 +321,5 @@ def test_a_snapshot_survives_a_loop_that_is_left_and_entered_again() -> None:
     for batch in guard.batches(40):
         guard.step(batch)
     guard.settle()
-    assert all(held.verified for held in guard._ring.held if held.step <= 15)
-    assert all(held.statistics is not None for held in guard._ring.held if held.step < guard.clock.step)
+    assert all(held.verified for held in guard._ring.snapshots if held.step <= 15)
+    assert all(held.statistics is not None for held in guard._ring.snapshots if held.step < guard.clock.step)

@@ -145,9 +145,9 @@ def test_a_row_that_ends_the_process_is_narrowed_down_and_put_away(tmp_path: Pat
         assert ends <= 4
     code, told = ended
     assert (code, told["step"], ends) == (0, STEPS, 4)
-    passed_over = [rows for _, remedy, rows in told["told"] if remedy == "skip"]
-    assert [len(rows) for rows in passed_over] == [BATCH, 1]
-    assert passed_over[-1] == (KILLER,)
+    skipped = [rows for _, remedy, rows in told["told"] if remedy == "skip"]
+    assert [len(rows) for rows in skipped] == [BATCH, 1]
+    assert skipped[-1] == (KILLER,)
     listed = json.loads((tmp_path / "mine" / QUARANTINE).read_text())
     assert [one["row"] for one in listed["rows"]] == [KILLER]
 

@@ -434,7 +434,7 @@ incidents = st.builds(
         words,
         culprits,
         st.lists(places).map(tuple),
-        follower=culprits,
+        symptom=culprits,
     ),
     decision=st.builds(
         Decision, st.lists(st.builds(Action, words, plain_settings)).map(tuple), places, st.none() | words
@@ -464,7 +464,7 @@ def test_unknown_keys_are_passed_over_and_late_ones_are_optional() -> None:
     """A line of a newer version is understood, and one that has only the contract's keys as well."""
     line = as_line(POISON)
     assert from_line({**line, "mood": "good"}) == from_line(line)
-    for key in ("evidence", "ranks", "follower", "since", "landed", "rung", "gave_up"):
+    for key in ("evidence", "ranks", "symptom", "since", "landed", "rung", "gave_up"):
         del line[key]
     assert from_line(line).anomaly == Anomaly(Signal.NONFINITE_LOSS, 1204, 1204, since=1203, evidence="")
 

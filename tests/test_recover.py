@@ -26,14 +26,14 @@ from resilient_train.recover.causes import by_signal
 from resilient_train.recover.decide import decide
 from resilient_train.recover.knobs import HIGHEST_EPS, LOWEST_CLIP, LOWEST_LR, Knobs, KnobValues
 from resilient_train.recover.policy import Policy, named, parse
-from resilient_train.recover.remedies import KNOWN, Case, RunControl, RunFacts, passes_over, remedy
+from resilient_train.recover.remedies import KNOWN, Case, Circumstances, RunControl, only_skips, remedy
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
 
 SHIPPED = conf() / "recovery"
 POLICIES = ["aggressive", "balanced", "conservative", "off", "palm", "skip"]
-ALL_APPLICABLE = RunFacts(snapshots=4, skip=True, mixed_precision=True, loss_scaler=True, rows=10_000)
+ALL_APPLICABLE = Circumstances(snapshots=4, skip=True, mixed_precision=True, loss_scaler=True, rows=10_000)
 
 
 def refused(step: int, tick: int | None = None, signal: Signal = Signal.NONFINITE_LOSS) -> Anomaly:
@@ -55,7 +55,7 @@ def guilty(*rows: int) -> Callable[[Anomaly], Diagnosis]:
 def decisions(
     policy: Policy,
     anomalies: Iterable[Anomaly],
-    can: RunFacts = ALL_APPLICABLE,
+    can: Circumstances = ALL_APPLICABLE,
     diagnose: Callable[[Anomaly], Diagnosis] = unknown,
 ) -> list[Decision]:
     """What is decided about each of a series, until it is given up."""
@@ -285,9 +285,9 @@ def test_a_data_set_loses_so_many_rows_and_no_more(
 
 def test_a_quarantine_passes_over() -> None:
     """Of a refused update it costs the budget of those, not that of incidents; next to a rewind it is one."""
-    assert passes_over([Action("quarantine")])
-    assert passes_over([Action("skip"), Action("quarantine")])
-    assert not passes_over([Action("rewind"), Action("quarantine")])
+    assert only_skips([Action("quarantine")])
+    assert only_skips([Action("skip"), Action("quarantine")])
+    assert not only_skips([Action("rewind"), Action("quarantine")])
     rows = {"default": [{"do": ["quarantine"], "strikes": None}]}
     policy = parse({"ladders": rows, "budget": {"refused": 3, "incidents": 0, "run": 0}})
     made = decisions(policy, [refused(n) for n in range(1, 9, 2)], diagnose=guilty(1))
@@ -682,7 +682,7 @@ def trained(policy: Policy, fault: Fault, steps: int = 600, most_ticks: int = 6_
         incident = history.open(anomaly, by_signal(anomaly), decision)
         if decision.gave_up is not None:
             return run, history
-        if not passes_over(decision.actions):
+        if not only_skips(decision.actions):
             run.knobs.trouble()
         for action in decision.actions:
             remedy(action).apply(run)
@@ -833,7 +833,7 @@ def with_a_row(anomaly: Anomaly) -> Diagnosis:
 counts = st.integers(0, 200)
 off, usual_rate = st.floats(0, float("inf")), st.floats(0, 10)
 applicables = st.builds(
-    RunFacts,
+    Circumstances,
     *(st.integers(0, 4), st.booleans(), st.booleans(), st.booleans(), counts, counts),
     off=off,
     usual_rate=usual_rate,
@@ -842,7 +842,7 @@ applicables = st.builds(
 
 @settings(max_examples=80, deadline=None)
 @given(name=st.sampled_from(POLICIES), anomalies=series(), can=applicables)
-def test_decisions_are_total_and_the_same_everywhere(name: str, anomalies: list[Anomaly], can: RunFacts) -> None:
+def test_decisions_are_total_and_the_same_everywhere(name: str, anomalies: list[Anomaly], can: Circumstances) -> None:
     """Whatever happens, a policy prescribes something that applies or gives up, and every rank comes to the same."""
     made = decisions(policy_named(name), anomalies, can, with_a_row)
     assert made == decisions(policy_named(name), anomalies, can, with_a_row)

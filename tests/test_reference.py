@@ -17,7 +17,7 @@ from test_recover import ALL_APPLICABLE, Fault, Run, landed, policy_named, refus
 
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover.decide import decide
-from resilient_train.recover.remedies import RunFacts, cut
+from resilient_train.recover.remedies import Circumstances, cut
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.watch.config import named
 from resilient_train.watch.reference import WINDOW, Reference, RewindCheck, Standing, falls, without_top
@@ -540,7 +540,7 @@ def decided(
     cause: Cause, history: Sequence[Incident] = (), *, trace: int = 0, policy: str = "balanced", **can: Any
 ) -> Decision:
     anomaly = landed(200 + len(history), 200 + 50 * len(history))
-    able: RunFacts = dataclasses.replace(ALL_APPLICABLE, **can)
+    able: Circumstances = dataclasses.replace(ALL_APPLICABLE, **can)
     return decide(policy_named(policy), anomaly, Diagnosis(cause, ""), tuple(history), anomaly.tick, able, trace)
 
 

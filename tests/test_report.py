@@ -333,7 +333,7 @@ def test_what_is_wrong_with_a_line_is_told_apart_from_what_else_is() -> None:
     """Of one line an operation and an overflow ask for other things; what broke because of it asks for nothing more."""
     overflow = replace(ROOT, cause=Cause.OVERFLOW, advice="`sqrt` at culprits.py:33 makes more than float16 can hold.")
     newer = replace(ROOT, advice=ROOT.advice.replace("at 0", "at 0, reached by 3 elements that are 0"))
-    followed = replace(overflow, advice="`log` breaks of it: mend that one first.", follower=ROOT.culprit)
+    followed = replace(overflow, advice="`log` breaks of it: mend that one first.", symptom=ROOT.culprit)
     met = [incident(number, diagnosis=one) for number, one in enumerate((ROOT, newer, overflow, followed), 1)]
     assert [(one.text, one.incidents) for one in open_advice(met)] == [
         (newer.advice, (1, 2, 4)),

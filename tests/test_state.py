@@ -92,7 +92,7 @@ def test_a_frozen_weight_that_the_loop_changes_rewinds(move: Callable[[Net], Non
         bench.train()
         move(bench.net)
         digests.append(bench.kept())
-    for held, digest in zip(reversed(bench.ring.held), reversed(digests), strict=True):
+    for held, digest in zip(reversed(bench.ring.snapshots), reversed(digests), strict=True):
         bench.ring.restore(held)
         assert bench.state.sha256() == digest
 
@@ -109,19 +109,19 @@ def test_a_weight_that_is_unfrozen_or_frozen_leaves_older_snapshots_alone() -> N
                 bench.net.teacher.weight.add_(1.0)
         bench.train()
         digests[step] = bench.kept()
-        for held in bench.ring.held:
-            assert sha256(held.snapshot.parts) == digests[held.step]
+        for held in bench.ring.snapshots:
+            assert sha256(held.captured.parts) == digests[held.step]
 
 
 def test_a_frozen_weight_stays_shared_after_a_rewind() -> None:
     """To write a snapshot over a weight gives it a new version, and its old contents: still one copy for all."""
     bench = Bench()
     bench.kept()
-    bench.ring.restore(bench.ring.held[0])
+    bench.ring.restore(bench.ring.snapshots[0])
     bench.train()
     bench.kept()
-    copies = {held.snapshot.parts["weights"]["teacher.weight"].data_ptr() for held in bench.ring.held}
-    assert len(bench.ring.held) == 2
+    copies = {held.captured.parts["weights"]["teacher.weight"].data_ptr() for held in bench.ring.snapshots}
+    assert len(bench.ring.snapshots) == 2
     assert len(copies) == 1
 
 
@@ -133,7 +133,7 @@ def test_the_same_bits_in_a_new_order_are_news() -> None:
         bench.net.teacher.weight.copy_(bench.net.teacher.weight.flip(0))
     bench.train()
     digest = bench.kept()
-    assert sha256(bench.ring.held[-1].snapshot.parts) == digest
+    assert sha256(bench.ring.snapshots[-1].captured.parts) == digest
 
 
 def test_ranks_agree_on_how_many_snapshots_fit() -> None:
@@ -149,8 +149,8 @@ def test_ranks_agree_on_how_many_snapshots_fit() -> None:
     bench.kept()
     assert "one of 3 snapshots" in bench.ring.describe()
     assert [number > 0 for number in asked] == [True, False, False]
-    bench.ring.proven(0)
-    bench.ring.restore(bench.ring.held[0])
+    bench.ring.verified_until(0)
+    bench.ring.restore(bench.ring.snapshots[0])
     assert len(asked) == 3
 
 
@@ -167,11 +167,11 @@ def test_two_slots_hold_no_pin() -> None:
     for _ in range(2):
         bench.train()
         bench.kept()
-    bench.ring.restore(bench.ring.held[0])
+    bench.ring.restore(bench.ring.snapshots[0])
     for step in (2, 3, 4):
         bench.train()
         assert bench.ring.take(step, verified=True) is not None
-    assert [held.step for held in bench.ring.held] == [3, 4]
+    assert [held.step for held in bench.ring.snapshots] == [3, 4]
 
 
 def ring_of_five() -> Bench:
@@ -187,7 +187,7 @@ def test_only_what_is_trusted_is_pinned(since: int, best: int) -> None:
     """The anomaly that causes a rewind is heard first: what it spoils is not the best state to leave behind."""
     bench = ring_of_five()
     bench.ring.distrust(since)
-    bench.ring.restore(bench.ring.proven(since)[-1])
+    bench.ring.restore(bench.ring.verified_until(since)[-1])
     held = bench.ring.last_good(1)
     assert held is not None
     assert held.step == best
@@ -197,7 +197,7 @@ def test_only_what_is_trusted_is_pinned(since: int, best: int) -> None:
 def test_a_later_anomaly_speaks_of_a_pinned_state_only_up_to_where_they_part(since: int, best: int) -> None:
     """Rewound from 5 to 2: trouble since 3 is of the new course; trouble since 1 is older than both."""
     bench = ring_of_five()
-    bench.ring.restore(bench.ring.held[1])
+    bench.ring.restore(bench.ring.snapshots[1])
     bench.train()
     bench.kept()
     bench.ring.distrust(since)
@@ -211,25 +211,25 @@ def test_no_slots_means_no_snapshots() -> None:
     small = nbytes(Bench().state.live())
     bench = Bench(max_gib=(2 * small + 64) / 2**30)
     bench.kept()
-    assert len(bench.ring.held) == 1
+    assert len(bench.ring.snapshots) == 1
     bench.train()
     assert "cannot rewind" in bench.ring.describe()
-    assert bench.ring.proven(10) == []
+    assert bench.ring.verified_until(10) == []
     assert bench.ring.last_good(10) is None
 
 
 def test_memory_of_a_snapshot_is_handed_out_once() -> None:
     """One that is dropped twice is room for one other only."""
     bench = ring_of_five()
-    held = bench.ring.held[-1]
+    held = bench.ring.snapshots[-1]
     bench.ring.distrust(4)
     bench.ring.drop(held)
     digests = []
     for step in (6, 7):
         bench.train()
         bench.ring.take(step, verified=True)
-        digests.append(sha256(bench.ring.held[-1].snapshot.parts))
-    assert [sha256(held.snapshot.parts) for held in bench.ring.held[-2:]] == digests
+        digests.append(sha256(bench.ring.snapshots[-1].captured.parts))
+    assert [sha256(held.captured.parts) for held in bench.ring.snapshots[-2:]] == digests
 
 
 class Shifty(nn.Module):
@@ -355,7 +355,7 @@ def test_a_loss_scale_is_captured_without_being_read(monkeypatch: pytest.MonkeyP
     scale = scaler._scale
     scaler.update(2.0)
     scaler.set_growth_interval(7)
-    bench.ring.restore(bench.ring.held[0])
+    bench.ring.restore(bench.ring.snapshots[0])
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (8.0, 5)
     assert scaler._scale is scale
     assert bench.state.sha256() == digest

@@ -24,7 +24,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
 from resilient_train.checkpoint.tree_files import TENSORS, TREE, SerializedTree, load_tree
-from resilient_train.state.run_state import Clock, RunState, Snapshot
+from resilient_train.state.run_state import CapturedState, Clock, RunState
 from resilient_train.state.tree import sha256
 from resilient_train.update.schedule import ShadowSchedule
 
@@ -116,7 +116,7 @@ def test_a_run_comes_back_to_the_last_bit(tmp_path: Path, scheduler: Any) -> Non
     other = run(scheduler)
     other.clock.step = 999
     assert other.sha256() != digest
-    other.restore(Snapshot(loaded))
+    other.restore(CapturedState(loaded))
     assert other.sha256() == digest
 
 

@@ -17,7 +17,7 @@ from resilient_train.diagnose.rows import guilty, nonfinite_fields, outlying_fie
 from resilient_train.diagnose.verdict import (
     NOT_AT_ZERO,
     SINGULAR,
-    Facts,
+    Observations,
     again,
     climbed,
     on_bad_rows,
@@ -38,9 +38,9 @@ def values(low: float, high: float, *, zeros: int = 0, smallest: float = 1e-3) -
     return {"shape": [8], "dtype": "float32", "nonfinite": 0, **held}
 
 
-AGAIN = Facts(reproduced=True)
-EVERYWHERE = Facts(reproduced=True, everywhere=True, is_compared=True)
-ONLY_HERE = Facts(reproduced=True, is_compared=True)
+AGAIN = Observations(reproduced=True)
+EVERYWHERE = Observations(reproduced=True, everywhere=True, is_compared=True)
+ONLY_HERE = Observations(reproduced=True, is_compared=True)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ ONLY_HERE = Facts(reproduced=True, is_compared=True)
         ),
     ],
 )
-def test_causes_of_what_is_not_finite(facts: Facts, climb: float, cause: Cause, said: str) -> None:
+def test_causes_of_what_is_not_finite(facts: Observations, climb: float, cause: Cause, said: str) -> None:
     """Rows before operations, climbing before overflow; what is not known is said to be unknown."""
     found = on_nonfinite(facts, climb)
     assert found.cause is cause
@@ -100,7 +100,7 @@ def test_causes_of_what_is_not_finite(facts: Facts, climb: float, cause: Cause, 
         (AGAIN, 1, Cause.UNKNOWN, (), "no other rows"),
     ],
 )
-def test_causes_of_spikes(facts: Facts, climb: float, cause: Cause, rows: tuple[int, ...], said: str) -> None:
+def test_causes_of_spikes(facts: Observations, climb: float, cause: Cause, rows: tuple[int, ...], said: str) -> None:
     """A row that makes a healthy batch jump is to blame; where every batch jumps, an explosion, if it climbed there."""
     found = on_spike(facts, climb)
     assert (found.cause, found.rows) == (cause, rows)
@@ -130,7 +130,7 @@ LOOP = culprit("rnn_relu", values(-5, 5, zeros=800))
         (replace(EVERYWHERE, culprit=culprit("Mine", values(0, 2)), kind="nan"), False, Cause.OPERATION),
     ],
 )
-def test_what_grows_within_a_call(facts: Facts, is_first: bool, cause: Cause) -> None:
+def test_what_grows_within_a_call(facts: Observations, is_first: bool, cause: Cause) -> None:
     """What a recurrent call is given does not show how far its values have gone: that it breaks everywhere does."""
     assert on_nonfinite(facts, 1, is_first=is_first).cause is cause
 
@@ -148,8 +148,8 @@ def test_what_follows_from_armor_accuses_no_other_line(op: str, kind: str, is_to
     first = replace(culprit("sqrt", values(-1, 1)), line=30)
     last = culprit(op, values(0, 1, zeros=1))
     found = on_nonfinite(replace(ONLY_HERE, culprit=last, kind=kind, is_total=is_total, after=first, rows=(4,)), 1)
-    assert (found.cause, found.culprit, found.follower, found.broken) == (cause, first, last, last)
-    assert found.mendable is not is_total
+    assert (found.cause, found.culprit, found.symptom, found.broken) == (cause, first, last, last)
+    assert found.patchable is not is_total
     assert found.advice.startswith(f"`{op}` at losses.py:41 fails on values from `sqrt` at losses.py:30")
     assert "Row 4" in found.advice
     assert again(found) == replace(found, advice=found.advice.removesuffix(" Row 4 of the data gets there."))
@@ -165,7 +165,7 @@ def test_a_line_that_is_met_again_is_told_without_the_rows_of_the_first_time() -
 
 def test_ranks_learn_the_same() -> None:
     """What one rank has found counts for all of them, and rows of all ranks add up."""
-    idle = Facts()
+    idle = Observations()
     one = replace(AGAIN, rows=(5,), odd={5: "[0] is nan"})
     other = replace(AGAIN, rows=(2,), culprit=culprit("log"), kind="inf")
     assert together([idle, one, other]) == together([idle, other, one])

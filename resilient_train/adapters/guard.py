@@ -59,7 +59,7 @@ class Epoch:
         return self.batches()
 
 
-class Guard(guard.Guard):
+class Guard(guard.EngineGuard):
     """Gate, checks, rewinds, remedies and journal around a training loop."""
 
     def __init__(
@@ -297,15 +297,15 @@ class Guard(guard.Guard):
             self._unused.detach()
         self._put_back_batch()
         self._seed_between(self.samples.position)
-        if not self._ring.held and self._in_flight is None:
+        if not self._ring.snapshots and self._in_flight is None:
             if self.clock.step == 0:
                 found = self._examination.now()  # what is compared with from now on
                 if found is not None and found.signal is Signal.RANK_MISMATCH:
                     raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
-            if self._keeper.is_proven or self._ring.is_due(self.clock.step):  # else it would not be in memory either
-                self._controls.snapshot(self.clock.step, verified=self._keeper.is_proven)
+            if self._keeper.is_verified or self._ring.is_due(self.clock.step):  # else it would not be in memory either
+                self._controls.snapshot(self.clock.step, verified=self._keeper.is_verified)
             if self._checks.rewind_check.is_open:  # since before the process ended
-                self._ring.pin(self.clock.step)
+                self._ring.keep_reference(self.clock.step)
 
     def _complete(self) -> None:
         """Write the end state of a loop of a user's own. Every rank comes here: weights may be spread."""
@@ -325,7 +325,7 @@ class Guard(guard.Guard):
 
     def _finish_saving(self, *, healthy: bool) -> Path | None:
         left = self._keeper.finish(self._controls.in_force(), healthy=healthy)
-        self._recovery.hear_of_saving()
+        self._recovery.note_saves()
         if healthy:
             self._recovery.end_saving()
         self._recovery.ended()
@@ -356,7 +356,7 @@ class Guard(guard.Guard):
         numerics.raise_eps(1.0)
         self.samples.close()
         self._keeper.let_go()
-        self._recovery.hear_of_saving()
+        self._recovery.note_saves()
 
     # What a loop may ask.
 
@@ -368,11 +368,11 @@ class Guard(guard.Guard):
     @property
     def incidents(self) -> list[Incident]:
         """All incidents so far."""
-        return self._recovery.incidents.incidents
+        return self._recovery.incident_log.incidents
 
     def tally(self) -> dict[str, Any]:
         """Count incidents for a summary."""
-        return self._recovery.incidents.tally()
+        return self._recovery.incident_log.tally()
 
     @property
     def recent_loss(self) -> float | None:

@@ -51,7 +51,7 @@ def show_block(chapter: Chapter, entries: Sequence[Entry], page: Page) -> None:
     if incident.drill:
         row("drill", f"{incident.drill}, on purpose")
     row("cause", str(diagnosis.cause) + (f": {rows_named(diagnosis.rows)}" if diagnosis.rows else ""))
-    for culprit in (diagnosis.culprit, diagnosis.follower):
+    for culprit in (diagnosis.culprit, diagnosis.symptom):
         if culprit is not None:
             row("culprit" if culprit is diagnosis.culprit else "then", describe_culprit(culprit))
             row("", _source(culprit, chapter, entries), style="italic")
@@ -114,9 +114,9 @@ def _outcome(chapter: Chapter) -> tuple[str, str]:
 
 def _source(culprit: Culprit, chapter: Chapter, entries: Sequence[Entry]) -> str:
     """The text of a line, as its armor has it, or as its file does, if that is older than the incident."""
-    for plate in _plates(entries):
-        if (plate.get("file"), plate.get("line"), plate.get("op")) == (culprit.file, culprit.line, culprit.op):
-            return str(plate.get("text"))
+    for patch in _patches(entries):
+        if (patch.get("file"), patch.get("line"), patch.get("op")) == (culprit.file, culprit.line, culprit.op):
+            return str(patch.get("text"))
     path = Path(culprit.file)
     try:
         known = path.stat()
@@ -128,10 +128,10 @@ def _source(culprit: Culprit, chapter: Chapter, entries: Sequence[Entry]) -> str
         return ""
 
 
-def _plates(entries: Sequence[Entry]) -> list[Mapping[str, Any]]:
+def _patches(entries: Sequence[Entry]) -> list[Mapping[str, Any]]:
     """What wears armor, as it was last written down."""
     for entry in reversed(entries):
         remedies = entry.get("remedies") if entry["kind"] == IN_FORCE else None
-        if isinstance(remedies, Mapping) and isinstance(plates := remedies.get("armor"), list):
-            return [plate for plate in plates if isinstance(plate, Mapping)]
+        if isinstance(remedies, Mapping) and isinstance(patches := remedies.get("armor"), list):
+            return [patch for patch in patches if isinstance(patch, Mapping)]
     return []

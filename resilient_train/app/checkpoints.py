@@ -23,7 +23,7 @@ from resilient_train.wording import duration, printable
 
 _HELP = """\
 Lists the checkpoints of a run, the newest first, and reads each whole, to see whether it is what was written:
-  verified    proven good: the updates after it were healthy, too
+  verified    verified good: the updates after it were healthy, too
   candidate   left by a stop on request; a resume takes it, and finishes its proof
   demoted     trouble began before it: no resume takes it
   damaged     not what was written: no resume takes it"""
@@ -165,7 +165,7 @@ def _export(run_dir: Path, name: str | None, to: Path, make: Callable[[Path, Pat
     for entry in entries:
         kind = entry.manifest.kind if entry.manifest else ""
         if name is None and kind != VERIFIED:
-            why = f"there is none that is proven good: --checkpoint {entry.path.name} exports that one all the same"
+            why = f"there is none that is verified good: --checkpoint {entry.path.name} exports that one all the same"
             continue
         try:
             with _Progress(f"copying {entry.path.name} ({spoken(Listed(entry).size)})"):

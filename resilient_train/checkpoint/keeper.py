@@ -26,7 +26,7 @@ from resilient_train.files import Written, at_disk
 from resilient_train.record.facts import Facts
 from resilient_train.record.progress import Progress
 from resilient_train.run_parts import RunParts
-from resilient_train.state.ring import Held
+from resilient_train.state.ring import Snapshot
 from resilient_train.state.run_state import Stateful
 from resilient_train.types import ProcessIncident, Signal
 from resilient_train.wording import IN_FILE_ONLY, log
@@ -62,16 +62,16 @@ class CheckpointKeeper:
         self._highest_saved = 0  # that was written, on any
         self._last_rewind = (0, 0)  # tick and step of the last rewind
         self._candidate: Entry | None = None  # that the run was resumed from
-        self.is_proven = True  # the state that the run was resumed at
+        self.is_verified = True  # the state that the run was resumed at
         self._is_failing = False
-        self._news: list[ProcessIncident | None] = []
+        self._save_events: list[ProcessIncident | None] = []
         if directory is not None and facts.began_with is None:  # now: times are counted from here
             facts.began(parts.world.size, parts.samples.slicing.samples)
 
-    def news(self) -> list[ProcessIncident | None]:
+    def save_events(self) -> list[ProcessIncident | None]:
         """What is new of saving, oldest first: that it began to fail, or None where it works again."""
-        news, self._news = self._news, []
-        return news
+        events, self._save_events = self._save_events, []
+        return events
 
     def remember(self, name: str, item: Stateful) -> None:
         """Let something that does not rewind be there again after a resume."""
@@ -121,23 +121,23 @@ class CheckpointKeeper:
         writer = self._writer
         if writer is None:
             return
-        self._hear()
-        held = self._parts.ring.newest_proven()
-        if held is None:
+        self._read_results()
+        snapshot = self._parts.ring.newest_verified()
+        if snapshot is None:
             return
-        if self._is_sharded and self._config.every and held.step - self._last_saved >= self._config.every:
+        if self._is_sharded and self._config.every and snapshot.step - self._last_saved >= self._config.every:
             if not any_busy:
-                self._last_saved = held.step  # where that fails, too: ranks would try again at different times
-                writer.offer(self._job_of(held))
+                self._last_saved = snapshot.step  # where that fails, too: ranks would try again at different times
+                writer.offer(self._job_of(snapshot))
             return
         if self._store is None or not writer.is_free:
             return
-        if self._best is not None and self._best.is_ripe(held.step):
-            writer.offer(Job(held.step, self._parts.clock.tick, self._best.write))
-        elif self._candidate is not None and held.step >= self._candidate.manifest_step:
+        if self._best is not None and self._best.is_ripe(snapshot.step):
+            writer.offer(Job(snapshot.step, self._parts.clock.tick, self._best.write))
+        elif self._candidate is not None and snapshot.step >= self._candidate.manifest_step:
             self._prove(self._candidate)
-        elif not self._is_sharded and self._config.every and held.step - self._last_saved >= self._config.every:
-            writer.offer(self._job_of(held))
+        elif not self._is_sharded and self._config.every and snapshot.step - self._last_saved >= self._config.every:
+            writer.offer(self._job_of(snapshot))
 
     def distrust(self, since: int) -> None:
         """Take note that nothing newer than `since` is to be trusted, what is being written just now included.
@@ -145,7 +145,7 @@ class CheckpointKeeper:
         Only that is waited for, and what marks others would meet while the writer removes them.
         """
         writing = self._writer.writing if self._writer is not None else None
-        self._hear()
+        self._read_results()
         written = self._highest_saved, self._best.step if self._best is not None else 0
         if writing is not None and max(writing, *written) > since:
             self.close()
@@ -163,24 +163,24 @@ class CheckpointKeeper:
 
     def rewound(self, step: int) -> None:
         """Take note that the run went back to a step."""
-        self._hear()
+        self._read_results()
         self._last_saved = min(self._last_saved, step)
         self._last_rewind = self._parts.clock.tick, step
 
-    def leave(self, held: Held) -> Path | None:
-        """Leave a proven state on disk at the end of a run; None where that is not possible. Every rank comes here.
+    def leave(self, snapshot: Snapshot) -> Path | None:
+        """Leave a verified state on disk at the end of a run; None where that is not possible. Every rank comes here.
 
         They wait for the one that writes: a launcher ends all processes soon after the first.
         """
         self.close()
-        return self._on_all(lambda: self._written_already(held), lambda: self._now(self._job_of(held)))
+        return self._on_all(lambda: self._written_already(snapshot), lambda: self._now(self._job_of(snapshot)))
 
-    def leave_alone(self, held: Held) -> Path | None:
+    def leave_alone(self, snapshot: Snapshot) -> Path | None:
         """The same of this process alone, while nothing may be asked of others; None where that cannot be."""
         if self._store is None or self._is_sharded:
             return None
         self.close()
-        return self._written_already(held) or self._now(self._job_of(held))
+        return self._written_already(snapshot) or self._now(self._job_of(snapshot))
 
     def _on_all(self, first: Callable[[], Path | None], then: Callable[[], Path | None]) -> Path | None:
         """What rank 0 finds `first`, or what `then` writes: rank 0 alone, or all ranks where each has a share."""
@@ -193,9 +193,9 @@ class CheckpointKeeper:
             written = then()
             return world.on_main(lambda: written)
 
-    def _written_already(self, held: Held) -> Path | None:
+    def _written_already(self, snapshot: Snapshot) -> Path | None:
         for entry in self._store.usable() if self._store is not None else ():
-            if entry.manifest is not None and entry.manifest.kind == VERIFIED and entry.manifest.step >= held.step:
+            if entry.manifest is not None and entry.manifest.kind == VERIFIED and entry.manifest.step >= snapshot.step:
                 return entry.path
         return None
 
@@ -230,7 +230,7 @@ class CheckpointKeeper:
         best, step, tick = self._best, self._parts.clock.step, self._parts.clock.tick
         while best is not None and best.is_ripe(step) and self._writer is not None:
             outcome = self._writer.write_now(Job(step, tick, best.write))
-            self._heard(outcome)
+            self._note_result(outcome)
             if outcome.trouble:
                 return
 
@@ -238,10 +238,10 @@ class CheckpointKeeper:
         writer, parts = self._writer, self._parts
         if writer is None or (healthy and not self._config.every):
             return None
-        kind, last, proven = VERIFIED if healthy else CANDIDATE, self._last_saved, parts.ring.newest_proven()
+        kind, last, verified = VERIFIED if healthy else CANDIDATE, self._last_saved, parts.ring.newest_verified()
         left = self._now(self._job(parts.clock.step, kind, parts.state.live, parts.statistics(), remedies))
-        if not healthy and proven is not None and max(0, last) < proven.step < parts.clock.step:
-            self._now(self._job_of(proven))  # what trouble would go back to, had the run not been stopped
+        if not healthy and verified is not None and max(0, last) < verified.step < parts.clock.step:
+            self._now(self._job_of(verified))  # what trouble would go back to, had the run not been stopped
         return left
 
     def leave_newest(self) -> tuple[int, Path | None]:
@@ -249,10 +249,10 @@ class CheckpointKeeper:
 
         Returns the step that the run resumes from, and where its state is; None where that is not the newest verified.
         """
-        held = self._parts.ring.newest_proven()
-        is_newer = held is not None and held.step > max(0, self._last_saved)
+        snapshot = self._parts.ring.newest_verified()
+        is_newer = snapshot is not None and snapshot.step > max(0, self._last_saved)
         try:
-            is_left = not is_newer or (held is not None and self.leave_alone(held) is not None)
+            is_left = not is_newer or (snapshot is not None and self.leave_alone(snapshot) is not None)
             entry = next(self._store.usable(), None) if self._store is not None else None
         except OSError as error:
             log.error("checkpoints cannot be looked at: %s", error.strerror or error)
@@ -261,9 +261,9 @@ class CheckpointKeeper:
 
     def rescue(self) -> tuple[int, Callable[[], object]]:
         """From another thread, while the loop hangs: how many steps are lost, and what writes the newest state."""
-        step, held = self._parts.clock.step, self._parts.ring.newest_proven()
+        step, snapshot = self._parts.clock.step, self._parts.ring.newest_verified()
         is_free = self._writer is not None and self._writer.is_free and not self._is_sharded  # it would take the others
-        newer = held if held is not None and held.step > self._last_saved and is_free else None
+        newer = snapshot if snapshot is not None and snapshot.step > self._last_saved and is_free else None
         lost = step - (newer.step if newer is not None else max(0, self._last_saved))  # by the start that follows
 
         def write() -> None:
@@ -276,7 +276,7 @@ class CheckpointKeeper:
         """Let what is being written be finished."""
         if self._writer is not None:
             self._writer.wait(seconds)
-            self._hear()
+            self._read_results()
 
     def let_go(self) -> None:
         """End with the run. Ranks that are to write along may be gone: they are given a moment."""
@@ -291,7 +291,7 @@ class CheckpointKeeper:
         """Put the run where it is resumed from. Every rank comes here."""
         self.samples = plan.samples
         if plan.path is not None:
-            self._put_in(Entry.of(plan.path), resuming=True)
+            self._load(Entry.of(plan.path), resuming=True)
 
     def restore(self, since: int) -> bool:
         """Go back to the newest verified checkpoint not after `since`; False: none can be read. Every rank comes."""
@@ -299,10 +299,10 @@ class CheckpointKeeper:
         with at_disk():
             path = self._parts.world.on_main(lambda: self.resumption.newest(lambda one: one.is_verified(since), []))
         if path is not None:
-            self._put_in(Entry.of(path), resuming=False)
+            self._load(Entry.of(path), resuming=False)
         return path is not None
 
-    def has_proven(self, since: int) -> bool:
+    def has_verified(self, since: int) -> bool:
         """Say whether `restore` has something to go back to, as far as its manifest tells."""
         self.close()
         with at_disk():
@@ -312,17 +312,17 @@ class CheckpointKeeper:
 
     # How it is done.
 
-    def _job_of(self, held: Held) -> Job:
+    def _job_of(self, snapshot: Snapshot) -> Job:
         self._parts.ring.settled()
-        held.is_being_written = True
+        snapshot.is_being_written = True
 
         def done() -> None:
-            held.is_being_written = False
+            snapshot.is_being_written = False
 
         def state() -> Mapping[str, Any]:
-            return held.snapshot.parts
+            return snapshot.captured.parts
 
-        return self._job(held.step, VERIFIED, state, held.statistics, held.remedies, done)
+        return self._job(snapshot.step, VERIFIED, state, snapshot.statistics, snapshot.remedies, done)
 
     def _job(
         self,
@@ -382,7 +382,7 @@ class CheckpointKeeper:
         return Job(step, tick, write, done)
 
     def _prove(self, entry: Entry) -> None:
-        """Say of the candidate that the run was taken up from that it is proven now."""
+        """Say of the candidate that the run was taken up from that it is verified now."""
         store, writer = self._store, self._writer
         assert store is not None
         assert writer is not None
@@ -407,14 +407,14 @@ class CheckpointKeeper:
             return None
         self.close()
         outcome = self._writer.write_now(job)
-        self._heard(outcome)
+        self._note_result(outcome)
         return outcome.entry.path if outcome.entry is not None else None
 
-    def _hear(self) -> None:
+    def _read_results(self) -> None:
         while self._writer is not None and (outcome := self._writer.next_outcome()) is not None:
-            self._heard(outcome)
+            self._note_result(outcome)
 
-    def _heard(self, outcome: Outcome) -> None:
+    def _note_result(self, outcome: Outcome) -> None:
         step = outcome.job.step
         if self._store is None:
             if outcome.trouble:  # rank 0 hears of it as well, and writes it down
@@ -427,23 +427,23 @@ class CheckpointKeeper:
             if self._is_failing:
                 log.info("checkpoints are saved again: step %d", step)
                 self._is_failing = False
-                self._news.append(None)
+                self._save_events.append(None)
         elif not self._is_failing:
             self._is_failing = True
             what = f"the checkpoint of step {step:,} could not be written: {outcome.trouble}"
             signal = Signal.DISK_FULL if outcome.is_disk_full else Signal.CHECKPOINT_FAILED
-            self._news.append(ProcessIncident(signal, step, step, what, "try_again"))
+            self._save_events.append(ProcessIncident(signal, step, step, what, "try_again"))
             if not outcome.is_disk_full:
                 log.info("the writer of checkpoints failed", exc_info=outcome.error, extra=IN_FILE_ONLY)
 
-    def _put_in(self, entry: Entry, *, resuming: bool) -> None:
-        self.resumption.put_in(entry, resuming=resuming)
+    def _load(self, entry: Entry, *, resuming: bool) -> None:
+        self.resumption.load(entry, resuming=resuming)
         parts, store = self._parts, self._store
         known = store or self._together  # ranks that write along have to count along
         is_own = known is not None and entry.path.parent == known.path
         is_candidate = entry.manifest is not None and entry.manifest.kind == CANDIDATE
         self._candidate = entry if is_candidate and is_own and store is not None else None
-        self.is_proven = not is_candidate  # on ranks, too, that write nothing: they take the same snapshots
+        self.is_verified = not is_candidate  # on ranks, too, that write nothing: they take the same snapshots
         self._last_saved = parts.clock.step if is_own else 0
         if is_own and store is not None:
             self._highest_saved = max([self._highest_saved, *(one.manifest_step for one in store.entries())])

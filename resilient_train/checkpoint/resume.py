@@ -18,7 +18,7 @@ from resilient_train.record.progress import Doing, Progress
 from resilient_train.recover.knobs import Knobs
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked
-from resilient_train.state.run_state import Snapshot, Stateful
+from resilient_train.state.run_state import CapturedState, Stateful
 from resilient_train.types import Incident, ProcessIncident, Signal
 from resilient_train.update.updater import LR_OF_GUARD
 from resilient_train.wording import log
@@ -158,7 +158,7 @@ class Resumption:
             raise Damaged("lacks what the checks remember")
         return saved
 
-    def put_in(self, entry: Entry, *, resuming: bool) -> None:
+    def load(self, entry: Entry, *, resuming: bool) -> None:
         """Make a checkpoint the state of the run; `resuming`, what the process had in memory as well."""
         run, manifest, saved = self.parts, entry.manifest, self.read(entry)
         assert manifest is not None
@@ -168,7 +168,7 @@ class Resumption:
             parts |= {name: fresh[name] for name in parts if name.startswith("schedule.")}
         now = [[dict(group) for group in optimizer.param_groups] for optimizer in run.updater.optimizers]
         try:
-            run.state.restore(Snapshot(parts))
+            run.state.restore(CapturedState(parts))
             if lacking := run.restore_statistics(saved.memory["statistics"]):
                 log.info("%s, has no statistics of %s: these start empty", made, ", ".join(lacking))
             if resuming:
@@ -211,7 +211,7 @@ class Resumption:
             return
         if entry.path.absolute().parent == self.store.path.absolute():
             for one in self.store.demote(entry.manifest_step):
-                log.info("%s lies ahead of that: it goes once something newer is proven", one.path.name)
+                log.info("%s lies ahead of that: it goes once something newer is verified", one.path.name)
         elif any(True for _ in self.store.usable()):
             why = f"{self.store.path.parent} holds checkpoints of its own: choose another run.name"
             raise ConfigError("run.resume", entry.path, why)

@@ -108,7 +108,7 @@ class Samples(Protocol):
         """Slice the same samples of an update into other micro-batches from the next one on, if that is possible."""
         return False
 
-    def passed_over(self) -> list[tuple[int, int]]:
+    def skipped_spans(self) -> list[tuple[int, int]]:
         """Return the positions that are passed over."""
         return list(self.skipped)
 

@@ -27,7 +27,7 @@ def of_state(
     before: Mapping[str, Tensor | Share],
     optimizers: Sequence[Optimizer],
 ) -> Damage | None:
-    """Say what is wrong with weights or moments; `before` are the weights of a proven state, if there is one."""
+    """Say what is wrong with weights or moments; `before` are the weights of a verified state, if there is one."""
     if anomaly.signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER) and (lost := lost_eps(optimizers)):
         why = f"{lost}: raise it, or keep weights and moments in float32."
         return Damage(inf, Diagnosis(Cause.OPTIMIZER, why))

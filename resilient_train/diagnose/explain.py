@@ -19,7 +19,7 @@ from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose.search import Refused, Search, bad_rows_of
 from resilient_train.ranks.world import World
 from resilient_train.recover.causes import by_rate, by_signal
-from resilient_train.recover.remedies import passes_over
+from resilient_train.recover.remedies import only_skips
 from resilient_train.state import randomness
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import RunState
@@ -142,8 +142,8 @@ class Explainer:
 
     def _damage(self, anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis:
         """What became of the weights or moments: the worst that any rank has found."""
-        proven = self._ring.proven(anomaly.since)
-        before: Mapping[str, Any] = proven[0].snapshot.parts["weights"] if proven else {}
+        verified = self._ring.verified_until(anomaly.since)
+        before: Mapping[str, Any] = verified[0].captured.parts["weights"] if verified else {}
         mine = damage.of_state(anomaly, dict(self._state.model.named_parameters()), before, self._optimizers)
         theirs = enumerate(self._world.all_of(mine))  # of a healthy rank it says what moved farthest in health
         to_ask = [one for rank, one in theirs if not anomaly.ranks or rank in anomaly.ranks]
@@ -255,36 +255,36 @@ class Explainer:
         odd = self._far_above([one.start for one in suspects])
         if odd is not None and (anomaly.since < _YOUNG or self._goes_worse(odd, self._passed.lately_made())):
             return odd
-        proven = self._ring.proven(anomaly.since)
-        if reference is None or not proven or not suspects:
+        verified = self._ring.verified_until(anomaly.since)
+        if reference is None or not verified or not suspects:
             return None
         rise = max(one.loss for one in suspects) - reference.level
         if self._search is None or not self._samples.rows:
             first = suspects[0]
-            is_at_once = first.step == proven[0].step + 1 and first.loss - reference.level > max(
+            is_at_once = first.step == verified[0].step + 1 and first.loss - reference.level > max(
                 rise / 2, reference.size
             )
             return verdict.on_changed(reference.level, first.loss) if is_at_once else None
-        trusted = self._passed.around(proven[0].step)[1]
+        trusted = self._passed.around(verified[0].step)[1]
         if not rise > 0 or not trusted:
             return None
         self._ring.settled()
         loss_at = self._search.loss_at
         with randomness.preserved(self._world.device):
-            with self._state.weights_of(proven[0].snapshot):
+            with self._state.weights_of(verified[0].captured):
                 usual, was = median([loss_at(one.start) for one in trusted]), median(one.loss for one in trusted)
                 if not usual - was > max(_EXPLAINS * rise, reference.size):
-                    return self._compared(self._search, suspects, trusted, proven[0].step, rise, usual)
-            for older in proven[1:]:  # is it the objective that has changed, or what was fed to it for a while?
+                    return self._compared(self._search, suspects, trusted, verified[0].step, rise, usual)
+            for older in verified[1:]:  # is it the objective that has changed, or what was fed to it for a while?
                 then = self._passed.after(older.step)
                 if then is None:
                     continue
-                with self._state.weights_of(older.snapshot):
+                with self._state.weights_of(older.captured):
                     is_as_it_was = abs(loss_at(then.start) - then.loss) <= _SAME * max(abs(then.loss), 1e-6)
                 if is_as_it_was:
                     raise NoMeasure(
-                        f"losses of {was:.4g} up to step {proven[0].step:,}, where the samples there have {usual:.4g} "
-                        "now"
+                        f"losses of {was:.4g} up to step {verified[0].step:,}, where the samples there "
+                        f"have {usual:.4g} now"
                     )
         return verdict.on_changed(was, usual)
 
@@ -297,7 +297,7 @@ class Explainer:
         rise: float,
         usual: float,
     ) -> Diagnosis | None:
-        """Compare losses of suspects with the usual one of healthy updates, all at the weights of a proven `step`."""
+        """Compare losses of suspects with the usual one of healthy updates, all at the weights of a verified `step`."""
         first = suspects[0]
         is_at_once = first.step == step + 1 and first.loss - usual > rise / 2  # it was high at these very weights
         if is_at_once and search.loss_at(first.start) - usual < _PART * rise:
@@ -320,7 +320,7 @@ def _known(anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis | None:
         one.anomaly.signal is anomaly.signal
         and anomaly.tick - one.anomaly.tick <= _KNOWN_FOR
         and kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, first)
-        and passes_over(one.decision.actions)
+        and only_skips(one.decision.actions)
         for one in last
     )
     return first if are_alike else None

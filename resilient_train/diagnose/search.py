@@ -18,7 +18,7 @@ from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose import verdict
 from resilient_train.diagnose.microscope import Origin, Seen
 from resilient_train.diagnose.replay import Replay, Replayed
-from resilient_train.diagnose.verdict import Facts
+from resilient_train.diagnose.verdict import Observations
 from resilient_train.errors import text_of
 from resilient_train.ranks.world import World
 from resilient_train.state import randomness
@@ -129,15 +129,15 @@ class Search:
 
     # What is tried. Every rank takes every turn.
 
-    def _facts(self, refused: Refused, is_spike: bool) -> Facts:
+    def _facts(self, refused: Refused, is_spike: bool) -> Observations:
         keys, start = refused.update.keys, refused.update.start
         first, why = self._tried(start, partial(self._batches_of, refused))
         reproduced = first is not None and refused.would_refuse(first)
         if not any(self._world.all_of(reproduced)):
-            return Facts(could_not=why)
+            return Observations(could_not=why)
         filler, control = self._control(refused)
         seen = Seen() if is_spike else self._seen(refused)[0]
-        facts = Facts(
+        facts = Observations(
             reproduced=reproduced,
             everywhere=control is not None and filler is None,
             is_compared=control is not None,

@@ -94,7 +94,7 @@ _PLAIN_PARTS = ("add", "sub", "mul", "mm", "conv", "linear", "dot", "mv", "_loss
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class Observations:
     """What the replays of one rank have shown; `together` makes them those of all ranks."""
 
     reproduced: bool = False  # it happened again
@@ -112,12 +112,12 @@ class Facts:
     could_not: str = ""  # why a replay could not be made, or see
 
 
-def together(facts: Sequence[Facts]) -> Facts:
+def together(facts: Sequence[Observations]) -> Observations:
     """The facts of all ranks: the first rank that has found an operation names it, and all rows count."""
     again = [one for one in facts if one.reproduced]
     could_not = next((one.could_not for one in facts if one.could_not), "")
     if not again:
-        return Facts(could_not=could_not)
+        return Observations(could_not=could_not)
     return replace(
         next((one for one in again if one.culprit), again[0]),
         everywhere=any(one.everywhere for one in again),
@@ -150,7 +150,7 @@ _LED_THERE = "Every batch breaks at the weights that the last updates have made:
 _CLIMBED = "Gradients or losses climbed to {times:.3g} times their usual before it broke: lower the learning rate."
 
 
-def on_nonfinite(facts: Facts, climb: float, *, is_first: bool = False) -> Diagnosis:
+def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -> Diagnosis:
     """A loss or gradient that is not finite, and came again; `is_first`: no update has landed yet."""
     culprit = facts.culprit
     odd = {row: facts.odd[row] for row in facts.rows if row in facts.odd}
@@ -176,11 +176,11 @@ def on_nonfinite(facts: Facts, climb: float, *, is_first: bool = False) -> Diagn
         has_grown = _largest(culprit.inputs) > _HUGE or culprit.op in _LOOPS
         if facts.everywhere and not is_first and has_grown:
             return Diagnosis(Cause.EXPLOSION, f"{_LED_THERE} It broke first in {where}.", first)
-        found = Diagnosis(Cause.OVERFLOW, _on_overflow(culprit), culprit, mendable=not facts.is_total)
+        found = Diagnosis(Cause.OVERFLOW, _on_overflow(culprit), culprit, patchable=not facts.is_total)
     else:
-        found = Diagnosis(Cause.OPERATION, on_operation(culprit), culprit, mendable=True)
+        found = Diagnosis(Cause.OPERATION, on_operation(culprit), culprit, patchable=True)
     if facts.after is not None:
-        found = replace(found, advice=_on_follower(culprit, first), culprit=first, follower=culprit)
+        found = replace(found, advice=_on_symptom(culprit, first), culprit=first, symptom=culprit)
     if facts.rows:
         gets = "gets" if len(facts.rows) == 1 else "get"
         found = replace(found, advice=f"{found.advice} {_rows(facts.rows)} of the data {gets} there.")
@@ -192,12 +192,12 @@ def again(known: Diagnosis) -> Diagnosis:
     culprit = known.culprit
     if culprit is None or known.cause not in (Cause.OPERATION, Cause.OVERFLOW):
         return known
-    if known.follower is not None:
-        return replace(known, advice=_on_follower(known.follower, culprit))
+    if known.symptom is not None:
+        return replace(known, advice=_on_symptom(known.symptom, culprit))
     return replace(known, advice=(_on_overflow if known.cause is Cause.OVERFLOW else on_operation)(culprit))
 
 
-def on_spike(facts: Facts, climb: float, jump: float = 1.0) -> Diagnosis:
+def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
     """A loss or gradient norm `jump` times the usual, which had climbed to `climb` times it before."""
     layer = ""
     if facts.layer is not None:
@@ -239,7 +239,7 @@ def on_misled(rows: tuple[int, ...], usual: float, loss: float) -> Diagnosis:
 
 
 def on_changed(was: float, now: float) -> Diagnosis:
-    """At weights that are proven the loss is high at once: no update can have done that, and no rate."""
+    """At weights that are verified the loss is high at once: no update can have done that, and no rate."""
     return Diagnosis(
         Cause.UNKNOWN,
         f"At weights at which the loss was {was:.4g} it is {now:.4g}: look for wrong labels, or for what changed in "
@@ -247,7 +247,7 @@ def on_changed(was: float, now: float) -> Diagnosis:
     )
 
 
-def _on_ordinary_rows(facts: Facts, layer: str = "") -> Diagnosis:
+def _on_ordinary_rows(facts: Observations, layer: str = "") -> Diagnosis:
     """Nothing is odd about the rows: perhaps the weights cannot take them, so none is quarantined."""
     rows = _rows(facts.rows).lower()
     return Diagnosis(
@@ -255,7 +255,7 @@ def _on_ordinary_rows(facts: Facts, layer: str = "") -> Diagnosis:
     )
 
 
-def _on_large_gradient(facts: Facts) -> Diagnosis:
+def _on_large_gradient(facts: Observations) -> Diagnosis:
     """All that was computed is finite, and too large to be measured: no line is to blame, and only these rows do it."""
     rows = facts.rows
     found = f"{_rows(rows)} of the data {'takes' if len(rows) == 1 else 'take'} the gradient to {facts.size:.3g}"
@@ -290,7 +290,7 @@ def _on_overflow(culprit: Culprit) -> str:
     return f"{place(culprit)} makes more{of} than {kind} can hold: {fix}."
 
 
-def _on_follower(culprit: Culprit, first: Culprit) -> str:
+def _on_symptom(culprit: Culprit, first: Culprit) -> str:
     """What fails on values that armor has made up is no fault of its own line."""
     return f"{place(culprit)} fails on values from {place(first)}, which is already patched; fix that line first."
 

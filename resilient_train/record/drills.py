@@ -73,5 +73,5 @@ def _is_left_by(one: Strike, anomaly: Anomaly, diagnosis: Diagnosis, before: Seq
         return False
     seen = [past for past in before if past.anomaly.tick >= one.tick and one.fault in past.drill.split(", ")]
     if seen:
-        return seen[-1].anomaly.is_in_weights and seen[-1].outcome is not Outcome.RECOVERED
+        return seen[-1].anomaly.reached_weights and seen[-1].outcome is not Outcome.RECOVERED
     return anomaly.tick <= one.until + _NOTICED_WITHIN

@@ -34,7 +34,7 @@ def as_line(incident: Incident) -> dict[str, Any]:
         "outcome": incident.outcome,
         "evidence": anomaly.evidence,
         "ranks": anomaly.ranks,
-        "follower": _line_of(diagnosis.follower),
+        "symptom": _line_of(diagnosis.symptom),
         "since": anomaly.since,
         "landed": anomaly.landed,
         "rung": decision.rung,
@@ -63,13 +63,13 @@ def from_line(line: Any) -> Incident:
         landed=_take(line, "landed", bool, default=True),
         ranks=_wholes(line, "ranks"),
     )
-    culprit, follower = _take(line, "culprit", dict, None), _take(line, "follower", dict, default=None)
+    culprit, symptom = _take(line, "culprit", dict, None), _take(line, "symptom", dict, default=None)
     diagnosis = Diagnosis(
         cause=Cause(_take(line, "cause", str)),
         advice=_take(line, "advice", str),
         culprit=None if culprit is None else _culprit(culprit),
         rows=_wholes(line, "rows"),
-        follower=None if follower is None else _culprit(follower),
+        symptom=None if symptom is None else _culprit(symptom),
     )
     decision = Decision(
         actions=tuple(_action(action) for action in _dicts(line, "actions")),

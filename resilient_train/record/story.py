@@ -248,14 +248,14 @@ def _abouts(incidents: Sequence[Incident]) -> dict[int, object]:
     """
     found: dict[int, object] = {}
     lines: dict[object, object] = {}
-    for one in sorted(incidents, key=lambda one: one.diagnosis.follower is not None):
+    for one in sorted(incidents, key=lambda one: one.diagnosis.symptom is not None):
         diagnosis = one.diagnosis
         if diagnosis.culprit is None:
             found[one.id] = diagnosis.rows or _asked(diagnosis.advice)
         else:
             about = _kind(one), diagnosis.cause
             first = lines.setdefault(_kind(one), about)
-            found[one.id] = about if diagnosis.follower is None else first
+            found[one.id] = about if diagnosis.symptom is None else first
     return found
 
 
@@ -271,7 +271,7 @@ def _asked(advice: str) -> str:
 
 def _words(group: Sequence[Incident]) -> str:
     """Take the words of the newest; better of one that is not the consequence of another line."""
-    newest = max(group, key=lambda one: (one.diagnosis.follower is None, one.id))
+    newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id))
     return " ".join(newest.diagnosis.advice.split())
 
 

@@ -14,7 +14,7 @@ from zlib import crc32
 
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.recover.policy import Budget, Policy, Rung
-from resilient_train.recover.remedies import Case, Quarantine, RunFacts, passes_over
+from resilient_train.recover.remedies import Case, Circumstances, Quarantine, only_skips
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident
 
 DIGEST_BITS = 24  # of a number that float32 holds exactly
@@ -28,7 +28,7 @@ def decide(
     diagnosis: Diagnosis,
     history: Sequence[Incident],
     tick: int,
-    facts: RunFacts,
+    facts: Circumstances,
     trace: int = 0,
 ) -> Decision:
     """Take the first rung of the cause's ladder that applies and has strikes left, if the budget allows it.
@@ -79,7 +79,7 @@ def _counting(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:
     """
     counting, good = [], anomaly.since
     for one in reversed(history):
-        is_undone = one.diagnosis.cause in _FROM_OUTSIDE and not passes_over(one.decision.actions)
+        is_undone = one.diagnosis.cause in _FROM_OUTSIDE and not only_skips(one.decision.actions)
         if not (is_undone and one.decision.gave_up is None and good >= one.anomaly.step):
             counting.append(one)
         good = max(good, one.anomaly.since)
@@ -111,7 +111,7 @@ def _strikes(policy: Policy, rung: Rung, place: int, case: Case, history: Sequen
         return sum(one.diagnosis.cause == cause and one.decision.rung == place for one in recent)
     for incident in list(_since_giving_up(history))[::-1]:
         decided, step = incident.decision, incident.anomaly.step
-        if incident.diagnosis.cause != cause or (decided.rung < place and passes_over(decided.actions)):
+        if incident.diagnosis.cause != cause or (decided.rung < place and only_skips(decided.actions)):
             continue
         if not decided.actions:  # the process ended before anything was done
             continue
@@ -133,13 +133,13 @@ def _over_budget(
     """Say which budget is used up, if one is. Reporting what landed costs nothing."""
     recent = list(_recent(tick - budget.window, counting))
     within = f"within {_plural(budget.window, 'update')}"
-    if passes_over(actions):
-        refused = sum(not one.anomaly.landed and passes_over(one.decision.actions) for one in recent)
+    if only_skips(actions):
+        refused = sum(not one.anomaly.landed and only_skips(one.decision.actions) for one in recent)
         if not case.anomaly.landed and refused >= budget.refused:
             return f"the budget of {_plural(budget.refused, 'refused update')} {within} is used up"
-    elif sum(not passes_over(one.decision.actions) for one in recent) >= budget.incidents:
+    elif sum(not only_skips(one.decision.actions) for one in recent) >= budget.incidents:
         return f"the budget of {_plural(budget.incidents, 'incident')} {within} is used up"
-    elif sum(not passes_over(one.decision.actions) for one in _since_giving_up(history)) >= budget.run:
+    elif sum(not only_skips(one.decision.actions) for one in _since_giving_up(history)) >= budget.run:
         return f"the budget of {_plural(budget.run, 'incident')} in a run is used up"
     guilty = case.facts.quarantined + len(set(case.diagnosis.rows))
     allowed = budget.rows_of(case.facts.rows)

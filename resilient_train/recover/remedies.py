@@ -12,13 +12,13 @@ from resilient_train.reader import limited
 from resilient_train.recover.knobs import Knobs
 from resilient_train.types import Action, Anomaly, Diagnosis
 
-__all__ = ["KNOWN", "Case", "Remedy", "RunControl", "RunFacts", "limited", "passes_over", "remedy"]
+__all__ = ["KNOWN", "Case", "Circumstances", "Remedy", "RunControl", "limited", "only_skips", "remedy"]
 
 _DEEPEST = 0.01  # that a rate is multiplied by at once
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
+class Circumstances:
     """What remedies need to know about a run at this moment; the same on every rank."""
 
     snapshots: int = 1  # verified states in reach that are not newer than the anomaly's `since`
@@ -41,7 +41,7 @@ class Case:
 
     anomaly: Anomaly
     diagnosis: Diagnosis
-    facts: RunFacts
+    facts: Circumstances
     rewinds: bool  # another remedy of the same rung goes back to a good state
 
 
@@ -320,7 +320,7 @@ def custom_remedy(path: str, key: str) -> type[Remedy]:
     return kind
 
 
-def passes_over(actions: Iterable[Action]) -> bool:
+def only_skips(actions: Iterable[Action]) -> bool:
     """Say whether a decision leaves the run as it was, except for samples that it skips or replaces."""
     passing = (Quarantine.name, Repeat.name, Report.name)
     return all(one.remedy in passing or (one.remedy == Skip.name and not one.settings) for one in actions)

@@ -14,11 +14,11 @@ import psutil
 import torch
 
 from resilient_train.state.copies import Copier, Frozen, room
-from resilient_train.state.run_state import RunState, Snapshot
+from resilient_train.state.run_state import CapturedState, RunState
 from resilient_train.state.tree import Tree, nbytes, put_together, taken_apart
 
 _GIB = 2**30
-_SLOTS_TO_PIN = 3  # with fewer, a pinned state would leave no slot for a candidate next to the newest verified one
+_SLOTS_TO_SET_ASIDE = 3  # with fewer, no slot would be left for a candidate next to the newest verified one
 _MOVING = "frozen weights that change"  # apart from the trained ones, because the loop may change them at any moment
 
 
@@ -30,7 +30,7 @@ class MemoryConfig:
 
 
 @dataclass(eq=False)
-class Held:
+class Snapshot:
     """A snapshot in the ring: a candidate until the updates and scans that could show damage in it were healthy."""
 
     step: int
@@ -40,15 +40,15 @@ class Held:
     statistics: Any = None  # of the checks, once the verdict on its own update is in; None until then
     remedies: Any = None  # that were in force after it
     verified: bool = False
-    kept: bool = False  # what the run is measured against: it is not dropped to make room
+    is_reference: bool = False  # what the run is measured against: it is not dropped to make room
     is_being_written: bool = False  # to disk, so that its memory is not to be used for others
 
     @cached_property
-    def snapshot(self) -> Snapshot:
+    def captured(self) -> CapturedState:
         """The state as it was."""
         parts = put_together(self.plain, self.own)
         parts["weights"] |= parts.pop(_MOVING) | self.shared
-        return Snapshot(parts)
+        return CapturedState(parts)
 
 
 class Ring:
@@ -65,10 +65,10 @@ class Ring:
         Free memory differs from rank to rank, and ranks that hold other snapshots would rewind to other steps.
         """
         self._state, self._config, self._agree = state, config, agree
-        self._held: list[Held] = []  # oldest first
-        self._pinned: Held | None = None  # the newest state that was ever verified, while the run has rewound past it
-        self._keeps_best = False  # until the loss is back where it was before the incident
-        self._course_since = 0  # the step at which the run left the course that led to the pinned state
+        self._snapshots: list[Snapshot] = []  # oldest first
+        self._set_aside: Snapshot | None = None  # the newest verified one, while the run has rewound past it
+        self.keeps_reference = False  # until the loss is back where it was before the incident
+        self._course_since = 0  # the step at which the run left the course that led to the state set aside
         self._spare: list[list[torch.Tensor]] = []  # memory of dropped snapshots
         self._frozen = Frozen()
         self._copier = Copier(state.device)
@@ -76,9 +76,9 @@ class Ring:
         self._slots = 0  # how many snapshots there may be, as far as is known
 
     @property
-    def held(self) -> Sequence[Held]:
+    def snapshots(self) -> Sequence[Snapshot]:
         """What is held, oldest first."""
-        return self._held
+        return self._snapshots
 
     def describe(self) -> str:
         """Say what it costs, for the start of a run; what turns out not to fit is dropped."""
@@ -97,9 +97,9 @@ class Ring:
         """Say whether the state after `step` accepted updates should be kept."""
         return bool(self._config.every) and step % self._config.every == 0
 
-    def take(self, step: int, *, verified: bool = False) -> Held | None:
+    def take(self, step: int, *, verified: bool = False) -> Snapshot | None:
         """Copy the state; nothing is taken while every slot holds what is still needed."""
-        if not self._config.every or any(held.step == step for held in self._held):
+        if not self._config.every or any(snapshot.step == step for snapshot in self._snapshots):
             return None
         live = self._state.live() | {"clock": step}  # that of an update whose verdict is pending
         moving = self._frozen.moving(live["weights"])
@@ -113,9 +113,9 @@ class Ring:
         own = room([*sources, *rest], self._spare.pop() if self._spare else [], self._copier.empty)
         copies, empty, more = self._frozen.copies(self._copier.empty)
         self._copier.fill(own + empty, [*sources, *rest, *more], len(sources))
-        held = Held(step, {**plain, **plain_rest}, own, copies, verified=verified)
-        self._held.append(held)
-        return held
+        snapshot = Snapshot(step, {**plain, **plain_rest}, own, copies, verified=verified)
+        self._snapshots.append(snapshot)
+        return snapshot
 
     def before_change(self) -> None:
         """Let the device finish copying before the weights change; the host does not wait."""
@@ -126,64 +126,60 @@ class Ring:
 
         While the loss is not back where it was, they are dropped instead.
         """
-        ripe = [one for one in self._held if not one.verified and one.statistics is not None]
+        ripe = [one for one in self._snapshots if not one.verified and one.statistics is not None]
         ripe = [one for one in ripe if one.step + after <= healthy_until and one.step <= scanned_until]
         if not is_back:
             self.drop(*ripe)
             return
-        for held in ripe:
-            held.verified = True
+        for snapshot in ripe:
+            snapshot.verified = True
         self._drop_surpassed()
 
-    @property
-    def is_pinned(self) -> bool:
-        """Say whether the state is kept that the run is measured against."""
-        return self._keeps_best
+    def keep_reference(self, since: int) -> None:
+        """Keep the newest verified state until `release_reference`, as it is what the run is measured against."""
+        if not self.keeps_reference and self._set_aside is None and (verified := self.verified_until(since)):
+            verified[0].is_reference = True
+        self.keeps_reference = True
 
-    def pin(self, since: int) -> None:
-        """Keep the newest verified state until `unpin`, as it is what the run is measured against."""
-        if not self._keeps_best and self._pinned is None and (proven := self.proven(since)):
-            proven[0].kept = True
-        self._keeps_best = True
-
-    def unpin(self) -> None:
+    def release_reference(self) -> None:
         """Drop it when others are dropped: the run is back where it was."""
-        self._keeps_best = False
-        for held in self._held:
-            held.kept = False
+        self.keeps_reference = False
+        for snapshot in self._snapshots:
+            snapshot.is_reference = False
         self._drop_surpassed()
 
     def _drop_surpassed(self) -> None:
-        """Drop the pinned state once a later one is verified, unless the run is measured against it."""
-        pinned = self._pinned
-        if pinned is None or self._keeps_best:
+        """Drop the state set aside once a later one is verified, unless the run is measured against it."""
+        set_aside = self._set_aside
+        if set_aside is None or self.keeps_reference:
             return
-        if any(held.verified and held.step >= pinned.step for held in self._held):
-            self._unpin()
+        if any(snapshot.verified and snapshot.step >= set_aside.step for snapshot in self._snapshots):
+            self._drop_set_aside()
 
     def distrust(self, since: int) -> None:
         """Drop what is newer than the newest step that can still be trusted.
 
-        That is about the course the run is on now. The pinned state lies on an earlier one, whose anomalies were known
-        before it was pinned: it is dropped only if `since` lies before the two courses parted, as both then come from
-        what cannot be trusted.
+        That is about the course the run is on now. The state set aside lies on an earlier one, whose anomalies were
+        known before: it is dropped only if `since` lies before the two courses parted.
         """
-        self.drop(*[held for held in self._held if held.step > since])
+        self.drop(*[snapshot for snapshot in self._snapshots if snapshot.step > since])
         if since < self._course_since:
-            self._unpin()
+            self._drop_set_aside()
 
-    def drop(self, *dropped: Held) -> None:
+    def drop(self, *dropped: Snapshot) -> None:
         """Drop snapshots; later ones use their memory."""
-        self._spare += [held.own for held in self._held if held in dropped and not held.is_being_written]
-        self._held = [held for held in self._held if held not in dropped]
+        self._spare += [
+            snapshot.own for snapshot in self._snapshots if snapshot in dropped and not snapshot.is_being_written
+        ]
+        self._snapshots = [snapshot for snapshot in self._snapshots if snapshot not in dropped]
 
-    def proven(self, since: int) -> list[Held]:
+    def verified_until(self, since: int) -> list[Snapshot]:
         """Every verified snapshot not after `since`, newest first."""
-        return [held for held in reversed(self._held) if held.verified and held.step <= since]
+        return [snapshot for snapshot in reversed(self._snapshots) if snapshot.verified and snapshot.step <= since]
 
-    def newest_proven(self) -> Held | None:
+    def newest_verified(self) -> Snapshot | None:
         """The newest verified snapshot."""
-        return next((held for held in reversed(self._held) if held.verified), None)
+        return next((snapshot for snapshot in reversed(self._snapshots) if snapshot.verified), None)
 
     def settled(self) -> None:
         """Wait until what is held can be read."""
@@ -191,29 +187,29 @@ class Ring:
 
     def clear(self) -> None:
         """Drop everything: the run is somewhere else now."""
-        self._unpin()
-        self.drop(*self._held)
+        self._drop_set_aside()
+        self.drop(*self._snapshots)
         self._course_since = 0
 
-    def last_good(self, since: int) -> Held | None:
+    def last_good(self, since: int) -> Snapshot | None:
         """The best state to end with: the newest one that was verified, though the run may have rewound further."""
-        good = self.proven(since) + ([self._pinned] if self._pinned else [])
-        return max(good, key=lambda held: held.step, default=None)
+        good = self.verified_until(since) + ([self._set_aside] if self._set_aside else [])
+        return max(good, key=lambda snapshot: snapshot.step, default=None)
 
-    def restore(self, held: Held) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot. What came after it no longer exists; but the best of it is kept, for the end."""
         self._copier.wait()
-        self._state.restore(held.snapshot)
+        self._state.restore(snapshot.captured)
         self._frozen.restored()
-        newer = [one for one in self._held if one.verified and one.step > held.step]
-        best = next((one for one in newer if one.kept), newer[-1] if newer else None)
-        is_better = best is not None and (self._pinned is None or best.step > self._pinned.step)
-        if best is not None and is_better and self._slots >= _SLOTS_TO_PIN:
-            self._unpin()
-            self._pinned, self._course_since = best, held.step
-            self._held.remove(best)
-        self._course_since = min(self._course_since, held.step)
-        self.drop(*[one for one in self._held if one.step > held.step])
+        newer = [one for one in self._snapshots if one.verified and one.step > snapshot.step]
+        best = next((one for one in newer if one.is_reference), newer[-1] if newer else None)
+        is_better = best is not None and (self._set_aside is None or best.step > self._set_aside.step)
+        if best is not None and is_better and self._slots >= _SLOTS_TO_SET_ASIDE:
+            self._drop_set_aside()
+            self._set_aside, self._course_since = best, snapshot.step
+            self._snapshots.remove(best)
+        self._course_since = min(self._course_since, snapshot.step)
+        self.drop(*[one for one in self._snapshots if one.step > snapshot.step])
 
     def _settle_slots(self, size: int) -> tuple[int, float]:
         """Find out with all ranks how many snapshots fit, and drop what does not.
@@ -228,28 +224,28 @@ class Ring:
         size = max(1, -int(self._agree(-size)))
         fitting = min(self._config.keep, int(self._allowed / size))
         self._slots = fitting if fitting > 1 else 0
-        if self._slots < _SLOTS_TO_PIN:
-            self._unpin()
+        if self._slots < _SLOTS_TO_SET_ASIDE:
+            self._drop_set_aside()
         if not self._slots:
-            self._held.clear()
+            self._snapshots.clear()
             self._spare.clear()
             self._frozen.shared.clear()
         return size, self._allowed
 
     def _make_room(self, now: int) -> bool:
         """Drop snapshots until there is a slot for one of the state at `now`, if that is possible."""
-        while len(self._held) + (self._pinned is not None) >= self._slots:
-            verified = [held.verified and not held.kept for held in self._held]
-            if (place := snapshot_to_drop(verified, [held.step for held in self._held], now)) is None:
+        while len(self._snapshots) + (self._set_aside is not None) >= self._slots:
+            verified = [snapshot.verified and not snapshot.is_reference for snapshot in self._snapshots]
+            if (place := snapshot_to_drop(verified, [snapshot.step for snapshot in self._snapshots], now)) is None:
                 return False
-            self.drop(self._held[place])
-        del self._spare[self._slots - len(self._held) - (self._pinned is not None) :]
+            self.drop(self._snapshots[place])
+        del self._spare[self._slots - len(self._snapshots) - (self._set_aside is not None) :]
         return True
 
-    def _unpin(self) -> None:
-        if self._pinned is not None:
-            self._spare += [] if self._pinned.is_being_written else [self._pinned.own]
-            self._pinned = None
+    def _drop_set_aside(self) -> None:
+        if self._set_aside is not None:
+            self._spare += [] if self._set_aside.is_being_written else [self._set_aside.own]
+            self._set_aside = None
 
 
 def snapshot_to_drop(verified: Sequence[bool], steps: Sequence[int], now: int) -> int | None:

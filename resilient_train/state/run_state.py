@@ -41,7 +41,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class CapturedState:
     """A run at one moment, by part: a copy that nothing else holds."""
 
     parts: Mapping[str, Tree]
@@ -79,11 +79,11 @@ class RunState:
         """Let something else rewind along, such as an average of the weights."""
         self._stateful[f"kept.{name}"] = item
 
-    def capture(self) -> Snapshot:
+    def capture(self) -> CapturedState:
         """Copy everything."""
-        return Snapshot(copied(self.live()))
+        return CapturedState(copied(self.live()))
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: CapturedState) -> None:
         """Put everything back, in place: tensors keep their addresses. Gradients, if there are any, are dropped."""
         parts = snapshot.parts
         if odd := parts.keys() ^ self.live().keys():
@@ -105,7 +105,7 @@ class RunState:
                 randomness.restore(name.removeprefix("random."), state, self.device)
 
     @contextmanager
-    def weights_of(self, snapshot: Snapshot) -> Iterator[None]:
+    def weights_of(self, snapshot: CapturedState) -> Iterator[None]:
         """Have the weights of a snapshot for a while, and nothing else of it."""
         weights = dict(self.model.named_parameters())
         live = [local_part(one) for one in weights.values()]

@@ -244,7 +244,7 @@ def _facts(chapter: Chapter, story: Story, trace_url: TraceUrl) -> Iterator[tupl
     yield "Cause", code(diagnosis.cause)
     yield "Culprit", _culprit(diagnosis.culprit)
     yield "Its inputs", _inputs(diagnosis.culprit)
-    yield "What broke of it", _culprit(diagnosis.follower)
+    yield "What broke of it", _culprit(diagnosis.symptom)
     yield "Rows", text(", ".join(map(str, diagnosis.rows)))
     yield (
         "Cure",

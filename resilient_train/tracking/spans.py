@@ -127,8 +127,8 @@ def _diagnose(incident: Incident) -> Told:
         about["culprit"] = describe_culprit(diagnosis.culprit)
         about["operands"] = diagnosis.culprit.inputs
         attributes |= _of_culprit(diagnosis.culprit)
-    if diagnosis.follower is not None:
-        about["broke_this_time"] = describe_culprit(diagnosis.follower)
+    if diagnosis.symptom is not None:
+        about["broke_this_time"] = describe_culprit(diagnosis.symptom)
     if diagnosis.rows:
         about["rows"] = attributes["rows"] = diagnosis.rows[:_MOST_ROWS]
         about["rows_in_all"] = len(diagnosis.rows)
@@ -159,7 +159,7 @@ def _decide(incident: Incident) -> Told:
 
 def _rewind(incident: Incident) -> Told:
     if incident.rewound_to is None:  # at the end of a run that gave up
-        return None, "the newest proven state was put back and left on disk", {}
+        return None, "the newest verified state was put back and left on disk", {}
     about = {"rewound_to": incident.rewound_to, "steps_lost": incident.steps_lost}
     return {"from_step": incident.anomaly.step}, about, about
 

@@ -11,7 +11,7 @@ from typing import Any
 from resilient_train.types import Anomaly, Signal, Vitals
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.limit import NO_LIMIT, GradLimit, LossLimit, Refusals, ScaleCollapse
-from resilient_train.watch.loss import Creep, Jump, Level, Remembers, Slow
+from resilient_train.watch.loss import Creep, Jump, Level, PlainState, Slow
 from resilient_train.watch.rate import EarlyDivergence, RateRise
 from resilient_train.watch.reference import Reference, RewindCheck, Standing
 
@@ -54,7 +54,7 @@ class Checks:
         self._rate_rise = RateRise(config.rate)
         self.rewind_check = RewindCheck(config.probation)
         self._scale = ScaleCollapse(config.scale)
-        self._checks: dict[str, Remembers | RewindCheck] = {  # by their names in checkpoints
+        self._checks: dict[str, PlainState | RewindCheck] = {  # by their names in checkpoints
             "level": self._level,
             "grad_limit": self._grad_limit,
             "loss_limit": self._loss_limit,
@@ -234,9 +234,9 @@ class Checks:
         return None if risen is None else self._about_level(vitals, Signal.DIVERGENCE, risen[1], since=risen[0])
 
     def _about_level(self, vitals: Vitals, signal: Signal, evidence: str, since: int) -> Anomaly:
-        """An anomaly of the loss. It says nothing about the proven state that the run was taken back to."""
-        proven = self.rewind_check.stands_on if self.rewind_check.is_open else None
-        since = since if proven is None else max(since, min(proven, vitals.step))
+        """An anomaly of the loss. It says nothing about the verified state that the run was taken back to."""
+        verified = self.rewind_check.stands_on if self.rewind_check.is_open else None
+        since = since if verified is None else max(since, min(verified, vitals.step))
         return _landed(vitals, signal, evidence, since)
 
     def _judge_refused(self, vitals: Vitals, signal: Signal) -> Finding:

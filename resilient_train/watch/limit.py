@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from resilient_train.types import Vitals
 from resilient_train.watch.config import LimitConfig, ScaleConfig
-from resilient_train.watch.loss import Level, Remembers
+from resilient_train.watch.loss import Level, PlainState
 
 NO_LIMIT = 3.4028234663852886e38  # the largest float32
 _ABSURD = 100  # times the usual norm
@@ -23,7 +23,7 @@ def as_float32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
-class GradLimit(Remembers):
+class GradLimit(PlainState):
     """A gradient norm far above the largest of the recent ones must not land.
 
     A norm that was ordinary in the first updates may still land, unless it is further away still: a network that has
@@ -31,7 +31,7 @@ class GradLimit(Remembers):
     limit can only rise.
     """
 
-    remembered = ("limit", "_norms", "_early", "_fresh")
+    saved = ("limit", "_norms", "_early", "_fresh")
 
     def __init__(self, config: LimitConfig) -> None:
         self.config = config
@@ -101,14 +101,14 @@ class GradLimit(Remembers):
         self._refresh()
 
 
-class LossLimit(Remembers):
+class LossLimit(PlainState):
     """An absurd loss must not land.
 
     Single outliers of the loss did no harm in any recipe that was measured, so this is for values that point at
     bad rows, a thousand times further out than anything usual.
     """
 
-    remembered = ("limit", "_gave_way")
+    saved = ("limit", "_gave_way")
 
     def __init__(self, config: LimitConfig, level: Level) -> None:
         self.config, self.level = config, level
@@ -166,14 +166,14 @@ class Refusals:
         self._recent = {int(which): (int(step), float(norm)) for which, step, norm in memory}
 
 
-class ScaleCollapse(Remembers):
+class ScaleCollapse(PlainState):
     """The loss scale falls without end: no update lands any more, or only with a scale that is of no use.
 
     A scaler halves its scale at each overflow and begins at 2**16: ten in a row are an ordinary start, twenty mean
     that no scale is small enough.
     """
 
-    remembered = ("_in_a_row", "_told")
+    saved = ("_in_a_row", "_told")
 
     def __init__(self, config: ScaleConfig) -> None:
         self.config = config

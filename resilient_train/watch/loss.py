@@ -20,17 +20,17 @@ _MOST = 8.0  # spreads that one block counts for at most: an alarm takes two blo
 _USUAL = 1.0  # spreads within which a block is like those before it
 
 
-class Remembers:
+class PlainState:
     """Returns what it has seen as plain data, and takes it back; the two share nothing that could change."""
 
-    remembered: ClassVar[tuple[str, ...]] = ()
+    saved: ClassVar[tuple[str, ...]] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        values = ((name, getattr(self, name)) for name in self.remembered)
+        values = ((name, getattr(self, name)) for name in self.saved)
         return {name: list(value) if isinstance(value, deque | list) else value for name, value in values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in self.remembered:
+        for name in self.saved:
             mine = getattr(self, name)
             if isinstance(mine, deque | list):
                 mine.clear()
@@ -39,14 +39,14 @@ class Remembers:
                 setattr(self, name, state[name])
 
 
-class Level(Remembers):
+class Level(PlainState):
     """Where the accepted losses usually lie: their median, their spread upwards, and what is large for them.
 
     The spread is the largest of four, since losses are skewed: median + k·MAD alone flags dozens of healthy ones in
     a thousand. Computed every few losses only, because it moves slowly and every step pays for it.
     """
 
-    remembered = (
+    saved = (
         "losses", "ready", "median", "spread", "scale", "low", "high", "first", "best", "_seen", "_fresh",
     )  # fmt: skip
 
@@ -140,14 +140,14 @@ def deviation(ranked: Sequence[float], center: float) -> float:
     return max(from_below, from_above)
 
 
-class Jump(Remembers):
+class Jump(PlainState):
     """The loss left its usual range and stays out of it.
 
     Losses outside do not enter the range, or it would follow the damage. A young run has no range yet: there only
     what lies far above every loss so far is outside.
     """
 
-    remembered = ("_flags", "_trusted", "_usual_at", "_quiet")
+    saved = ("_flags", "_trusted", "_usual_at", "_quiet")
 
     def __init__(self, config: JumpConfig, level: Level) -> None:
         self.config, self.level = config, level
@@ -204,10 +204,10 @@ def _mean_without_top(losses: Collection[float]) -> tuple[list[float], float]:
     return kept, sum(kept) / len(kept)
 
 
-class Creep(Remembers):
+class Creep(PlainState):
     """The loss climbs from block to block, though no single step is a jump."""
 
-    remembered = ("_block", "_means", "_sum", "_since")
+    saved = ("_block", "_means", "_sum", "_since")
 
     def __init__(self, config: CreepConfig, level: Level) -> None:
         self.config, self.level = config, level
@@ -249,10 +249,10 @@ class Creep(Remembers):
         self._sum = 0.0
 
 
-class Slow(Remembers):
+class Slow(PlainState):
     """The loss has risen from its best by more than noise explains, however slowly."""
 
-    remembered = ("_losses", "_fresh", "_best", "_over", "_since")
+    saved = ("_losses", "_fresh", "_best", "_over", "_since")
 
     def __init__(self, config: SlowConfig, level: Level) -> None:
         self.config, self.level = config, level

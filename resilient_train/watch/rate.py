@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any
 
 from resilient_train.watch.config import OvershootConfig, RateConfig
-from resilient_train.watch.loss import Remembers
+from resilient_train.watch.loss import PlainState
 from resilient_train.watch.reference import Reference, Standing, without_top
 
 _FLAT = 0.01  # of the first gradient norm: thrown so far that nothing leads back
@@ -19,7 +19,7 @@ _ABSURD = 10.0  # times the usual rate: too much to be let pass unseen
 _FEW = 8  # losses of which the mean without the highest says more than the median
 
 
-class EarlyDivergence(Remembers):
+class EarlyDivergence(PlainState):
     """The first updates threw the loss far above where it began: the rate is wrong by orders of magnitude.
 
     The other checks learn what is usual from the first updates, and would take the wreck for it. Medians are
@@ -29,7 +29,7 @@ class EarlyDivergence(Remembers):
     that much of what was learned is lost again. No healthy run comes there.
     """
 
-    remembered = ("_first", "_which", "_losses", "_norms", "_level", "_best", "_good_at")
+    saved = ("_first", "_which", "_losses", "_norms", "_level", "_best", "_good_at")
 
     def __init__(self, config: OvershootConfig) -> None:
         self.config = config
@@ -103,13 +103,13 @@ class EarlyDivergence(Remembers):
         self._is_over = True
 
 
-class RateRise(Remembers):
+class RateRise(PlainState):
     """The rate is far above what it was, and the loss above where it was before: no need to wait until it jumps.
 
     A rate that rises is no trouble by itself, as in a warm-up. It makes the loss be looked at more closely.
     """
 
-    remembered = ("_paces", "_usual", "_since", "_losses", "_seen", "_base")
+    saved = ("_paces", "_usual", "_since", "_losses", "_seen", "_base")
 
     def __init__(self, config: RateConfig) -> None:
         self.config = config

@@ -146,7 +146,7 @@ class RewindCheck:
         self.goal = 0  # the step that the run had reached, and has to come to again; later, where it goes there slowly
         self._reached = 0  # the same without the time for a slow way
         self.came_from: int | None = None  # the lowest step it went back to since; None: it was not taken back
-        self.stands_on: int | None = None  # the step it went back to last, a proven one
+        self.stands_on: int | None = None  # the step it went back to last, a verified one
         self._ceiling: float | None = None  # the highest loss on the way from there, until it is back
         self._losses.clear()
 

@@ -274,7 +274,7 @@ class Scans:
         self._norms.load(state["norms"])
         if state["shares"] != self.layout.shares:  # of what is spread, the largest share was measured
             self.rebase()
-        self.replicas.clean_step = self._step  # states that are gone back to are proven, or one for all ranks
+        self.replicas.clean_step = self._step  # states that are gone back to are verified, or one for all ranks
         return lacking
 
 

@@ -48,7 +48,7 @@ class Leap(NamedTuple):
 
 
 class UpdateHistory:
-    """Remembers them, on the way that the run is on: a rewind takes back what came after."""
+    """PlainState them, on the way that the run is on: a rewind takes back what came after."""
 
     def __init__(self) -> None:
         self._passed: deque[Passed] = deque(maxlen=_KEPT)
