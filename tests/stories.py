@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.record.endings import Checkpoint
-from resilient_train.record.story import Chapter, Phase, Story, open_advice
 from resilient_train.record.surroundings import Point
+from resilient_train.tracking.story import Chapter, Phase, Story, open_advice
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import status_of
 

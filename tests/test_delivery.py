@@ -26,9 +26,9 @@ from resilient_train.app import sync
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox, entries
-from resilient_train.record.story import read_story
 from resilient_train.tracking.courier import Courier
 from resilient_train.tracking.store import KNOWN, KnownRun, locate
+from resilient_train.tracking.story import read_story
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents
 from resilient_train.diagnose.search import Search
 from resilient_train.errors import GaveUp
-from resilient_train.record.story import open_advice
+from resilient_train.tracking.story import open_advice
 from resilient_train.types import Cause, Incident, Outcome, Signal
 from resilient_train.wording import describe
 

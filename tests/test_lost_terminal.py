@@ -22,7 +22,7 @@ from warm import ENVIRONMENT, Forked, python
 from resilient_train.app.streams import lasting, outlived, while_heard
 from resilient_train.app.terminal import LiveLine, Terminal, counting
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.review import where_to_look
+from resilient_train.tracking.review import where_to_look
 from resilient_train.wording import log
 
 MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]

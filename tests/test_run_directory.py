@@ -34,9 +34,9 @@ from resilient_train.checkpoint.store import Store
 from resilient_train.record import drills
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.outbox import BEGAN, OUTBOX, Outbox
-from resilient_train.record.story import read_story
 from resilient_train.tracking.report import report
 from resilient_train.tracking.store import locate
+from resilient_train.tracking.story import read_story
 from resilient_train.types import Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import tags
 

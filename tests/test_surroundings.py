@@ -18,8 +18,8 @@ from test_guard import REWIND, At, adamw, trained
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import GaveUp
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.story import Chapter, Phase, read_story
 from resilient_train.record.surroundings import AFTER, BEFORE, Phases, Point, Surroundings, around
+from resilient_train.tracking.story import Chapter, Phase, read_story
 from resilient_train.types import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 
 pytestmark = pytest.mark.usefixtures("careless")

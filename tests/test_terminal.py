@@ -33,9 +33,9 @@ from resilient_train.record.directory import Launcher, launcher_of
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import seal
-from resilient_train.record.review import review, shortened
-from resilient_train.record.story import read_story
 from resilient_train.tracking.report import note, report
+from resilient_train.tracking.review import review, shortened
+from resilient_train.tracking.story import read_story
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
 Said = pytest.CaptureFixture[str]

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from resilient_train.record.story import Chapter, Phase
 from resilient_train.tracking.connection import ENVIRONMENT
+from resilient_train.tracking.story import Chapter, Phase
 from resilient_train.tracking.traces import Traces, trace_id_of
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 

@@ -21,9 +21,9 @@ from omegaconf import OmegaConf
 from resilient_train import files
 from resilient_train.errors import ConfigError
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
-from resilient_train.record.review import command
 from resilient_train.tracking import uploads as tracking
 from resilient_train.tracking.courier import Courier
+from resilient_train.tracking.review import command
 from resilient_train.tracking.store import locate, shown
 from resilient_train.tracking.uploads import NullTracker, TrackedRun, TrackingConfig, build, ui_command, url
 

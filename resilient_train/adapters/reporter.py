@@ -23,10 +23,10 @@ from resilient_train.record import endings
 from resilient_train.record.endings import LOOP, SUMMARY, Loop, StepTimes, Summary, verdict_of
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.progress import Doing, Progress
-from resilient_train.record.review import review, where_to_look
-from resilient_train.record.story import read_story
 from resilient_train.state.run_state import Clock
 from resilient_train.tracking import uploads as tracking
+from resilient_train.tracking.review import review, where_to_look
+from resilient_train.tracking.story import read_story
 from resilient_train.tracking.uploads import NullTracker, Tracker
 from resilient_train.types import Vitals
 from resilient_train.watch.update_history import UpdateHistory

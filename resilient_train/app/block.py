@@ -13,8 +13,8 @@ from resilient_train.app.page import Page, Words
 from resilient_train.files import read_plain
 from resilient_train.record.facts import IN_FORCE
 from resilient_train.record.journal import Entry
-from resilient_train.record.review import began_ms
-from resilient_train.record.story import Chapter
+from resilient_train.tracking.review import began_ms
+from resilient_train.tracking.story import Chapter
 from resilient_train.types import Culprit, Outcome
 from resilient_train.wording import (
     describe_cost,

@@ -20,8 +20,8 @@ from resilient_train.app.status import Status, status_of
 from resilient_train.record.directory import launcher_of
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.journal import JOURNAL, Entry, damaged_lines, read
-from resilient_train.record.review import next_start, verdict
-from resilient_train.record.story import Chapter, Story, read_story
+from resilient_train.tracking.review import next_start, verdict
+from resilient_train.tracking.story import Chapter, Story, read_story
 from resilient_train.types import Outcome
 from resilient_train.wording import (
     counted,

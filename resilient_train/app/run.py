@@ -38,9 +38,9 @@ from resilient_train.record import endings
 from resilient_train.record.directory import RunDirectory, claim
 from resilient_train.record.endings import Summary, last_good_of
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.review import command
 from resilient_train.state.randomness import set_deterministic
 from resilient_train.tracking import uploads as tracking
+from resilient_train.tracking.review import command
 from resilient_train.tracking.store import left_in
 from resilient_train.tracking.uploads import NullTracker, Tracker
 from resilient_train.wording import GOOD, IN_FILE_ONLY, ODD, log

@@ -26,7 +26,7 @@ from resilient_train.record.endings import (
     why_incomplete,
 )
 from resilient_train.record.progress import planned_steps, position_of
-from resilient_train.record.review import near
+from resilient_train.tracking.review import near
 from resilient_train.wording import printable
 
 _NOT_WELL = {

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from resilient_train.app.terminal import counting
 from resilient_train.errors import ConfigError
 from resilient_train.record.outbox import BEGAN, OUTBOX, entries
-from resilient_train.record.review import where_to_look
 from resilient_train.tracking.late import catch_up, is_late
+from resilient_train.tracking.review import where_to_look
 from resilient_train.tracking.store import KnownRun, Store, left_in, locate, shown, ui_command
 from resilient_train.tracking.uploads import EXPERIMENT
 from resilient_train.wording import printable

@@ -1,1 +1,1 @@
-"""What carries a run into MLflow: a process of its own, which reads the run directory and nothing else."""
+"""How a run is shown: its story and review, read from the run directory, and the process that uploads it to MLflow."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from statistics import quantiles
 from typing import TYPE_CHECKING
 
-from resilient_train.record.story import Chapter
 from resilient_train.record.surroundings import Point
 from resilient_train.tracking.sheet import (
     BAD,
@@ -27,6 +26,7 @@ from resilient_train.tracking.sheet import (
     name_ticks,
     new_sheet,
 )
+from resilient_train.tracking.story import Chapter
 from resilient_train.types import Incident, Outcome
 from resilient_train.wording import noticed, reached, remedies_of, rows_named, why_of
 

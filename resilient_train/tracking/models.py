@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from resilient_train.record.endings import Checkpoint
-from resilient_train.record.story import Story
 from resilient_train.tracking.markdown import code, text
+from resilient_train.tracking.story import Story
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

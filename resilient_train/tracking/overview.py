@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from resilient_train.record.review import by_cause, verdict
-from resilient_train.record.story import Story
+from resilient_train.tracking.review import by_cause, verdict
 from resilient_train.tracking.sheet import (
     BAD,
     FOOT,
@@ -22,6 +21,7 @@ from resilient_train.tracking.sheet import (
     name_ticks,
     new_sheet,
 )
+from resilient_train.tracking.story import Story
 from resilient_train.types import Incident, Outcome
 
 if TYPE_CHECKING:

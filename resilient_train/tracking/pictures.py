@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from resilient_train.record.story import Chapter, Story
 from resilient_train.record.surroundings import Point
 from resilient_train.tracking.drawing import drawn
 from resilient_train.tracking.overview import overview, strip
+from resilient_train.tracking.story import Chapter, Story
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

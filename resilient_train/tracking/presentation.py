@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 
 from resilient_train.record.endings import ended_as
 from resilient_train.record.journal import JOURNAL
-from resilient_train.record.story import Chapter, Story, read_story
 from resilient_train.record.surroundings import around, surroundings_of
 from resilient_train.tracking.connection import Connection, is_refusal, is_unreachable, root_cause
 from resilient_train.tracking.models import show_models
@@ -23,6 +22,7 @@ from resilient_train.tracking.pictures import picture_url, show_overview, show_p
 from resilient_train.tracking.report import REPORT, note, report
 from resilient_train.tracking.rows import TAG_LENGTH, cut, tag_batches
 from resilient_train.tracking.store import KnownRun, trace_url
+from resilient_train.tracking.story import Chapter, Story, read_story
 from resilient_train.tracking.traces import Traces, trace_id_of
 from resilient_train.tracking.views import prepare_run_list
 from resilient_train.wording import tags

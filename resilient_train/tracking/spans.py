@@ -11,7 +11,7 @@ from typing import Any
 
 from resilient_train.record import surroundings
 from resilient_train.record.journal import plain
-from resilient_train.record.story import Chapter
+from resilient_train.tracking.story import Chapter
 from resilient_train.types import Culprit, Incident, Outcome
 from resilient_train.wording import cured, describe_culprit, first_sign, list_remedies
 

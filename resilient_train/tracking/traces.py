@@ -18,9 +18,9 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from resilient_train.record.story import Chapter
 from resilient_train.tracking import spans
 from resilient_train.tracking.store import shown
+from resilient_train.tracking.story import Chapter
 from resilient_train.wording import cured, describe_outcome, first_sign, printable
 
 if TYPE_CHECKING:

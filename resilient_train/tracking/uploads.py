@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
-from resilient_train.record.review import command
 from resilient_train.secrets import masked
+from resilient_train.tracking.review import command
 from resilient_train.tracking.rows import cut
 from resilient_train.tracking.store import KnownRun, Store, TrackedRun, left_in, locate, shown, ui_command, url
 

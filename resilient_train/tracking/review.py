@@ -14,7 +14,7 @@ from typing import Any
 from resilient_train.record.drills import on_purpose
 from resilient_train.record.endings import Checkpoint, next_directory
 from resilient_train.record.journal import JOURNAL, Entry, read
-from resilient_train.record.story import Story
+from resilient_train.tracking.story import Story
 from resilient_train.types import Incident, Outcome
 from resilient_train.wording import counted, duration, left_to_the_end, noticed, remedies_in_short, rows_named, why_of
 
