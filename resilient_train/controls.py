@@ -101,7 +101,7 @@ class Controls:
         where = (culprit.file, culprit.line, culprit.op)
         self._armor.add(*where)
         self._note_armored(where)
-        self._parts.checks.armored()
+        self._parts.checks.patched()
 
     def mend_eps(self) -> None:
         """Raise an epsilon that is 0 in its dtype to what the dtype can hold, for the rest of the run."""
@@ -131,7 +131,7 @@ class Controls:
             quarantined=len(self.quarantined.rows) - self.quarantined.given,
             armor=not anomaly.landed and all(parts.world.all_of(self._can_be_armored(diagnosis))),
             lost_eps=lost_eps(parts.updater.optimizers) is not None and not parts.updater.mends_eps,
-            off=parts.checks.off(),
+            off=parts.checks.loss_excess(),
             usual_rate=leap.usual if leap else 0.0,
             leapt_to=leap.usual * leap.factor if leap and leap.is_sudden else 0.0,
         )
@@ -180,7 +180,7 @@ class Controls:
             "mends_eps": updater.mends_eps,
             "micro_batch": self.micro_batch,
             "usual_norm": updater.usual_norm,
-            "reference": self._parts.checks.rewind_check.memory(),
+            "reference": self._parts.checks.rewind_check.persistent_state(),
         }
         return masked_tree(in_force)  # type: ignore[no-any-return]  # it goes into files: armor knows a masked line again
 
@@ -198,7 +198,7 @@ class Controls:
             self._parts.updater.mends_eps = remedies["mends_eps"] is True
             self._parts.updater.usual_norm = None if usual is None else float(usual)
             self._restore_rows(map(int, remedies["quarantined"]))
-            self._parts.checks.rewind_check.recall(remedies.get("reference"))
+            self._parts.checks.rewind_check.load_persistent_state(remedies.get("reference"))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"the remedies in force cannot be read: {in_one_line(error)}") from error
         for patch in patches:

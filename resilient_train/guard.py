@@ -35,9 +35,8 @@ from resilient_train.update.agreement import DIGEST, Flag
 from resilient_train.update.direct_steps import DirectStepCheck, warn_of_scalers
 from resilient_train.update.objective import Measured, Metrics
 from resilient_train.update.updater import Attempt
-from resilient_train.watch.anomaly_mode import AnomalyMode
 from resilient_train.watch.examination import Examination
-from resilient_train.watch.modes import Modes
+from resilient_train.watch.modes import AnomalyMode, EvaluationLoss
 from resilient_train.watch.vitals import MetricsLog, Sent, mean, mean_metrics, read_vitals, versions
 from resilient_train.wording import log
 
@@ -82,7 +81,7 @@ class EngineGuard:
         objective: Measured | None,
         backups: Backups,
         anomaly_mode: AnomalyMode,
-        modes: Modes,
+        evaluation_loss: EvaluationLoss,
         direct_steps: DirectStepCheck,
         verify_after: int,
         seed: int,
@@ -98,7 +97,7 @@ class EngineGuard:
         self._parts, self._recovery = parts, recovery
         self._keeper, self._controls = recovery.keeper, recovery.controls
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
-        self._backups, self._anomaly_mode, self._modes = backups, anomaly_mode, modes
+        self._backups, self._anomaly_mode, self._evaluation_loss = backups, anomaly_mode, evaluation_loss
         self._sizer = MicroBatchSizer(recovery)
         self._examination = Examination(self.world, self.clock, self._scans, backups)
         self._direct_steps, self._verify_after, self._stop = direct_steps, verify_after, stop
@@ -194,7 +193,7 @@ class EngineGuard:
         # Where weights are spread they go to their owners at once: to wait, each rank would have to hold all of them.
         stays_here = self.world.size > 1 and not is_last and not self.state.is_sharded
         waits = self.world.accelerator.no_sync(self.model) if stays_here else nullcontext()
-        with waits, self._direct_steps.of_loop(), self._anomaly_mode.unchecked():
+        with waits, self._direct_steps.of_loop(), self._anomaly_mode.without_nan_check():
             yield batch
 
     # What the loop hands back.
@@ -219,7 +218,7 @@ class EngineGuard:
         else:
             self._reported.append(metrics)
             if not self._losses:
-                self._modes.compare(begun.step, loss, partial(self.objective, self.model, batch))
+                self._evaluation_loss.compare(begun.step, loss, partial(self.objective, self.model, batch))
             return self.update(loss)
         self._sizer.make_smaller(begun.step, evidence)  # here, where the error holds on to nothing any longer
         self._begun = None
@@ -315,7 +314,7 @@ class EngineGuard:
                 flight.snapshot.statistics = self._parts.statistics()
         elif flight.snapshot is not None:
             self._ring.drop(flight.snapshot)
-        scanned = self._examination.hear()
+        scanned = self._examination.verdict()
         self._name_guilty_ranks()
         anomaly = scanned or finding.anomaly or self._recovery.explainer.foresee(vitals, flight.begun.fed)
         if anomaly is None and not finding.repeat:
@@ -360,7 +359,7 @@ class EngineGuard:
             if self.objective is None:
                 warn_of_scalers(self._updater.scaler)
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
-            self._examination.note_first(flight.begun.fed)
+            self._examination.learn_usual_batches(flight.begun.fed)
 
     def _treat(
         self, anomaly: Anomaly, update: Update, refused: Refused | None = None, *, began: float | None = None
@@ -393,7 +392,7 @@ class EngineGuard:
             self._begun = None
 
     def _examine_now(self) -> Anomaly | None:
-        found = self._examination.now()
+        found = self._examination.examine_now()
         self._name_guilty_ranks()
         return found
 

@@ -133,7 +133,7 @@ class Recovery:
         phases.ended(DIAGNOSE)
 
         if anomaly.reached_weights and diagnosis.cause is not Cause.CORRUPTION:
-            parts.checks.hold(anomaly.since, _reached(anomaly))
+            parts.checks.require_recovery(anomaly.since, _reached(anomaly))
         last = history[-1].rewound_to if history else None
         decision = decide(
             *(self.policy, anomaly, diagnosis, history, parts.clock.tick),
@@ -180,7 +180,7 @@ class Recovery:
             rungs = self.policy.ladder(diagnosis.cause)  # where one of them does more, alarms lead there
             is_all = all(only_skips(one.action for one in rung.do) for rung in rungs)
             is_reported = is_all and bool(actions) and only_skips(actions)
-            checks.hold(anomaly.since, _reached(anomaly), is_only_reported=is_reported)
+            checks.require_recovery(anomaly.since, _reached(anomaly), is_only_reported=is_reported)
             if checks.rewind_check.is_open:
                 self.parts.ring.keep_reference(anomaly.since)
 

@@ -66,7 +66,7 @@ class Run:
 
     def rewind(self, anomaly: Anomaly, state: dict[str, Any], step: int) -> None:
         """Go back because of an anomaly to a step whose statistics are `state`, as a treatment does."""
-        self.checks.hold(anomaly.since, anomaly.step)
+        self.checks.require_recovery(anomaly.since, anomaly.step)
         self.checks.load_state_dict(state)
         self.checks.rewound(step, anomaly.since)
         self.step = self.position = step
@@ -706,8 +706,8 @@ def test_damage_that_is_only_reported_stays_so_in_the_next_process() -> None:
     assert len(run.alarms([(6.0, 1.0)] * 20)) == 1
     resumed = Checks(named("default"))
     resumed.load_state_dict(json.loads(json.dumps(run.checks.state_dict())))
-    resumed.recall(json.loads(json.dumps(run.checks.memory())))
-    resumed.rewind_check.recall(json.loads(json.dumps(run.checks.rewind_check.memory())))
+    resumed.load_persistent_state(json.loads(json.dumps(run.checks.persistent_state())))
+    resumed.rewind_check.load_persistent_state(json.loads(json.dumps(run.checks.rewind_check.persistent_state())))
     run.checks = resumed
     assert run.alarms(curve(500, low=6.0)[400:]) == []
 

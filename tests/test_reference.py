@@ -239,8 +239,8 @@ def test_lower_losses_are_never_worse(
 )
 def test_how_far_a_loss_is_above_it(loss: float, off: float) -> None:
     """In sizes of the losses that were usual: 1 is twice as high, and what is no number is as far as can be."""
-    assert Reference(100, 3.0, 0.1, 0.0, 3.0, 48).off(loss) == pytest.approx(off)
-    assert Reference(100, 0.0, 0.0, 0.0, 0.0, 48).off(1.0) == 0.0
+    assert Reference(100, 3.0, 0.1, 0.0, 3.0, 48).excess(loss) == pytest.approx(off)
+    assert Reference(100, 0.0, 0.0, 0.0, 0.0, 48).excess(1.0) == 0.0
 
 
 # The check after a rewind, apart from the others.
@@ -249,15 +249,15 @@ def test_how_far_a_loss_is_above_it(loss: float, off: float) -> None:
 def test_a_reference_outlives_the_process() -> None:
     """What it has in memory passes through a file, and the next process measures against the same place."""
     check = RewindCheck(named("default").probation)
-    assert check.memory() is None
+    assert check.persistent_state() is None
     way = by_step(losses_of(falling, 100))
     check.begin(Reference.of(way, 95), 100, 95)
     check.rewound(50, {step: loss for step, loss in way.items() if step <= 95})
     again = RewindCheck(named("default").probation)
-    again.recall(json.loads(json.dumps(check.memory())))
-    assert again.memory() == check.memory()
+    again.load_persistent_state(json.loads(json.dumps(check.persistent_state())))
+    assert again.persistent_state() == check.persistent_state()
     assert (again.reference, again.goal, again.came_from) == (check.reference, 100, 50)
-    again.recall(None)
+    again.load_persistent_state(None)
     assert not again.is_open
 
 

@@ -39,10 +39,9 @@ from resilient_train.update.clip import ClipConfig, norm_over_ranks
 from resilient_train.update.direct_steps import DirectStepCheck
 from resilient_train.update.objective import Measured, Objective
 from resilient_train.update.updater import Precision, Updater
-from resilient_train.watch.anomaly_mode import AnomalyMode
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
-from resilient_train.watch.modes import Modes
+from resilient_train.watch.modes import AnomalyMode, EvaluationLoss
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.update_history import UpdateHistory
 from resilient_train.wording import log
@@ -195,7 +194,7 @@ class Guard(guard.EngineGuard):
             objective=measured,
             backups=backups,
             anomaly_mode=anomaly_mode,
-            modes=Modes(checks.evaluation, called, backups, is_alone=world.size == 1),
+            evaluation_loss=EvaluationLoss(checks.evaluation, called, backups, is_alone=world.size == 1),
             direct_steps=DirectStepCheck(optimizers),
             verify_after=verify_after,
             seed=seed,
@@ -299,7 +298,7 @@ class Guard(guard.EngineGuard):
         self._seed_between(self.samples.position)
         if not self._ring.snapshots and self._in_flight is None:
             if self.clock.step == 0:
-                found = self._examination.now()  # what is compared with from now on
+                found = self._examination.examine_now()  # what is compared with from now on
                 if found is not None and found.signal is Signal.RANK_MISMATCH:
                     raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
             if self._keeper.is_verified or self._ring.is_due(self.clock.step):  # else it would not be in memory either

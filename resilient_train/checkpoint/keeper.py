@@ -342,7 +342,7 @@ class CheckpointKeeper:
         updates = self._parts.updates.copy()
         memory = {
             "statistics": statistics,
-            "panel": parts.checks.memory(),
+            "panel": parts.checks.persistent_state(),
             "lasting": sorted(self._persistent_names),  # the names that a state_dict has
             "remembered": {name: item.state_dict() for name, item in self.resumption.remembered.items()},
         }
@@ -373,7 +373,7 @@ class CheckpointKeeper:
                 return None
             parts_of_state = state()
             describe = partial(described, int(parts_of_state["position"]["position"]))
-            memory["passed"] = updates.until(step)
+            memory["passed"] = updates.state_dict(step)
             exported = {} if self._is_sharded else self._exported(parts_of_state)
             entry = store.write(describe, parts_of_state, exported, memory, together)
             self._facts.saved(step, tick)

@@ -172,8 +172,8 @@ class Resumption:
             if lacking := run.restore_statistics(saved.memory["statistics"]):
                 log.info("%s, has no statistics of %s: these start empty", made, ", ".join(lacking))
             if resuming:
-                run.checks.recall(saved.memory["panel"])
-                run.updates.recall(saved.memory["passed"])
+                run.checks.load_persistent_state(saved.memory["panel"])
+                run.updates.load_state_dict(saved.memory["passed"])
                 for name, item in self.remembered.items():
                     item.load_state_dict(saved.memory["remembered"][name])
             self._as_configured(manifest, now)

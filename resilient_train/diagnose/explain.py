@@ -25,7 +25,7 @@ from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import RunState
 from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Signal, Vitals, kind_of
 from resilient_train.watch.reference import Reference
-from resilient_train.watch.update_history import FEW, WILD, Leap, Passed, UpdateHistory
+from resilient_train.watch.update_history import FEW, WILD, Leap, PastUpdate, UpdateHistory
 
 _KNOWN_AFTER, _KNOWN_FOR = 2, 50  # incidents and updates: one like the last two needs no search
 _BY_LIMIT = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
@@ -134,7 +134,7 @@ class Explainer:
         known = _known(anomaly, history)
         if known is not None and (confirmed := self._search.confirmed(known, refused)) is not None:
             return confirmed
-        found = self._search.diagnose(anomaly, refused, self._passed.lately())
+        found = self._search.diagnose(anomaly, refused, self._passed.recent_measurements())
         if found is None or found.cause is not Cause.DATA or anomaly.signal not in _BY_LIMIT:
             return found
         more = self._far_above([start])  # those to come as well
@@ -222,7 +222,7 @@ class Explainer:
                     odd[key.row] = why
         return verdict.on_bad_rows({row: why for one in self._world.all_of(odd) for row, why in one.items()})
 
-    def _goes_worse(self, found: Diagnosis, known: Sequence[Passed]) -> tuple[Signal, str] | None:
+    def _goes_worse(self, found: Diagnosis, known: Sequence[PastUpdate]) -> tuple[Signal, str] | None:
         """Whether the updates that hold rows are those that go wrong, and how that is seen; None where they are not.
 
         Where all losses fall at first, those that fall no further show in the later half.
@@ -253,7 +253,7 @@ class Explainer:
         """
         suspects = self._passed.around(anomaly.since)[0]
         odd = self._far_above([one.start for one in suspects])
-        if odd is not None and (anomaly.since < _YOUNG or self._goes_worse(odd, self._passed.lately_made())):
+        if odd is not None and (anomaly.since < _YOUNG or self._goes_worse(odd, self._passed.recent())):
             return odd
         verified = self._ring.verified_until(anomaly.since)
         if reference is None or not verified or not suspects:
@@ -276,7 +276,7 @@ class Explainer:
                 if not usual - was > max(_EXPLAINS * rise, reference.size):
                     return self._compared(self._search, suspects, trusted, verified[0].step, rise, usual)
             for older in verified[1:]:  # is it the objective that has changed, or what was fed to it for a while?
-                then = self._passed.after(older.step)
+                then = self._passed.next_after(older.step)
                 if then is None:
                     continue
                 with self._state.weights_of(older.captured):
@@ -291,8 +291,8 @@ class Explainer:
     def _compared(
         self,
         search: Search,
-        suspects: Sequence[Passed],
-        trusted: Sequence[Passed],
+        suspects: Sequence[PastUpdate],
+        trusted: Sequence[PastUpdate],
         step: int,
         rise: float,
         usual: float,

@@ -85,11 +85,11 @@ class Checks:
         """Declare that something changes on purpose with this step."""
         self._declared.update(range(step - _AROUND, step + _AROUND + 1))
 
-    def armored(self) -> None:
+    def patched(self) -> None:
         """Note that a line is patched from now on: what the run began with is no measure any more."""
         self._early_divergence.forget()
 
-    def hold(self, since: int, step: int, *, is_only_reported: bool = False) -> None:
+    def require_recovery(self, since: int, step: int, *, is_only_reported: bool = False) -> None:
         """Measure the run against where it stood at `since`, as damage came after that and was noticed at `step`."""
         if not self.config.probation.every:
             return
@@ -105,10 +105,10 @@ class Checks:
         """Whether everything was reported of damage that nothing is done about."""
         return self.rewind_check.is_open and self.is_only_reported
 
-    def off(self) -> float:
+    def loss_excess(self) -> float:
         """How far the loss is above the reference, in sizes of such losses; 0 where it is not known."""
         reference, latest = self.rewind_check.reference, sorted(self._latest)
-        return reference.off(latest[len(latest) // 2]) if reference is not None and latest else 0.0
+        return reference.excess(latest[len(latest) // 2]) if reference is not None and latest else 0.0
 
     def rewound(self, step: int, since: int, rate: float = 1.0) -> None:
         """Watch whether going back to `step`, whose statistics were loaded before, has helped.
@@ -139,7 +139,7 @@ class Checks:
         anomaly, is_new = finding.anomaly, not self.rewind_check.is_open
         if anomaly is not None and anomaly.landed and (is_new or anomaly.signal is not Signal.NOT_RECOVERED):
             # A new one counts as only reported, until more is done about it.
-            self.hold(anomaly.since, anomaly.step, is_only_reported=is_new or self.is_only_reported)
+            self.require_recovery(anomaly.since, anomaly.step, is_only_reported=is_new or self.is_only_reported)
         return finding
 
     def _judged(self, vitals: Vitals) -> Finding:
@@ -277,23 +277,23 @@ class Checks:
         self._grad_limit.forget()
         self.limits = (NO_LIMIT, NO_LIMIT)
 
-    def memory(self) -> dict[str, Any]:
+    def persistent_state(self) -> dict[str, Any]:
         """What does not rewind, for a process that resumes where this one ended; as plain data of its own."""
         return {
             "path": [[step, *seen] for step, seen in self._path.items()],
             "declared": sorted(self._declared),
-            "refusals": self._refusals.memory(),
+            "refusals": self._refusals.state_dict(),
             "suspect": self._early_divergence.is_suspect,
             "only_reported": self.is_only_reported,
         }
 
-    def recall(self, memory: Mapping[str, Any]) -> None:
+    def load_persistent_state(self, state: Mapping[str, Any]) -> None:
         """Remember what an earlier process did."""
-        self._path = {int(step): (float(loss), float(norm)) for step, loss, norm in memory["path"]}
-        self._declared |= {int(step) for step in memory["declared"]}
-        self._refusals.recall(memory["refusals"])
-        self._early_divergence.is_suspect = memory["suspect"] is True
-        self.is_only_reported = memory.get("only_reported") is True
+        self._path = {int(step): (float(loss), float(norm)) for step, loss, norm in state["path"]}
+        self._declared |= {int(step) for step in state["declared"]}
+        self._refusals.load_state_dict(state["refusals"])
+        self._early_divergence.is_suspect = state["suspect"] is True
+        self.is_only_reported = state.get("only_reported") is True
 
     def state_dict(self) -> dict[str, Any]:
         """What rewinds with the run, as plain data of its own."""

@@ -66,7 +66,7 @@ class Examination:
         self._backups.put_back(with_it)
         self._backups.let_go(with_it)
 
-    def hear(self) -> Anomaly | None:
+    def verdict(self) -> Anomaly | None:
         """The verdict of what was launched an update ago."""
         launched, compared = self._launched, self._compared
         self._launched = self._compared = None
@@ -81,12 +81,12 @@ class Examination:
         guilty, self._guilty = self._guilty, ()
         return guilty
 
-    def now(self) -> Anomaly | None:
+    def examine_now(self) -> Anomaly | None:
         """Look at everything at once and wait for it."""
         self._launched = self._measured(everything=True)
         if self._scans.replicas.every:
             self._compared = self._sent(self._scans.replicas.measure(self._scans.layout))
-        return self.hear()
+        return self.verdict()
 
     def _sent(self, mine: torch.Tensor) -> _Launched:
         return _Launched(self._clock.step, self._clock.tick, mine, Sent(self._world.max(mine)))
@@ -155,7 +155,7 @@ class Examination:
         table = self._world.gather(number)
         return (number if table is None else table[:, 0]).tolist()
 
-    def note_first(self, fed: Sequence[Any]) -> None:
+    def learn_usual_batches(self, fed: Sequence[Any]) -> None:
         """Learn from the first update, which was healthy, whether NaN in a batch is usual."""
         self.nan_is_usual = bool(self._ranks_where(not all_finite(fed)))
 
@@ -176,7 +176,7 @@ class Examination:
             evidence = f"row {first.row} cannot be fetched: {first}"
             ranks = tuple(rank for rank, rows in enumerate(everywhere) if rows) if self._world.size > 1 else ()
             return dataclasses.replace(anomaly, signal=Signal.EXCEPTION, evidence=evidence, ranks=ranks)
-        if (found := self.now()) is not None:
+        if (found := self.examine_now()) is not None:
             return found
         if anomaly.signal is Signal.LOSS_SPIKE and self._world.size > 1:
             ranks = self._ranks_where(spiked)

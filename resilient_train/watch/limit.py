@@ -157,13 +157,13 @@ class Refusals:
         """The step before the first of the recent ones."""
         return max(0, min((step for step, _ in self._recent.values()), default=1) - 1)
 
-    def memory(self) -> list[list[float]]:
+    def state_dict(self) -> list[list[float]]:
         """What is remembered, as plain data."""
         return [[which, step, norm] for which, (step, norm) in self._recent.items()]
 
-    def recall(self, memory: Sequence[Sequence[float]]) -> None:
+    def load_state_dict(self, state: Sequence[Sequence[float]]) -> None:
         """Remember what an earlier process did."""
-        self._recent = {int(which): (int(step), float(norm)) for which, step, norm in memory}
+        self._recent = {int(which): (int(step), float(norm)) for which, step, norm in state}
 
 
 class ScaleCollapse(PlainState):

@@ -1,39 +1,84 @@
-"""The loss in training and in evaluation mode: damage that only evaluation shows is in no training loss."""
+"""Modes of torch: anomaly mode, which user code may set, and evaluation mode, in which damage may show that no training
+loss shows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from math import isfinite
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
 
 from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import preserved
-from resilient_train.watch.config import EvaluationConfig
+from resilient_train.types import Signal
+from resilient_train.watch.config import EvaluationConfig, NormsConfig
+from resilient_train.watch.weights import Found
 from resilient_train.wording import log
 
-_FEWEST = 3  # comparisons that tell what is usual
-_SHARE = 0.5  # of the loss: a smaller difference is not worth a line
+_KNOWN_AFTER = 3  # comparisons of the two losses, before which it is not known how much they usually differ
+_LEAST_SHARE = 0.5  # of the training loss: smaller differences are not worth a line in the log
 
 
-class Modes:
-    """Makes the forward of a training batch once more in evaluation mode, now and then, and compares the losses."""
+class AnomalyMode:
+    """Turns off the NaN check of autograd's anomaly mode during an update.
+
+    The check would end a run at a NaN that the gate refuses and that a replay explains.
+    """
+
+    def __init__(self, backward: Callable[[Tensor], None]) -> None:
+        self._backward, self._has_warned = backward, False
+
+    @contextmanager
+    def without_nan_check(self) -> Iterator[None]:
+        """Restore the mode at the end, unless user code has left it in the meantime."""
+        if is_on := torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            if not self._has_warned:
+                log.warning(_COSTLY)
+            self._has_warned = True
+            torch.autograd.set_detect_anomaly(True, check_nan=False)
+        try:
+            yield
+        finally:
+            if is_on and torch.is_anomaly_enabled():
+                torch.autograd.set_detect_anomaly(True)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run backward. The objective may have set the mode itself, so it is checked again here."""
+        with self.without_nan_check():
+            self._backward(loss)
+
+
+_COSTLY = (
+    "torch.autograd anomaly mode is on: it makes each step 2 to 5 times as slow and is not needed here, because a "
+    "replay finds the line that breaks; its check for NaN is off inside the loop, since it would end the run"
+)
+
+
+class EvaluationLoss:
+    """Compares, now and then, the loss of a training batch in evaluation mode with that in training mode."""
 
     def __init__(self, config: EvaluationConfig, model: nn.Module, backups: Backups, *, is_alone: bool) -> None:
-        self.config, self.model = config, model
-        self._backups = backups
-        is_compiled = any(map(_is_compiled, model.modules()))  # to compile the other mode may take minutes
-        # Ranks would have to agree where it fails on one of them.
+        """`is_alone`: there is one rank. Several would have to agree on a forward that fails on one of them."""
+        self.config, self.model, self._backups = config, model, backups
+        is_compiled = any(  # compiling for the other mode may take minutes
+            type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+            for module in model.modules()
+        )
         self.is_on = config.every > 0 and is_alone and not is_compiled
-        self._usual: list[float] = []
+        self._differences: list[float] = []  # of all healthy comparisons
 
     @torch.no_grad()
-    def compare(self, step: int, loss: torch.Tensor, measure: Callable[[], tuple[Any, Any]]) -> None:
-        """Say so where they differ far more than they did. `measure` makes the same loss, and metrics.
+    def compare(self, step: int, loss: Tensor, measure: Callable[[], tuple[Any, Any]]) -> None:
+        """Log a line if the losses differ far more than before. `measure` returns the same loss, and its metrics.
 
-        Where it is due, this waits for the device.
+        Waits for the device at the steps where a comparison is due.
         """
         if not (self.is_on and step > 0 and step % self.config.every == 0):
             return
@@ -42,8 +87,8 @@ class Modes:
         with preserved(loss.device):
             self.model.eval()
             try:
-                other = float(measure()[0])
-            except Exception:  # a model that cannot be called so: evaluation is its user's own matter
+                in_evaluation = float(measure()[0])
+            except Exception:  # the model cannot be called like this, and whether it can is up to its user
                 self.is_on = False
                 return
             finally:
@@ -51,17 +96,94 @@ class Modes:
                     module.training = flag
                 self._backups.put_back(before)
                 self._backups.let_go(before)
-        mine = float(loss.detach())
-        apart = abs(other - mine)
-        usual = sorted(self._usual)[-1] if len(self._usual) >= _FEWEST else None
-        if usual is not None and not apart <= max(self.config.times * usual, _SHARE * abs(mine)):
-            log.info(
-                "note: step %d: the loss of a batch is %.4g in evaluation mode, %.4g in training", step, other, mine
-            )
+        in_training = float(loss.detach())
+        difference = abs(in_evaluation - in_training)
+        if len(self._differences) >= _KNOWN_AFTER:
+            most = max(self.config.times * max(self._differences), _LEAST_SHARE * abs(in_training))
+            if not difference <= most:
+                what = "note: step %d: the loss of a batch is %.4g in evaluation mode, %.4g in training"
+                log.info(what, step, in_evaluation, in_training)
+                return
+        if isfinite(difference):
+            self._differences.append(difference)
+
+
+class NormStatistics:
+    """Compares the running statistics of normalization layers with the batches that they average.
+
+    Only evaluation uses them, so damage to them shows in no training loss. The forward hooks that compare them are on
+    the model only while armed, for one update.
+    """
+
+    def __init__(self, config: NormsConfig, model: nn.Module, device: torch.device) -> None:
+        self.factor, self.device = config.factor, device
+        named = [(name, one) for name, one in model.named_modules() if isinstance(one, _BatchNorm)]
+        self.modules = [(name, one) for name, one in named if one.track_running_stats]
+        is_compiled = any(type(module).__name__ == "OptimizedModule" for module in model.modules())
+        self.every = config.every if self.modules and not is_compiled else 0  # hooks would undo a compilation
+        self.clean_step = 0  # the newest step whose running statistics were in the range of its batches
+        self.is_armed = False
+        self._handles: list[RemovableHandle] = []
+        self._seen: dict[str, Tensor] = {}
+        self._usual: dict[str, float] = {}  # by layer: how far it was from its batches at most, while healthy
+        self._out: set[str] = set()  # layers out of range at the last look; a second look excludes an odd batch
+
+    def arm(self) -> None:
+        self._disarm()
+        self.is_armed = True
+        self._seen.clear()
+        for name, module in self.modules:
+            hook = module.register_forward_pre_hook(partial(self._compare, name), with_kwargs=True)
+            self._handles.append(hook)
+
+    def _disarm(self) -> None:
+        self.is_armed = False
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @torch.no_grad()
+    def _compare(self, name: str, module: Any, args: Any, named: Any) -> None:
+        batch = next((one for one in (*args, *named.values()) if isinstance(one, Tensor)), None)
+        mean, var = module.running_mean, module.running_var
+        if batch is None or mean is None or var is None or not module.training or name in self._seen:
             return
-        if isfinite(apart):
-            self._usual.append(apart)
+        if batch.dim() < 2 or batch.shape[1] != mean.numel():
+            return
+        dims = [dim for dim in range(batch.dim()) if dim != 1]
+        batch_var, batch_mean = torch.var_mean(batch.float(), dims, unbiased=False)
+        size = torch.maximum(batch_var.mean(), var.mean()) + module.eps  # a batch may be blank
+        of_mean = (mean - batch_mean).square().max() / size
+        of_var = var.max() / (batch_var.max() + module.eps)
+        # A batch with NaN shows nothing here, and NaN in the statistics is found by the scan of the weights.
+        self._seen[name] = torch.nan_to_num(torch.maximum(of_mean, of_var), nan=0.0)
 
+    def values(self) -> Tensor:
+        """One value for each layer; 0 for a layer that was not called."""
+        self._disarm()
+        nothing = torch.zeros((), device=self.device)
+        return torch.stack([self._seen.pop(name, nothing).float() for name, _ in self.modules])
 
-def _is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+    def judge(self, step: int, values: Sequence[float]) -> Found | None:
+        """Report a layer that was out of range twice in a row."""
+        for (name, _), value in zip(self.modules, values, strict=True):
+            usual, was_out = self._usual.get(name), name in self._out
+            if usual is None or value <= self.factor * max(1.0, usual):
+                self._out.discard(name)
+                self._usual[name] = max(value, usual or 0.0)
+                continue
+            self._out.add(name)
+            if was_out:
+                evidence = f"the running statistics of `{name}` are {value:.3g} times out of the range of its batches"
+                return Found(Signal.WEIGHTS_JUMP, name, f"{evidence}; {usual:.3g} was usual")
+        if not self._out:
+            self.clean_step = step
+        return None
+
+    def state_dict(self) -> list[Any]:
+        return [self.clean_step, dict(self._usual)]
+
+    def load_state_dict(self, state: Sequence[Any]) -> None:
+        self._disarm()
+        self._out.clear()
+        self.clean_step, self._usual = int(state[0]), dict(state[1])

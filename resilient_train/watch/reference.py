@@ -79,7 +79,7 @@ class Reference:
         is_back = fmean(values) <= self.bound(step, len(values), sigmas=sigmas, share=share)
         return Standing.BACK if is_back else Standing.OFF
 
-    def off(self, loss: float) -> float:
+    def excess(self, loss: float) -> float:
         """How far a loss lies above it, in sizes of such losses: 1 is twice as high as it was."""
         if not isfinite(loss):
             return inf
@@ -243,7 +243,7 @@ class RewindCheck:
         # A way back that is long is judged by all of it: a few losses would not show that it leads there.
         return Standing.UNDECIDED if standing is Standing.OFF and falls(losses) else standing
 
-    def memory(self) -> dict[str, Any] | None:
+    def persistent_state(self) -> dict[str, Any] | None:
         """What does not rewind, as plain data; None where there is nothing."""
         if self.reference is None:
             return None
@@ -251,16 +251,16 @@ class RewindCheck:
         one["reached"] = self._reached
         return {**one, "stands_on": self.stands_on, "ceiling": None if self._ceiling == inf else self._ceiling}
 
-    def recall(self, memory: Mapping[str, Any] | None) -> None:
+    def load_persistent_state(self, state: Mapping[str, Any] | None) -> None:
         """Keep measuring against what an earlier process was measured against."""
-        if memory is None:
+        if state is None:
             self.end()
             return
-        self.reference = Reference.from_plain(memory["reference"])
-        self.goal, self._reached = int(memory["goal"]), int(memory["reached"])
-        steps = (memory[name] for name in ("came_from", "stands_on"))
+        self.reference = Reference.from_plain(state["reference"])
+        self.goal, self._reached = int(state["goal"]), int(state["reached"])
+        steps = (state[name] for name in ("came_from", "stands_on"))
         self.came_from, self.stands_on = (None if step is None else int(step) for step in steps)
-        self._ceiling = None if memory["ceiling"] is None else float(memory["ceiling"])
+        self._ceiling = None if state["ceiling"] is None else float(state["ceiling"])
 
     def state_dict(self) -> dict[str, Any]:
         """What rewinds, as plain data."""

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.layout import Layout, State
+from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.moments import Moments
-from resilient_train.watch.norms import NormStatistics
 from resilient_train.watch.replicas import Replicas
 from resilient_train.watch.weights import Found, Weights
 
@@ -259,7 +259,7 @@ class Scans:
             "shares": self.layout.shares,
             "weights": self._weights.state(),
             "optimizer": self._moments.state(),
-            "norms": self._norms.state(),
+            "norms": self._norms.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -271,7 +271,7 @@ class Scans:
         self._step = state["step"]
         self._weights.load(state["weights"])
         self._moments.load(state["optimizer"])
-        self._norms.load(state["norms"])
+        self._norms.load_state_dict(state["norms"])
         if state["shares"] != self.layout.shares:  # of what is spread, the largest share was measured
             self.rebase()
         self.replicas.clean_step = self._step  # states that are gone back to are verified, or one for all ranks

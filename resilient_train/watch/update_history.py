@@ -1,4 +1,4 @@
-"""The updates that were attempted lately: what is to blame when something shows later."""
+"""The attempted updates of the last while: the suspects when damage shows only later."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from zlib import crc32
 
 from resilient_train.types import Anomaly, Vitals
 
-_KEPT = 10_000
-_REMEMBERED = 2048  # in a checkpoint: further back than a ring of snapshots goes
-_TREND = 32  # accepted updates
-_LATELY, _EARLIER = 64, 8  # steps in which a rise of the rate may be behind trouble, and updates to rise above
-_FIRST_LEAP = 2  # updates before it: a warm-up doubles the rate with the second one
-_LEAP, _SLOWLY, _RISES = 2.0, 2.0, 1.1  # times the highest rate before: a leap; in some steps; and where that began
-_WARM_UP = 10.0  # times it: no stage of a warm-up, though it leads no further than to the configured rate
-_NO_RATE = 1e-12  # times the configured one: with so little nothing is learned
-WILD = 5.0  # times one in ten of the gradient norms: one in ten that is so much larger
-FEW = 5  # updates that are looked at again
-_FIRST = 8  # accepted losses that tell where the run began
-_RECENT = 50  # accepted losses that the final one is the median of
+_KEPT = 10_000  # updates in memory
+_IN_CHECKPOINT = 2048  # updates: further back than the memory snapshots of a run reach
+_TREND = 32  # accepted updates that show a trend of losses and gradient norms
+_RECENT_STEPS = 64  # a rise of the learning rate within these may be the cause of trouble
+_FIRST_PACES = 8  # updates whose rate is the usual one where the run has no older ones
+_LEAP_AFTER = 2  # updates: the second update of a warm-up has twice the rate of the first
+_LEAP = 2.0  # times the highest rate before, at once or within the recent steps: far above what it was
+_RISE_BEGINS = 1.1  # times the usual rate: where a slow rise began
+_WARM_UP_STAGE = (
+    10.0  # times the highest rate before: too much for a stage of a warm-up, even below the configured rate
+)
+_LEAST_PACE = 1e-12  # with a smaller share of the configured rate nothing is learned
+_FIRST_LOSSES = 8  # accepted losses whose mean is the loss at the beginning of the run
+_LAST_LOSSES = 50  # accepted losses whose median is the final loss of the run
+WILD = 5.0  # ratio of the 90th to the 10th percentile of gradient norms from which norms differ wildly
+FEW = 5  # updates that a diagnosis replays or inspects
 
 
-class Passed(NamedTuple):
-    """An update that was attempted: which it would be, where its samples lie, and what it measured."""
+class PastUpdate(NamedTuple):
+    """An attempted update: its step, the range of its samples, and what it measured."""
 
     step: int
     start: int
@@ -35,7 +39,12 @@ class Passed(NamedTuple):
     accepted: bool
     loss: float
     norm: float
-    pace: float = 0.0  # its learning rate, as a multiple of the configured one
+    pace: float = 0.0  # its learning rate as a multiple of the configured one
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether it is known which samples it used."""
+        return self.stop > self.start
 
 
 class Leap(NamedTuple):
@@ -43,120 +52,116 @@ class Leap(NamedTuple):
 
     step: int  # the first update that was made with it
     factor: float
-    usual: float  # what it was before, as a multiple of the configured one
+    usual: float  # the rate before, as a multiple of the configured one
     is_sudden: bool
 
 
 class UpdateHistory:
-    """PlainState them, on the way that the run is on: a rewind takes back what came after."""
+    """Keeps the latest updates on the run's present course: a rewind removes those after its step."""
 
     def __init__(self) -> None:
-        self._passed: deque[Passed] = deque(maxlen=_KEPT)
-        self._first: dict[int, Passed] = {}  # accepted ones that the run began with, by step
+        self._passed: deque[PastUpdate] = deque(maxlen=_KEPT)
+        self._first: dict[int, PastUpdate] = {}  # the first accepted updates of the run, by step
 
     def add(self, vitals: Vitals) -> None:
-        """Note one."""
-        accepted, step = vitals.accepted, vitals.step + (not vitals.accepted)
-        seen = vitals.loss, vitals.grad_norm, vitals.pace
-        passed = Passed(step, vitals.start, vitals.stop, accepted, *seen)
-        self._passed.append(passed)
-        if accepted and step <= _FIRST:
-            self._first[step] = passed
+        step = vitals.step + (not vitals.accepted)
+        measured = vitals.loss, vitals.grad_norm, vitals.pace
+        self._append(PastUpdate(step, vitals.start, vitals.stop, vitals.accepted, *measured))
+
+    def _append(self, update: PastUpdate) -> None:
+        self._passed.append(update)
+        if update.accepted and update.step <= _FIRST_LOSSES:
+            self._first[update.step] = update
 
     def rewound(self, step: int) -> None:
-        """Forget what came after a step."""
+        """Forget the updates after a step."""
         while self._passed and self._passed[-1].step > step:
             self._passed.pop()
 
     def first_to_blame(self, anomaly: Anomaly, start: int) -> int:
-        """Where the samples to blame begin: at `start`, those of the update that was refused.
+        """Return the first of the samples that may be the cause.
 
-        Of what landed, all since the newest step to be trusted.
+        For a refused update these are its own, which begin at `start`; for damage that landed, those of all updates
+        since the newest trusted step.
         """
         starts = [one.start for one in self._passed if one.step > anomaly.since] if anomaly.landed else []
         return min([*starts, start])
 
-    def around(self, since: int) -> tuple[list[Passed], list[Passed]]:
-        """A few updates after a step, the latest of them, and as many up to it."""
-        after = [one for one in self._passed if one.step > since and one.stop > one.start]
-        before = [one for one in self._passed if one.step <= since and one.accepted and one.stop > one.start]
+    def around(self, since: int) -> tuple[list[PastUpdate], list[PastUpdate]]:
+        """Return the latest updates after step `since`, and the latest accepted ones up to it, a few of each."""
+        after = [one for one in self._passed if one.step > since and one.has_samples]
+        before = [one for one in self._passed if one.step <= since and one.accepted and one.has_samples]
         return after[-FEW:], before[-FEW:]
 
-    def after(self, step: int) -> Passed | None:
-        """The update that was made right after a step, if it landed."""
-        return next(
-            (one for one in self._passed if one.step == step + 1 and one.accepted and one.stop > one.start), None
-        )
+    def next_after(self, step: int) -> PastUpdate | None:
+        """Return the update made right after a step, if it was accepted."""
+        updates = (one for one in self._passed if one.step == step + 1 and one.accepted and one.has_samples)
+        return next(updates, None)
 
-    def lately_made(self) -> list[Passed]:
-        """The updates that were made lately, those included that were refused."""
-        return [one for one in self._passed if one.stop > one.start][-_LATELY:]
+    def recent(self) -> list[PastUpdate]:
+        """Return the latest updates, refused ones included."""
+        return [one for one in self._passed if one.has_samples][-_RECENT_STEPS:]
 
-    def wildest(self) -> tuple[list[Passed], list[Passed]]:
-        """The updates whose gradients are largest, if gradients differ much, and all of them."""
-        known = sorted((one for one in self._passed if one.accepted and one.stop > one.start), key=lambda one: one.norm)
+    def wildest(self) -> tuple[list[PastUpdate], list[PastUpdate]]:
+        """Return the updates with the largest gradients, or none if gradients differ little; and all accepted ones."""
+        known = sorted((one for one in self._passed if one.accepted and one.has_samples), key=lambda one: one.norm)
         if not known or not known[9 * len(known) // 10].norm > WILD * known[len(known) // 10].norm:
             return [], known
         return known[-FEW:], known
 
-    def lately(self) -> tuple[list[float], list[float]]:
-        """Losses and gradient norms of the last accepted updates, and of the one that was not."""
-        lately = [*[one for one in self._passed if one.accepted][-_TREND:], self._passed[-1]]
-        return [one.loss for one in lately], [one.norm for one in lately]
+    def recent_measurements(self) -> tuple[list[float], list[float]]:
+        """Return losses and gradient norms of the last accepted updates, followed by those of the newest update."""
+        recent = [*[one for one in self._passed if one.accepted][-_TREND:], self._passed[-1]]
+        return [one.loss for one in recent], [one.norm for one in recent]
 
     def leap(self) -> Leap | None:
-        """Say how far the rate rose within the last steps: at once, or slowly and beyond the configured one."""
-        known = [one for one in self._passed if one.pace > _NO_RATE]
-        if len(known) <= _FIRST_LEAP:
+        """Find a rise of the learning rate in the recent steps: sudden, or slow and beyond the configured rate."""
+        known = [one for one in self._passed if one.pace > _LEAST_PACE]
+        if len(known) <= _LEAP_AFTER:
             return None
-        newest, highest = known[-1].step, 0.0
+        first_recent, highest = known[-1].step - _RECENT_STEPS + 1, 0.0
         for place, one in enumerate(known):
-            is_lately = newest - one.step < _LATELY and place >= _FIRST_LEAP
-            if is_lately and one.pace >= (_LEAP if one.pace > 1.0 else _WARM_UP) * highest:
+            is_candidate = one.step >= first_recent and place >= _LEAP_AFTER
+            if is_candidate and one.pace >= (_LEAP if one.pace > 1.0 else _WARM_UP_STAGE) * highest:
                 return Leap(one.step, max(other.pace for other in known[place:]) / highest, highest, True)
             highest = max(highest, one.pace)
-        earlier = [one.pace for one in known if newest - one.step >= _LATELY] or [one.pace for one in known[:_EARLIER]]
-        usual = max(earlier)
-        first = next((one.step for one in known if one.pace > usual * _RISES and newest - one.step < _LATELY), None)
-        if first is None or highest < _SLOWLY * usual or highest <= 1.0:  # a warm-up
+        older = [one.pace for one in known if one.step < first_recent]
+        usual = max(older or [one.pace for one in known[:_FIRST_PACES]])
+        first = next((one.step for one in known if one.step >= first_recent and one.pace > usual * _RISE_BEGINS), None)
+        if first is None or highest < _LEAP * usual or highest <= 1.0:  # up to the configured rate it is a warm-up
             return None
         return Leap(first, highest / usual, usual, False)
 
     def trace(self, step: int) -> int:
-        """Digest what was measured after a step: two ways with the same digest were the same to the last digit."""
+        """Return a digest of the measurements after a step; it is equal only if each of them was, to the last bit."""
         cells = [cell for one in self._passed if one.step > step for cell in (one.step, one.loss, one.norm)]
         return crc32(array("d", cells).tobytes())
 
     @property
     def first_loss(self) -> float | None:
-        """The mean of the losses that the run began with, whichever process made them."""
+        """The mean of the run's first accepted losses, earlier processes included."""
         return fmean(one.loss for one in self._first.values()) if self._first else None
 
     @property
     def recent_loss(self) -> float | None:
-        """The median of the last accepted losses, whichever process made them."""
-        accepted = (one.loss for one in reversed(self._passed) if one.accepted)
-        losses = list(islice(accepted, _RECENT))
+        """The median of the last accepted losses, earlier processes included."""
+        losses = list(islice((one.loss for one in reversed(self._passed) if one.accepted), _LAST_LOSSES))
         return median(losses) if losses else None
 
     def copy(self) -> UpdateHistory:
-        """What is remembered now, for another thread to read."""
+        """Return a copy for another thread to read."""
         copied = UpdateHistory()
         copied._passed, copied._first = self._passed.copy(), self._first.copy()
         return copied
 
-    def until(self, step: int) -> list[list[float]]:
-        """The latest ones up to a step, as plain data."""
-        latest = [one for one in self._passed if one.step <= step][-_REMEMBERED:]
+    def state_dict(self, step: int) -> list[list[float]]:
+        """Return the latest updates up to a step as plain data."""
+        latest = [one for one in self._passed if one.step <= step][-_IN_CHECKPOINT:]
         first = [one for one in self._first.values() if one.step <= step and one not in latest]
         return [list(map(float, one)) for one in (*first, *latest)]
 
-    def recall(self, passed: Iterable[Sequence[float]]) -> None:
-        """Remember what an earlier process did."""
+    def load_state_dict(self, state: Iterable[Sequence[float]]) -> None:
         self._passed.clear()
-        for step, start, stop, accepted, *seen in passed:
-            loss, norm, pace = (*map(float, seen), 0.0)[:3]
-            one = Passed(int(step), int(start), int(stop), bool(accepted), loss, norm, pace)
-            self._passed.append(one)
-            if one.accepted and one.step <= _FIRST:
-                self._first[one.step] = one
+        for step, start, stop, accepted, *measured in state:
+            loss, norm, pace = (*map(float, measured), 0.0)[:3]
+            self._append(PastUpdate(int(step), int(start), int(stop), bool(accepted), loss, norm, pace))
