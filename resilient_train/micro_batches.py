@@ -20,7 +20,7 @@ class MicroBatchSizer:
     """Cuts the same samples of an update in another way, when that has to be."""
 
     def __init__(self, recovery: Recovery) -> None:
-        self._recovery, self._place = recovery, recovery.incident_log.place
+        self._recovery, self._place = recovery, recovery.incident_log.run_dir
         self._world, self._samples = recovery.parts.world, recovery.parts.samples
         self._lacking: list[OutOfMemory] = []
 

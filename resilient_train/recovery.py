@@ -69,7 +69,7 @@ class Recovery:
     def measured(self, vitals: Vitals) -> None:
         """Note an update that was attempted, in case it is to blame for something later."""
         self.parts.updates.add(vitals)
-        self.incident_log.measured(vitals)
+        self.incident_log.add_vitals(vitals)
 
     def fetched(self) -> Update:
         """Fetch the samples of the next update. Where the storage fails for good, leave the newest verified state."""
@@ -84,17 +84,21 @@ class Recovery:
 
     def note_data(self, update: Update) -> None:
         """Note, once, what the data set looks like, so that a resume notices when it has changed."""
-        if self.incident_log.directory is not None and self.incident_log.facts.data is None and update.keys:
+        if (
+            self.incident_log.directory is not None
+            and self.incident_log.run_history.data_sample is None
+            and update.keys
+        ):
             rows = [key.row for keys in update.keys for key in keys]
-            self.incident_log.facts.saw_data(sampled(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
+            self.incident_log.run_history.note_data(sampled(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
 
     def healthy(self, *, was_limited: bool) -> None:
         """Note that an update landed without trouble, with a rate that a limit held below what the schedule asks."""
-        facts = self.incident_log.facts
+        history = self.incident_log.run_history
         probation, step = self.parts.checks.rewind_check, self.parts.clock.step
         self.controls.knobs.advance(was_limited=was_limited, may_relax=probation.allows_proof(step))
-        was_held = facts.remedies is not None and facts.remedies.get("reference") is not None
-        self.incident_log.accepted(step, after=self._recovered_after, is_held=probation.is_open)
+        was_held = history.remedies is not None and history.remedies.get("reference") is not None
+        self.incident_log.update_accepted(step, recovered_after=self._recovered_after, loss_is_off=probation.is_open)
         if not probation.is_open:
             if self.parts.ring.keeps_reference:  # on every rank; what was in force only rank 0 knows after a resume
                 self.parts.ring.release_reference()
@@ -120,7 +124,7 @@ class Recovery:
             self.note_saves()
         parts.updater.usual_norm = parts.checks.usual_norm or parts.updater.usual_norm
 
-        history = self.incident_log.of_training
+        history = self.incident_log.training_incidents
         try:
             reference = parts.checks.rewind_check.reference
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
@@ -164,9 +168,9 @@ class Recovery:
             seconds=time.perf_counter() - started,
             trace=controls.trace,
         )
-        phases.lasted()
+        phases.extend_last()
         self._write_in_force()  # first: what was treated has its remedies in force
-        self.incident_log.treated(incident, phases.timed)
+        self.incident_log.record_treatment(incident, phases.timed)
 
     def _hold(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> None:
         """Measure the run against where it stood from now on, and keep that state, where damage has to be undone."""
@@ -186,13 +190,13 @@ class Recovery:
 
     def _give_up(self, incident: Incident, phases: Phases) -> NoReturn:
         """End the run on its newest verified state, and leave that on disk."""
-        self.incident_log.close(incident, phases=phases.timed)
+        self.incident_log.close(incident, phases=phases.timed, ends_run=True)
         earlier = self.incident_log.incidents[:-1]
         path, is_back = self._restore_best(incident.anomaly.since)
         self.parts.checks.rewind_check.end()  # there is nothing left to wait for
         if is_back:
             phases.ended(REWIND)
-            self.incident_log.came_after(incident.id, phases.timed[-1])
+            self.incident_log.add_phase(incident.id, phases.timed[-1])
         if self.parts.world.is_main:  # every rank comes here, and one knows where the state was written
             log.error("%s", farewell(incident, path, earlier))
         raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
@@ -212,7 +216,7 @@ class Recovery:
 
     # Incidents of the process, not of the training: what is done about them is done already.
 
-    def note(self, found: ProcessIncident, *, began: float | None = None, lasts: bool = False) -> int:
+    def note(self, found: ProcessIncident, *, began: float | None = None, ongoing: bool = False) -> int:
         """Write one down; return its number. `began`: when the newest update did, on the monotonic clock."""
         phases = Phases(began if found.signal in _IN_UPDATE else None)
         tick = self.parts.clock.tick
@@ -221,22 +225,22 @@ class Recovery:
         diagnosis = replace(known, advice=found.advice or known.advice, rows=found.rows)
         incident = self.incident_log.open(anomaly, diagnosis, Decision((Action(found.remedy),)))
         incident = replace(incident, rewound_to=found.rewound_to, steps_lost=found.steps_lost)
-        self.incident_log.treated(incident, phases.timed, lasts=lasts)
+        self.incident_log.record_treatment(incident, phases.timed, ongoing=ongoing)
         return incident.id
 
     def note_saves(self) -> None:
         """Write down what became of checkpoints: that they fail is one incident, which lasts until one is saved."""
         for failure in self.keeper.save_events():
             if failure is not None:
-                self._saving_fails = self.note(failure, lasts=True)
+                self._saving_fails = self.note(failure, ongoing=True)
             elif self._saving_fails is not None:
-                self.incident_log.over(self._saving_fails)
+                self.incident_log.clear_ongoing(self._saving_fails)
 
     def end_saving(self) -> None:
         """The run is complete: say what became of an incident in which saving failed, if there is one."""
         self.note_saves()
         if self._saving_fails is not None:
-            self.incident_log.end_lasting(self._saving_fails)
+            self.incident_log.close_ongoing(self._saving_fails)
 
     def note_shrunk(self, step: int, evidence: str, ranks: tuple[int, ...] = (), *, began: float | None = None) -> None:
         """Note that updates are made in smaller micro-batches from now on."""
@@ -290,7 +294,7 @@ class Recovery:
         snapshot = self.parts.ring.last_good(since)
 
         def leave() -> None:
-            self.incident_log.close(incident, Outcome.GAVE_UP, phases.timed)
+            self.incident_log.close(incident, Outcome.GAVE_UP, phases.timed, ends_run=True)
             self.keeper.distrust(since)
             if snapshot is not None:
                 self.keeper.leave_alone(snapshot)
@@ -301,10 +305,10 @@ class Recovery:
 
     def name_guilty_ranks(self, ranks: tuple[int, ...]) -> None:
         """Name the ranks whose weights were changed, now that the others came to the same ones for a second time."""
-        differing = [one for one in self.incident_log.open_ones if one.anomaly.signal is Signal.RANK_MISMATCH]
+        differing = [one for one in self.incident_log.open_incidents if one.anomaly.signal is Signal.RANK_MISMATCH]
         if differing:
             incident = replace(differing[-1], anomaly=replace(differing[-1].anomaly, ranks=ranks))
-            self.incident_log.amend(incident)
+            self.incident_log.update(incident)
             began_on = rank_names(ranks)
             log.info("incident %d began on %s: the others came to the same weights again", incident.id, began_on)
 
@@ -315,7 +319,7 @@ class Recovery:
 
         `is_explained`: it is known why the previous process ended, and no samples are to blame.
         """
-        parts, controls, facts = self.parts, self.controls, self.incident_log.facts
+        parts, controls, history = self.parts, self.controls, self.incident_log.run_history
         plan = parts.world.on_main(
             lambda: self.keeper.resumption.plan(
                 self.incident_log.incidents, self.policy.crashes, is_explained=is_explained
@@ -332,7 +336,7 @@ class Recovery:
         parts.clock.tick = max(parts.clock.tick, plan.tick)
         if plan.skipped is not None:
             controls.skip_samples(*plan.skipped)
-            facts.in_force(controls.in_force())
+            history.note_remedies(controls.in_force())
         for found in plan.found:
             number = self.note(found)
             if found.remedy == "skip" and 0 < len(found.rows) < parts.samples.slicing.samples // 2:
@@ -344,7 +348,7 @@ class Recovery:
     def finish(self) -> None:
         """The run has come to its end: what is open has recovered where the loss is back, or was never off."""
         is_back = self.is_back()
-        self.incident_log.finish(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED)
+        self.incident_log.close_all(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED)
         if is_back and self.parts.checks.rewind_check.is_open:
             self.parts.checks.rewind_check.end()
             self._write_in_force()
@@ -367,7 +371,7 @@ class Recovery:
         reference = checks.rewind_check.reference
         assert reference is not None
         since = checks.not_recovered_since(clock.step)
-        self.incident_log.finish(Outcome.UNRECOVERED)
+        self.incident_log.close_all(Outcome.UNRECOVERED)
         path, is_there = self._restore_best(since)
         checks.rewind_check.end()
         if not is_there:
@@ -376,7 +380,7 @@ class Recovery:
         return GaveUp(f"not recovered: {why}; the run returned to step {clock.step:,}", path)
 
     def _write_in_force(self) -> None:
-        self.incident_log.facts.in_force(self.controls.in_force())
+        self.incident_log.run_history.note_remedies(self.controls.in_force())
 
 
 def _reached(anomaly: Anomaly) -> int:

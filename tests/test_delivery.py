@@ -68,7 +68,7 @@ def met(book: IncidentLog, number: int) -> None:
     anomaly = Anomaly(Signal.NONFINITE_GRAD, 10 * number, 10 * number, 10 * number - 1, "a NaN", landed=False)
     incident = Incident(number, anomaly, Diagnosis(Cause.TRANSIENT, "Watch it."), Decision((Action("skip"),)))
     book.add(incident)
-    book.treated(incident)
+    book.record_treatment(incident)
     book.close(Incident(number, anomaly, incident.diagnosis, incident.decision, outcome=Outcome.RECOVERED))
 
 
@@ -92,7 +92,7 @@ def trained(
     (run_dir / "summary.json").write_text(json.dumps({"status": "completed", "exit_code": 0, "steps": ROWS}))
     box.put(ENDED, status="completed")
     assert box.close(30)
-    book.end()
+    book.close_files()
     return run_dir
 
 

@@ -521,7 +521,7 @@ def test_incidents_are_listed_once_their_outcome_is_known(tmp_path: Path) -> Non
     assert file.read_text() == ""
     for incident in (POISON, SPIKE):
         book.add(incident)
-        book.treated(dataclasses.replace(incident, seconds=0.5))
+        book.record_treatment(dataclasses.replace(incident, seconds=0.5))
         assert file.read_text() == ""
     book.close(dataclasses.replace(SPIKE, outcome=Outcome.RECOVERED))
     book.close(dataclasses.replace(POISON, outcome=Outcome.RECURRED))
@@ -537,7 +537,7 @@ def test_an_open_incident_survives(tmp_path: Path) -> None:
     closed = dataclasses.replace(from_line(as_line(POISON)), outcome=Outcome.RECOVERED)
     before.add(SPIKE)
     before.add(POISON)
-    before.treated(treated)
+    before.record_treatment(treated)
     before.close(closed)
     after = IncidentLog(tmp_path)
     assert after.incidents == [closed, treated]
@@ -570,7 +570,7 @@ def test_a_disk_that_refuses_the_list_gets_it_later(tmp_path: Path, caplog: pyte
         book.close(dataclasses.replace(SPIKE, id=number, outcome=Outcome.RECOVERED))
     assert len(caplog.records) == 1
     file.rmdir()
-    book.end()
+    book.close_files()
     assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == [1, 2]
 
 
@@ -592,13 +592,13 @@ def test_a_drill_is_remembered_through_a_kill(tmp_path: Path) -> None:
         "import os, signal, sys; from pathlib import Path\n"
         "from resilient_train.record.incident_log import IncidentLog\n"
         "book = IncidentLog(Path(sys.argv[1]))\n"
-        "book.facts.fired(3_000_000_000_100, 'crash', 17)\n"
+        "book.run_history.note_drill_fired(3_000_000_000_100, 'crash', 17)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path)]).returncode == -signal.SIGKILL
     book = IncidentLog(tmp_path)
-    assert book.facts.has_fired(3_000_000_000_100)
-    assert not book.facts.has_fired(3)
+    assert book.run_history.has_fired(3_000_000_000_100)
+    assert not book.run_history.has_fired(3)
 
 
 def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -607,9 +607,9 @@ def test_other_ranks_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     book = IncidentLog(None)
     book.add(SPIKE)
     book.close(dataclasses.replace(SPIKE, outcome=Outcome.RECOVERED))
-    book.facts.fired(1, "nan_batch", 3)
-    book.end()
-    assert book.facts.has_fired(1)
+    book.run_history.note_drill_fired(1, "nan_batch", 3)
+    book.close_files()
+    assert book.run_history.has_fired(1)
     assert [incident.outcome for incident in book.incidents] == [Outcome.RECOVERED]
     assert not list(tmp_path.iterdir())
 
@@ -633,9 +633,9 @@ def test_the_parts_of_a_treatment_are_read_back_with_their_times(tmp_path: Path)
     book.add(SPIKE)
     (chapter,) = story(tmp_path)
     assert (chapter.incident.id, chapter.treated_ms, chapter.phases) == (3, None, ())
-    book.treated(SPIKE, TIMES)
+    book.record_treatment(SPIKE, TIMES)
     for _ in range(3):
-        book.continued()
+        book.update_accepted(0, recovered_after=50, loss_is_off=False)
     (chapter,) = story(tmp_path)
     *phases, resume = chapter.phases
     assert phases == [Phase(*one) for one in TIMES]
@@ -652,11 +652,11 @@ def test_what_is_known_later_takes_no_times_away(tmp_path: Path) -> None:
     """The ranks that it began on, named after the run has gone on: no second treatment, no second resume."""
     book = IncidentLog(tmp_path)
     book.add(SPIKE)
-    book.treated(SPIKE, TIMES)
-    book.continued()
+    book.record_treatment(SPIKE, TIMES)
+    book.update_accepted(0, recovered_after=50, loss_is_off=False)
     (before,) = story(tmp_path)
-    book.amend(dataclasses.replace(SPIKE, anomaly=dataclasses.replace(SPIKE.anomaly, ranks=(2,))))
-    book.continued()
+    book.update(dataclasses.replace(SPIKE, anomaly=dataclasses.replace(SPIKE.anomaly, ranks=(2,))))
+    book.update_accepted(0, recovered_after=50, loss_is_off=False)
     (after,) = story(tmp_path)
     assert after.incident.anomaly.ranks == (2,)
     assert (after.phases, after.treated_ms) == (before.phases, before.treated_ms)
@@ -665,17 +665,17 @@ def test_what_is_known_later_takes_no_times_away(tmp_path: Path) -> None:
 def test_the_next_process_knows_what_has_not_gone_on(tmp_path: Path) -> None:
     """Of two that were treated one went on, one is closed, one never stood still: one resume is left to be told."""
     before = IncidentLog(tmp_path)
-    before.treated(SPIKE, TIMES)
-    before.continued()
+    before.record_treatment(SPIKE, TIMES)
+    before.update_accepted(0, recovered_after=50, loss_is_off=False)
     full = dataclasses.replace(SPIKE, id=4, anomaly=dataclasses.replace(SPIKE.anomaly, signal=Signal.DISK_FULL))
     crash = dataclasses.replace(SPIKE, id=6)
-    before.treated(full)
-    before.treated(dataclasses.replace(SPIKE, id=5))
+    before.record_treatment(full)
+    before.record_treatment(dataclasses.replace(SPIKE, id=5))
     before.close(dataclasses.replace(SPIKE, id=5, outcome=Outcome.RECURRED))
-    before.treated(crash)
+    before.record_treatment(crash)
     after = IncidentLog(tmp_path)
-    after.continued()
-    IncidentLog(tmp_path).continued()
+    after.update_accepted(0, recovered_after=50, loss_is_off=False)
+    IncidentLog(tmp_path).update_accepted(0, recovered_after=50, loss_is_off=False)
     names = [name for name, _, _ in TIMES]
     assert parts(tmp_path) == [[*names, "resume"], [], [], ["resume"]]
 
@@ -684,9 +684,9 @@ def test_a_closing_may_tell_the_parts_and_more_may_come_after_it(tmp_path: Path)
     """A run that gives up leaves its last good state behind when that is written down already."""
     book = IncidentLog(tmp_path)
     book.add(SPIKE)
-    book.close(SPIKE, Outcome.GAVE_UP, TIMES[:2])
-    book.came_after(SPIKE.id, TIMES[2])
-    book.continued()
+    book.close(SPIKE, Outcome.GAVE_UP, TIMES[:2], ends_run=True)
+    book.add_phase(SPIKE.id, TIMES[2])
+    book.update_accepted(0, recovered_after=50, loss_is_off=False)
     (chapter,) = story(tmp_path)
     assert chapter.phases == tuple(Phase(*one) for one in TIMES)
     assert (chapter.treated_ms, chapter.closed_ms is None) == (None, False)
@@ -708,7 +708,7 @@ def test_times_that_are_none_are_left_out(tmp_path: Path, phases: Any) -> None:
     for strange in ([3], "3", 4, None):
         journal.write("incident_phase", number=strange, phase=TIMES[0])
     assert parts(tmp_path) == [[]]
-    IncidentLog(tmp_path).came_after(SPIKE.id, TIMES[0])
+    IncidentLog(tmp_path).add_phase(SPIKE.id, TIMES[0])
     assert parts(tmp_path) == [["detect"]]
 
 

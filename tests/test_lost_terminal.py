@@ -92,9 +92,9 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "config.yaml").write_text("run: {steps: 300}\n")
     for number in range(1, 301):
         book.add(incident(number, None))
-        book.treated(incident(number, None))
+        book.record_treatment(incident(number, None))
         book.close(incident(number))
-    book.end()
+    book.close_files()
     (place / "summary.json").write_text('{"status": "completed", "exit_code": 0, "steps": 300}')
     return place
 

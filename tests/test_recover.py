@@ -675,7 +675,7 @@ def trained(policy: Policy, fault: Fault, steps: int = 600, most_ticks: int = 6_
             run.step, run.position = run.step + 1, run.position + 1
         if anomaly is None:
             run.knobs.advance()
-            history.accepted(run.step, after=50, is_held=False)
+            history.update_accepted(run.step, recovered_after=50, loss_is_off=False)
             continue
         run.anomaly, run.rewound_to = anomaly, None
         decision = decide(policy, anomaly, by_signal(anomaly), history.incidents, run.tick, ALL_APPLICABLE)
@@ -686,8 +686,8 @@ def trained(policy: Policy, fault: Fault, steps: int = 600, most_ticks: int = 6_
             run.knobs.trouble()
         for action in decision.actions:
             remedy(action).apply(run)
-        history.treated(dataclasses.replace(incident, rewound_to=run.rewound_to))
-    history.finish(Outcome.RECOVERED)
+        history.record_treatment(dataclasses.replace(incident, rewound_to=run.rewound_to))
+    history.close_all(Outcome.RECOVERED)
     return run, history
 
 
@@ -1100,17 +1100,14 @@ def closed(incidents: Iterable[Incident]) -> list[tuple[int, str | None]]:
 
 def closed_by(history: IncidentLog, change: Callable[[], object]) -> list[tuple[int, str | None]]:
     """What a change has closed of what was open before it."""
-    before = {one.id for one in history.open_ones}
+    before = {one.id for one in history.open_incidents}
     change()
     return closed(one for one in history.incidents if one.id in before and one.outcome is not None)
 
 
-def accept(history: IncidentLog, *steps: int, is_held: bool = False) -> list[tuple[int, str | None]]:
-    return [
-        one
-        for step in steps
-        for one in closed_by(history, functools.partial(history.accepted, step, after=50, is_held=is_held))
-    ]
+def accept(history: IncidentLog, *steps: int, loss_is_off: bool = False) -> list[tuple[int, str | None]]:
+    accepted = functools.partial(history.update_accepted, recovered_after=50, loss_is_off=loss_is_off)
+    return [one for step in steps for one in closed_by(history, functools.partial(accepted, step))]
 
 
 def test_an_incident_recovers_when_the_run_is_far_enough_beyond_it() -> None:
@@ -1156,8 +1153,8 @@ def test_a_healthy_finish_closes_what_is_open() -> None:
     history = IncidentLog(None)
     history.open(refused(1), DATA, SKIPPED)
     accept(history, 1, 2, 3)
-    assert closed_by(history, lambda: history.finish(Outcome.RECOVERED)) == [(1, "recovered")]
-    assert closed_by(history, lambda: history.finish(Outcome.RECOVERED)) == []
+    assert closed_by(history, lambda: history.close_all(Outcome.RECOVERED)) == [(1, "recovered")]
+    assert closed_by(history, lambda: history.close_all(Outcome.RECOVERED)) == []
 
 
 def test_giving_up_closes_everything() -> None:
@@ -1168,7 +1165,7 @@ def test_giving_up_closes_everything() -> None:
     others = closed_by(history, lambda: history.open(refused(3), DATA, ENDED))
     assert others == [(1, "recurred"), (2, "gave_up")]
     assert closed(history.incidents) == [(1, "recurred"), (2, "gave_up"), (3, "gave_up")]
-    assert closed_by(history, lambda: history.finish(Outcome.RECOVERED)) == []
+    assert closed_by(history, lambda: history.close_all(Outcome.RECOVERED)) == []
 
 
 def test_a_history_goes_on_in_the_next_process() -> None:
@@ -1179,7 +1176,7 @@ def test_a_history_goes_on_in_the_next_process() -> None:
     first = IncidentLog(None)
     opened = first.open(refused(1), DATA, SKIPPED)
     treated = dataclasses.replace(opened, rewound_to=0, steps_lost=1)
-    first.treated(treated)
+    first.record_treatment(treated)
     assert first.incidents == [treated]
     second = IncidentLog(None)
     second.adopt([opened, treated])

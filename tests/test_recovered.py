@@ -24,8 +24,8 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.app.status import status_of
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.errors import GaveUp
-from resilient_train.record.facts import Facts
 from resilient_train.record.incident_log import IncidentLog
+from resilient_train.record.run_history import RunHistory
 
 NEVER = 10**9
 BLOBS, WIDTH, CLASSES = 768, 12, 4
@@ -402,7 +402,7 @@ def test_what_differs_in_evaluation_mode_is_told(caplog: pytest.LogCaptureFixtur
 # --------------------------------------------------------------------------------------------- ranks, and restarts
 
 
-WRITES: dict[str, type] = {"open": IncidentLog, "treated": IncidentLog, "in_force": Facts}
+WRITES: dict[str, type] = {"open": IncidentLog, "record_treatment": IncidentLog, "note_remedies": RunHistory}
 
 
 def hot_loop(run_dir: Path, dies: str = "", tick: int = NEVER) -> dict[str, Any]:

@@ -454,25 +454,25 @@ def test_what_an_incident_comes_to(
     """What left damage recovers only where the loss is back; everything else as soon as the run is beyond it."""
     history = IncidentLog(None)
     incident = history.open(anomaly, Diagnosis(cause, ""), Decision((Action("skip"),)))
-    history.treated(dataclasses.replace(incident, rewound_to=rewound_to))
+    history.record_treatment(dataclasses.replace(incident, rewound_to=rewound_to))
     assert history.incidents[0].left_damage == damage
     good = Outcome.RECOVERED if is_back or not damage else None
     if ends == "far beyond it":
         reached = 100 if anomaly.landed else 99
-        history.accepted(reached + 49, after=50, is_held=not is_back)
+        history.update_accepted(reached + 49, recovered_after=50, loss_is_off=not is_back)
         assert history.incidents[0].outcome is None
-        history.accepted(reached + 50, after=50, is_held=not is_back)
+        history.update_accepted(reached + 50, recovered_after=50, loss_is_off=not is_back)
         assert history.incidents[0].outcome is good
-        assert [one.id for one in history.open_ones] == ([] if good else [1])
+        assert [one.id for one in history.open_incidents] == ([] if good else [1])
     elif ends == "at once":
-        history.finish(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED)
+        history.close_all(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED)
         assert history.incidents[0].outcome is (good or Outcome.UNRECOVERED)
     else:
         other = Diagnosis(Cause.OVERFLOW, "")
         history.open(refused(120), other, Decision(gave_up="enough"), is_off=not is_back)
         assert history.incidents[0].outcome is (Outcome.UNRECOVERED if damage and not is_back else Outcome.GAVE_UP)
         assert history.incidents[1].outcome is Outcome.GAVE_UP
-        assert history.open_ones == []
+        assert history.open_incidents == []
 
 
 @pytest.mark.parametrize(
@@ -495,9 +495,9 @@ def test_an_incident_waits_until_the_loss_is_back() -> None:
     history = IncidentLog(None)
     history.open(landed(100), Diagnosis(Cause.EXPLOSION, ""), Decision((Action("rewind"),)))
     for step in range(80, 500):
-        history.accepted(step, after=50, is_held=True)
+        history.update_accepted(step, recovered_after=50, loss_is_off=True)
     assert history.incidents[0].outcome is None
-    history.accepted(500, after=50, is_held=False)
+    history.update_accepted(500, recovered_after=50, loss_is_off=False)
     assert history.incidents[0].outcome is Outcome.RECOVERED
 
 

@@ -31,7 +31,7 @@ from resilient_train.app import checkpoints, status, sync
 from resilient_train.app import incidents as shown
 from resilient_train.checkpoint.manifest import DEMOTED
 from resilient_train.checkpoint.store import Store
-from resilient_train.record import drills
+from resilient_train.record import run_history
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.outbox import BEGAN, OUTBOX, Outbox
 from resilient_train.tracking.report import report
@@ -243,7 +243,7 @@ def test_what_a_drill_has_made(
 ) -> None:
     """What it struck, what its damage led to until that is over, and nothing else."""
     met = [Incident(1, one, UNKNOWN, Decision(), drill="bit_flip", outcome=outcome) for one, outcome in before]
-    assert drills.made_by(drills.strikes([struck]), anomaly, diagnosis, met) == made
+    assert run_history.drill_behind(run_history.fired_drills([struck]), anomaly, diagnosis, met) == made
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_a_report_of_many_incidents_is_not_made_again_for_each(here: Path) -> No
     def meet(number: int) -> None:
         one = Incident(number, replace(AT, step=number, tick=number), UNKNOWN, Decision())
         book.add(one)
-        book.treated(one)
+        book.record_treatment(one)
         book.close(replace(one, outcome=Outcome.RECOVERED))
 
     for number in range(1, 22):
@@ -343,4 +343,4 @@ def test_a_report_of_many_incidents_is_not_made_again_for_each(here: Path) -> No
     courier.conclude()
     assert "## 22. Step 22" in file.read_text()
     courier.leave()
-    book.end()
+    book.close_files()

@@ -38,7 +38,7 @@ def incident(number: int, tick: int) -> Incident:
 
 def fed(surroundings: Surroundings, ticks: Iterable[int]) -> None:
     for tick in ticks:
-        surroundings.heard(vitals(tick))
+        surroundings.add(vitals(tick))
 
 
 def ticks(run_dir: Path, number: int) -> list[int]:
@@ -55,10 +55,10 @@ def recovered(one: Incident) -> Incident:
 def test_a_person_can_read_the_table(tmp_path: Path) -> None:
     """A name for each column, a row for each attempt, and why one of them was refused."""
     surroundings = Surroundings(tmp_path)
-    surroundings.heard(vitals(1))
-    surroundings.heard(vitals(2, 1, Signal.NONFINITE_LOSS))
-    surroundings.heard(vitals(3, 1)._replace(accepted=False, overflowed=True, loss=1.5, grad_norm=math.inf))
-    surroundings.treated(incident(3, 3))
+    surroundings.add(vitals(1))
+    surroundings.add(vitals(2, 1, Signal.NONFINITE_LOSS))
+    surroundings.add(vitals(3, 1)._replace(accepted=False, overflowed=True, loss=1.5, grad_norm=math.inf))
+    surroundings.begin(incident(3, 3))
     assert (tmp_path / "incidents" / "0003.csv").read_text() == (
         "tick,step,loss,grad_norm,lr,accepted,refused\n"
         "1,1,1,0.25,0.001,1,\n"
@@ -74,28 +74,28 @@ def test_a_hundred_updates_before_and_after_are_in_it(tmp_path: Path) -> None:
     """Those before at once, those after when there are a hundred of them; the memory of the rest is let go."""
     surroundings = Surroundings(tmp_path)
     fed(surroundings, range(1, 1001))
-    surroundings.treated(incident(1, 1000))
+    surroundings.begin(incident(1, 1000))
     assert ticks(tmp_path, 1) == [*range(1000 - BEFORE, 1001)]
     fed(surroundings, range(1001, 1000 + AFTER))
     assert ticks(tmp_path, 1) == [*range(1000 - BEFORE, 1001)]
     fed(surroundings, range(1000 + AFTER, 3000))
     assert ticks(tmp_path, 1) == [*range(1000 - BEFORE, 1001 + AFTER)]
-    assert len(surroundings._lately) == BEFORE + 1 + AFTER
+    assert len(surroundings._points) == BEFORE + 1 + AFTER
 
 
 @pytest.mark.parametrize(
     "ends",
     [
-        pytest.param(lambda one: one.closed(recovered(incident(1, 50))), id="its outcome is known"),
-        pytest.param(lambda one: one.close(), id="the run ends"),
-        pytest.param(lambda one: one.treated(incident(2, 70)), id="another incident"),
+        pytest.param(lambda one: one.end(recovered(incident(1, 50))), id="its outcome is known"),
+        pytest.param(lambda one: one.write_last(), id="the run ends"),
+        pytest.param(lambda one: one.begin(incident(2, 70)), id="another incident"),
     ],
 )
 def test_what_followed_is_written_when_no_more_will_come(tmp_path: Path, ends: Callable[[Surroundings], None]) -> None:
     """Whatever comes first; and from then on the table stays as it is."""
     surroundings = Surroundings(tmp_path)
     fed(surroundings, range(1, 51))
-    surroundings.treated(incident(1, 50))
+    surroundings.begin(incident(1, 50))
     fed(surroundings, range(51, 71))
     assert ticks(tmp_path, 1) == [*range(1, 51)]
     ends(surroundings)
@@ -108,9 +108,9 @@ def test_the_outcome_of_an_older_incident_ends_nothing(tmp_path: Path) -> None:
     """What is still to come belongs to the newest one."""
     surroundings = Surroundings(tmp_path)
     fed(surroundings, range(1, 51))
-    surroundings.treated(incident(1, 50))
-    surroundings.treated(incident(2, 50))
-    surroundings.closed(recovered(incident(1, 50)))
+    surroundings.begin(incident(1, 50))
+    surroundings.begin(incident(2, 50))
+    surroundings.end(recovered(incident(1, 50)))
     fed(surroundings, range(51, 200))
     assert ticks(tmp_path, 2) == [*range(1, 51 + AFTER)]
 
@@ -119,9 +119,9 @@ def test_a_resumed_run_goes_on_with_the_table(tmp_path: Path) -> None:
     """The process before has left it in the middle; what nobody wrote down is lacking, and nothing is there twice."""
     before = Surroundings(tmp_path)
     fed(before, range(1, 51))
-    before.treated(incident(1, 50))
+    before.begin(incident(1, 50))
     fed(before, range(51, 61))
-    before.close()
+    before.write_last()
     (tmp_path / "incidents" / ".0001.csv.resilient-tmp").write_text("of a kill")
     after = Surroundings(tmp_path, [incident(1, 50)])
     fed(after, range(65, 200))
@@ -133,27 +133,27 @@ def test_a_table_of_a_closed_incident_is_not_gone_on_with(tmp_path: Path) -> Non
     """But what it holds lies before the next incident, too."""
     before = Surroundings(tmp_path)
     fed(before, range(1, 51))
-    before.treated(incident(1, 50))
+    before.begin(incident(1, 50))
     after = Surroundings(tmp_path, [recovered(incident(1, 50))])
     fed(after, range(51, 56))
     assert ticks(tmp_path, 1) == [*range(1, 51)]
-    after.treated(incident(2, 55))
+    after.begin(incident(2, 55))
     assert ticks(tmp_path, 2) == [*range(1, 56)]
 
 
 def test_nothing_is_written_where_nothing_was_measured(tmp_path: Path) -> None:
     """An incident before the first update has no table until something follows it; other ranks have none at all."""
     surroundings = Surroundings(tmp_path)
-    surroundings.treated(incident(1, 0))
+    surroundings.begin(incident(1, 0))
     assert around(tmp_path, 1) == ()
     assert list(tmp_path.iterdir()) == []
     fed(surroundings, [1, 2])
-    surroundings.close()
+    surroundings.write_last()
     assert ticks(tmp_path, 1) == [1, 2]
     elsewhere = Surroundings(None)
     fed(elsewhere, range(1, 300))
-    elsewhere.treated(incident(1, 250))
-    elsewhere.close()
+    elsewhere.begin(incident(1, 250))
+    elsewhere.write_last()
 
 
 def test_a_disk_that_does_not_take_it_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -162,11 +162,11 @@ def test_a_disk_that_does_not_take_it_is_told_once(tmp_path: Path, caplog: pytes
     surroundings = Surroundings(tmp_path)
     fed(surroundings, range(1, 51))
     for number in (1, 2, 3):
-        surroundings.treated(incident(number, 50))
+        surroundings.begin(incident(number, 50))
     assert len(caplog.messages) == 1
     assert "incident 1" in caplog.messages[0]
     (tmp_path / "incidents").unlink()
-    surroundings.close()
+    surroundings.write_last()
     assert ticks(tmp_path, 3) == [*range(1, 51)]
 
 
@@ -176,7 +176,7 @@ def test_of_a_damaged_table_what_can_be_read_is_read(tmp_path: Path, data: st.Da
     """Whatever happened to some of its bytes, wherever it was cut: rows in order, at most three of them lost."""
     surroundings = Surroundings(tmp_path)
     fed(surroundings, range(1, 51))
-    surroundings.treated(incident(1, 50))
+    surroundings.begin(incident(1, 50))
     file = tmp_path / "incidents" / "0001.csv"
     whole, content = around(tmp_path, 1), bytearray(file.read_bytes())
     if data.draw(st.booleans()):
@@ -212,7 +212,7 @@ def test_parts_follow_one_another() -> None:
     for name in ("diagnose", "remedy", "remedy", "rewind"):
         phases.ended(name)
     time.sleep(0.01)
-    phases.lasted()
+    phases.extend_last()
     names, begins, ends = zip(*phases.timed, strict=True)
     assert names == ("detect", "diagnose", "remedy", "rewind")
     assert begins[1:] == ends[:-1]

@@ -92,13 +92,13 @@ def write(
     run_dir.mkdir(exist_ok=True)
     (run_dir / "config.yaml").write_text(config)
     book = IncidentLog(run_dir)
-    book.facts.began(1, 32)
+    book.run_history.note_update_size(1, 32)
     for one in met:
         book.add(dataclasses.replace(one, outcome=None))
-        book.treated(dataclasses.replace(one, outcome=None))
+        book.record_treatment(dataclasses.replace(one, outcome=None))
         if one.outcome is not None:
             book.close(one)
-    book.end()
+    book.close_files()
     if summary is not None:
         whole = {"status": "completed", "exit_code": 0, "steps": 300, "ticks": 330, "seconds": 42.0, **summary}
         (run_dir / "summary.json").write_text(json.dumps(whole))
@@ -232,10 +232,10 @@ def test_a_line_that_may_have_changed_is_not_shown(met: Path, capsys: Said) -> N
     incidents.main([str(met)])
     assert "x.sqrt()" not in capsys.readouterr().out
     book = IncidentLog(met)
-    book.facts.in_force(
+    book.run_history.note_remedies(
         {"armor": [{"file": str(source), "line": 2, "op": "sqrt", "text": "return x.sqrt()"}, "nonsense"]}
     )
-    book.end()
+    book.close_files()
     incidents.main([str(met)])
     assert "           return x.sqrt()\n" in capsys.readouterr().out
 
@@ -369,7 +369,7 @@ def test_following_shows_each_incident_once_and_ends_with_the_run(tmp_path: Path
     following.until("All is well so far", "no incidents")
     book.add(one)
     following.until("incident 1: the loss jumped (loss_spike) at step 40; being treated\n")
-    book.treated(one)
+    book.record_treatment(one)
     following.until("  cure     rewound to step 33")
     book.close(dataclasses.replace(one, outcome=Outcome.RECOVERED))
     following.until("\nincident 1: recovered\n")
@@ -506,8 +506,8 @@ def test_whoever_reviews_a_run_with_a_drill_reads_that_it_was_on_purpose(tmp_pat
     met = write(tmp_path / "run", first, second, summary={})
     book = IncidentLog(met)
     for number, name, tick in ((0, "bad_row", 0), (50, "nan_grad", 50), (70, "nan_grad", 70)):
-        book.facts.fired(number, name, tick)
-    book.end()
+        book.run_history.note_drill_fired(number, name, tick)
+    book.close_files()
     sentence = "This run has a drill: faults on purpose (bad_row, nan_grad 2 times)."
     assert incidents.main([str(met)]) == 0
     said = capsys.readouterr().out

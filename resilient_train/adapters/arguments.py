@@ -269,15 +269,16 @@ def same_data(samples: Samples, incidents: IncidentLog, world: World, given: str
 
     def changed() -> str:
         dataset = samples.dataset  # type: ignore[attr-defined]
-        how = change(incidents.facts.data, dataset) if incidents.facts.data is not None else ""
-        if how and incidents.facts.has_saved and given == "refuse":
+        sample = incidents.run_history.data_sample
+        how = change(sample, dataset) if sample is not None else ""
+        if how and incidents.run_history.has_saved and given == "refuse":
             why = f"{how}: give the run its own data, or begin another run; {key}=accept resumes with the data as it is"
             raise unusable("data", f"the data set changed since the run began: {why}")
         return how
 
     if how := world.on_main(changed):
         log.warning("data: the data set changed since the run began, and is taken as it is: %s", how)
-        incidents.facts.data = None  # it is sampled again
+        incidents.run_history.data_sample = None  # it is sampled again
     return bool(how)
 
 

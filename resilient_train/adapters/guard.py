@@ -171,7 +171,7 @@ class Guard(guard.EngineGuard):
             beat=beat,
         )
         place = Place(incidents) if incidents else arguments.place(run_dir, world, bool(resume), tracking)
-        incidents = place.incidents
+        incidents = place.incident_log
         key, data_key = ("quarantine", "data_changed") if is_own else ("data.quarantine", "run.data_changed")
         try:
             differs = arguments.same_data(samples, incidents, world, data_changed, key=data_key)
@@ -185,7 +185,7 @@ class Guard(guard.EngineGuard):
                 place.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
             raise
         how = resume if isinstance(resume, Resume) else Resume()
-        keeper = CheckpointKeeper(disk, parts, incidents.directory, incidents.facts, how)
+        keeper = CheckpointKeeper(disk, parts, incidents.directory, incidents.run_history, how)
         controls = Controls(parts, policy, quarantined, keeper)
         treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=max(verify_after, 50))
         self.reporter = RunReporter(clock, incidents, parts.updates, place, keeper.progress)

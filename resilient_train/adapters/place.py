@@ -24,7 +24,7 @@ _DRAIN_S = 30.0  # that the end of a loop waits for MLflow at most
 class Place:
     """What a guard keeps of it."""
 
-    incidents: IncidentLog
+    incident_log: IncidentLog
     directory: Path | None = None  # null where nothing is written down, on any rank
     lock: DirectoryLock | None = None  # of rank 0
     tracking: TrackingConfig | None = None
@@ -50,8 +50,8 @@ def place(run_dir: str | Path | None, world: World, goes_on: bool = False, track
     path = world.on_main(lambda: claimed(Path(run_dir).absolute(), locks))
     if path != Path(run_dir).absolute():
         log.info("%s holds another run: this one writes to %s", run_dir, path)
-    incidents = IncidentLog(path if world.is_main else None, place=path)
-    return Place(incidents, path, next(iter(locks), None), asked, goes_on, world.rank)
+    incident_log = IncidentLog(path if world.is_main else None, run_dir=path)
+    return Place(incident_log, path, next(iter(locks), None), asked, goes_on, world.rank)
 
 
 def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:

@@ -99,7 +99,7 @@ class RunReporter:
     """Reports a run. It holds nothing of the guard, which may be collected while the process lives on."""
 
     clock: Clock
-    incidents: IncidentLog
+    incident_log: IncidentLog
     updates: UpdateHistory
     place: Place  # with a lock only on rank 0 of a loop that the caller wrote
     progress: Progress
@@ -146,7 +146,7 @@ class RunReporter:
         if seconds := self.times.lap(self.clock.tick):
             values |= {"step_ms": 1e3 * seconds, "samples_per_second": samples / seconds}
         values |= {f"knobs/{name}": value for name, value in knobs.items()}
-        return Report(newest, metrics, values | {"incidents_total": len(self.incidents.incidents)})
+        return Report(newest, metrics, values | {"incidents_total": len(self.incident_log.incidents)})
 
     def show(self, report: Report | None) -> None:
         """Upload the numbers of an update of the caller's loop, or note its time alone."""
@@ -177,9 +177,9 @@ class RunReporter:
             steps_lost=self.clock.tick - self.clock.step,
             final_loss=self.updates.recent_loss,
             first_loss=self.updates.first_loss,
-            verdict=verdict_of(status, self.incidents.incidents, self.clock.step, losses),
+            verdict=verdict_of(status, self.incident_log.incidents, self.clock.step, losses),
             eval=None if self.evaluated is None else dict(self.evaluated),
-            incidents=self.incidents.tally(),
+            incidents=self.incident_log.tally(),
             seconds=round(seconds, 3),
             step_ms=self.times.step_ms,
             weights_sha256=digests[0] if digests else None,

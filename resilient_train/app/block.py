@@ -11,8 +11,8 @@ from typing import Any
 
 from resilient_train.app.page import Page, Words
 from resilient_train.files import read_plain
-from resilient_train.record.facts import IN_FORCE
 from resilient_train.record.journal import Entry
+from resilient_train.record.run_history import REMEDIES
 from resilient_train.tracking.review import began_ms
 from resilient_train.tracking.story import Chapter
 from resilient_train.types import Culprit, Outcome
@@ -131,7 +131,7 @@ def _source(culprit: Culprit, chapter: Chapter, entries: Sequence[Entry]) -> str
 def _patches(entries: Sequence[Entry]) -> list[Mapping[str, Any]]:
     """What wears armor, as it was last written down."""
     for entry in reversed(entries):
-        remedies = entry.get("remedies") if entry["kind"] == IN_FORCE else None
+        remedies = entry.get("remedies") if entry["kind"] == REMEDIES else None
         if isinstance(remedies, Mapping) and isinstance(patches := remedies.get("armor"), list):
             return [patch for patch in patches if isinstance(patch, Mapping)]
     return []

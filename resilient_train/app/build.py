@@ -204,8 +204,9 @@ def _spread(model: nn.Module, config: Config, world: World) -> str:
 
 
 def _drill(config: Config, incidents: IncidentLog) -> Drill | None:
-    faults, facts = parse(config.drill, steps=config.run.steps), incidents.facts
-    return Drill(faults, has_fired=facts.has_fired, fired=facts.fired, about=facts.about_drill) if faults else None
+    faults, history = parse(config.drill, steps=config.run.steps), incidents.run_history
+    fired, details = history.note_drill_fired, history.note_drill_details
+    return Drill(faults, has_fired=history.has_fired, fired=fired, about=details) if faults else None
 
 
 def _objective(node: dict[str, Any], device: torch.device) -> Any:

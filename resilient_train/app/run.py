@@ -125,7 +125,7 @@ class _Session:
         self.composed, self.world, self.directory, self.terminal = composed, world, directory, terminal
         self.config, self.started = composed.config, time.monotonic()
         self.tracker: Tracker = NullTracker()
-        self.incidents = IncidentLog(None)
+        self.incident_log = IncidentLog(None)
         self.run: Run | None = None
         self.has_begun = not directory.resumes
         self.resumed_from: int | None = None  # step of the previous process
@@ -137,14 +137,14 @@ class _Session:
             self.tracker = tracking.build(self.config.tracking, directory.path, _HOME.absolute())
         log.info("resilient_train %s in %s", __version__, directory.path)
         log.info("%s", self.world)
-        self.incidents = IncidentLog(directory.path if self.world.is_main else None, place=directory.path)
+        self.incident_log = IncidentLog(directory.path if self.world.is_main else None, run_dir=directory.path)
         source = None if settings.resume in ("auto", "never") else Path(settings.resume)
         resume = Resume(
             *(source, composed.digest, tuple(directory.changes)),
             mlflow=lambda: self.tracker.run.run_id if self.tracker.run else None,
         )
         with self._watchdog(requests) as watchdog:
-            self.run = run = assemble(self.config, self.world, self.incidents, resume, requests.asked, watchdog.beat)
+            self.run = run = assemble(self.config, self.world, self.incident_log, resume, requests.asked, watchdog.beat)
             log.info("%s", run)
             if self.world.is_main:
                 weights.describe(run.bare_model, directory.path)
@@ -198,7 +198,7 @@ class _Session:
             endings.note_failure(directory.path, self.world.rank, short_message(error), in_training=self.has_begun)
         if run is not None and self.has_begun:  # else the record is still of the previous process
             run.guard.ended(was_killed=was_lost)
-        self.incidents.end()
+        self.incident_log.close_files()
         summary = self._summary(*status_of(error))
         if summary.weights_sha256 is not None:  # each rank's own, in its own log
             log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)

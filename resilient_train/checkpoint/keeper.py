@@ -23,8 +23,8 @@ from resilient_train.checkpoint.weights import Best
 from resilient_train.checkpoint.writer import DiskConfig, Job, Outcome, Writer
 from resilient_train.errors import in_one_line, unusable
 from resilient_train.files import Written, at_disk
-from resilient_train.record.facts import Facts
 from resilient_train.record.progress import Progress
+from resilient_train.record.run_history import RunHistory
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
 from resilient_train.state.run_state import Stateful
@@ -37,9 +37,11 @@ _FOR_OTHERS_S = 5.0
 class CheckpointKeeper:
     """Offers verified snapshots to the writer, leaves the state of a run that is stopped, and finds it again."""
 
-    def __init__(self, config: DiskConfig, parts: RunParts, directory: Path | None, facts: Facts, how: Resume) -> None:
+    def __init__(
+        self, config: DiskConfig, parts: RunParts, directory: Path | None, history: RunHistory, how: Resume
+    ) -> None:
         """`directory` is None on ranks that write nothing, and where nothing is written."""
-        self._config, self._parts, self._facts, self._how = config, parts, facts, how
+        self._config, self._parts, self._run_history, self._how = config, parts, history, how
         self.progress = Progress(directory)
         self._store = Store(directory) if directory is not None else None
         self._best = Best(directory) if directory is not None else None
@@ -56,7 +58,7 @@ class CheckpointKeeper:
         self._label = parts.world.on_main(lambda: uuid4().hex[:12]) if self._is_sharded else ""
         self._given_up = threading.Event()  # of ranks that write along, perhaps because they have died
         self._offered = 0  # checkpoints that were written together
-        self.resumption = Resumption(parts, facts, self.progress, self._store, directory, how)
+        self.resumption = Resumption(parts, history, self.progress, self._store, directory, how)
         self.samples = 0  # of an update, if the run began with another number of processes
         self._last_saved = 0  # the newest step that is on disk for good, on the way that the run is on
         self._highest_saved = 0  # that was written, on any
@@ -65,8 +67,8 @@ class CheckpointKeeper:
         self.is_verified = True  # the state that the run was resumed at
         self._is_failing = False
         self._save_events: list[ProcessIncident | None] = []
-        if directory is not None and facts.began_with is None:  # now: times are counted from here
-            facts.began(parts.world.size, parts.samples.slicing.samples)
+        if directory is not None and history.began_with is None:  # now: times are counted from here
+            history.note_update_size(parts.world.size, parts.samples.slicing.samples)
 
     def save_events(self) -> list[ProcessIncident | None]:
         """What is new of saving, oldest first: that it began to fail, or None where it works again."""
@@ -376,7 +378,7 @@ class CheckpointKeeper:
             memory["passed"] = updates.state_dict(step)
             exported = {} if self._is_sharded else self._exported(parts_of_state)
             entry = store.write(describe, parts_of_state, exported, memory, together)
-            self._facts.saved(step, tick)
+            self._run_history.note_checkpoint(step, tick)
             return entry
 
         return Job(step, tick, write, done)
@@ -392,7 +394,7 @@ class CheckpointKeeper:
 
         def mark() -> Entry:
             marked = store.mark(entry, VERIFIED)
-            self._facts.saved(step, tick)
+            self._run_history.note_checkpoint(step, tick)
             return marked
 
         writer.offer(Job(step, tick, mark))

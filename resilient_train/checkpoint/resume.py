@@ -12,9 +12,9 @@ from resilient_train.checkpoint.manifest import Damaged, Manifest
 from resilient_train.checkpoint.store import Entry, Saved, Store
 from resilient_train.errors import ConfigError, TrainError, in_one_line, unusable
 from resilient_train.record import endings, notes
-from resilient_train.record.facts import Facts
 from resilient_train.record.notes import Hung
 from resilient_train.record.progress import Doing, Progress
+from resilient_train.record.run_history import RunHistory
 from resilient_train.recover.knobs import Knobs
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked
@@ -52,7 +52,7 @@ class Resumption:
     """Looks for checkpoints, reads them, and puts them into the run."""
 
     parts: RunParts
-    facts: Facts
+    history: RunHistory
     progress: Progress
     store: Store | None  # None on ranks that write nothing
     directory: Path | None
@@ -70,7 +70,7 @@ class Resumption:
 
         After `crashes` such ends in a row the samples at work are to blame.
         """
-        facts, last = self.facts, self.progress.last
+        history, last = self.history, self.progress.last
         hung = self._hung()
         damaged: list[tuple[Entry, str]] = []
         if self.store is not None:
@@ -78,7 +78,7 @@ class Resumption:
         path = self._from_named()
         if path is None and self.store is not None:
             path = self.newest(lambda one: True, damaged)
-        if path is None and (facts.has_saved or damaged):
+        if path is None and (history.has_saved or damaged):
             why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
             where = self.store.path if self.store else "memory"
             raise TrainError(
@@ -92,12 +92,12 @@ class Resumption:
         if self.directory is not None and endings.failure(self.directory, in_training=True) is not None:
             is_explained = True
         if not is_explained and (is_updating or last.doing is Doing.HUNG) and 0 < span <= _MOST_BLAMED:
-            times = facts.process_ended(last.tick, last.start, last.stop, in_first=last.doing is Doing.FIRST)
+            times = history.note_process_end(last.tick, last.start, last.stop, in_first=last.doing is Doing.FIRST)
             skipped = (last.start, last.stop) if times >= crashes else None
         if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):
             found.append(self._crash(step, skipped, hung, incidents))
         remedies = [entry.manifest.remedies] if entry and entry.manifest else []
-        remedies += [dict(facts.remedies)] if facts.remedies else []
+        remedies += [dict(history.remedies)] if history.remedies else []
         latest_last = sorted(remedies, key=_tick_of)  # the journal's behind those of a checkpoint of the same tick
         return ResumePlan(
             *(path, last.tick, tuple(latest_last), tuple(found), tuple(incidents), skipped),
@@ -106,11 +106,11 @@ class Resumption:
 
     def _samples_before(self, entry: Entry | None) -> int:
         """What an update was made of, where that is to be kept: each process brings as many, and there are others."""
-        facts, slicing = self.facts, self.parts.samples.slicing
+        history, slicing = self.history, self.parts.samples.slicing
         if entry is not None and entry.manifest is not None:
             samples, each = entry.manifest.samples, entry.manifest.each
         else:
-            processes, samples = facts.began_with or (self.parts.world.size, slicing.samples)
+            processes, samples = history.began_with or (self.parts.world.size, slicing.samples)
             each = samples // processes
         return samples if samples != slicing.samples and each == self.each else 0
 
@@ -186,8 +186,8 @@ class Resumption:
 
     def _from_named(self) -> Path | None:
         """The checkpoint that was asked for by name, the first time: a restart resumes where that has led."""
-        source, facts = self.how.source, self.facts
-        if source is None or (masked(str(source)) in facts.sources and facts.has_saved):
+        source, history = self.how.source, self.history
+        if source is None or (masked(str(source)) in history.sources and history.has_saved):
             return None
         if not source.is_dir():
             why = "no such directory; expected auto, never, or the directory of a checkpoint or of a run"
@@ -201,7 +201,7 @@ class Resumption:
                 why = str(reason)
                 continue
             self._leave_own_way(entry)
-            self.facts.resumed_from(str(source))
+            self.history.note_source(str(source))
             return entry.path
         raise TrainError(f"run.resume={source}: no usable checkpoint there: {why}")
 

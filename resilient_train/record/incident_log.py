@@ -5,7 +5,6 @@ Each change is written to the journal as it happens; incidents.jsonl has a line 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Iterable, Sequence
@@ -14,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.files import commit_text, open_to_append, read_plain
-from resilient_train.record.drills import made_by
-from resilient_train.record.facts import Facts
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.journal import JOURNAL, Entry, Journal
+from resilient_train.record.run_history import RunHistory, drill_behind
 from resilient_train.record.surroundings import RESUME, Surroundings, Timed
 from resilient_train.types import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals, kind_of
 from resilient_train.wording import describe, describe_outcome, log
@@ -25,55 +23,53 @@ from resilient_train.wording import describe, describe_outcome, log
 INCIDENTS = "incidents.jsonl"  # its name in a run directory
 
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"
-PHASE = "incident_phase"  # a part of an incident that came after its entry
-_TRAINING_CONTINUES = {Signal.DISK_FULL, Signal.CHECKPOINT_FAILED}
+PHASE = "incident_phase"  # of an incident, written after its entry
+_TRAINING_CONTINUES = {Signal.DISK_FULL, Signal.CHECKPOINT_FAILED}  # while such an incident is treated
 
 
 class IncidentLog:
-    """Keeps them; on ranks without the run directory only in memory."""
+    """Keeps the incidents. Ranks that do not write to the run directory keep them in memory only."""
 
-    def __init__(self, directory: Path | None, journal: Journal | None = None, *, place: Path | None = None) -> None:
-        """Recall what the journal holds, by default that of the directory, and rewrite incidents.jsonl if it differs.
+    def __init__(self, directory: Path | None, *, run_dir: Path | None = None) -> None:
+        """Read the journal in the directory, and rewrite incidents.jsonl if it differs from it.
 
-        `place` is the run directory, also on ranks that keep no journal in it.
+        `run_dir` is the run directory, also on ranks that do not write to it.
         """
-        self.directory, self.place = directory, place or directory
+        self.directory, self.run_dir = directory, run_dir or directory
         self._file = None if directory is None else directory / INCIDENTS
-        self._journal = journal = None if directory is None else journal or Journal(directory / JOURNAL)
-        self.facts = Facts(journal)
-        self._incidents: dict[int, Incident] = {}
+        self._journal = None if directory is None else Journal(directory / JOURNAL)
+        self.run_history = RunHistory(self._journal)
+        self._incidents: dict[int, Incident] = {}  # by their numbers
+        self._open: dict[int, Incident] = {}  # those without an outcome
         self._lines: dict[int, str] = {}  # of incidents.jsonl, in the order of their outcomes
         self._treated: set[int] = set()
-        self._standing: dict[
-            int, int
-        ] = {}  # treated incidents after which no update was accepted yet: since when, in ms
-        self._lasting: set[int] = set()  # incidents that are not over, however healthy updates are
-        for entry in journal.entries if journal else []:
+        self._paused_ms: dict[int, int] = {}  # treated incidents after which no update was accepted yet: since when
+        self._ongoing: set[int] = set()  # incidents that do not recover, however healthy updates are
+        for entry in self._journal.entries if self._journal else []:
             self._recall(entry)
-        self._incidents = dict(sorted(self._incidents.items()))
-        for number, one in self._incidents.items():
-            if one.outcome is None and number not in self._treated:  # the process ended before it did what was decided
-                self._incidents[number] = replace(one, decision=replace(one.decision, actions=()))
-        self._open = [one.id for one in self.incidents if one.outcome is None]
-        self._is_current = self._holds(self._file)
-        self._is_failing = False
-        self._rewrite()
+        self.adopt(sorted(self._incidents.values(), key=lambda one: one.id))
+        for one in self.open_incidents:
+            if one.id not in self._treated:  # the process ended before it did what was decided
+                self._keep(replace(one, decision=replace(one.decision, actions=())))
+        self._is_current = True  # incidents.jsonl
+        if self._file is not None and not self._is_as_it_should_be(self._file):
+            self._write_lines()
         self._surroundings = Surroundings(directory, self.incidents)
 
     @property
     def incidents(self) -> list[Incident]:
-        """All incidents, open ones included, in the order they were met."""
+        """All incidents by their numbers, open ones included."""
         return list(self._incidents.values())
 
     @property
-    def of_training(self) -> list[Incident]:
-        """Those that are not about the process alone, of which other ranks may not know."""
+    def training_incidents(self) -> list[Incident]:
+        """Those of the training. Incidents of a process alone may be unknown to other ranks."""
         return [one for one in self.incidents if one.diagnosis.cause is not Cause.PROCESS]
 
     @property
-    def open_ones(self) -> list[Incident]:
+    def open_incidents(self) -> list[Incident]:
         """Those whose outcome is not known yet."""
-        return [self._incidents[number] for number in self._open]
+        return list(self._open.values())
 
     @property
     def next_id(self) -> int:
@@ -89,48 +85,49 @@ class IncidentLog:
         return {"total": len(self.incidents), "recovered": recovered, "by_cause": by_cause}
 
     def adopt(self, incidents: Iterable[Incident]) -> None:
-        """On a rank without a journal: take the incidents that rank 0 read from it, as all ranks decide by them."""
-        self._incidents = {one.id: one for one in incidents}
-        self._open = [one.id for one in self.incidents if one.outcome is None]
+        """Replace all incidents: a rank without a journal takes those of rank 0, as all ranks decide by them."""
+        self._incidents, self._open = {}, {}
+        for one in incidents:
+            self._keep(one)
 
     # From opening to outcome.
 
     def open(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision, *, is_off: bool = False) -> Incident:
-        """Add an incident before anything is done about it; open ones of the same kind have recurred by it.
+        """Add an incident before anything is done about it; open incidents of the same kind have recurred.
 
-        If the decision is to give up, everything that is still open has failed, this one included: where the loss
-        `is_off` from where it was, what left damage is unrecovered. The caller closes this one.
+        If the decision is to give up, every open incident has failed, this one included. If then the loss `is_off`
+        its reference, those that left damage are unrecovered. The caller closes this one.
         """
-        drill = made_by(self.facts.struck, anomaly, diagnosis, self.incidents)
-        diagnosis = replace(diagnosis, advice="") if drill else diagnosis  # of what was made on purpose
-        for one in self.open_ones:
+        drill = drill_behind(self.run_history.fired_drills, anomaly, diagnosis, self.incidents)
+        diagnosis = replace(diagnosis, advice="") if drill else diagnosis  # nothing to change: it was on purpose
+        for one in self.open_incidents:
             if kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, diagnosis):
                 self.close(one, Outcome.RECURRED)
             elif decision.gave_up is not None:
                 self.close(one, _failed(one, is_off=is_off))
         incident = Incident(self.next_id, anomaly, diagnosis, decision, drill=drill)
         if decision.gave_up is not None:
-            incident = replace(incident, outcome=_failed(incident, is_off=is_off))
+            incident = replace(incident, outcome=_failed(incident, is_off=False))
         self.add(incident)
         return incident
 
     def add(self, incident: Incident) -> None:
-        """Write an incident down as it was opened."""
-        if incident.outcome is None:
-            self._open.append(incident.id)
-        self._note(OPENED, incident)
+        """Write an incident to the journal as it was opened."""
+        self._write(OPENED, incident)
 
-    def treated(self, incident: Incident, phases: Sequence[Timed] = (), *, lasts: bool = False) -> None:
-        """Note what was done about an incident, and when. One that `lasts` is not over until `over` is called."""
-        self._training_stands(incident, self._note(TREATED, incident, phases))
-        self._surroundings.treated(incident)
-        if lasts:
-            self._lasting.add(incident.id)
+    def record_treatment(self, incident: Incident, phases: Sequence[Timed] = (), *, ongoing: bool = False) -> None:
+        """Record what was done about an incident, and when. An `ongoing` one is open until `clear_ongoing`."""
+        entry = self._write(TREATED, incident, phases)
+        if entry is not None:
+            self._pause(incident, entry["at"])
+        self._surroundings.begin(incident)
+        if ongoing:
+            self._ongoing.add(incident.id)
         log.warning("%s", describe(incident))
 
-    def amend(self, incident: Incident) -> None:
-        """Note what else is known of an incident that was treated."""
-        self._note(TREATED, incident)
+    def update(self, incident: Incident) -> None:
+        """Record what else became known about an incident after its treatment."""
+        self._write(TREATED, incident)
 
     def close(
         self,
@@ -138,165 +135,145 @@ class IncidentLog:
         outcome: Outcome | None = None,
         phases: Sequence[Timed] = (),
         *,
+        ends_run: bool = False,
         healthy_steps: int | None = None,
     ) -> None:
-        """Note the outcome of an incident, by default the one it has, and list it.
+        """Record the outcome of an incident, by default the one it has, and list it.
 
-        One that was never treated has its phases here.
+        One that `ends_run` has no treatment: its `phases` are recorded here, and so are the measurements before it.
         """
         incident = replace(incident, outcome=outcome or incident.outcome)
         assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
-        if incident.id in self._open:
-            self._open.remove(incident.id)
-        self._note(CLOSED, incident, phases)
-        self._standing.pop(incident.id, None)
-        line = self._list(incident)
-        if self._file is not None and self._is_current:
-            try:
-                with open(open_to_append(self._file), "a", encoding="utf-8") as file:
-                    file.write(line)
-            except OSError as error:
-                self._fell_behind(error)
+        self._write(CLOSED, incident, phases)
+        self._paused_ms.pop(incident.id, None)
+        self._lines[incident.id] = line = json.dumps(as_line(incident)) + "\n"
+        self._write_lines(line)
+        if ends_run:
+            self._surroundings.begin(incident)
         else:
-            self._rewrite()
-        if phases:
-            self._surroundings.treated(incident)
-        else:
-            self._surroundings.closed(incident)
-        if incident.outcome is Outcome.RECOVERED:  # what recurs is reported by the incident that it recurs in
+            self._surroundings.end(incident)
+        if incident.outcome is Outcome.RECOVERED:  # one that recurred is reported by the incident that came after it
             log.info("%s", describe_outcome(incident, healthy_steps))
 
-    def accepted(self, step: int, *, after: int, is_held: bool) -> None:
-        """The `step`-th accepted update was healthy: close what has recovered, `after` steps beyond where the run was.
+    def update_accepted(self, step: int, *, recovered_after: int, loss_is_off: bool) -> None:
+        """Close what has recovered, now that the `step`-th update was accepted: `recovered_after` steps of progress.
 
-        While the loss `is_held` against where it was before damage, only those recover that left none.
+        While `loss_is_off` its reference, incidents that left damage stay open.
         """
-        self.continued()
-        for one in self.open_ones:
+        if self._paused_ms:
+            now = time.time_ns() // 1_000_000
+            for number, since in list(self._paused_ms.items()):
+                self.add_phase(number, (RESUME, since, max(since, now)))
+        for one in self.open_incidents:
             reached = one.anomaly.step - (not one.anomaly.landed)
-            is_over = step >= reached + after and one.id not in self._lasting
-            if is_over and not (is_held and one.left_damage):
-                self.close(one, Outcome.RECOVERED, healthy_steps=after)
+            is_over = step >= reached + recovered_after and one.id not in self._ongoing
+            if is_over and not (loss_is_off and one.left_damage):
+                self.close(one, Outcome.RECOVERED, healthy_steps=recovered_after)
 
-    def over(self, number: int) -> None:
-        """Note that an incident does not last any longer: from now on healthy updates count."""
-        self._lasting.discard(number)
+    def clear_ongoing(self, number: int) -> None:
+        """Let healthy updates close an ongoing incident from now on."""
+        self._ongoing.discard(number)
 
-    def finish(self, outcome: Outcome) -> None:
-        """The training has ended: what is open has recovered, or come to `outcome` if it left damage.
+    def close_all(self, outcome: Outcome) -> None:
+        """Close open incidents as the training ends: as recovered, or with `outcome` if they left damage.
 
-        What lasts stays open until `end_lasting`.
+        Ongoing ones stay open until `close_ongoing`.
         """
-        for one in self.open_ones:
-            if one.id not in self._lasting:
+        for one in self.open_incidents:
+            if one.id not in self._ongoing:
                 self.close(one, outcome if one.left_damage else Outcome.RECOVERED)
 
-    def end_lasting(self, number: int) -> None:
-        """The run has ended: close an incident that lasted beyond the training, if it is still open."""
-        outcome = Outcome.UNRECOVERED if number in self._lasting else Outcome.RECOVERED
-        self._lasting.discard(number)
+    def close_ongoing(self, number: int) -> None:
+        """Close an incident as the run ends, if it is open: as unrecovered if it is ongoing."""
         if number in self._open:
-            self.close(self._incidents[number], outcome)
+            self.close(self._open[number], Outcome.UNRECOVERED if number in self._ongoing else Outcome.RECOVERED)
+        self._ongoing.discard(number)
 
-    def continued(self) -> None:
-        """Note that an update was accepted: the training continues after what was treated before it."""
-        if self._standing:
-            now = time.time_ns() // 1_000_000
-            for number, since in list(self._standing.items()):
-                self.came_after(number, (RESUME, since, max(since, now)))
-
-    def came_after(self, number: int, phase: Timed) -> None:
-        """Note a part of an incident that was not over when its entry was written."""
-        self._standing.pop(number, None)
+    def add_phase(self, number: int, phase: Timed) -> None:
+        """Record a phase of an incident that ended after its entry was written."""
+        self._paused_ms.pop(number, None)
         if self._journal is not None:
             self._journal.write(PHASE, number=number, phase=phase)
 
-    def measured(self, vitals: Vitals) -> None:
+    # The files.
+
+    def add_vitals(self, vitals: Vitals) -> None:
         """Keep what an update measured, for the table of the measurements around an incident."""
-        self._surroundings.heard(vitals)
+        self._surroundings.add(vitals)
 
     def write_tables(self) -> None:
-        """Write what was measured after the last incident, as far as it is known."""
-        self._surroundings.close()
+        """Write what was measured after the last incident up to now."""
+        self._surroundings.write_last()
 
-    def end(self) -> None:
-        """Try a last time what could not be written."""
-        self._rewrite()
+    def close_files(self) -> None:
+        """Try a last time to write what the disk did not take."""
+        if not self._is_current:
+            self._write_lines()
         if self._journal is not None:
             self._journal.close()
 
-    # How it is written and read.
-
-    def _note(self, kind: str, incident: Incident, phases: Sequence[Timed] = ()) -> Entry | None:
+    def _keep(self, incident: Incident) -> None:
         self._incidents[incident.id] = incident
+        if incident.outcome is None:
+            self._open[incident.id] = incident
+        else:
+            self._open.pop(incident.id, None)
+
+    def _write(self, kind: str, incident: Incident, phases: Sequence[Timed] = ()) -> Entry | None:
+        self._keep(incident)
         if self._journal is None:
             return None
-        when = {"phases": phases} if phases else {}
-        return self._journal.write(kind, incident=as_line(incident), **when)
+        return self._journal.write(kind, incident=as_line(incident), **({"phases": phases} if phases else {}))
 
-    def _training_stands(self, incident: Incident, entry: Entry | None) -> None:
-        """From now on the training stands still, unless that was noted already, or it continued all the while."""
-        if entry is None or incident.id in self._treated:
-            return
+    def _pause(self, incident: Incident, at_ms: int) -> None:
+        """Note when the first treatment of an incident ended: the resume phase lasts until an update is accepted."""
+        if incident.id not in self._treated and incident.anomaly.signal not in _TRAINING_CONTINUES:
+            self._paused_ms[incident.id] = at_ms
         self._treated.add(incident.id)
-        if incident.anomaly.signal not in _TRAINING_CONTINUES:
-            self._standing[incident.id] = entry["at"]
 
     def _recall(self, entry: Entry) -> None:
         kind = entry["kind"]
         if kind == PHASE and type(entry.get("number")) is int:
-            self._standing.pop(entry["number"], None)
-        elif kind in (OPENED, TREATED, CLOSED):
-            try:
-                incident = from_line(entry.get("incident"))
-            except ValueError as error:
-                log.warning("entry %d of the journal is left out: %s", entry["n"], error)
-                return
-            self._incidents[incident.id] = incident
-            if kind == TREATED:
-                self._training_stands(incident, entry)
-            elif kind == CLOSED:
-                self._standing.pop(incident.id, None)
-                self._list(incident)
-
-    def _list(self, incident: Incident) -> str:
-        self._lines[incident.id] = json.dumps(as_line(incident)) + "\n"
-        return self._lines[incident.id]
-
-    def _holds(self, file: Path | None) -> bool:
+            self._paused_ms.pop(entry["number"], None)
+        if kind not in (OPENED, TREATED, CLOSED):
+            return
         try:
-            return file is None or read_plain(file) == "".join(self._lines.values()).encode()
+            incident = from_line(entry.get("incident"))
+        except ValueError as error:
+            log.warning("entry %d of the journal is left out: %s", entry["n"], error)
+            return
+        self._incidents[incident.id] = incident
+        if kind == TREATED:
+            self._pause(incident, entry["at"])
+        elif kind == CLOSED:
+            self._paused_ms.pop(incident.id, None)
+            self._lines[incident.id] = json.dumps(as_line(incident)) + "\n"
+
+    def _is_as_it_should_be(self, file: Path) -> bool:
+        try:
+            return read_plain(file) == "".join(self._lines.values()).encode()
         except OSError:
             return False
 
-    def _rewrite(self) -> None:
-        if self._file is None or self._is_current:
+    def _write_lines(self, new: str = "") -> None:
+        """Append a line to incidents.jsonl. Without one, or if the file lacks earlier ones, rewrite it."""
+        if self._file is None:
             return
         try:
-            commit_text(self._file, "".join(self._lines.values()))
-            self._is_current, self._is_failing = True, False
+            if new and self._is_current:
+                with open(open_to_append(self._file), "a", encoding="utf-8") as file:
+                    file.write(new)
+            else:
+                commit_text(self._file, "".join(self._lines.values()))
         except OSError as error:
-            self._fell_behind(error)
-
-    def _fell_behind(self, error: OSError) -> None:
-        self._is_current = False
-        if not self._is_failing:
-            why = error.strerror or error
-            log.warning("%s cannot be written (%s): it will be rewritten from the journal later", self._file, why)
-        self._is_failing = True
-
-
-def recalled(entries: Iterable[Entry]) -> list[Incident]:
-    """Return the incidents of a journal as they stand, those that are open included."""
-    found: dict[int, Incident] = {}
-    for entry in entries:
-        if entry["kind"] in (OPENED, TREATED, CLOSED):
-            with contextlib.suppress(ValueError):  # damaged: the book says so when the run is taken up
-                incident = from_line(entry.get("incident"))
-                found[incident.id] = incident
-    return [found[number] for number in sorted(found)]
+            if self._is_current:
+                why = error.strerror or error
+                log.warning("%s cannot be written (%s): it will be rewritten from the journal later", self._file, why)
+            self._is_current = False
+        else:
+            self._is_current = True
 
 
 def _failed(incident: Incident, *, is_off: bool) -> Outcome:
-    was_off = incident.anomaly.signal is Signal.NOT_RECOVERED or (is_off and incident.decision.gave_up is None)
-    return Outcome.UNRECOVERED if was_off and incident.left_damage else Outcome.GAVE_UP
+    is_off = is_off or incident.anomaly.signal is Signal.NOT_RECOVERED
+    return Outcome.UNRECOVERED if is_off and incident.left_damage else Outcome.GAVE_UP

@@ -11,7 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.drills import on_purpose
 from resilient_train.record.endings import Checkpoint, next_directory
 from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.tracking.story import Story
@@ -211,7 +210,9 @@ def cost_and_drill(story: Story) -> str:
     lost = ""
     if story.tick > story.step and story.chapters:
         lost = f" {story.tick - story.step:,} of {counted(story.tick, 'update')} were lost."
-    return lost + on_purpose(story.strikes)
+    times = Counter(one.fault for one in story.fired_drills)
+    faults = [fault if count == 1 else f"{fault} {count:,} times" for fault, count in times.items()]
+    return lost + (f" This run has a drill: faults on purpose ({', '.join(faults)})." if faults else "")
 
 
 def _results(summary: Mapping[str, Any] | None) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from resilient_train.record.drills import Strike, strikes
 from resilient_train.record.endings import (
     SUMMARY,
     Checkpoint,
@@ -27,12 +26,12 @@ from resilient_train.record.endings import (
     read_ending,
     why_incomplete,
 )
-from resilient_train.record.facts import IN_FORCE
 from resilient_train.record.incident_lines import from_line
 from resilient_train.record.incident_log import CLOSED, OPENED, PHASE, TREATED
 from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.record.progress import planned_steps, position_of
 from resilient_train.record.quarantine import reasons
+from resilient_train.record.run_history import REMEDIES, FiredDrill, fired_drills
 from resilient_train.types import Cause, Incident, Outcome
 from resilient_train.wording import status_of
 
@@ -92,7 +91,7 @@ class Story:
     remedies: Mapping[str, Any] | None = None  # active, as they were last written down
     advice: tuple[Advice, ...] = ()  # still open, the most important first
     loop: Loop | None = None  # of the caller; null for a run of the command
-    strikes: tuple[Strike, ...] = ()  # of a drill
+    fired_drills: tuple[FiredDrill, ...] = ()
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -160,7 +159,7 @@ def read_story(run_dir: Path) -> Story:
         remedies=_in_force(entries, checkpoints),
         advice=open_advice(incidents),
         loop=loop_of(run_dir),
-        strikes=strikes(entries),
+        fired_drills=fired_drills(entries),
     )
 
 
@@ -175,7 +174,7 @@ def _phases(written: Any) -> tuple[Phase, ...]:
 
 def _in_force(entries: Iterable[Entry], checkpoints: Iterable[Checkpoint]) -> Mapping[str, Any] | None:
     """The remedies that were written down last: a checkpoint may be newer than the journal, as knobs relax."""
-    known = [one.get("remedies") for one in entries if one["kind"] == IN_FORCE][-1:]
+    known = [one.get("remedies") for one in entries if one["kind"] == REMEDIES][-1:]
     known += [one.remedies for one in checkpoints]
     return max(
         (one for one in known if isinstance(one, dict)), key=lambda one: _whole(one.get("tick"), 0), default=None

@@ -1,0 +1,172 @@
+"""What earlier processes of a run noted in its journal, apart from incidents: remedies, checkpoints, drills."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from resilient_train.record.journal import Entry, Journal
+from resilient_train.secrets import masked
+from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Outcome, Signal
+
+REMEDIES = "remedies_in_force"  # the kind of an entry of the journal
+_MOST = 2**40  # processes, or samples of an update
+_LEAVE_DAMAGE = {"loss_spike", "hot_lr", "bit_flip", "bad_moments"}  # drills whose damage may be noticed later
+_NOTICED_WITHIN = 400  # ticks; damage to a weight that nothing depends on is never noticed
+_END_PROCESS = {"crash": Signal.CRASH, "hang": Signal.HANG}
+_BY_ROWS = {Cause.DATA, Cause.EXPLOSION, Cause.OVERFLOW, Cause.UNKNOWN}
+
+
+class RunHistory:
+    """Reads these entries, and adds to them. Without a journal they last as long as the process."""
+
+    def __init__(self, journal: Journal | None) -> None:
+        self._journal = journal
+        self.remedies: Mapping[str, Any] | None = None  # that were active last
+        self.has_saved = False  # a checkpoint was ever committed
+        self.sources: set[str] = set()  # paths that the user told the run to resume from
+        self.began_with: tuple[int, int] | None = None  # processes, and samples of an update
+        self.data_sample: Mapping[str, Any] | None = None  # rows of the data set, to notice that it changed
+        self.fired_drills: list[FiredDrill] = []
+        self._fired: set[int] = set()
+        self._drill_details: dict[int, Mapping[str, Any]] = {}
+        self._endings: list[tuple[int, int, bool]] = []  # samples in use when a process ended, in its first update
+        for entry in journal.entries if journal else []:
+            self._recall(entry)
+
+    def note_remedies(self, remedies: Mapping[str, Any]) -> None:
+        """Note which remedies are active from now on."""
+        self.remedies = remedies
+        self._write(REMEDIES, remedies=remedies)
+
+    def note_checkpoint(self, step: int, tick: int) -> None:
+        """Note that a checkpoint was committed."""
+        self.has_saved = True
+        self._write("checkpoint_saved", step=step, tick=tick)
+
+    def note_process_end(self, tick: int, start: int, stop: int, *, in_first: bool) -> int:
+        """Note which samples were in use when a process ended; return how many processes in a row ended at these.
+
+        Return 0 if each of them was `in_first`, the first update after a start: compiling takes long, and a process
+        that is killed meanwhile is killed whatever its samples are.
+        """
+        self._endings.append((start, stop, in_first))
+        self._write("process_ended", tick=tick, start=start, stop=stop, in_first=in_first)
+        same = list(takewhile(lambda one: one[:2] == (start, stop), reversed(self._endings)))
+        return 0 if all(one[2] for one in same) else len(same)
+
+    def note_update_size(self, processes: int, samples: int) -> None:
+        """Note what an update is made of, which stays the same if the run resumes with more or fewer processes."""
+        self.began_with = (processes, samples)
+        self._write("began", processes=processes, samples=samples)
+
+    def note_data(self, sample: Mapping[str, Any]) -> None:
+        """Note a sample of the data set, for a process that resumes."""
+        self.data_sample = sample
+        self._write("data_seen", sample=sample)
+
+    def note_source(self, source: str) -> None:
+        """Note that the run was resumed from a path that the user gave."""
+        self.sources.add(masked(source))
+        self._write("taken_up_from", source=source)
+
+    def note_drill_details(self, number: int, details: Mapping[str, Any]) -> None:
+        """Keep what `note_drill_fired` will write about a drill that is about to fire."""
+        self._drill_details[number] = details
+
+    def note_drill_fired(self, number: int, name: str, tick: int) -> None:
+        """Note that a drill is about to fire. Before it does: a crash would fire again after every restart."""
+        details = self._drill_details.pop(number, {})
+        entry = {"kind": "drill_fired", "drill": number, "name": name, "tick": tick, **details}
+        self._recall(entry)
+        self._write(**entry)
+
+    def has_fired(self, number: int) -> bool:
+        """Say whether a drill fired already, in this process or an earlier one."""
+        return number in self._fired
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        if self._journal is not None:
+            self._journal.write(kind, **fields)
+
+    def _recall(self, entry: Entry) -> None:
+        match entry:
+            case {"kind": "remedies_in_force", "remedies": dict(remedies)}:
+                self.remedies = remedies
+            case {"kind": "checkpoint_saved"}:
+                self.has_saved = True
+            case {"kind": "process_ended", "start": int(start), "stop": int(stop)}:
+                self._endings.append((start, stop, entry.get("in_first") is True))
+            case {"kind": "began", "processes": int(processes), "samples": int(samples)}:
+                if 0 < processes <= _MOST and 0 < samples <= _MOST:
+                    self.began_with = (processes, samples)
+            case {"kind": "data_seen", "sample": {"rows": int(), "digests": dict(digests)}}:
+                if all(row.isdecimal() and isinstance(digest, str | None) for row, digest in digests.items()):
+                    self.data_sample = entry["sample"]
+            case {"kind": "taken_up_from", "source": str(source)}:
+                self.sources.add(source)
+            case {"kind": "drill_fired", "drill": int(number)}:
+                self._fired.add(number)
+                self.fired_drills += fired_drills([entry])
+
+
+# -------------------------------------------------------------------------------------------------------------- drills
+
+
+@dataclass(frozen=True, slots=True)
+class FiredDrill:
+    """A fault that a drill injected."""
+
+    fault: str
+    tick: int  # 0: it is in the data, from the first sample to the last
+    until: int  # the last tick at which it was injected
+    rows: frozenset[int] | None = None  # None: not known
+
+
+def fired_drills(entries: Iterable[Mapping[str, Any]]) -> tuple[FiredDrill, ...]:
+    """Return the drills that have fired in a run, the first one first; damaged entries are left out."""
+    found = []
+    for entry in entries:
+        match entry:
+            case {"kind": "drill_fired", "name": str(name), "tick": int(tick)}:
+                until, rows = entry.get("until"), entry.get("rows")
+                known = frozenset(one for one in rows if type(one) is int) if isinstance(rows, list) else None
+                found.append(FiredDrill(name, tick, until if type(until) is int else tick, known))
+    return tuple(found)
+
+
+def drill_behind(
+    drills: Sequence[FiredDrill], anomaly: Anomaly, diagnosis: Diagnosis, earlier: Sequence[Incident]
+) -> str:
+    """Name the faults that caused an incident, directly or by the damage they left; empty if none did."""
+    found = [one for one in drills if _fired_here(one, anomaly, diagnosis)]
+    if not found and not diagnosis.rows:
+        found = [one for one in drills if one.tick and _left_damage(one, anomaly, diagnosis, earlier)][-1:]
+    if not found and not diagnosis.rows and diagnosis.culprit is None and diagnosis.cause in _BY_ROWS:
+        found = [one for one in drills if not one.tick]
+    return ", ".join(dict.fromkeys(one.fault for one in found))
+
+
+def _fired_here(one: FiredDrill, anomaly: Anomaly, diagnosis: Diagnosis) -> bool:
+    """Say whether a fault was injected in this very update, or into these rows."""
+    if one.fault in _END_PROCESS:
+        return anomaly.signal is _END_PROCESS[one.fault] and abs(anomaly.tick - one.tick) <= 1
+    if diagnosis.cause is Cause.PROCESS:
+        return False
+    if not one.tick:
+        return bool(diagnosis.rows) and (one.rows is None or one.rows.issuperset(diagnosis.rows))
+    return one.tick <= anomaly.tick <= one.until
+
+
+def _left_damage(one: FiredDrill, anomaly: Anomaly, diagnosis: Diagnosis, earlier: Sequence[Incident]) -> bool:
+    """Say whether an anomaly may come from damage that a fault left: noticed late, or not repaired since."""
+    if one.fault not in _LEAVE_DAMAGE or anomaly.tick < one.tick:
+        return False
+    if diagnosis.cause is Cause.PROCESS and anomaly.signal is not Signal.RANK_MISMATCH:  # it was on one rank alone
+        return False
+    seen = [past for past in earlier if past.anomaly.tick >= one.tick and one.fault in past.drill.split(", ")]
+    if seen:
+        return seen[-1].anomaly.reached_weights and seen[-1].outcome is not Outcome.RECOVERED
+    return anomaly.tick <= one.until + _NOTICED_WITHIN
