@@ -60,12 +60,11 @@ class CheckpointKeeper:
         self._offered = 0  # checkpoints that were written together
         self.resumption = Resumption(parts, history, self.progress, self._store, directory, how)
         self.samples = 0  # of an update, if the run began with another number of processes
-        self._last_saved = 0  # the newest step that is on disk for good, on the way that the run is on
-        self._highest_saved = 0  # that was written, on any
+        # The newest step on disk since the last rewind, and the highest step that was ever written.
+        self._last_saved = self._highest_saved = 0
         self._last_rewind = (0, 0)  # tick and step of the last rewind
         self._candidate: Entry | None = None  # that the run was resumed from
-        self.is_verified = True  # the state that the run was resumed at
-        self._is_failing = False
+        self.is_verified, self._is_failing = True, False  # the state that the run resumed at; saving
         self._save_events: list[ProcessIncident | None] = []
         if directory is not None and history.began_with is None:  # now: times are counted from here
             history.note_update_size(parts.world.size, parts.samples.slicing.samples)
