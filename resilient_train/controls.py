@@ -1,8 +1,8 @@
-"""What remedies do to a run: what is in force of it, what a rewind leaves, and what a resume restores."""
+"""What remedies change in a run. These changes do not rewind; a resume restores those that last."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +15,7 @@ from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import Circumstances, PatchOperation
+from resilient_train.recover.remedies import Circumstances
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.state.ring import Snapshot
@@ -27,59 +27,59 @@ _BEGINNING = 16  # accepted updates: what breaks so soon was wrong from the star
 
 
 class Controls:
-    """What remedies turn, and what is in force of it, which does not rewind: the `RunControl` that remedies see.
+    """The `RunControl` that remedies act on.
 
-    An effect that lasts has to be in `in_force`, `restore` and `digest`: else a restart loses it.
+    An effect that lasts has to be in `state_dict`, `load_state_dict` and `digest`: else a restart loses it.
     """
 
     def __init__(self, parts: RunParts, policy: Policy, quarantined: Quarantine, keeper: CheckpointKeeper) -> None:
         self._parts, self._policy, self._keeper = parts, policy, keeper
         self.quarantined = quarantined
         self.knobs = Knobs(relax_after=policy.relax_after)
-        self.micro_batch: int | None = None  # rows that memory was found to have room for
+        self.micro_batch: int | None = None  # rows of a micro-batch that fit into memory, where it was made smaller
         self._armor = Armor()
-        self._armored: set[tuple[str, int, str]] = set()  # by file, line and operation; also where it could not be
-        self._incident: Incident | None = None  # that is being treated
-        self._blamed = (0, 0)  # the samples of it
-        self.rewound_to: int | None = None  # for its sake
-        self.trace = 0  # of the updates that the rewind has taken back
-        self._decisions: int | None = None  # their digest; None since something was decided
+        self._tried: set[tuple[str, int, str]] = set()  # lines that were patched, or cannot be: file, line, operation
+        self._incident: Incident | None = None  # the one that is being treated
+        self._suspects = (0, 0)  # the samples that it may come from
+        self.rewound_to: int | None = None  # the step that its treatment rewound to
+        self.trace = 0  # digest of the updates that the rewind undid
+        self._decisions: int | None = None  # their digest; None since another decision
 
-    def begin(self, incident: Incident, blamed: tuple[int, int]) -> None:
-        """Take up an incident: what follows is done for its sake. `blamed` are the samples it may come from."""
-        self._incident, self._blamed = incident, blamed
+    def begin(self, incident: Incident, suspects: tuple[int, int]) -> None:
+        """Begin to treat an incident; it may come from the samples at positions [start, stop) of `suspects`."""
+        self._incident, self._suspects = incident, suspects
         self.rewound_to, self.trace, self._decisions = None, 0, None
 
     # What remedies do.
 
     def rewind(self, older: int = 0, steps: int = 0) -> None:
-        """Go back to a verified state: the newest one, an older one, or one at least `steps` back."""
+        """Restore a verified state: the newest one, an older one, or one at least `steps` back."""
         assert self._incident is not None
-        anomaly, ring = self._incident.anomaly, self._parts.ring
-        if verified := ring.verified_until(anomaly.since):
+        parts, anomaly = self._parts, self._incident.anomaly
+        if verified := parts.ring.verified_until(anomaly.since):
             far_enough = [snapshot for snapshot in verified if snapshot.step <= anomaly.step - steps] or verified[-1:]
             snapshot = far_enough[min(older, len(far_enough) - 1)]
-            ring.restore(snapshot)
-            self._parts.restore_statistics(snapshot.statistics)
+            parts.ring.restore(snapshot)
+            parts.restore_statistics(snapshot.statistics)
         elif self._keeper.restore(anomaly.since):
-            ring.clear()
-            self.snapshot(self._parts.clock.step, verified=True)
+            parts.ring.clear()
+            self.snapshot(parts.clock.step, verified=True)
         else:
             raise TrainError(f"no verified state from before step {anomaly.since + 1} can be read any longer")
-        self.rewound_to = self._parts.clock.step
-        self.trace = self._parts.updates.trace(self.rewound_to)
-        self._parts.updates.rewound(self.rewound_to)
+        self.rewound_to = parts.clock.step
+        self.trace = parts.updates.trace(self.rewound_to)
+        parts.updates.rewound(self.rewound_to)
 
     def skip(self, updates: int | None = None) -> None:
-        """Pass over the samples to blame, or over as many updates' worth from where the run stands now."""
-        samples, (start, stop) = self._parts.samples, self._blamed
+        """Skip the samples that may be to blame, or as many updates' worth from the present position."""
+        samples, (start, stop) = self._parts.samples, self._suspects
         if updates is not None:
             start = start if self.rewound_to is None else samples.position
             stop = max(stop, start + updates * samples.slicing.samples)
         samples.skip(start, stop)
 
     def quarantine(self) -> None:
-        """Take the guilty rows out of the data."""
+        """Replace the guilty rows."""
         incident = self._incident
         assert incident is not None
         diagnosis, step = incident.diagnosis, incident.anomaly.step
@@ -89,7 +89,7 @@ class Controls:
         self.quarantined.adopt({row: Quarantined(why, step, incident.id) for row, why in reasons.items()})
 
     def reset_moments(self) -> None:
-        """Let the optimizers start from scratch."""
+        """Reset the state of the optimizers."""
         self._parts.updater.reset_moments()
         self._parts.scans.rebase()
 
@@ -100,7 +100,7 @@ class Controls:
         assert culprit is not None
         where = (culprit.file, culprit.line, culprit.op)
         self._armor.add(*where)
-        self._note_armored(where)
+        self._note_patched(where)
         self._parts.checks.patched()
 
     def mend_eps(self) -> None:
@@ -108,20 +108,20 @@ class Controls:
         self._parts.updater.mends_eps = True
 
     def lower_loss_scale(self, factor: float) -> None:
-        """Scale the loss by less from now on."""
+        """Multiply the loss scale."""
         scaler = self._parts.updater.scaler
         if scaler is not None:
             scaler.update(scaler.get_scale() * factor)
 
-    # What can be done here.
+    # What they need to know before.
 
-    def applicable(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> Circumstances:
-        """Say what can be done about an anomaly in this run at this moment. Every rank comes here."""
+    def circumstances(self, anomaly: Anomaly, diagnosis: Diagnosis, leap: Leap | None) -> Circumstances:
+        """Collect what decides which remedies apply. It is a collective: all ranks call it together."""
         parts = self._parts
         verified, reference = parts.ring.verified_until(anomaly.since), parts.checks.rewind_check.reference
         return Circumstances(
             snapshots=len(verified) or int(self._keeper.has_verified(anomaly.since)),
-            # Where armor makes values up, what is out of range at the beginning says nothing about the rate.
+            # Not with a patched line: the values that it replaces are no sign of a wrong rate.
             at_start=max(anomaly.since, reference.step if reference else 0) < _BEGINNING
             and [snapshot.step for snapshot in verified] == [0]
             and not self._armor.lines,
@@ -129,31 +129,29 @@ class Controls:
             loss_scaler=parts.updater.scaler is not None,
             rows=parts.samples.rows,
             quarantined=len(self.quarantined.rows) - self.quarantined.given,
-            armor=not anomaly.landed and all(parts.world.all_of(self._can_be_armored(diagnosis))),
+            armor=not anomaly.landed and all(parts.world.all_of(self._can_patch(diagnosis))),
             lost_eps=lost_eps(parts.updater.optimizers) is not None and not parts.updater.mends_eps,
-            off=parts.checks.loss_excess(),
+            loss_excess=parts.checks.loss_excess(),
             usual_rate=leap.usual if leap else 0.0,
             leapt_to=leap.usual * leap.factor if leap and leap.is_sudden else 0.0,
         )
 
-    def _can_be_armored(self, diagnosis: Diagnosis) -> bool:
-        """Say whether it fits, unless it was tried before: what does not help once does not help twice.
+    def _can_patch(self, diagnosis: Diagnosis) -> bool:
+        """Say whether the guilty line can be patched and was not tried before.
 
-        Only where the policy could put it on: to look for a line takes a pass over all objects.
+        Looked up only where the policy may use it, since that takes a pass over all objects.
         """
         culprit = diagnosis.broken
         if culprit is None or not culprit.line or not diagnosis.patchable:
             return False
-        rungs = self._policy.ladder(diagnosis.cause)
-        if all(one.action.remedy != PatchOperation.name for rung in rungs for one in rung.do):
-            return False
         where = (culprit.file, culprit.line, culprit.op)
-        if where in self._armored:
+        is_used = any(one.remedy == "armor" for rung in self._policy.ladder(diagnosis.cause) for one in rung.do)
+        if not is_used or where in self._tried:
             return False
         try:
             self._armor.check(*where)
         except CannotArmor as why:
-            self._armored.add(where)
+            self._tried.add(where)
             log.warning("cannot patch `%s` at %s:%d: %s", culprit.op, culprit.file, culprit.line, why)
             return False
         return True
@@ -161,98 +159,89 @@ class Controls:
     # What outlives a rewind, and the process.
 
     def snapshot(self, step: int, *, verified: bool = False) -> Snapshot | None:
-        """Keep the state as it is in memory, with what is in force."""
+        """Keep the present state in memory, with what was learned and the remedies in effect."""
         snapshot = self._parts.ring.take(step, verified=verified)
         if snapshot is not None:
-            snapshot.statistics, snapshot.remedies = self._parts.statistics(), self.in_force()
+            snapshot.statistics, snapshot.remedies = self._parts.statistics(), self.state_dict()
         return snapshot
 
-    def in_force(self) -> dict[str, Any]:
-        """What is in force now, as plain data: it does not rewind, and a resume restores it."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the remedies in effect as plain data. Secrets are masked: it goes into files."""
         updater = self._parts.updater
-        in_force = {
+        state = {
             "tick": self._parts.clock.tick,
             "knobs": self.knobs.state_dict(),
             "skipped": [list(span) for span in self._parts.samples.skipped_spans()],
             "quarantined": sorted(self.quarantined.rows),
-            "armor": [asdict(patch) for patch in self._armor.lines],
-            "armored": sorted(map(list, self._armored)),
+            "armor": [asdict(patch) for patch in self._armor.lines],  # recognizes its line also when it is masked
+            "armored": sorted(map(list, self._tried)),
             "mends_eps": updater.mends_eps,
             "micro_batch": self.micro_batch,
             "usual_norm": updater.usual_norm,
             "reference": self._parts.checks.rewind_check.persistent_state(),
         }
-        return masked_tree(in_force)  # type: ignore[no-any-return]  # it goes into files: armor knows a masked line again
+        return masked_tree(state)  # type: ignore[no-any-return]
 
-    def restore(self, remedies: Mapping[str, Any]) -> None:
-        """Put in force what was in force in an earlier process. Raises ValueError where that cannot be read."""
-        self._decisions = None
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the remedies that were in effect in an earlier process. Raises ValueError where it is damaged."""
+        samples, updater = self._parts.samples, self._parts.updater
         try:
-            self.knobs.load_state_dict(remedies["knobs"])
-            for start, stop in remedies["skipped"]:
-                self._parts.samples.skip(int(start), int(stop))
-            patches = [PatchedLine(**patch) for patch in remedies["armor"]]
-            self._armored |= {(str(file), int(line), str(op)) for file, line, op in remedies["armored"]}
-            usual, micro = remedies["usual_norm"], remedies["micro_batch"]
+            self.knobs.load_state_dict(state["knobs"])
+            for start, stop in state["skipped"]:
+                samples.skip(int(start), int(stop))
+            patches = [PatchedLine(**patch) for patch in state["armor"]]
+            self._tried |= {(str(file), int(line), str(op)) for file, line, op in state["armored"]}
+            usual, micro = state["usual_norm"], state["micro_batch"]
             self.micro_batch = None if micro is None else int(micro)
-            self._parts.updater.mends_eps = remedies["mends_eps"] is True
-            self._parts.updater.usual_norm = None if usual is None else float(usual)
-            self._restore_rows(map(int, remedies["quarantined"]))
-            self._parts.checks.rewind_check.load_persistent_state(remedies.get("reference"))
+            updater.mends_eps = state["mends_eps"] is True
+            updater.usual_norm = None if usual is None else float(usual)
+            rows = {row for row in map(int, state["quarantined"]) if row < samples.rows}  # the data set may be smaller
+            if lost := sorted(rows - self.quarantined.rows.keys()):
+                self._quarantine_rows(lost, "its list was lost; a checkpoint or the journal had it", 0)
+            self._parts.checks.rewind_check.load_persistent_state(state.get("reference"))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ValueError(f"the remedies in force cannot be read: {in_one_line(error)}") from error
+            raise ValueError(f"the remedies in effect cannot be read: {in_one_line(error)}") from error
         for patch in patches:
             try:
                 again = self._armor.add_again(patch)
             except CannotArmor as why:
                 log.warning("cannot patch `%s` at %s:%d any longer: %s", patch.op, patch.file, patch.line, why)
             else:
-                self._note_armored((again.file, again.line, again.op))
+                self._note_patched((again.file, again.line, again.op))
 
-    def _restore_rows(self, rows: Iterable[int]) -> None:
-        """Keep rows in quarantine whose list is lost or damaged."""
-        known = {row for row in rows if row < self._parts.samples.rows}  # there may be fewer than there were
-        if lost := sorted(known - self.quarantined.rows.keys()):
-            self._parts.samples.quarantine(lost)
-            why = "its list was lost; a checkpoint or the journal had it"
-            self.quarantined.add(lost, why, self._parts.clock.step, 0)
-
-    def _note_armored(self, where: tuple[str, int, str]) -> None:
-        self._armored.add(where)
+    def _note_patched(self, where: tuple[str, int, str]) -> None:
+        self._tried.add(where)
         if self._parts.search is not None:
             self._parts.search.armored.add(where)
 
+    def _quarantine_rows(self, rows: Sequence[int], reason: str, incident: int) -> None:
+        self._parts.samples.quarantine(rows)
+        self.quarantined.add(rows, reason, self._parts.clock.step, incident)
+
     def quarantine_after_crash(self, rows: Sequence[int], reason: str, incident: int) -> None:
-        """Put rows in quarantine that end the process, wherever they come, as far as the budget allows."""
-        self._decisions = None
+        """Put rows in quarantine that end the process in any company, as far as the budget allows."""
         allowed = self._policy.budget.rows_of(self._parts.samples.rows)
         if len({*rows} | self.quarantined.rows.keys()) <= allowed:
-            self._parts.samples.quarantine(rows)
-            self.quarantined.add(rows, reason, self._parts.clock.step, incident)
-
-    def skip_samples(self, start: int, stop: int) -> None:
-        """Pass over samples that ended the process."""
-        self._decisions = None
-        self._parts.samples.skip(start, stop)
+            self._quarantine_rows(rows, reason, incident)
 
     def note_micro_batch(self, rows: int) -> None:
-        """Note how many rows of a micro-batch memory was found to have room for."""
+        """Note how many rows of a micro-batch fit into memory."""
         self.micro_batch = rows
 
-    def disarm(self) -> None:
-        """Give the user's code back as it was: another run of this process is to find its own faults."""
+    def unpatch(self) -> None:
+        """Restore the patched lines of the user's code: another run of this process has to find its own faults."""
         self._armor.remove()
 
     def digest(self, start: int, incidents: IncidentLog) -> int:
-        """Digest all that ranks have to have decided alike for an update whose samples begin at `start`."""
+        """Digest the decisions on which ranks have to agree before an update whose samples begin at `start`."""
         parts = self._parts
-        if self._decisions is None:
-            in_force = {
+        if self._decisions is None:  # they change with an incident only
+            in_effect = {
                 "skipped": parts.samples.skipped_spans(),
                 "quarantined": sorted(self.quarantined.rows),
                 "armor": [(patch.function, patch.text, patch.count, patch.op) for patch in self._armor.lines],
                 "mends_eps": parts.updater.mends_eps,
             }
-            self._decisions = decisions_digest(incidents.incidents, in_force)
+            self._decisions = decisions_digest(incidents.incidents, in_effect)
         step, tick, samples = parts.clock.step, parts.clock.tick, parts.samples.slicing.samples
         return update_digest(self._decisions, step, tick, start, samples, self.knobs.values)

@@ -347,7 +347,7 @@ class EngineGuard:
             keeper.check()
             self._is_checked = True
         if flight.snapshot is not None:
-            flight.snapshot.remedies = self._controls.in_force()
+            flight.snapshot.remedies = self._controls.state_dict()
         is_back = self._checks.is_only_reported or self._checks.rewind_check.allows_proof(step)
         scanned = self._scans.clean_step
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=self._verify_after, is_back=is_back)

@@ -22,7 +22,7 @@ from resilient_train.record.surroundings import DECIDE, DIAGNOSE, REMEDY, REWIND
 from resilient_train.recover.causes import by_signal
 from resilient_train.recover.decide import decide
 from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import only_skips, remedy
+from resilient_train.recover.remedies import is_mild, remedy
 from resilient_train.run_parts import RunParts
 from resilient_train.types import (
     Action,
@@ -141,7 +141,7 @@ class Recovery:
         last = history[-1].rewound_to if history else None
         decision = decide(
             *(self.policy, anomaly, diagnosis, history, parts.clock.tick),
-            controls.applicable(anomaly, diagnosis, leap),
+            controls.circumstances(anomaly, diagnosis, leap),
             trace=parts.updates.trace(last) if last is not None else 0,
         )
         self._hold(anomaly, diagnosis, decision)
@@ -151,7 +151,7 @@ class Recovery:
             self._give_up(incident, phases)
 
         controls.begin(incident, blamed)
-        if not only_skips(decision.actions):
+        if not is_mild(decision.actions):
             controls.knobs.trouble()
         for action in decision.actions:
             had_rewound = controls.rewound_to is not None
@@ -182,8 +182,8 @@ class Recovery:
             return  # a rewind makes the same updates again, to the last bit
         if anomaly.reached_weights:
             rungs = self.policy.ladder(diagnosis.cause)  # where one of them does more, alarms lead there
-            is_all = all(only_skips(one.action for one in rung.do) for rung in rungs)
-            is_reported = is_all and bool(actions) and only_skips(actions)
+            is_all = all(is_mild(rung.do) for rung in rungs)
+            is_reported = is_all and bool(actions) and is_mild(actions)
             checks.require_recovery(anomaly.since, _reached(anomaly), is_only_reported=is_reported)
             if checks.rewind_check.is_open:
                 self.parts.ring.keep_reference(anomaly.since)
@@ -330,13 +330,13 @@ class Recovery:
         self.keeper.begin(plan)
         try:
             for remedies in plan.remedies:
-                controls.restore(remedies)
+                controls.load_state_dict(remedies)
         except ValueError as error:
             raise TrainError(f"{plan.path or self.incident_log.directory}: {error}") from error
         parts.clock.tick = max(parts.clock.tick, plan.tick)
         if plan.skipped is not None:
-            controls.skip_samples(*plan.skipped)
-            history.note_remedies(controls.in_force())
+            parts.samples.skip(*plan.skipped)
+            history.note_remedies(controls.state_dict())
         for found in plan.found:
             number = self.note(found)
             if found.remedy == "skip" and 0 < len(found.rows) < parts.samples.slicing.samples // 2:
@@ -380,7 +380,7 @@ class Recovery:
         return GaveUp(f"not recovered: {why}; the run returned to step {clock.step:,}", path)
 
     def _write_in_force(self) -> None:
-        self.incident_log.run_history.note_remedies(self.controls.in_force())
+        self.incident_log.run_history.note_remedies(self.controls.state_dict())
 
 
 def _reached(anomaly: Anomaly) -> int:

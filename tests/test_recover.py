@@ -24,16 +24,16 @@ from resilient_train.files import conf
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover.causes import by_signal
 from resilient_train.recover.decide import decide
-from resilient_train.recover.knobs import HIGHEST_EPS, LOWEST_CLIP, LOWEST_LR, Knobs, KnobValues
+from resilient_train.recover.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
 from resilient_train.recover.policy import Policy, named, parse
-from resilient_train.recover.remedies import KNOWN, Case, Circumstances, RunControl, only_skips, remedy
+from resilient_train.recover.remedies import KNOWN, Case, Circumstances, RunControl, is_mild, remedy
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
 
 SHIPPED = conf() / "recovery"
 POLICIES = ["aggressive", "balanced", "conservative", "off", "palm", "skip"]
-ALL_APPLICABLE = Circumstances(snapshots=4, skip=True, mixed_precision=True, loss_scaler=True, rows=10_000)
+ALL_APPLICABLE = Circumstances(snapshots=4, mixed_precision=True, loss_scaler=True, rows=10_000)
 
 
 def refused(step: int, tick: int | None = None, signal: Signal = Signal.NONFINITE_LOSS) -> Anomaly:
@@ -199,7 +199,6 @@ def test_a_rung_for_the_start_of_a_run(steps: list[int], expected: list[int]) ->
         (["skip", "rewind"], refused(9), {}, ["rewind", "skip"]),
         (["skip", "rewind"], landed(9), {"snapshots": 0}, []),
         (["skip", "rewind"], refused(9), {"snapshots": 0}, ["skip"]),
-        (["skip", "rewind"], landed(9), {"skip": False}, ["rewind"]),
         ([{"skip": {"updates": 5}}], landed(9), {}, ["skip"]),
         (["skip", "report"], landed(9), {}, ["report"]),
         (["skip", "report"], refused(9), {}, ["skip"]),
@@ -285,9 +284,9 @@ def test_a_data_set_loses_so_many_rows_and_no_more(
 
 def test_a_quarantine_passes_over() -> None:
     """Of a refused update it costs the budget of those, not that of incidents; next to a rewind it is one."""
-    assert only_skips([Action("quarantine")])
-    assert only_skips([Action("skip"), Action("quarantine")])
-    assert not only_skips([Action("rewind"), Action("quarantine")])
+    assert is_mild([Action("quarantine")])
+    assert is_mild([Action("skip"), Action("quarantine")])
+    assert not is_mild([Action("rewind"), Action("quarantine")])
     rows = {"default": [{"do": ["quarantine"], "strikes": None}]}
     policy = parse({"ladders": rows, "budget": {"refused": 3, "incidents": 0, "run": 0}})
     made = decisions(policy, [refused(n) for n in range(1, 9, 2)], diagnose=guilty(1))
@@ -470,15 +469,15 @@ def test_what_is_wrong_in_a_policy_is_named_by_its_position(tree: Any, said: str
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_shipped_policies(name: str) -> None:
-    """Each parses alike for Hydra and for a guard, and its actions bring back the remedies they came from."""
+    """Each parses alike for Hydra and for a guard, and a remedy can be built from each of its actions."""
     policy = named(name)
     assert policy == parse(OmegaConf.to_container(OmegaConf.load(SHIPPED / f"{name}.yaml"), resolve=True))
     for rungs in policy.ladders.values():
         for rung in rungs:
-            for one in rung.do:
-                assert one.action.remedy in KNOWN
-                assert remedy(one.action) == one.remedy
-                json.dumps(one.action.settings)
+            for action in rung.do:
+                assert action.remedy in KNOWN
+                assert isinstance(remedy(action), KNOWN[action.remedy])
+                json.dumps(action.settings)
 
 
 def test_all_policies_are_tested() -> None:
@@ -489,7 +488,7 @@ def test_all_policies_are_tested() -> None:
 def test_aggressive_uses_everything() -> None:
     """Every remedy there is stands somewhere in it, but the one that does nothing."""
     ladders = named("aggressive").ladders.values()
-    used = {one.action.remedy for rungs in ladders for rung in rungs for one in rung.do}
+    used = {one.remedy for rungs in ladders for rung in rungs for one in rung.do}
     assert used == set(KNOWN) - {"report"}
 
 
@@ -513,7 +512,7 @@ def test_a_policy_of_ones_own(tmp_path: Path) -> None:
     file.write_text("ladders: {default: [[skip], [rewind, {lower_lr: {factor: 1e-2}}]]}\nstrikes: 2\n")
     policy = named(file)
     assert rungs(decisions(policy, [refused(1, n) for n in range(3)])) == [0, 0, 1]
-    assert policy.ladders["default"][1].do[1].action == Action("lower_lr", {"factor": 0.01})
+    assert policy.ladders["default"][1].do[1] == Action("lower_lr", {"factor": 0.01})
     file.write_text("ladders: {default: [[skip]\n")
     with pytest.raises(ConfigError, match=r"mine\.yaml: is not YAML: .*line 2"):
         named(file)
@@ -553,12 +552,10 @@ def test_a_policy_may_have_anchors(tmp_path: Path) -> None:
 
 OWN = """
 from dataclasses import dataclass
-from typing import ClassVar
 from resilient_train.recover.remedies import Remedy, limited
 
 @dataclass(frozen=True)
 class Halve(Remedy):
-    name: ClassVar[str] = "halve"
     times: int = limited(1, at_least=1)
 
     def apply(self, run):
@@ -612,10 +609,12 @@ def test_a_policy_in_a_run_directory_imports_nothing(tmp_path: Path, monkeypatch
 
 
 def test_every_remedy_works_as_the_case_settles_its_defaults() -> None:
-    """Each is known by its own name, and its docstring says what it does."""
-    case = Case(landed(9), unknown(landed(9)), dataclasses.replace(ALL_APPLICABLE, off=1.0, usual_rate=0.5), True)
-    for name, kind in KNOWN.items():
-        assert (kind.name, bool(kind.__doc__)) == (name, True)
+    """Each can be made without settings, and its docstring says what it does."""
+    case = Case(
+        landed(9), unknown(landed(9)), dataclasses.replace(ALL_APPLICABLE, loss_excess=1.0, usual_rate=0.5), True
+    )
+    for kind in KNOWN.values():
+        assert kind.__doc__
         kind(**kind().settings_for(case)).apply(Run())
 
 
@@ -682,7 +681,7 @@ def trained(policy: Policy, fault: Fault, steps: int = 600, most_ticks: int = 6_
         incident = history.open(anomaly, by_signal(anomaly), decision)
         if decision.gave_up is not None:
             return run, history
-        if not only_skips(decision.actions):
+        if not is_mild(decision.actions):
             run.knobs.trouble()
         for action in decision.actions:
             remedy(action).apply(run)
@@ -831,11 +830,11 @@ def with_a_row(anomaly: Anomaly) -> Diagnosis:
 
 
 counts = st.integers(0, 200)
-off, usual_rate = st.floats(0, float("inf")), st.floats(0, 10)
+loss_excess, usual_rate = st.floats(0, float("inf")), st.floats(0, 10)
 applicables = st.builds(
     Circumstances,
-    *(st.integers(0, 4), st.booleans(), st.booleans(), st.booleans(), counts, counts),
-    off=off,
+    *(st.integers(0, 4), st.booleans(), st.booleans(), counts, counts),
+    loss_excess=loss_excess,
     usual_rate=usual_rate,
 )
 
@@ -874,24 +873,20 @@ def test_an_endless_series_ends(name: str, faults: list[tuple[Signal, bool, int]
 
 
 def test_knobs_turn_and_multiply() -> None:
-    """Factors multiply from turn to turn, and read as what differs from the configuration."""
+    """Factors multiply from turn to turn."""
     knobs = Knobs()
-    assert str(knobs) == "as configured"
     knobs.turn_lr(0.5)
     knobs.turn_clip(0.5)
-    assert str(knobs) == "lr x0.5, clip x0.5"
     knobs.turn_lr(0.5)
     knobs.turn_eps(100)
     knobs.turn_precision(3)
     assert knobs.values == KnobValues(lr=0.25, clip=0.5, eps=100, higher_precision=True)
-    assert str(knobs) == "lr x0.25, clip x0.5, eps x100, higher precision for 3 steps"
 
 
 def test_knobs_climb_back_to_a_share_of_what_was() -> None:
     """A search for the highest rate that works: down, soon up again, and what never worked is not soon taken up."""
     knobs = Knobs(relax_after=10)
     knobs.turn_lr(0.03, regain=0.1)
-    assert str(knobs) == "lr x0.03 (climbing to x0.1)"
     rates = []
     for _ in range(79):
         rates.append(knobs.values.lr)
@@ -917,7 +912,6 @@ def test_knobs_re_warm() -> None:
     """The rate climbs in a straight line to the lowered one, and relaxing waits until it is there."""
     knobs = Knobs(relax_after=2)
     knobs.turn_lr(0.5, rewarm=4)
-    assert str(knobs) == "lr x0.5 (re-warming, 0 of 4)"
     rates = []
     for _ in range(8):
         rates.append(knobs.values.lr)
@@ -933,7 +927,6 @@ def test_what_is_turned_back_is_back(factor: float) -> None:
     knobs.turn_lr(factor)
     knobs.turn_lr(1 / factor)
     assert knobs.values == KnobValues()
-    assert str(knobs) == "as configured"
 
 
 def test_steps_of_relaxing() -> None:
@@ -1018,7 +1011,6 @@ def test_a_limit_of_the_rate_lasts_as_long_as_the_schedule_asks_for_more() -> No
     knobs = Knobs(relax_after=10)
     knobs.limit_lr(0.5)
     knobs.limit_lr(2.0)
-    assert str(knobs) == "lr at most x0.5 of the configured one", "another limit never makes it milder"
     ceilings = []
     for _ in range(160):
         knobs.advance(was_limited=True)
@@ -1052,10 +1044,10 @@ def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]]
     for name, *arguments in turns:
         getattr(knobs, name)(*arguments)
         values = knobs.values
-        assert LOWEST_LR <= values.lr <= 1.0
-        assert LOWEST_CLIP <= values.clip <= 1.0
-        assert 1.0 <= values.eps <= HIGHEST_EPS
-        assert values.ceiling >= LOWEST_LR
+        assert MIN_LR <= values.lr <= 1.0
+        assert MIN_CLIP <= values.clip <= 1.0
+        assert 1.0 <= values.eps <= MAX_EPS
+        assert values.ceiling >= MIN_LR
         resumed = Knobs(relax_after)
         resumed.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
         assert resumed.state_dict() == knobs.state_dict()
@@ -1063,7 +1055,6 @@ def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]]
     for _ in range(64 * relax_after * 40):
         knobs.advance()
     assert knobs.values == KnobValues()
-    assert str(knobs) == "as configured"
 
 
 # Causes.

@@ -584,9 +584,9 @@ def setting(decision: Decision, remedy: str) -> dict[str, Any]:
 @pytest.mark.parametrize("policy", ["balanced", "aggressive"])
 def test_an_explosion_is_cut_as_deep_as_it_goes(policy: str, off: float, factor: float) -> None:
     """From the rung that lowers the rate on; the rung before it only warms up anew."""
-    first = decided(Cause.EXPLOSION, policy=policy, off=off)
+    first = decided(Cause.EXPLOSION, policy=policy, loss_excess=off)
     assert setting(first, "lower_lr")["factor"] == 1
-    later = decided(Cause.EXPLOSION, attempts(Cause.EXPLOSION, 0, 0), policy=policy, off=off)
+    later = decided(Cause.EXPLOSION, attempts(Cause.EXPLOSION, 0, 0), policy=policy, loss_excess=off)
     assert later.rung == first.rung + 1
     assert setting(later, "lower_lr")["factor"] == factor
 

@@ -323,7 +323,7 @@ class Guard(guard.EngineGuard):
         return self._left
 
     def _finish_saving(self, *, healthy: bool) -> Path | None:
-        left = self._keeper.finish(self._controls.in_force(), healthy=healthy)
+        left = self._keeper.finish(self._controls.state_dict(), healthy=healthy)
         self._recovery.note_saves()
         if healthy:
             self._recovery.end_saving()
@@ -350,7 +350,7 @@ class Guard(guard.EngineGuard):
 
     def let_go(self) -> None:
         """Give back what is the process's: worker processes, patched code, the epsilon of safe operations."""
-        self._controls.disarm()
+        self._controls.unpatch()
         self._direct_steps.end()
         numerics.raise_eps(1.0)
         self.samples.close()

@@ -19,7 +19,7 @@ from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose.search import Refused, Search, bad_rows_of
 from resilient_train.ranks.world import World
 from resilient_train.recover.causes import by_rate, by_signal
-from resilient_train.recover.remedies import only_skips
+from resilient_train.recover.remedies import is_mild
 from resilient_train.state import randomness
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import RunState
@@ -320,7 +320,7 @@ def _known(anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis | None:
         one.anomaly.signal is anomaly.signal
         and anomaly.tick - one.anomaly.tick <= _KNOWN_FOR
         and kind_of(one.anomaly, one.diagnosis) == kind_of(anomaly, first)
-        and only_skips(one.decision.actions)
+        and is_mild(one.decision.actions)
         for one in last
     )
     return first if are_alike else None

@@ -1,4 +1,4 @@
-"""A policy is data: ladders by cause, rungs of remedies, strikes, forgiveness and a budget. Read, checked, frozen."""
+"""A policy is data: ladders by cause, rungs of remedies, strikes and a budget. It is read and checked here."""
 
 from __future__ import annotations
 
@@ -14,81 +14,69 @@ import yaml
 from resilient_train.errors import ConfigError, in_one_line, unusable
 from resilient_train.files import read_yaml_text
 from resilient_train.reader import checked, is_list, limited, mapping, no_such, option, read
-from resilient_train.recover.remedies import KNOWN, Remedy, custom_remedy
+from resilient_train.recover.remedies import KNOWN, remedy_class
 from resilient_train.types import Action, Cause
 
-_JOURNAL = "journal.jsonl"  # by which a run directory is known
-_ORDER = list(KNOWN)
-UNLIMITED = sys.maxsize  # strikes: null; the budget is the only limit
-_COUNT = {"at_least": 1, "null": UNLIMITED}
+_COUNT = {"at_least": 1, "null": sys.maxsize}  # null: no limit but the budget
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRemedy:
-    """A remedy of a rung, and the action by which a decision names it."""
-
-    action: Action
-    remedy: Remedy
-
-
-def _remedy(key: str, node: Any) -> PlannedRemedy:
-    """Build one remedy from a bare name, or from a name with settings."""
-    name, settings = next(iter(node.items())) if isinstance(node, Mapping) and len(node) == 1 else (node, None)
+def _action(key: str, node: Any) -> Action:
+    """Read one remedy of a rung: a name, or a name with settings. The remedy itself checks its settings."""
+    name, settings = next(iter(node.items())) if isinstance(node, Mapping) and len(node) == 1 else (node, {})
     if not isinstance(name, str):
         raise ConfigError(key, node, "must be the name of a remedy, or {name: {setting: value}}")
     settings = {} if settings is None else settings
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{key}.{name}", settings, "must be settings, such as {name: value}")
     if name not in KNOWN and "." not in name:
-        hint = "one of your own is named by its import path, such as mine.Remedy"
+        hint = "a custom remedy is named by its import path, such as mine.Remedy"
         raise no_such("remedy", name, KNOWN, at=key, value=name, hint=hint)
-    kind: Any = KNOWN.get(name) or custom_remedy(name, key)
-    is_dataclass = dataclasses.is_dataclass(kind)
+    kind: Any = remedy_class(name, key)  # a dataclass, unless it is custom
     try:
-        remedy: Any = read(kind, settings, f"{key}.{name}") if is_dataclass else kind(**settings)
+        if not dataclasses.is_dataclass(kind):
+            kind(**settings)
+            return Action(name, dict(settings))
+        remedy: Any = read(kind, settings, f"{key}.{name}")  # type: ignore[arg-type]
     except ConfigError:
         raise
     except Exception as error:
         raise unusable(key, f"{name} failed with {in_one_line(error)}") from error
-    if not is_dataclass:
-        return PlannedRemedy(Action(name, dict(settings)), remedy)
-    every = {one.name: (getattr(remedy, one.name), one.default) for one in dataclasses.fields(remedy) if one.init}
-    said = {name: value for name, (value, default) in every.items() if value or value != default}
-    return PlannedRemedy(Action(name, said), remedy)
+    every = {one.name: (getattr(remedy, one.name), one.default) for one in dataclasses.fields(kind) if one.init}
+    return Action(name, {name: value for name, (value, default) in every.items() if value or value != default})
 
 
-def _remedies(key: str, nodes: Any) -> tuple[PlannedRemedy, ...]:
-    """Build the remedies of a rung, in the order in which they are applied."""
+def _actions(key: str, nodes: Any) -> tuple[Action, ...]:
+    """Read the remedies of a rung, and sort them into the order in which they are applied."""
     if not is_list(nodes):
         shape = "a rung is a list of remedies, such as [skip], or {do: [skip], strikes: 3, within: 10}"
         raise ConfigError(key, nodes, shape)
     if not nodes:
         raise unusable(key, "a rung needs a remedy; to leave things as they are, say [report]")
-    planned = [_remedy(f"{key}[{place}]", node) for place, node in enumerate(nodes)]
-    names = [one.action.remedy for one in planned]
+    actions = [_action(f"{key}[{place}]", node) for place, node in enumerate(nodes)]
+    names = [one.remedy for one in actions]
     for place, name in enumerate(names):
         if name in names[:place]:
             raise unusable(f"{key}[{place}]", f"{name} is named twice in one rung")
     if "repeat" in names and (others := sorted({"rewind", "skip"} & set(names))):
         raise unusable(f"{key}[{names.index('repeat')}]", f"repeat makes no sense next to {' and '.join(others)}")
-    return tuple(sorted(planned, key=lambda one: [*_ORDER, one.action.remedy].index(one.action.remedy)))
+    return tuple(sorted(actions, key=lambda one: [*KNOWN, one.remedy].index(one.remedy)))
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """Remedies that are done together, in the order in which they are applied."""
+    """Remedies that are applied together, in this order."""
 
-    do: tuple[PlannedRemedy, ...] = field(metadata={"read": _remedies})
+    do: tuple[Action, ...] = field(metadata={"read": _actions})
     strikes: int | None = limited(None, **_COUNT)  # None: those of the policy
-    within: int | None = limited(None, at_least=1)  # count strikes of so many ticks only; None: since it was forgiven
+    within: int | None = limited(None, at_least=1)  # count strikes of so many ticks; None: since it was forgiven
     landed: bool = False  # only for what reached the weights
-    at_start: bool = False  # begun only while no state is verified but the first, and until it is forgiven
+    at_start: bool = False  # taken first while only the initial state is verified, then until it is forgiven
 
 
 def _ladders(key: str, tree: Any) -> dict[str, tuple[Rung, ...]]:
     tree = mapping(tree, key, ["default", *Cause], "cause")
     if "default" not in tree:
-        raise unusable(f"{key}.default", "has to be given: the ladder of every cause that has none of its own")
+        raise unusable(f"{key}.default", "has to be given: the ladder of every cause that has no other")
     for cause, rungs in tree.items():
         if not is_list(rungs):
             why = "a ladder is a list of rungs, such as [[skip], [rewind, skip]]"
@@ -101,38 +89,38 @@ def _ladders(key: str, tree: Any) -> dict[str, tuple[Rung, ...]]:
 
 def _rung(key: str, node: Any) -> Rung:
     has_keys = isinstance(node, Mapping) and ("do" in node or len(node) != 1)
-    return read(Rung, node, key) if has_keys else Rung(_remedies(key, node))
+    return read(Rung, node, key) if has_keys else Rung(_actions(key, node))
 
 
 def _strikes(key: str, node: Any) -> dict[str, int]:
     """Read one number for every cause, or one by cause."""
-    by_cause = mapping(node, key, ["default", *Cause], "cause") if isinstance(node, Mapping) else None
-    if by_cause is None:
+    if not isinstance(node, Mapping):
         return {"default": checked(key, node, int, _COUNT)}
+    by_cause = mapping(node, key, ["default", *Cause], "cause")
     return {"default": 1, **{cause: checked(f"{key}.{cause}", one, int, _COUNT) for cause, one in by_cause.items()}}
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """When the run gives up, whatever the ladders say."""
+    """Limits at which the run gives up, whatever the ladders say."""
 
-    incidents: int = limited(10, at_least=0)  # within the window, that took more than skipping an update
+    incidents: int = limited(10, at_least=0)  # that took more than skipping an update, within the window
     run: int = limited(100, at_least=0)  # the same, in the whole run
     refused: int = limited(500, at_least=0)  # updates skipped within the window
-    in_a_row: int = limited(50, at_least=0)  # updates refused without an accepted one
+    in_a_row: int = limited(50, at_least=0)  # updates refused with no accepted one between them
     window: int = limited(1000, at_least=1)  # ticks
     rows: int = limited(1000, at_least=0)  # in quarantine
     share: float = limited(0.05, at_least=0, at_most=1)  # of the data set in quarantine, at least one row
 
     def rows_of(self, count: int) -> int:
-        """Return how many rows of so many may be in quarantine; one has to be left to train on."""
+        """Return how many of `count` rows may be in quarantine; one has to be left to train on."""
         share = max(int(self.share * count), 1) if self.share else 0
         return min(self.rows, share, count - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is done about which cause, how often, and when the run gives up."""
+    """Which remedies are applied for which cause, how often, and when the run gives up."""
 
     ladders: Mapping[str, tuple[Rung, ...]] = field(metadata={"read": _ladders})  # by cause; `default` for all others
     strikes: Mapping[str, int] = field(  # incidents to a rung, by cause
@@ -140,8 +128,8 @@ class Policy:
     )
     forgive_after: int = limited(200, at_least=1)  # steps beyond its last incident until a cause is forgiven
     relax_after: int = limited(100, at_least=1)  # healthy steps between two steps of relaxing the knobs
-    crashes: int = limited(2, **_COUNT)  # ends of the process at the same samples, after which these are skipped
-    halvings: int = limited(4, at_least=0)  # of the micro-batch, where the device is out of memory
+    crashes: int = limited(2, **_COUNT)  # the process ended so often at the same samples: then they are skipped
+    halvings: int = limited(4, at_least=0)  # of the micro-batch, when the device is out of memory
     budget: Budget = field(default_factory=Budget)
 
     def ladder(self, cause: Cause) -> tuple[Rung, ...]:
@@ -149,7 +137,7 @@ class Policy:
         return self.ladders.get(cause, self.ladders["default"])
 
     def strikes_of(self, rung: Rung, cause: Cause) -> int:
-        """Say how many incidents a rung may meet before it is the next one's turn."""
+        """Return how many incidents a rung may treat before the next rung is tried."""
         return self.strikes.get(cause, self.strikes["default"]) if rung.strikes is None else rung.strikes
 
 
@@ -157,21 +145,21 @@ def named(name: str | Path) -> Policy:
     """Read one of the policies that come with the package, or a YAML file."""
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
-        return parse(option("recovery", str(name), "one of your own is named by the path of its YAML file"))
+        return parse(option("recovery", str(name), "a custom policy is named by the path of its YAML file"))
     try:
         tree = yaml.safe_load(read_yaml_text(path))
     except OSError as error:
         raise ConfigError("recovery", name, f"cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError("recovery", name, f"is not YAML: {' '.join(str(error).split())}") from error
-    if (path.parent / _JOURNAL).exists() and (custom := next(_dotted_names(tree), None)) is not None:
+    if (path.parent / "journal.jsonl").exists() and (custom := next(_dotted_names(tree), None)) is not None:
         why = f"is in a run directory, from which nothing is imported, and names {custom}: copy it to another place"
         raise ConfigError("recovery", name, why)
     return parse(tree)
 
 
 def _dotted_names(tree: Any) -> Iterator[str]:
-    """What in a policy looks like a custom remedy."""
+    """Yield every text in a policy that looks like the import path of a custom remedy."""
     if isinstance(tree, Mapping):
         tree = [*tree.keys(), *tree.values()]
     if is_list(tree):
@@ -182,5 +170,5 @@ def _dotted_names(tree: Any) -> Iterator[str]:
 
 
 def parse(tree: Any) -> Policy:
-    """Turn plain data into a policy, or name the position of what is wrong."""
+    """Turn plain data into a policy. Raises ConfigError with the position of what is wrong."""
     return read(Policy, tree, "recovery")
