@@ -491,7 +491,6 @@ def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[
         ({"fault": "nan_grad", "at": []}, "drill.at: nan_grad would never strike: give it ticks, such as [100], or a"),
         ({"fault": "nan_grad", "rate": 2}, "drill.rate=2: must be a finite number (at least 0, at most 1)"),
         ({"fault": "nan_grad", "rank": "first"}, "drill.rank=first: must be a whole number (at least 0) or all"),
-        ({"fault": "nan_grad", "rank": 2}, "drill.rank=2: no such rank; there are 0 to 1"),
         ({"fault": "nan_batch", "value": 3}, "drill.value=3: must be one of nan, inf, -inf"),
         ({"fault": "bad_moments", "how": "half"}, "drill.how=half: must be one of shrink, zero, negate"),
         ({"fault": "loss_spike", "factor": -1}, "drill.factor=-1: must be a finite number (greater than 0)"),
@@ -506,7 +505,7 @@ def test_a_drill_is_read_as_it_is_written(node: Mapping[str, Any], faults: list[
 def test_what_cannot_be_read_is_reported_in_one_line(node: Mapping[str, Any], line: str) -> None:
     """The key, the value, and what is allowed."""
     with pytest.raises(ConfigError) as raised:
-        parse(node, steps=100, world=2)
+        parse(node, steps=100)
     assert str(raised.value).startswith(line)
     assert "\n" not in str(raised.value)
 

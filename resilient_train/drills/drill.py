@@ -1,4 +1,4 @@
-"""The drill: reads faults, and lets them strike at the points of an update."""
+"""The drill: reads the faults of a run and injects them at the points of an update."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from resilient_train.reader import is_list, mapping, no_such, read
 _log = logging.getLogger("resilient_train")
 
 _APART = 10**12  # firing 3_000000000100 is that of the fault with index 3 at tick 100
-_MOST_ROWS = 100_000  # that are written down
+_MOST_ROWS = 100_000  # more bad rows than this are not listed in the journal
 _HALF_WAY = (0.5,)  # where a fault strikes that has neither ticks nor a rate
 
 
-def parse(node: Mapping[str, Any], *, steps: int, world: int | None = None) -> list[Fault]:
+def parse(node: Mapping[str, Any], *, steps: int) -> list[Fault]:
     """Read a drill: `{fault: nan_batch, at: [100]}` or `{faults: [{nan_batch: {at: [100]}}, hot_lr]}`.
 
-    Ticks may be fractions of `steps`. `world`: how many ranks there are, if that is known.
+    Ticks may be fractions of `steps`.
     """
     if "fault" in node:
         if "faults" in node:
             raise unusable("drill.faults", "give either drill.fault, for one, or drill.faults, for several")
         settings = {key: value for key, value in node.items() if key != "fault"}
-        return [_fault("drill", "drill.fault", node["fault"], settings, steps, world)]
+        return [_fault("drill", "drill.fault", node["fault"], settings, steps)]
     entries = mapping(node, "drill", ("fault", "faults", "seed")).get("faults") or []
     if not is_list(entries):
         raise ConfigError("drill.faults", entries, "must be a list, such as [{nan_batch: {at: [50]}}]")
@@ -41,11 +41,11 @@ def parse(node: Mapping[str, Any], *, steps: int, world: int | None = None) -> l
         if not isinstance(name, str) or not isinstance(settings, Mapping | None):
             raise ConfigError(key, entry, "must be one fault with its settings, such as {nan_batch: {at: [50]}}")
         shared = {"seed": node["seed"]} if "seed" in node else {}
-        faults.append(_fault(f"{key}.{name}", key, name, {**shared, **(settings or {})}, steps, world))
+        faults.append(_fault(f"{key}.{name}", key, name, {**shared, **(settings or {})}, steps))
     return faults
 
 
-def _fault(path: str, key: str, name: Any, settings: Mapping[str, Any], steps: int, world: int | None) -> Fault:
+def _fault(path: str, key: str, name: Any, settings: Mapping[str, Any], steps: int) -> Fault:
     """Build one fault. `path` is where its settings are, `key` where its name is."""
     kind = FAULTS.get(name) if isinstance(name, str) else None
     if kind is None:
@@ -53,11 +53,7 @@ def _fault(path: str, key: str, name: Any, settings: Mapping[str, Any], steps: i
     settings = {setting: value for setting, value in settings.items() if value is not None}
     if issubclass(kind, TickFault):
         settings["at"] = _ticks(f"{path}.at", settings.get("at", () if settings.get("rate") else _HALF_WAY), steps)
-    fault = read(kind, settings, path)
-    rank = fault.rank if isinstance(fault, TickFault) else "all"
-    if world is not None and isinstance(rank, int) and rank >= world:
-        raise ConfigError(f"{path}.rank", rank, f"no such rank; there are 0 to {world - 1}")
-    return fault
+    return read(kind, settings, path)
 
 
 def _ticks(key: str, at: Any, steps: int) -> list[int]:
@@ -77,11 +73,11 @@ def _ticks(key: str, at: Any, steps: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the run is."""
+    """A point in the run."""
 
-    tick: int  # the current attempt, from 1: attempted updates, never goes back
-    step: int  # the update attempted, from 1: accepted ones and itself; comes again after a rewind
-    start: int  # position of the update's first sample in the stream; comes again after a rewind
+    tick: int  # the current attempt, from 1: counts attempted updates and never goes back
+    step: int  # the accepted updates so far plus the current one; repeats after a rewind
+    start: int  # position of the update's first sample in the stream; repeats after a rewind
     micro: int  # number of the micro-batch, from 0
     rank: int
 
@@ -89,8 +85,8 @@ class Place:
 class Drill:
     """Injects faults into a run: `Drill([NanBatch(at=[100], rank=1)], ...)`.
 
-    A firing is journalled before it acts, and has a number that a restart gives it again. All ranks ask and journal
-    at the same points, also those on which the fault does not act: so they agree, and `fired` may wait for the others.
+    A firing is journalled before it acts, and has the same number after a restart. All ranks journal it at the same
+    point, also ranks that the fault does not act on: so `fired` may wait for the other ranks.
     """
 
     def __init__(
@@ -101,17 +97,17 @@ class Drill:
         fired: Callable[[int, str, int], None],
         about: Callable[[int, Mapping[str, Any]], None] = lambda number, more: None,
     ) -> None:
-        """`has_fired(number)` answers for the whole run, restarts included; `fired(number, name, tick)` writes down.
+        """`has_fired(number)` covers the whole run, restarts included; `fired(number, name, tick)` journals a firing.
 
-        Before it `about(number, more)` is called with `until` which tick a fault lasts, or which `rows` are bad.
+        Before it `about(number, more)` is called with `until`, the last tick of a fault, or with `rows`, the bad ones.
         """
         self._faults = dict(enumerate(faults))
         self._has_fired, self._fired, self._about = has_fired, fired, about
         self._struck: dict[int, tuple[int, int]] = {}  # where each fault struck last: tick and micro-batch
-        self._checked: set[str] = set()  # of what it is known which faults are possible
+        self._checked: set[str] = set()  # kinds of things that were checked for something to spoil
 
     def wrapped(self, dataset: Any) -> Any:
-        """Return the data set as the run shall see it: with its bad rows, or itself."""
+        """Return the data set with its bad rows; the data set itself if the drill has none."""
         for index, fault in list(self._faults.items()):
             if isinstance(fault, BadRow) and self._is_possible(index, fault, dataset):
                 rows = fault.chosen(len(dataset))
@@ -120,29 +116,28 @@ class Drill:
         return dataset
 
     def strikes_at(self, tick: int) -> bool:
-        """Say whether something begins at this tick, which must then not be given up for the sake of an earlier one."""
+        """Say whether a fault begins at this tick. The tick must then not be lost to a rewind of an earlier update."""
         return any(isinstance(fault, TickFault) and fault.begins(tick) for fault in self._faults.values())
 
     def on_batch(self, place: Place, batch: Any) -> Any:
-        """Before the forward of each micro-batch. The batch that comes in stays as it is."""
-        self._check("batch", batch)
+        """Call before the forward of each micro-batch. Returns the batch, or a spoiled copy."""
         for fault in self._striking("batch", place, batch):
             batch = fault.spoil(batch)
         return batch
 
     def on_loss(self, place: Place, loss: torch.Tensor) -> torch.Tensor:
-        """Before the backward of each micro-batch."""
+        """Call before the backward of each micro-batch."""
         for fault in self._striking("loss", place):
             loss = fault.spoil(loss)
         return loss
 
     def on_gradients(self, place: Place, weights: Sequence[torch.Tensor]) -> None:
-        """After the last backward, before the gate."""
+        """Call after the last backward, before the gate."""
         for fault in self._striking("gradients", place):
             fault.spoil(weights)
 
     def rate_factor(self, place: Place) -> float:
-        """Return what the learning rate of this update is multiplied by."""
+        """Return the factor for the learning rate of this update."""
         factor = 1.0
         for index, fault in self._faults.items():
             if isinstance(fault, HotLr) and (began := fault.began(place.tick)) is not None:
@@ -151,40 +146,33 @@ class Drill:
         return factor
 
     def between_updates(self, place: Place, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Just before the first forward of the update at `place`."""
-        # Before its first step an optimizer keeps nothing, and of the newest it is not known yet whether it was one.
-        if place.step > 2:
-            self._check("state", model, optimizers)
-        for fault in self._striking("state", place, model, optimizers):
+        """Call just before the first forward of the update at `place`."""
+        # An optimizer has no state before its first step, and whether the newest update was one is not known yet.
+        for fault in self._striking("state", place, model, optimizers, can_check=place.step > 2):
             fault.spoil(place.tick, model, optimizers)
 
-    def _spoiling(self, what: Spoils) -> list[tuple[int, Any]]:
-        faults = self._faults.items()
-        return [(index, fault) for index, fault in faults if isinstance(fault, TickFault) and fault.spoils == what]
+    def _striking(self, what: Spoils, place: Place, *things: Any, can_check: bool = True) -> Iterator[Any]:
+        """Yield the faults that act here, after each was journalled.
 
-    def _check(self, what: Spoils, *things: Any) -> None:
-        """Refuse at the first opportunity what finds nothing to spoil, however much later it would strike."""
-        if what not in self._checked:
+        A fault that finds nothing to spoil is refused at the first call, however much later it would strike.
+        """
+        is_first = can_check and what not in self._checked
+        if is_first:
             self._checked.add(what)
-            for index, fault in self._spoiling(what):
-                self._is_possible(index, fault, *things)
-
-    def _striking(self, what: Spoils, place: Place, *things: Any) -> Iterator[Any]:
-        """The faults that act here and now, each journalled before it is handed out."""
-        for index, fault in self._spoiling(what):
-            if not fault.begins(place.tick):
+        for index, fault in list(self._faults.items()):
+            if not isinstance(fault, TickFault) or fault.spoils != what:
+                continue
+            begins = fault.begins(place.tick)
+            if (begins or is_first) and not self._is_possible(index, fault, *things):
                 continue
             continues = fault.whole_update and self._struck.get(index) == (place.tick, place.micro - 1)
-            if not continues and not (
-                self._is_possible(index, fault, *things) and self._journal_once(index, fault, place.tick)
-            ):
-                continue
-            self._struck[index] = place.tick, place.micro
-            if fault.is_on(place.rank):
-                yield fault
+            if begins and (continues or self._journal_once(index, fault, place.tick)):
+                self._struck[index] = place.tick, place.micro
+                if fault.is_on(place.rank):
+                    yield fault
 
     def _journal_once(self, index: int, fault: Fault, tick: int, **more: Any) -> bool:
-        """Write a firing down, and `more` of it, unless this run had it already."""
+        """Journal a firing, with `more` about it, unless the run has done so before."""
         number = tick + index * _APART
         if self._has_fired(number):
             return False
@@ -195,7 +183,7 @@ class Drill:
         return True
 
     def _is_possible(self, index: int, fault: Fault, *things: Any) -> bool:
-        """Refuse a fault that finds nothing to spoil, or leave it out where it is optional."""
+        """Raise ConfigError if a fault finds nothing to spoil; leave it out if it is optional."""
         why = fault.lacks(*things)
         if why is None:
             return True

@@ -1,10 +1,12 @@
-"""The faults: what each spoils, and at which attempts it strikes.
+"""The faults: what each spoils, and at which ticks it strikes.
 
-A BadRow is in the data, for ever. A TickFault strikes at chosen ticks, and not again when their samples come again.
+A BadRow stays in the data. A TickFault strikes at its ticks only, not again when a rewind repeats their samples.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import hashlib
 import math
 import operator
@@ -12,7 +14,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -21,41 +23,41 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from resilient_train.drills.nested import changed, filled, holds_floats, scaled
 from resilient_train.errors import unusable
 from resilient_train.reader import check, limited
 from resilient_train.state.randomness import preserved
 from resilient_train.state.sharded import local_part
+from resilient_train.state.tree import rebuilt
 
 Spoils = Literal["batch", "loss", "gradients", "rate", "state"]  # state: weights, moments or the process
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Something that goes wrong on purpose. Settings are checked by their types and limits, however it is made."""
+    """Something that goes wrong on purpose. Its settings are checked when it is made."""
 
     name: ClassVar[str]
-    seed: int = limited(0, at_least=0)  # of whatever it draws
-    optional: bool = False  # where a run has nothing to spoil it is left out instead of refused
+    seed: int = limited(0, at_least=0)  # of its random numbers
+    optional: bool = False  # leave it out, instead of refusing it, if the run has nothing that it could spoil
 
     def __post_init__(self) -> None:
         check(self)
 
     def lacks(self, *things: Any) -> str | None:
-        """Say what is missing in the things it is to spoil."""
+        """Say why it cannot spoil these things; None if it can."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TickFault(Fault):
-    """A fault at chosen ticks, on one rank or on all of them. Each has a `spoil` for what it spoils."""
+    """A fault at chosen ticks, on one rank or on all. Each has a method `spoil`."""
 
     at: Sequence[int] = limited((), at_least=1)  # ticks
-    rate: float = limited(0.0, at_least=0, at_most=1)  # the share of ticks that it strikes at, drawn from the seed
+    rate: float = limited(0.0, at_least=0, at_most=1)  # the share of all ticks at which it strikes too, at random
     rank: int | Literal["all"] = limited(0, at_least=0)
 
     spoils: ClassVar[Spoils]
-    whole_update: ClassVar[bool] = False  # it spoils every micro-batch of the update, not only the first
+    whole_update: ClassVar[bool] = False  # whether it spoils every micro-batch of the update or only the first
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,7 +65,7 @@ class TickFault(Fault):
             raise unusable("at", f"{self.name} would never strike: give it ticks, such as [100], or a rate above 0")
 
     def begins(self, tick: int) -> bool:
-        """Say whether it strikes at this attempt: a function of nothing but its settings."""
+        """Say whether it strikes at this tick: a pure function of its settings."""
         return tick in self.at or _draw(self.name, self.seed, tick) < self.rate * 2**64
 
     def is_on(self, rank: int) -> bool:
@@ -71,14 +73,49 @@ class TickFault(Fault):
 
 
 def _draw(*parts: object) -> int:
-    """Hash into 64 bits, the same on every machine; nothing that trains is seeded from it."""
+    """Hash to 64 bits, the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor that this rank holds itself, in the tensor's own memory."""
+    """Return this rank's part of a tensor, without a copy."""
     tensor = local_part(tensor.detach())
     return tensor._values() if tensor.is_sparse else tensor
+
+
+def _spoiled(tree: Any, new: Callable[[Any], Any], *, first_row: bool = False) -> Any:
+    """Copy a batch or a row of any shape, with all its floating-point numbers, or its first row's, as `new` says."""
+
+    def change(leaf: Any) -> Any:
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            twin: Any = copy.copy(leaf)
+            for field in dataclasses.fields(leaf):  # frozen or not
+                object.__setattr__(twin, field.name, _spoiled(getattr(leaf, field.name), new, first_row=first_row))
+            return twin
+        if isinstance(leaf, float | np.floating):
+            return type(leaf)(new(leaf))
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            twin = leaf.detach().clone()
+        elif isinstance(leaf, np.ndarray) and np.issubdtype(leaf.dtype, np.floating):
+            twin = leaf.copy()
+        else:
+            return leaf
+        where = slice(1) if first_row and leaf.ndim else ...
+        twin[where] = new(twin[where])
+        return twin
+
+    return rebuilt(tree, change)
+
+
+def _has_floats(tree: Any) -> bool:
+    found = []
+
+    def note(numbers: Any) -> Any:
+        found.append(numbers)
+        return numbers
+
+    _spoiled(tree, note)
+    return bool(found)
 
 
 # In one update.
@@ -92,17 +129,16 @@ class NanBatch(TickFault):
     value: Literal["nan", "inf", "-inf"] = "nan"
 
     def lacks(self, *things: Any) -> str | None:
-        if holds_floats(things[0]):
+        if _has_floats(things[0]):
             return None
         return "the batches hold no floating-point numbers: nan_batch needs some; use inf_loss or nan_grad"
 
     def spoil(self, batch: Any) -> Any:
-        return changed(batch, lambda leaf: filled(leaf, float(self.value), first_row=True))
+        return _spoiled(batch, lambda _: float(self.value), first_row=True)
 
 
-@dataclass(frozen=True, kw_only=True)
 class InfLoss(TickFault):
-    """The loss of the first micro-batch is infinite, and its gradients are no numbers."""
+    """The loss of the first micro-batch is infinite, and its gradients are NaN."""
 
     name, spoils = "inf_loss", "loss"
 
@@ -112,34 +148,30 @@ class InfLoss(TickFault):
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpike(TickFault):
-    """The loss of one update, and with it the gradients, is many times what it should be."""
+    """The loss of one update, and with it its gradients, is multiplied by `factor`."""
 
-    name, spoils = "loss_spike", "loss"
+    name, spoils, whole_update = "loss_spike", "loss", True
     factor: float = limited(1e4, above=0)
-
-    whole_update = True
 
     def spoil(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.factor
 
 
-@dataclass(frozen=True, kw_only=True)
 class NanGrad(TickFault):
     """One element of one gradient is NaN, though loss and batch are fine."""
 
     name, spoils = "nan_grad", "gradients"
 
     def spoil(self, weights: Sequence[torch.Tensor]) -> None:
-        gradients = (_local(weight.grad) for weight in weights if weight.grad is not None)
-        for gradient in gradients:
-            if gradient.numel():
+        for weight in weights:
+            if weight.grad is not None and (gradient := _local(weight.grad)).numel():
                 gradient[(0,) * gradient.dim()] = math.nan
                 return
 
 
 @dataclass(frozen=True, kw_only=True)
 class HotLr(TickFault):
-    """The learning rate is far too high for so many ticks."""
+    """The learning rate is multiplied by `factor` for a number of ticks."""
 
     name, spoils = "hot_lr", "rate"
     rank: int | Literal["all"] = limited("all", at_least=0)
@@ -147,14 +179,14 @@ class HotLr(TickFault):
     updates: int = limited(30, at_least=1)
 
     def began(self, tick: int) -> int | None:
-        """Return the tick at which the stretch that `tick` lies in began, the latest if there are several."""
+        """Return the tick at which the hot stretch around `tick` began, the latest if several overlap."""
         first = max(1, tick - self.updates + 1)
         return next((start for start in range(tick, first - 1, -1) if self.begins(start)), None)
 
 
 # Between two updates.
 
-_BITS = {  # the integers of the same size, and the highest bit of the exponent
+_BITS = {  # integers of the same size, and the highest bit of the exponent
     torch.float64: (torch.int64, 1 << 62),
     torch.float32: (torch.int32, 1 << 30),
     torch.float16: (torch.int16, 1 << 14),
@@ -164,10 +196,10 @@ _BITS = {  # the integers of the same size, and the highest bit of the exponent
 
 @dataclass(frozen=True, kw_only=True)
 class BitFlip(TickFault):
-    """One bit of one weight flips, as it does in bad memory: the highest of its exponent, and 0.02 becomes 7e36."""
+    """One bit of one weight flips, as in bad memory: by default the highest of its exponent, so 0.02 becomes 7e36."""
 
     name, spoils = "bit_flip", "state"
-    bit: int | None = limited(None, at_least=0)  # counted from the lowest of the mantissa, 0
+    bit: int | None = limited(None, at_least=0)  # 0 is the lowest of the mantissa
 
     def lacks(self, *things: Any) -> str | None:
         weights = self._weights(things[0])
@@ -195,25 +227,24 @@ class BitFlip(TickFault):
         return [weight for weight in weights if weight.dtype in _BITS and weight.numel()]
 
 
-_SECOND_MOMENTS = (  # as torch's optimizers and those of transformers name them
+_SECOND_MOMENTS = (  # the names in optimizers of torch and transformers
     *("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf", "row_var", "col_var", "variance"),
     *("exp_avg_sq_row", "exp_avg_sq_col"),
 )
 _FIRST_MOMENTS = ("momentum_buffer", "exp_avg")
 _HOW = {"shrink": 1e-4, "zero": 0.0, "negate": -1.0}
-_BLOWN_UP = 1e3  # where there is a momentum only
+_MOMENTUM_FACTOR = 1e3
 
 
 @dataclass(frozen=True, kw_only=True)
 class BadMoments(TickFault):
-    """The optimizer's second moments are far too small, zero or negative; its momentum too large if that is all."""
+    """The optimizer's second moments are far too small, zero or negative. If it has none, its momentum is too large."""
 
     name, spoils = "bad_moments", "state"
     how: Literal["shrink", "zero", "negate"] = "shrink"
 
     def lacks(self, *things: Any) -> str | None:
-        _, optimizers = things
-        if any(True for one in optimizers for _ in _moments(one, (*_SECOND_MOMENTS, *_FIRST_MOMENTS))):
+        if any(list(_moments(one, (*_SECOND_MOMENTS, *_FIRST_MOMENTS))) for one in things[1]):
             return None
         return "the optimizer has no moments: bad_moments needs one that keeps some, and an update before it"
 
@@ -222,7 +253,7 @@ class BadMoments(TickFault):
             if second := list(_moments(optimizer, _SECOND_MOMENTS)):
                 torch._foreach_mul_(second, _HOW[self.how])
             elif first := list(_moments(optimizer, _FIRST_MOMENTS)):
-                torch._foreach_mul_(first, _BLOWN_UP)
+                torch._foreach_mul_(first, _MOMENTUM_FACTOR)
 
 
 def _moments(optimizer: Optimizer, names: Sequence[str]) -> Iterator[torch.Tensor]:
@@ -230,9 +261,8 @@ def _moments(optimizer: Optimizer, names: Sequence[str]) -> Iterator[torch.Tenso
         yield from (state[name] for name in names if isinstance(state.get(name), torch.Tensor))
 
 
-@dataclass(frozen=True, kw_only=True)
 class Crash(TickFault):
-    """The process is killed: no handler runs, nothing is flushed. The same command resumes."""
+    """The process is killed: no handler runs, nothing is flushed."""
 
     name, spoils = "crash", "state"
 
@@ -240,9 +270,8 @@ class Crash(TickFault):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Hang(TickFault):
-    """The process does nothing any more, as when a file system does not answer: see run.step_timeout."""
+    """The process stops responding, as when a file system does not answer."""
 
     name, spoils = "hang", "state"
 
@@ -256,11 +285,11 @@ class Hang(TickFault):
 
 @dataclass(frozen=True, kw_only=True)
 class BadRow(Fault):
-    """Some rows of the data set are not finite, or far off; they come again in every epoch and every replay."""
+    """Some rows of the data set are not finite, or outliers, in every epoch and every replay."""
 
     name = "bad_row"
-    rows: Sequence[int] = limited((), at_least=0)  # their indices
-    share: float = limited(0.01, at_least=0, at_most=1)  # of all rows, at least one, drawn; where no rows are named
+    rows: Sequence[int] = limited((), at_least=0)
+    share: float = limited(0.01, at_least=0, at_most=1)  # of all rows, at least one, at random; unless `rows` are given
     what: Literal["nan", "inf", "outlier"] = "nan"
     factor: float = limited(1e4, above=0)  # what an outlier is multiplied by
 
@@ -279,30 +308,28 @@ class BadRow(Fault):
     def lacks(self, *things: Any) -> str | None:
         (dataset,) = things
         kind = type(dataset)
-        # A torch IterableDataset inherits a __getitem__ that only raises.
+        # A torch IterableDataset has a __getitem__, which only raises.
         if isinstance(dataset, IterableDataset) or not (hasattr(kind, "__getitem__") and hasattr(kind, "__len__")):
             return f"bad_row needs a map-style data set, and a {kind.__name__} is read from front to back"
         chosen = self.chosen(len(dataset))
         if max(chosen) >= len(dataset):
             return f"there is no row {max(chosen)}: the data set has {len(dataset)}"
-        with preserved(torch.device("cpu")):  # an augmentation may draw
+        with preserved(torch.device("cpu")):  # an augmentation may draw random numbers
             row = dataset[min(chosen)]
-        if holds_floats(row):
+        if _has_floats(row):
             return None
         return "the rows hold no floating-point numbers: bad_row needs some; use inf_loss or nan_grad"
 
     def spoil(self, row: Any) -> Any:
-        if self.what == "outlier":
-            return changed(row, lambda leaf: scaled(leaf, self.factor))
-        return changed(row, lambda leaf: filled(leaf, float(self.what)))
+        return _spoiled(row, lambda numbers: numbers * self.factor if self.what == "outlier" else float(self.what))
 
 
 class WithBadRows:
-    """A data set like the one inside, except for some rows."""
+    """A data set that wraps another and spoils some of its rows."""
 
     def __init__(self, dataset: Any, fault: BadRow) -> None:
         self.dataset, self.fault = dataset, fault
-        self.rows = fault.chosen(len(dataset))
+        self.bad_rows = fault.chosen(len(dataset))
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -311,8 +338,8 @@ class WithBadRows:
         return self._spoiled(index, self.dataset[index])
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        together = getattr(self.dataset, "__getitems__", None)  # fetches many rows at once
-        rows = together(indices) if together else [self.dataset[index] for index in indices]
+        fetch_many = getattr(self.dataset, "__getitems__", None)
+        rows = fetch_many(indices) if fetch_many else [self.dataset[index] for index in indices]
         return [self._spoiled(index, row) for index, row in zip(indices, rows, strict=True)]
 
     def __getattr__(self, name: str) -> Any:
@@ -321,8 +348,7 @@ class WithBadRows:
         return getattr(self.dataset, name)
 
     def _spoiled(self, index: int, row: Any) -> Any:
-        place = operator.index(index)
-        return self.fault.spoil(row) if (place + len(self) if place < 0 else place) in self.rows else row
+        return self.fault.spoil(row) if operator.index(index) % len(self) in self.bad_rows else row
 
 
 FAULTS: dict[str, type[Fault]] = {
