@@ -148,7 +148,7 @@ class EngineGuard:
             return self.clock.step < last
         anomaly = self._examine_now()
         if anomaly is None and self.newest is not None and is_plan:
-            anomaly = self._checks.unsettled(self.newest)
+            anomaly = self._checks.at_end(self.newest)
             if anomaly is None and self._recovery.has_to_return():
                 anomaly = self._checks.not_recovered(self.newest)
         if anomaly is not None:
@@ -348,7 +348,7 @@ class EngineGuard:
             self._is_checked = True
         if flight.snapshot is not None:
             flight.snapshot.remedies = self._controls.state_dict()
-        is_back = self._checks.is_only_reported or self._checks.rewind_check.allows_proof(step)
+        is_back = self._checks.is_only_reported or self._checks.rewind_check.is_at_reference(step)
         scanned = self._scans.clean_step
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=self._verify_after, is_back=is_back)
         keeper.verified(any_busy=vitals.any_busy)

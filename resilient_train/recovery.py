@@ -36,7 +36,6 @@ from resilient_train.types import (
     Signal,
     Vitals,
 )
-from resilient_train.watch.reference import Standing
 from resilient_train.wording import farewell, log, rank_names
 
 _IN_UPDATE = (Signal.HANG, Signal.OUT_OF_MEMORY)  # of the process, and met while an update was made
@@ -96,7 +95,7 @@ class Recovery:
         """Note that an update landed without trouble, with a rate that a limit held below what the schedule asks."""
         history = self.incident_log.run_history
         probation, step = self.parts.checks.rewind_check, self.parts.clock.step
-        self.controls.knobs.advance(was_limited=was_limited, may_relax=probation.allows_proof(step))
+        self.controls.knobs.advance(was_limited=was_limited, may_relax=probation.is_at_reference(step))
         was_held = history.remedies is not None and history.remedies.get("reference") is not None
         self.incident_log.update_accepted(step, recovered_after=self._recovered_after, loss_is_off=probation.is_open)
         if not probation.is_open:
@@ -356,7 +355,7 @@ class Recovery:
     def is_back(self) -> bool:
         """Say whether the loss is where it was before the last damage, as far as the losses since tell."""
         probation = self.parts.checks.rewind_check
-        return not probation.is_open or probation.final(self.parts.clock.step) is Standing.BACK
+        return not probation.is_open or probation.ends_back(self.parts.clock.step)
 
     def has_to_return(self) -> bool:
         """Say whether the run, should it end now, has to end on the state that it is measured against.

@@ -122,7 +122,7 @@ def test_a_reference_of_any_losses(losses: dict[int, float], until: int) -> None
     assert 0 < reference.count <= min(WINDOW, len(trusted))
     assert min(reference.scatter, reference.slope, reference.size) >= 0
     assert reference.level >= min(losses[step] for step in trusted) - 1e-6 * reference.size
-    assert Reference(**json.loads(json.dumps(reference.as_plain()))) == reference
+    assert Reference(**json.loads(json.dumps(asdict(reference)))) == reference
 
 
 @settings(max_examples=100, deadline=None)
@@ -278,16 +278,16 @@ def test_a_run_at_its_end_is_back_or_off() -> None:
     """However few losses tell it; what only falls is not back."""
     reference = made(flat)
     for again, expected in [
-        (losses_of(flat, 5, seed=1), Standing.BACK),
-        ([4.0] * 5, Standing.OFF),
-        ([6.0 - 0.05 * place for place in range(50)], Standing.OFF),
+        (losses_of(flat, 5, seed=1), True),
+        ([4.0] * 5, False),
+        ([6.0 - 0.05 * place for place in range(50)], False),
     ]:
         check = RewindCheck(named("default").probation)
         check.begin(reference, 100, 100)
         check.rewound(100, {})
         for step, loss in enumerate(again, 101):
             check.see(step, loss)
-        assert check.final(100 + len(again)) is expected
+        assert check.ends_back(100 + len(again)) is expected
 
 
 # How deep the learning rate is cut.

@@ -1,4 +1,4 @@
-"""What is usual for the loss, and three ways of leaving it: a jump, a climb block by block, a slow rise."""
+"""The usual range of the loss, and three ways of leaving it: a jump, a climb from block to block, a slow rise."""
 
 from __future__ import annotations
 
@@ -6,22 +6,33 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from math import sqrt
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from resilient_train.watch.config import CreepConfig, JumpConfig, SlowConfig
 
-_USUAL_EVERY = 8
-_FIRST = 8  # losses that give the level at which the run began
-_BEGINNING = 2  # windows
-_OF_THE_WAY = 0.02  # a loss near zero is judged by this share of the way it has come
-_FAR = 2.0  # times as many spreads, and times the size of the losses: a young run changes fast
-_YOUNG = 12  # losses that show what is far above all of them, as long as there are not many more
-_MOST = 8.0  # spreads that one block counts for at most: an alarm takes two blocks or more
-_USUAL = 1.0  # spreads within which a block is like those before it
+_MAD_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation, of normal noise
+_Q95_SIGMAS = 1.645  # the 95th percentile of normal noise, in standard deviations
+_MAX_SIGMAS = 3  # about the largest of 256 values of normal noise, in standard deviations
+_LEAST_SPREAD = 1e-3  # share of the median: no loss is less noisy than this
+_REFRESH_EVERY = 8  # accepted losses, if the configuration turns the jump check off
+_FIRST_LOSSES = 8  # losses whose mean is the level at which the run began
+_DESCENT_WINDOWS = 2  # windows of losses in which the descent of a new run may be forgotten
+_SHARE_OF_DESCENT = 0.02  # a loss near 0 is judged by this share of its descent since the beginning
+_YOUNG_LOSSES = 12  # losses that show what is far above them all, before the range is known
+_YOUNG_MARGIN = 2.0  # times the usual thresholds, before the range is known: a young run changes fast
+_MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an alarm takes two blocks or more
+_NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no climb
+
+
+class Alarm(NamedTuple):
+    """What a check found in the losses."""
+
+    since: int  # the newest step that can still be trusted
+    evidence: str
 
 
 class PlainState:
-    """Returns what it has seen as plain data, and takes it back; the two share nothing that could change."""
+    """Base of the checks: the attributes in `saved` are its state, as plain data that shares nothing with them."""
 
     saved: ClassVar[tuple[str, ...]] = ()
 
@@ -40,10 +51,10 @@ class PlainState:
 
 
 class Level(PlainState):
-    """Where the accepted losses usually lie: their median, their spread upwards, and what is large for them.
+    """The range of the accepted losses: their median, their spread upwards, and the scale for thresholds in shares.
 
-    The spread is the largest of four, since losses are skewed: median + k·MAD alone flags dozens of healthy ones in
-    a thousand. Computed every few losses only, because it moves slowly and every step pays for it.
+    The spread is the largest of four estimates, since losses are skewed: median + k·MAD alone flags dozens of healthy
+    losses in a thousand. It is computed every few losses only, because it changes slowly and costs time in every step.
     """
 
     saved = (
@@ -51,28 +62,28 @@ class Level(PlainState):
     )  # fmt: skip
 
     def __init__(self, config: JumpConfig) -> None:
-        self.every = config.every or _USUAL_EVERY
+        self.every = config.every or _REFRESH_EVERY
         self.warmup = config.warmup
         self.losses: deque[float] = deque(maxlen=config.window)
-        self.ready = False
+        self.ready = False  # enough losses were seen to know the range
         self.median = self.spread = self.scale = 0.0
-        self.low = self.high = 0.0  # nine of ten lie between
-        self.first = 0.0
-        self.best: float | None = None
-        self._seen = self._fresh = 0
+        self.low = self.high = 0.0  # the 5th and the 95th percentile
+        self.first = 0.0  # the mean of the first losses of the run
+        self.best: float | None = None  # the lowest median so far
+        self._seen = self._fresh = 0  # losses in all, and since the last refresh
 
     @property
-    def usual(self) -> str:
-        """For a person."""
-        known = list(self.losses)
-        low, high = (self.low, self.high) if self.ready or not known else (min(known), max(known))
+    def usual_range(self) -> str:
+        low, high = self.low, self.high
+        if self.losses and not self.ready:
+            low, high = min(self.losses), max(self.losses)
         return f"{low:.4g} to {high:.4g} was usual"
 
     def learn(self, loss: float) -> bool:
-        """Take one more; whether the level was computed again."""
+        """Add a loss. Returns whether the range was computed again."""
         self.losses.append(loss)
         self._seen += 1
-        if self._seen <= _FIRST:
+        if self._seen <= _FIRST_LOSSES:
             self.first += (loss - self.first) / self._seen
         self._fresh += 1
         if self._fresh < self.every:
@@ -81,29 +92,31 @@ class Level(PlainState):
         return True
 
     def forget(self) -> None:
-        """Start again. The way from the first loss still shows what is small."""
+        """Start from scratch, except for the first loss: the descent from it still shows what is small."""
         self.losses.clear()
         self.best = None
         self.ready = False
         self._refresh()
 
     def _drop_descent(self) -> None:
-        """Forget the descent that a run begins with: it says nothing about how far losses stray once it is over.
+        """Forget the first half of the losses while the second half is clearly lower.
 
-        Only then: later on, a level that falls and rises again may be in the nature of the data.
+        The descent of a new run says nothing about how far losses stray once it is over. Only a new run: later, a
+        level that falls and rises again may be in the nature of the data.
         """
         while len(self.losses) >= self.warmup:
             losses = list(self.losses)
-            older, newer = sorted(losses[: len(losses) // 2]), sorted(losses[len(losses) // 2 :])
+            half = len(losses) // 2
+            older, newer = sorted(losses[:half]), sorted(losses[half:])
             middle = newer[len(newer) // 2]
-            if older[len(older) // 2] - middle <= 1.4826 * deviation(newer, middle):
+            if older[len(older) // 2] - middle <= _MAD_TO_SIGMA * deviation(newer, middle):
                 return
-            self.losses = deque(losses[len(losses) // 2 :], maxlen=self.losses.maxlen)
+            self.losses = deque(losses[half:], maxlen=self.losses.maxlen)
 
     def _refresh(self) -> None:
         self._fresh = 0
         self.ready = self.ready or len(self.losses) >= self.warmup
-        if self._seen < _BEGINNING * (self.losses.maxlen or 0):
+        if self._seen < _DESCENT_WINDOWS * (self.losses.maxlen or 0):
             self._drop_descent()
         ranked = sorted(self.losses)
         count = len(ranked)
@@ -112,19 +125,20 @@ class Level(PlainState):
         self.median = median = ranked[count // 2]
         self.low, self.high = ranked[count // 20], ranked[int(0.95 * (count - 1))]
         self.best = median if self.best is None else min(self.best, median)
-        self.scale = max(abs(median), _OF_THE_WAY * (self.first - self.best))
+        self.scale = max(abs(median), _SHARE_OF_DESCENT * (self.first - self.best))
         self.spread = max(
-            1.4826 * deviation(ranked, median),
-            (self.high - median) / 1.645,
-            (ranked[-1] - median) / 3,
-            1e-3 * abs(median),
+            _MAD_TO_SIGMA * deviation(ranked, median),
+            (self.high - median) / _Q95_SIGMAS,
+            (ranked[-1] - median) / _MAX_SIGMAS,
+            _LEAST_SPREAD * abs(median),
         )
 
 
 def deviation(ranked: Sequence[float], center: float) -> float:
-    """The median distance of ranked values from `center`, by bisection: sorting the distances costs ten times more.
+    """Return the median distance of ranked values from `center`.
 
-    The nearest half of the values is a stretch around the center: find how many of them lie below.
+    The nearest half of the values is a stretch around the center, so bisection finds how many of them lie below:
+    sorting the distances costs ten times as much.
     """
     middle = bisect_left(ranked, center)
     half = (len(ranked) + 1) // 2
@@ -141,56 +155,55 @@ def deviation(ranked: Sequence[float], center: float) -> float:
 
 
 class Jump(PlainState):
-    """The loss left its usual range and stays out of it.
+    """The loss left its usual range and stays outside.
 
-    Losses outside do not enter the range, or it would follow the damage. A young run has no range yet: there only
-    what lies far above every loss so far is outside.
+    Losses outside the range do not enter it, or it would follow the damage. A young run has no range yet: there a loss
+    is outside if it is far above all losses so far.
     """
 
     saved = ("_flags", "_trusted", "_usual_at", "_quiet")
 
     def __init__(self, config: JumpConfig, level: Level) -> None:
         self.config, self.level = config, level
-        self._flags: deque[bool] = deque(maxlen=config.flagged_of)
-        self._trusted: deque[int] = deque(maxlen=config.flagged_of)  # the newest good state as each flag was raised
-        self._usual_at = 0
-        self._quiet = 0
+        self._flags: deque[bool] = deque(maxlen=config.flagged_of)  # which of the latest losses were outside
+        self._trusted: deque[int] = deque(maxlen=config.flagged_of)  # the newest trusted step at each flag
+        self._usual_at = 0  # the newest step whose loss was usual
+        self._quiet = 0  # losses until the next alarm, which give a treatment time
 
     def is_outside(self, loss: float) -> bool:
-        level = self.level
-        if not self.config.every or len(level.losses) < _YOUNG:
+        level, config = self.level, self.config
+        if not config.every or len(level.losses) < _YOUNG_LOSSES:
             return False
-        if not level.ready:
-            recent = list(level.losses)[-_YOUNG:]
-            over, usual = loss - max(recent), sorted(recent)[_YOUNG // 2]
-            spread, size = deviation(sorted(recent), usual), max(abs(usual), level.scale)
-            return over > _FAR * self.config.sigmas * spread and over > _FAR * size
-        over = loss - level.median
-        return over > self.config.sigmas * level.spread and over > self.config.share * level.scale
+        if level.ready:
+            rise = loss - level.median
+            return rise > config.sigmas * level.spread and rise > config.share * level.scale
+        ranked = sorted(list(level.losses)[-_YOUNG_LOSSES:])
+        rise, median = loss - ranked[-1], ranked[_YOUNG_LOSSES // 2]
+        spread, size = deviation(ranked, median), max(abs(median), level.scale)
+        return rise > _YOUNG_MARGIN * config.sigmas * spread and rise > _YOUNG_MARGIN * size
 
-    def see(self, step: int, loss: float, outside: bool) -> int | None:
-        """The newest step still to be trusted, when the loss has jumped.
+    def see(self, step: int, loss: float, outside: bool) -> Alarm | None:
+        """Judge the loss of an update. Damage may grow for a while before a loss is outside, so trust ends earlier:
 
-        That is the state which produced the last loss below the median, before the first one outside: damage may
-        grow for a while before it shows.
+        at the state that produced the last loss below the median.
         """
         if self._quiet:
             self._quiet -= 1
-        if not outside and (loss <= self.level.median or len(self.level.losses) < _YOUNG):
+        if not outside and (loss <= self.level.median or len(self.level.losses) < _YOUNG_LOSSES):
             self._usual_at = step
         if not outside and not self._flags:
             return None
         self._flags.append(outside)
         self._trusted.append(max(0, self._usual_at - 1))
-        recent = list(self._flags)
         if not outside:
-            if True not in recent:
+            if not any(self._flags):
                 self.forget()
             return None
-        if self._quiet or sum(recent) < self.config.flagged:
+        if self._quiet or sum(self._flags) < self.config.flagged:
             return None
-        self._quiet = 2 * self.config.flagged_of  # what was done about it gets time before the next alarm
-        return self._trusted[recent.index(True)]
+        self._quiet = 2 * self.config.flagged_of
+        since = self._trusted[self._flags.index(True)]
+        return Alarm(since, f"loss {loss:.4g} where {self.level.usual_range}, and it stays")
 
     def forget(self) -> None:
         self._flags.clear()
@@ -199,7 +212,7 @@ class Jump(PlainState):
 
 
 def _mean_without_top(losses: Collection[float]) -> tuple[list[float], float]:
-    """All but the highest tenth, so that single outliers move nothing, and their mean."""
+    """Return the losses except for the highest tenth, so that single outliers change nothing, and their mean."""
     kept = sorted(losses)[: len(losses) - len(losses) // 10]
     return kept, sum(kept) / len(kept)
 
@@ -212,12 +225,11 @@ class Creep(PlainState):
     def __init__(self, config: CreepConfig, level: Level) -> None:
         self.config, self.level = config, level
         self._block: list[float] = []
-        self._means: deque[float] = deque(maxlen=config.blocks + config.lag)
-        self._sum = 0.0
-        self._since = 0
+        self._means: deque[float] = deque(maxlen=config.blocks + config.lag)  # of the blocks before
+        self._sum = 0.0  # by how many spreads blocks were too high, added up
+        self._since = 0  # the newest step at which no climb showed
 
-    def see(self, step: int, loss: float) -> int | None:
-        """The newest step before the climb, if there is one."""
+    def see(self, step: int, loss: float) -> Alarm | None:
         if not self.config.every:
             return None
         self._block.append(loss)
@@ -228,18 +240,19 @@ class Creep(PlainState):
         if len(self._means) == self._means.maxlen:
             self._add(step, mean)
         self._means.append(mean)
-        return max(0, self._since) if self._sum > self.config.alarm else None
+        return _rise(self._since, loss, self.level) if self._sum > self.config.alarm else None
 
     def _add(self, step: int, mean: float) -> None:
         usual = sorted(list(self._means)[: self.config.blocks])
         middle = usual[len(usual) // 2]
         spread = max(
-            1.4826 * deviation(usual, middle),
+            _MAD_TO_SIGMA * deviation(usual, middle),
             (usual[-1] - middle) / 2,  # skewed losses have skewed blocks
             self.config.share * self.level.scale,
         )
-        z = max(-_MOST, min(_MOST, (mean - middle) / spread)) if spread else 0.0  # a loss of 0 throughout
-        if z <= _USUAL:
+        z = (mean - middle) / spread if spread else 0.0  # the spread of a loss that is always 0 is 0
+        z = max(-_MOST_PER_BLOCK, min(_MOST_PER_BLOCK, z))
+        if z <= _NORMAL_BLOCK:
             self._since = step - 2 * self.config.every  # the climb may have begun within this block
         self._sum = max(0.0, self._sum + z - self.config.slack)
 
@@ -257,30 +270,37 @@ class Slow(PlainState):
     def __init__(self, config: SlowConfig, level: Level) -> None:
         self.config, self.level = config, level
         self._losses: deque[float] = deque(maxlen=config.window)
-        self._best: float | None = None
-        self._fresh = self._over = self._since = 0
+        self._best: float | None = None  # the lowest mean of a window so far
+        self._fresh = 0  # losses since the last look
+        self._over = 0  # looks in a row that were above the bound
+        self._since = 0  # the newest step at which no rise showed
 
-    def see(self, step: int, loss: float) -> int | None:
-        """The newest step before the rise, if there is one."""
-        if not self.config.every:
+    def see(self, step: int, loss: float) -> Alarm | None:
+        config = self.config
+        if not config.every:
             return None
         self._losses.append(loss)
         self._fresh += 1
-        if self._fresh < self.config.every or len(self._losses) < self.config.window:
+        if self._fresh < config.every or len(self._losses) < config.window:
             return None
         self._fresh = 0
         kept, mean = _mean_without_top(self._losses)
         noise = sqrt(sum((one - mean) ** 2 for one in kept) / len(kept))
         if self._best is None or mean < self._best:
             self._best = mean
-        bound = max(self.config.share * self.level.scale, self.config.sigmas * noise / sqrt(self.config.every))
-        over = mean - self._best
-        if over <= bound / 4:
-            self._since = step - self.config.every
-        self._over = self._over + 1 if over > bound else 0
-        return max(0, self._since) if self._over >= self.config.times else None
+        bound = max(config.share * self.level.scale, config.sigmas * noise / sqrt(config.every))
+        rise = mean - self._best
+        if rise <= bound / 4:
+            self._since = step - config.every
+        self._over = self._over + 1 if rise > bound else 0
+        return _rise(self._since, loss, self.level) if self._over >= config.times else None
 
     def forget(self) -> None:
         self._losses.clear()
         self._fresh = self._over = 0
         self._best = None
+
+
+def _rise(since: int, loss: float, level: Level) -> Alarm:
+    since = max(0, since)
+    return Alarm(since, f"loss {loss:.4g}, climbing since step {since}; {level.usual_range}")
