@@ -66,7 +66,7 @@ def test_entries_are_lines_that_strict_readers_take(full: tuple[Path, list[dict[
     """Each line is an object with number, time, kind and checksum; a NaN is named."""
     path, _ = full
     first, _, third = (strictly(line) for line in path.read_text("ascii").splitlines())
-    assert list(first) == ["n", "at", "kind", "step", "crc"]
+    assert list(first) == ["n", "at", "kind", "format", "step", "crc"]
     assert (first["n"], first["kind"], first["step"]) == (1, "run_started", 0)
     assert abs(first["at"] / 1000 - time.time()) < 60
     assert third["incident"] == {"evidence": "häßlich, \n", "loss": "nan"}
@@ -97,6 +97,26 @@ def test_a_journal_that_cannot_be_read_is_never_written_over(tmp_path: Path) -> 
         Journal(tmp_path / "journal.jsonl")
 
 
+def test_a_journal_of_another_version_is_refused_in_one_line(full: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Neither read nor written over, even if only its last process was of that version."""
+    path, entries = full
+    content = path.read_bytes() + b"".join(_lines([{**entries[0], "n": 4, "format": 2}]))
+    path.write_bytes(content)
+    with pytest.raises(TrainError, match=r"journal\.jsonl is of format 2, where this version reads 1: resume the run"):
+        Journal(path)
+    with pytest.raises(OSError, match=r"^is of format 2, where this version reads 1$"):
+        read(path)
+    assert path.read_bytes() == content
+
+
+def test_a_journal_without_a_format_is_read_as_before(full: tuple[Path, list[dict[str, Any]]]) -> None:
+    """Entries of earlier versions have no number, and are of the first format."""
+    path, entries = full
+    old = [{key: value for key, value in entry.items() if key != "format"} for entry in entries]
+    path.write_bytes(b"".join(_lines(old)))
+    assert Journal(path).entries == read(path) == old
+
+
 def test_a_journal_that_was_emptied_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its incidents are gone with it; one of a run that has not trained yet is no news."""
     path = tmp_path / "journal.jsonl"
@@ -107,7 +127,7 @@ def test_a_journal_that_was_emptied_is_told_once(tmp_path: Path, caplog: pytest.
     (tmp_path / "progress").touch()
     Journal(path).write("a")
     Journal(path)
-    assert caplog.messages == [f"{path} is empty: what it held is lost, incidents among it"]
+    assert caplog.messages == [f"{path} is empty: its entries are lost, and with them the incidents of the run"]
 
 
 def test_a_cut_at_any_byte_leaves_the_entries_before_it(full: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -309,13 +329,13 @@ journal.write("before")
 ballast.write_bytes(b"x" * 40_000)
 for number in range(8):
     journal.write("during", number=number, text="y" * 5_000)
-assert journal.waiting > 0, "the disk is not full"
+assert journal.waiting, "the disk is not full"
 on_disk = read(path)
-assert on_disk == journal.entries[:len(on_disk)] and len(on_disk) + journal.waiting == 9
+assert on_disk == journal.entries[:len(on_disk)] and len(on_disk) + len(journal.waiting) == 9
 assert Journal(path).entries == on_disk  # a process that starts while the disk is full
 ballast.unlink()
 journal.write("after")
-assert journal.waiting == 0
+assert not journal.waiting
 journal.close()
 assert read(path) == journal.entries == Journal(path).entries
 assert [entry["n"] for entry in journal.entries] == [*range(1, 11)]
@@ -351,11 +371,11 @@ journal.write("before")
 resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))
 journal.write("during", text="x" * 200)
 journal.write("during", text="y" * 200)
-assert journal.waiting == 2 and len(read(journal.path)) == 1
+assert len(journal.waiting) == 2 and len(read(journal.path)) == 1
 assert journal.path.stat().st_size == 150, "the write was to fail half way"
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 journal.close()
-assert journal.waiting == 0 and read(journal.path) == journal.entries and len(journal.entries) == 3
+assert not journal.waiting and read(journal.path) == journal.entries and len(journal.entries) == 3
 """
 
 

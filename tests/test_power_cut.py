@@ -91,7 +91,7 @@ def entries(run_dir: Path) -> list[str]:
     journal = Journal(run_dir / "journal.jsonl")
     kinds = [entry["kind"] for entry in journal.entries]
     journal.write("later")
-    assert journal.waiting == 0
+    assert not journal.waiting
     assert [entry["kind"] for entry in read(journal.path)] == [*kinds, "later"]
     return kinds
 

@@ -1,10 +1,11 @@
-"""The journal of a run: what must not be forgotten, wherever a kill, a full disk or damage strikes.
+"""The journal of a run: what a kill, a full disk or a damaged file must not make it forget.
 
-Each entry is one line of JSON with a checksum of its own:
+Each entry is one line of JSON with its own checksum:
 
-    {"n": 17, "at": 1767225600000, "kind": "incident_opened", "incident": {...}, "crc": "5f3a9c01"}
+    {"n": 17, "at": 1767225600000, "kind": "incident_opened", "format": 1, "incident": {...}, "crc": "5f3a9c01"}
 
 `n` counts the entries, `at` is in milliseconds since 1970, `crc` is the CRC-32 of the line up to the comma before it.
+Entries without `format` were written by earlier versions, in format 1.
 """
 
 from __future__ import annotations
@@ -28,71 +29,72 @@ from resilient_train.errors import TrainError
 from resilient_train.files import read_plain, sync_directory, write_all
 from resilient_train.secrets import masked_tree
 
-__all__ = ["JOURNAL", "Entry", "Journal", "damaged_lines", "plain", "read", "seal", "unseal"]
-
 JOURNAL = "journal.jsonl"  # its name in a run directory
 
 Entry = dict[str, Any]
 
 _log = logging.getLogger("resilient_train")
 
-_OURS = {"n", "at", "kind", "crc"}
+_FORMAT = 1
+_OURS = {"n", "at", "kind", "format", "crc"}
 _SEALED = re.compile(rb'(?P<body>\{.*), "crc": "(?P<crc>[0-9a-f]{8})"\}')
+
+
+class UnknownFormat(OSError):
+    """A journal has entries of another version. The message is one line."""
 
 
 class Journal:
     """An append-only file that its one writer opens; all others call `read`."""
 
     def __init__(self, path: Path) -> None:
-        """Read back what is there, and cut off an entry that a kill left half written."""
+        """Read what is there, and cut off an entry that a kill left half written.
+
+        Raises TrainError if it cannot be read: what it holds is unknown, so nothing may be written over it.
+        """
         self.path = path
         try:
             content = read_plain(path)
-            if not content and path.with_name("progress").exists():  # it is made empty, before a run trains
-                _log.warning("%s is empty: what it held is lost, incidents among it", path)
+            self.entries, self._end, damaged = _parse(content)
+            if not content and path.with_name("progress").exists():  # it is empty only until a run trains
+                _log.warning("%s is empty: its entries are lost, and with them the incidents of the run", path)
         except FileNotFoundError:
-            content = b""
-        except OSError as error:  # nothing is known of what it holds, so nothing may be written over it
-            why = error.strerror or error
-            raise TrainError(
-                f"{path} cannot be read ({why}): make it readable, or move it away to forget it"
-            ) from error
-        self.entries, self._end, damaged = _parse(content)
-        self._waiting: list[bytes] = []  # lines that are not on disk yet
+            content, self.entries, self._end, damaged = b"", [], 0, 0
+        except OSError as error:
+            why = f"{path} cannot be read ({error.strerror or error}): make it readable, or move it away to forget it"
+            if isinstance(error, UnknownFormat):
+                why = f"{path} {error}: resume the run with the version of resilient_train that wrote it"
+            raise TrainError(why) from error
+        self.waiting: list[bytes] = []  # lines that the disk did not take yet
         self._is_failing = False
         self._lock = threading.Lock()  # a watchdog may write as well
         if damaged:
             _log.warning("%s: %s damaged and left out", path, "1 line is" if damaged == 1 else f"{damaged} lines are")
         if tail := len(content) - self._end:
-            _log.warning("%s: cut off the last %d bytes, which are no whole entry", path, tail)
+            _log.warning("%s: cut off the last %d bytes, which are not a complete entry", path, tail)
             with suppress(OSError):  # the next write cuts as well
-                self._cut()
-
-    @property
-    def waiting(self) -> int:
-        """How many entries are in memory only, because the disk did not take them."""
-        return len(self._waiting)
+                self._append()
 
     def write(self, kind: str, /, **fields: Any) -> Entry:
-        """Add an entry: on disk when this returns, or, if the disk does not take it, in memory and tried again."""
+        """Add an entry. It is on disk when this returns; if the disk does not take it, later writes try again."""
         assert not _OURS & fields.keys(), f"the journal itself sets {', '.join(sorted(_OURS & fields.keys()))}"
         with self._lock:
             number = self.entries[-1]["n"] + 1 if self.entries else 1
-            line = {"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, **masked_tree(plain(fields))}
-            text = json.dumps(line)
+            head = {"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, "format": _FORMAT}
+            text = json.dumps({**head, **masked_tree(plain(fields))})
             entry: Entry = json.loads(text)  # the same in memory as when it is read back
             self.entries.append(entry)
-            self._waiting.append(seal(text))
+            self.waiting.append(seal(text))
             self._flush()
         return entry
 
     def close(self) -> None:
-        """Try a last time what could not be written, and say what is lost."""
+        """Try a last time to write what the disk did not take, and report what is lost."""
         with self._lock:
-            if self._waiting:
+            if self.waiting:
                 self._flush()
-            if self._waiting:
-                _log.error("%s lacks the last %s: the disk did not take them", self.path, _entries(len(self._waiting)))
+            if self.waiting:
+                _log.error("%s lacks the last %s: the disk did not take them", self.path, _entries(len(self.waiting)))
 
     def _flush(self) -> None:
         try:
@@ -105,26 +107,19 @@ class Journal:
             self._is_failing = True
         else:
             if self._is_failing:
-                _log.info("%s is written again: %s caught up", self.path, _entries(len(self._waiting)))
+                _log.info("%s is written again: %s caught up", self.path, _entries(len(self.waiting)))
             self._is_failing = False
-            self._waiting.clear()
-
-    def _cut(self) -> None:
-        file = files.disk.open(self.path)
-        try:
-            files.disk.truncate(file, self._end)
-        finally:
-            os.close(file)
+            self.waiting.clear()
 
     def _append(self) -> int:
         """Write the waiting lines after the last whole entry, and return where they end."""
-        start, lines = self._end, b"".join(self._waiting)
+        start, lines = self._end, b"".join(self.waiting)
         file = files.disk.open(self.path)
         try:
             size = os.fstat(file).st_size
-            if size < start:  # it was emptied or removed: writing at the old place would leave a hole
+            if size < start:  # it was emptied or removed: writing at the old offset would leave a hole
                 start, lines = 0, b"".join(seal(json.dumps(entry)) for entry in self.entries)
-            if size > start:  # a write that failed half way, perhaps only in its sync: what it left is unknown
+            if size > start:  # an earlier write failed, perhaps only in its sync: what it left is unknown
                 files.disk.truncate(file, start)
             end = start + write_all(file, lines, start)
             files.disk.sync(file)
@@ -137,19 +132,19 @@ class Journal:
 
 
 def read(path: Path) -> list[Entry]:
-    """Return the whole entries of a journal, also of one that is being written: nothing is changed."""
+    """Return the complete entries of a journal, which may be in use: nothing is changed. Raises OSError."""
     return _parse(read_plain(path))[0] if path.exists() else []
 
 
 def damaged_lines(path: Path) -> int:
-    """How many lines of a journal cannot be read; the last one, if it is being written, is none of them."""
+    """Count the lines of a journal that cannot be read, without the last one if it is being written."""
     content = read_plain(path) if path.exists() else b""
     _, end, damaged = _parse(content)
     return damaged + content[end:].count(b"\n")
 
 
 def plain(value: Any) -> Any:
-    """Return the nearest that every reader of JSON takes: NaN, infinities and other objects become their text."""
+    """Return the nearest value that every reader of JSON accepts: NaN, infinities and other objects become text."""
     match value:
         case None | bool():
             return value
@@ -168,10 +163,10 @@ def plain(value: Any) -> Any:
 
 
 def _parse(content: bytes) -> tuple[list[Entry], int, int]:
-    """Return the whole entries, where the last one ends, and how many lines before that are damaged.
+    """Return the complete entries, where the last one ends, and how many lines before that are damaged.
 
-    What follows a damaged line is kept: each entry is a fact of its own that its checksum vouches for, and a drill that
-    is forgotten fires again. A damaged line in the middle stays in the file; a person may look at it.
+    Entries after a damaged line are kept: each has its own checksum, and a drill that is forgotten fires again. The
+    damaged line stays in the file; a person may look at it. Raises UnknownFormat.
     """
     entries: list[Entry] = []
     damaged = suspects = offset = end = 0
@@ -181,19 +176,21 @@ def _parse(content: bytes) -> tuple[list[Entry], int, int]:
         if entry is None or (entries and entry["n"] <= entries[-1]["n"]):
             suspects += 1
             continue
+        if entry.get("format", _FORMAT) != _FORMAT:
+            raise UnknownFormat(f"is of format {entry['format']!s:.20}, where this version reads {_FORMAT}")
         entries.append(entry)
         damaged, suspects, end = damaged + suspects, 0, offset
     return entries, end, damaged
 
 
 def seal(text: str) -> bytes:
-    """Return the line of an entry that is JSON already: with its checksum."""
+    """Return the line of an entry, which is given as JSON, with its checksum."""
     body = text.encode()[:-1]  # without its closing brace
     return b'%b, "crc": "%08x"}\n' % (body, zlib.crc32(body))
 
 
 def unseal(line: bytes) -> Entry | None:
-    """Return the entry that a line holds, without its newline; None where it is damaged."""
+    """Return the entry of a line, which is given without its newline; None if it is damaged."""
     sealed = _SEALED.fullmatch(line)
     if sealed is None or zlib.crc32(sealed["body"]) != int(sealed["crc"], 16):
         return None
