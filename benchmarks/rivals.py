@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import venv
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def present() -> dict[str, Loop]:
     return found
 
 
-def in_venv(folder: Path) -> None:
+def in_venv(folder: Path, packages: Iterable[str] = PACKAGES.values()) -> None:
     """Make an environment that sees what is installed here, install the rivals in it, and begin again there."""
     python = folder / "bin" / "python"
     if not python.exists():
@@ -117,7 +117,7 @@ def in_venv(folder: Path) -> None:
         here = sysconfig.get_path("purelib")
         there = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
         (there / "here.pth").write_text(f"import site; site.addsitedir({here!r})\n")
-    for package in PACKAGES.values():  # one by one: where one cannot be had, the other may
+    for package in packages:  # one by one: where one cannot be had, the other may
         command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", package]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

@@ -31,13 +31,14 @@ from resilient_train.wording import describe
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
-README = (ROOT / "README.md").read_text()
-POLICIES = (ROOT / "docs" / "policies.md").read_text()
-DRILLS = (ROOT / "docs" / "drills.md").read_text()
-CONSOLE = "\n".join(re.findall(r"```console\n(.*?)```", README, re.S))
+PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md") if path.stem != "README"}
+README, POLICIES, DRILLS = (ROOT / "README.md").read_text(), PAGES["policies"], PAGES["drills"]
+CONSOLE = "\n".join(re.findall(r"```console\n(.*?)```", "\n".join([README, *PAGES.values()]), re.S))
 COMMANDS = [line.split("#")[0].strip() for line in CONSOLE.splitlines() if line.strip()]
-CALLS = [line.split("-m resilient_train", 1)[1] for line in COMMANDS if re.search(r"-m resilient_train( |$)", line)]
-TRAINING = [line for line in CALLS if (line.split() or [""])[0] not in VERBS]
+CALLS = [
+    call[1] for line in COMMANDS if (call := re.match(r"(?:.*-m resilient_train|resilient-train)(?: (.*))?$", line))
+]
+TRAINING = sorted({line or "" for line in CALLS if ((line or "").split() or [""])[0] not in (*VERBS, "-sc")})
 
 
 def block(page: str, language: str, start: str = "") -> str:
@@ -79,7 +80,7 @@ def test_every_training_command_is_valid(line: str) -> None:
 def test_scripts_that_are_named_exist() -> None:
     """So do the folders and files."""
     folders = "scripts|tests|constraints|benchmarks|resilient_train|docs|examples"
-    for path in re.findall(rf"`?((?:{folders})/[\w./]*\w)", README + POLICIES):
+    for path in re.findall(rf"`?((?:{folders})/[\w./]*\w)", "\n".join([README, *PAGES.values()])):
         assert (ROOT / path).exists(), path
     for name in ("Dockerfile", "CONTRIBUTING.md", "pyproject.toml"):
         assert (ROOT / name).exists()
@@ -89,7 +90,7 @@ def test_the_own_code_of_the_readme_trains_as_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command
 ) -> None:
     """The module and the command are taken from the page to the letter."""
-    (tmp_path / "mine.py").write_text(block(README, "python", "# mine.py"))
+    (tmp_path / "mine.py").write_text(block(PAGES["command"], "python", "# mine.py"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (line,) = [line for line in TRAINING if "mine.Net" in line]
@@ -103,7 +104,7 @@ def test_install_lines_name_extras_that_exist() -> None:
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r'-e "\.\[(\w+)\]"', README)) <= set(extras)
+    assert set(re.findall(r'-e "\.\[(\w+)\]"', PAGES["command"])) <= set(extras)
 
 
 def test_the_table_of_files_is_what_runs_leave(
@@ -119,7 +120,7 @@ def test_the_table_of_files_is_what_runs_leave(
     recovered, stopped = ({file.name for file in Path("runs", name).iterdir()} for name in ("recovered", "stopped"))
     # A list of rows is written where rows are guilty, a name in MLflow where there is one: other tests look at those.
     elsewhere = {"quarantine.json", "mlflow.json", "outbox.jsonl"}
-    assert names(README, "in the run directory") == (recovered | stopped | elsewhere) - {".lock"}
+    assert names(PAGES["command"], "in the run directory") == (recovered | stopped | elsewhere) - {".lock"}
     assert recovered ^ stopped == {"weights.safetensors", "best"}
     assert len(list((tmp_path / "runs/stopped/checkpoints").glob("*/weights.safetensors"))) == 1
 
@@ -129,14 +130,14 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     from resilient_train import errors
 
     kinds = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.TrainError)]
-    promised = re.findall(r"^\| (\d+) \| ", README, re.M)
+    promised = re.findall(r"^\| (\d+) \| ", PAGES["command"], re.M)
     assert sorted(map(int, promised)) == sorted({0, errors.Stopped.exit_code, *(kind.exit_code for kind in kinds)})
 
 
 @pytest.mark.parametrize(
     ("group", "page", "head", "elsewhere"),
     [
-        ("recovery", README, "policy", set()),
+        ("recovery", POLICIES, "policy", set()),
         ("drill", DRILLS, "drill", {"none", "gauntlet", "demo"}),
     ],
     ids=["policies", "drills"],
@@ -152,8 +153,8 @@ def test_tables_name_exactly_the_options_there_are(group: str, page: str, head: 
 def test_the_table_of_checks_names_every_check() -> None:
     """Those of the default set, beside a setting that is none; the sets of checks are named, too."""
     checks = set(yaml.safe_load((CONF / "checks" / "default.yaml").read_text()))
-    assert names(README, "check") == checks - {"expect"}
-    assert all(f"`{name}`" in README for name in options("checks"))
+    assert names(PAGES["checks"], "check") == checks - {"expect"}
+    assert all(f"`{name}`" in PAGES["checks"] for name in options("checks"))
 
 
 def test_the_incident_that_is_shown_is_told_in_these_words() -> None:
@@ -176,18 +177,23 @@ def test_the_culprits_that_are_shown_are_named_so(tmp_path: Path) -> None:
         check=True,
         timeout=240,
     )
-    (shown,) = [one for one in re.findall(r"^```text\n(.+?)^```", README, re.S | re.M) if "culprits.py" in one]
+    (shown,) = [
+        one for one in re.findall(r"^```text\n(.+?)^```", PAGES["diagnosis"], re.S | re.M) if "culprits.py" in one
+    ]
     said = done.stderr.replace(f"{ROOT}/", "").replace("resilient_train: ", "")
     for line in shown.splitlines():
         if not line.startswith("  loss"):
             assert line in said
 
 
-@pytest.mark.parametrize("figures", ["recovery", "cost", "clinic", "detection"])
-def test_figures_come_from_a_script(figures: str) -> None:
-    """Each table stands between its marks."""
-    (found,) = re.findall(rf"<!-- figures: {figures} -->\n(.+?)\n<!-- end -->", README, re.S)
-    assert "<!--" not in found
+def test_pages_that_are_linked_exist() -> None:
+    """The README and the index link every page, and no link leads nowhere."""
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md"):
+        for link in re.findall(r"\]\(([\w./-]+)\)", path.read_text()):
+            assert (path.parent / link).exists(), f"{path.name}: {link}"
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert set(re.findall(r"\]\((\w+)\.md\)", index)) == set(PAGES)
+    assert README.count("\n") <= 170
 
 
 def loop_of_a_stranger() -> dict[str, Any]:
@@ -209,7 +215,7 @@ def loop_of_a_stranger() -> dict[str, Any]:
 
 
 SNIPPET = block(README, "python", "from resilient_train import Guard")
-SAME_BY_STEP = block(README, "python", "def objective")
+SAME_BY_STEP = block(PAGES["library"], "python", "def objective")
 
 
 def test_the_snippet_for_a_loop_of_ones_own_recovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +290,7 @@ def test_the_page_of_policies_lists_what_there_is() -> None:
     """Every remedy in the order in which they are applied, its settings, every cause, every key and its default."""
     assert [row[0] for row in table(POLICIES, "remedy")] == list(KNOWN)
     for name, kind in KNOWN.items():
-        (row,) = re.findall(rf"^\| `{name}` \|.*\|(.*)\|$", POLICIES, re.M)
+        (row,) = re.findall(rf"^\| `{name}` \|.*\|(.*)\|$", POLICIES.split("## Remedies")[1], re.M)
         settings = {field.name for field in dataclasses.fields(typing.cast(Any, kind))}
         assert set(re.findall(r"`(\w+)`", row)) == settings, name
     assert names(POLICIES, "cause") == {*Cause}
