@@ -193,7 +193,7 @@ def test_a_poisoned_update_leaves_nothing_behind(name: str, before: int, how: st
         digest = guard.state.sha256()
         batch = next(batches)
     if before == 0:
-        digest = sha256(guard._ring.snapshots[0].captured.parts)  # taken as the run began
+        digest = sha256(guard._ring.snapshots[0].parts)  # taken as the run began
     poison.strikes = True
     guard.step(batch)
     assert not guard.settle()

@@ -255,8 +255,8 @@ def test_frozen_weights_are_held_once() -> None:
         return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.01, fused=True)
 
     guard = trained(guarded(build, At("none"), memory=MemoryConfig(every=10, keep=4, max_gib=None)), 50)
-    copies = {held.captured.parts["weights"]["head.weight"].data_ptr() for held in guard._ring.snapshots}
-    others = {held.captured.parts["weights"]["head.bias"].data_ptr() for held in guard._ring.snapshots}
+    copies = {held.parts["weights"]["head.weight"].data_ptr() for held in guard._ring.snapshots}
+    others = {held.parts["weights"]["head.bias"].data_ptr() for held in guard._ring.snapshots}
     assert (len(copies), len(others)) == (1, len(guard._ring.snapshots))
 
 

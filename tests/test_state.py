@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -110,7 +111,7 @@ def test_a_weight_that_is_unfrozen_or_frozen_leaves_older_snapshots_alone() -> N
         bench.train()
         digests[step] = bench.kept()
         for held in bench.ring.snapshots:
-            assert sha256(held.captured.parts) == digests[held.step]
+            assert sha256(held.parts) == digests[held.step]
 
 
 def test_a_frozen_weight_stays_shared_after_a_rewind() -> None:
@@ -120,7 +121,7 @@ def test_a_frozen_weight_stays_shared_after_a_rewind() -> None:
     bench.ring.restore(bench.ring.snapshots[0])
     bench.train()
     bench.kept()
-    copies = {held.captured.parts["weights"]["teacher.weight"].data_ptr() for held in bench.ring.snapshots}
+    copies = {held.parts["weights"]["teacher.weight"].data_ptr() for held in bench.ring.snapshots}
     assert len(bench.ring.snapshots) == 2
     assert len(copies) == 1
 
@@ -133,7 +134,7 @@ def test_the_same_bits_in_a_new_order_are_news() -> None:
         bench.net.teacher.weight.copy_(bench.net.teacher.weight.flip(0))
     bench.train()
     digest = bench.kept()
-    assert sha256(bench.ring.snapshots[-1].captured.parts) == digest
+    assert sha256(bench.ring.snapshots[-1].parts) == digest
 
 
 def test_ranks_agree_on_how_many_snapshots_fit() -> None:
@@ -228,8 +229,8 @@ def test_memory_of_a_snapshot_is_handed_out_once() -> None:
     for step in (6, 7):
         bench.train()
         bench.ring.take(step, verified=True)
-        digests.append(sha256(bench.ring.snapshots[-1].captured.parts))
-    assert [sha256(held.captured.parts) for held in bench.ring.snapshots[-2:]] == digests
+        digests.append(sha256(bench.ring.snapshots[-1].parts))
+    assert [sha256(held.parts) for held in bench.ring.snapshots[-2:]] == digests
 
 
 class Shifty(nn.Module):
@@ -328,13 +329,13 @@ def test_a_snapshot_knows_buffers_by_name(change: Callable[[Shifty], None]) -> N
     """A rewind brings back the buffers that there were, in their shape of then, and no others."""
     net = Shifty()
     state = RunState(net, [], [], Position(), Clock(), device=CPU)
-    before, snapshot = buffers(net), state.capture()
+    before, snapshot = buffers(net), deepcopy(state.live())
     change(net)
     state.restore(snapshot)
     assert_as(before, net)
     change(net)
     in_place(net)
-    after, snapshot = buffers(net), state.capture()
+    after, snapshot = buffers(net), deepcopy(state.live())
     other = RunState(fresh := Shifty(), [], [], Position(), Clock(), device=CPU)
     other.restore(snapshot)
     assert_as(after, fresh)
@@ -370,7 +371,7 @@ def test_a_loss_scale_that_is_made_late_comes_back(first_use_before: bool, first
     if first_use_before:
         used(scaler)
         scaler.update(4.0)
-    expected, snapshot, digest = scaler.get_scale(), bench.state.capture(), bench.state.sha256()
+    expected, snapshot, digest = scaler.get_scale(), deepcopy(bench.state.live()), bench.state.sha256()
     if first_use_after:
         used(scaler)
         scaler.update(2.0)

@@ -8,7 +8,6 @@ import pickle
 import random
 import subprocess
 import sys
-from collections import Counter, OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +23,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
 from resilient_train.checkpoint.tree_files import TENSORS, TREE, SerializedTree, load_tree
-from resilient_train.state.run_state import CapturedState, Clock, RunState
-from resilient_train.state.tree import sha256
+from resilient_train.state.run_state import Clock, RunState
+from resilient_train.state.tree import put_together, sha256, taken_apart
 from resilient_train.update.schedule import ShadowSchedule
 
 
@@ -109,14 +108,15 @@ def run(scheduler: Any = lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, tot
 def test_a_run_comes_back_to_the_last_bit(tmp_path: Path, scheduler: Any) -> None:
     """The state of a run, generators and schedule included, has the same digest on disk, and restores to it."""
     state = run(scheduler)
-    saved, digest = dict(state.capture().parts), state.sha256()
+    plain, tensors = taken_apart(state.live())
+    saved, digest = put_together(plain, [one.detach() for one in tensors]), state.sha256()
     loaded = there_and_back(tmp_path / "tree", saved)
     assert_same(loaded, saved)
     assert sha256(loaded) == sha256(saved) == digest
     other = run(scheduler)
     other.clock.step = 999
     assert other.sha256() != digest
-    other.restore(CapturedState(loaded))
+    other.restore(loaded)
     assert other.sha256() == digest
 
 
@@ -133,8 +133,8 @@ def test_moments_keep_the_order_of_their_axes(tmp_path: Path) -> None:
 
 def test_weights_open_with_plain_safetensors(tmp_path: Path) -> None:
     """The tensors lie under their paths in the tree, in their own dtype and shape."""
-    parts = run().capture().parts
-    there_and_back(tmp_path / "tree", dict(parts))
+    parts = run().live()
+    there_and_back(tmp_path / "tree", parts)
     tensors = load_file(tmp_path / "tree" / TENSORS)
     for name, weight in parts["weights"].items():
         assert torch.equal(tensors[f"weights/{name}"], weight)
@@ -254,6 +254,13 @@ def test_any_tree_comes_back_as_it_was(tmp_path: Path, tree: Any) -> None:
     assert_same(there_and_back(tmp_path / "tree", tree), tree)
 
 
+def test_the_state_of_a_module_comes_back_as_a_dict(tmp_path: Path) -> None:
+    """An OrderedDict is what `state_dict` of a kept average returns."""
+    saved = nn.Linear(2, 1).state_dict()
+    assert type(saved) is not dict
+    assert_same(there_and_back(tmp_path / "tree", {"kept": saved}), {"kept": dict(saved)})
+
+
 class Pair(NamedTuple):
     one: int
 
@@ -266,8 +273,6 @@ class Pair(NamedTuple):
         (set(), "the tree itself is a builtins.set"),
         ({"a": {1.5: 1}}, "['a'] has the key 1.5"),
         ({"a": {True: 1}}, "['a'] has the key True"),
-        ({"a": OrderedDict()}, "['a'] is a collections.OrderedDict"),
-        ([Counter("a")], "[0] is a collections.Counter"),
         ([Pair(1)], "Pair"),
         ([torch.Size([1])], "[0] is a torch.Size"),
         ([torch.eye(2).to_sparse()], "[0] is a torch.sparse_coo tensor"),
@@ -346,7 +351,7 @@ def test_a_missing_file_is_damage(tmp_path: Path, name: str) -> None:
     """Half a pair is no tree."""
     SerializedTree(GOOD).write(tmp_path)
     (tmp_path / name).unlink()
-    with pytest.raises(ValueError, match="missing"):
+    with pytest.raises(ValueError, match="No such file"):
         load_tree(tmp_path)
 
 
@@ -386,7 +391,7 @@ class _Trap:
 
 def test_another_process_reads_the_same(tmp_path: Path) -> None:
     """What one process saved another one loads to the same digest."""
-    saved = dict(run().capture().parts)
+    saved = run().live()
     SerializedTree(saved).write(tmp_path)
     program = (
         "import sys; from pathlib import Path\n"

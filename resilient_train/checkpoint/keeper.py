@@ -95,7 +95,7 @@ class CheckpointKeeper:
         parts |= {f"remembered.{name}": item.state_dict() for name, item in self.resumption.remembered.items()}
         for name, part in parts.items():
             try:
-                SerializedTree(part, is_trial=True)
+                SerializedTree(part)
             except Exception as error:
                 called = f"keep({name.removeprefix('kept.')}=...)" if name.startswith("kept.") else name
                 return called, f"its state cannot be saved: {in_one_line(error)}"
@@ -321,7 +321,7 @@ class CheckpointKeeper:
             snapshot.is_being_written = False
 
         def state() -> Mapping[str, Any]:
-            return snapshot.captured.parts
+            return snapshot.parts
 
         return self._job(snapshot.step, VERIFIED, state, snapshot.statistics, snapshot.remedies, done)
 

@@ -18,7 +18,8 @@ from resilient_train.record.run_history import RunHistory
 from resilient_train.recover.knobs import Knobs
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked
-from resilient_train.state.run_state import CapturedState, Stateful
+from resilient_train.state.mismatch import explain_mismatch
+from resilient_train.state.run_state import Stateful
 from resilient_train.types import Incident, ProcessIncident, Signal
 from resilient_train.update.updater import LR_OF_GUARD
 from resilient_train.wording import log
@@ -138,7 +139,7 @@ class Resumption:
         live = parts.state.live()
         # All have the same files before them: rank 0 reads them through for all.
         saved = Store.load(entry, parts.world.device, live["weights"], is_verified=not parts.world.is_main)
-        why = parts.state.explain_mismatch(saved.parts)
+        why = explain_mismatch(live, saved.parts, parts.state.model, parts.state.optimizers)
         has_changed = any(key.startswith(_SHAPES) for key in self.how.changed)
         is_of_others = manifest.each == self.each and not manifest.samples % self.each  # of another number of processes
         if not why and manifest.samples != parts.samples.slicing.samples and not is_of_others:
@@ -168,7 +169,7 @@ class Resumption:
             parts |= {name: fresh[name] for name in parts if name.startswith("schedule.")}
         now = [[dict(group) for group in optimizer.param_groups] for optimizer in run.updater.optimizers]
         try:
-            run.state.restore(CapturedState(parts))
+            run.state.restore(parts)
             if lacking := run.restore_statistics(saved.memory["statistics"]):
                 log.info("%s, has no statistics of %s: these start empty", made, ", ".join(lacking))
             if resuming:

@@ -1,12 +1,12 @@
-"""The safetensors files of a checkpoint: written in pieces, as one file or as one share for each rank.
+"""Writes safetensors files in small pieces; the ranks of a sharded run write one file each, a share.
 
 checkpoints/step-00000400/share-00001-of-00004.safetensors
 
-holds what rank 1 of 4 has of each sharded tensor, under its name in the tree; the file's header says which part of the
-full tensor that is. Any number of ranks can read such a checkpoint, and each reads only what it needs.
+holds the parts of sharded tensors that rank 1 of 4 has, by their names in the tree; the header says which part of the
+full tensor each of them is. Any number of ranks can read such a checkpoint, and each reads only what it needs.
 
-Torch's distributed checkpoint writes such files as well, but plans them by collectives, which a thread next to training
-cannot join, holds a share in memory once more, and does not notice a share that is missing.
+Torch's distributed checkpoints are safetensors files, too. But they are planned by collectives, which a thread next to
+training cannot join, need the memory of a share once more, and do not notice when a share is missing.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +29,8 @@ from safetensors import safe_open
 from resilient_train import files
 from resilient_train.errors import in_one_line
 from resilient_train.files import Written, commit_text, read_json, write_file
-from resilient_train.state.sharded import Box, assembled, covers, local_part, sharding_of
+from resilient_train.state.sharded import Box, local_part, sharding_of
+from resilient_train.state.tree import as_bytes
 
 NAMES = {
     torch.float64: "F64",
@@ -44,9 +46,9 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_PIECE = 2**22  # bytes: so much is hashed and written at a time, without Python's lock
+_PIECE = 2**22  # bytes that are hashed and written at a time, without Python's lock
 _SHARE = re.compile(r"share-(\d{5,})-of-(\d{5,})\.safetensors")
-_BOXES = "boxes"  # the key in a share's header that says which part of each full tensor it holds
+_BOXES = "boxes"  # the key in a share's header with the part of the full tensor that each of its tensors is
 _LOOK_S = 0.02
 _PATIENCE_S = 60.0  # rank 0 waits this long for the others, or twice as long as its own share took
 
@@ -69,21 +71,18 @@ def chunks(
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in order:
-        flat = tensors[name].detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        if flat.stride() != (1,):  # a single element counts as contiguous whatever its stride
-            flat = flat.clone(memory_format=torch.contiguous_format)
-        data = flat.view(torch.uint8).numpy().data.cast("B") if flat.numel() else b""
+        data = as_bytes(tensors[name]).numpy().data
         for start in range(0, len(data), _PIECE):
             yield data[start : start + _PIECE]
 
 
 @dataclass(frozen=True, slots=True)
 class SharedWrite:
-    """A checkpoint that all ranks write, in a directory that all their hosts see."""
+    """A checkpoint that all ranks write together, in a directory that all their hosts see."""
 
     rank: int
     world: int
-    label: str  # the same on all of them, and of no other checkpoint of this run
+    label: str  # the same on all ranks, and different for each checkpoint of a run
     cancelled: threading.Event = field(default_factory=threading.Event)  # stop waiting for the others
 
 
@@ -101,21 +100,21 @@ def are_complete(names: Iterable[str]) -> bool:
     return found == [share_name(rank, len(found)) for rank in range(len(found))]
 
 
-def write_share(directory: Path, shared: SharedWrite, plan: Callable[[], Mapping[str, Any]]) -> None:
-    """Write this rank's share, then a note for rank 0 that it is on disk, or of what went wrong."""
+def write_share(directory: Path, shared: SharedWrite, tensors: Callable[[], Mapping[str, Any]]) -> None:
+    """Write this rank's share of sharded tensors, then a note for rank 0 that says that, or why it failed."""
     path, note = directory / share_name(shared.rank, shared.world), directory / _note(shared.rank)
     try:
         deadline = time.monotonic() + _PATIENCE_S
         while not directory.is_dir():
             _pause(shared, deadline, f"{directory}: rank 0 has not begun")
-        mine = {name: one for name, one in plan().items() if _is_mine(one)}
+        mine = {name: one for name, one in tensors().items() if _is_written_here(one)}
         boxes = json.dumps({name: sharding_of(one).box() for name, one in mine.items()})
-        tensors = {name: local_part(one) for name, one in mine.items()}
-        written = write_file(path, chunks(tensors, {_BOXES: boxes}))
+        parts = {name: local_part(one) for name, one in mine.items()}
+        written = write_file(path, chunks(parts, {_BOXES: boxes}))
         commit_text(note, json.dumps({"bytes": written.size, "sha256": written.sha256}))
     except Exception as error:
         with suppress(OSError):
-            files.disk.unlink(path)  # first: on a full disk it is the room that the note needs
+            files.disk.unlink(path)  # first: on a full disk, this makes room for the note
         number, why = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
         with suppress(OSError):
             if directory.is_dir():
@@ -124,7 +123,7 @@ def write_share(directory: Path, shared: SharedWrite, plan: Callable[[], Mapping
 
 
 def collect_shares(directory: Path, shared: SharedWrite, seconds: float) -> dict[str, Written]:
-    """Wait until every rank has written its share, which took this one `seconds`; OSError where one could not."""
+    """Wait until all ranks have written their shares; OSError if one could not. Rank 0 took `seconds` for its own."""
     found: dict[str, Written] = {}
     deadline = time.monotonic() + max(_PATIENCE_S, 2 * seconds)
     for rank in range(shared.world):
@@ -143,54 +142,26 @@ def collect_shares(directory: Path, shared: SharedWrite, seconds: float) -> dict
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadTensor:
-    """A tensor of which several files hold a part each: read when, and as far as, it is needed."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    home: torch.device | None  # where the original was, if not in the host's memory
-    pieces: list[tuple[Box, Callable[[Box], torch.Tensor]]]
-
-    def read(self, box: Box) -> torch.Tensor:
-        """Read a part of the full tensor."""
-        tensor = torch.empty([end - start for start, end in box], dtype=self.dtype)
-        assembled(box, self.pieces, tensor)
-        if self.home is not None:
-            tensor.home = self.home  # type: ignore[attr-defined]
-        return tensor
+Part = tuple[Box, str, Callable[[Box], torch.Tensor]]  # its place, its dtype in the file, and what reads some of it
 
 
-class Shares:
-    """The share files of a checkpoint, and what of each tensor is in which."""
+def parts_in_shares(checkpoint: Path) -> dict[str, list[Part]]:
+    """Read the headers of all shares; ValueError, OSError or SafetensorError where they are not the headers of shares.
 
-    def __init__(self, checkpoint: Path) -> None:
-        """Read their headers. Raises ValueError, OSError or SafetensorError where they are no such files."""
-        self._found: dict[str, list[tuple[Box, str, Callable[[Box], torch.Tensor]]]] = {}
-        for path in sorted(path for path in checkpoint.iterdir() if is_share(path.name)):
-            file: Any = safe_open(path, framework="pt")
-            boxes = json.loads((file.metadata() or {}).get(_BOXES, "null"))
-            if not isinstance(boxes, dict) or not all(map(_is_box, boxes.values())):
-                raise ValueError(f"{path.name} does not say which parts it holds")
-            for name, spans in boxes.items():
-                part, box = file.get_slice(name), tuple((start, end) for start, end in spans)
-                if list(part.get_shape()) != [end - start for start, end in box]:
-                    raise ValueError(f"{name:.120} in {path.name} has another shape than the file's header says")
-                self._found.setdefault(name, []).append((box, part.get_dtype(), _reader(file, name)))
-
-    def take(self, name: str, shape: list[int], dtype: torch.dtype, home: torch.device | None) -> UnreadTensor:
-        """The tensor of a name, once; ValueError where its parts do not make it up."""
-        parts = self._found.pop(name, [])
-        if any(kind != NAMES[dtype] for _, kind, _ in parts):
-            raise ValueError(f"{name:.120} has another dtype in the ranks' shares")
-        if not covers(shape, [box for box, _, _ in parts]):
-            raise ValueError(f"the parts of {name:.120} do not add up to the full tensor")
-        return UnreadTensor(torch.Size(shape), dtype, home, [(box, read) for box, _, read in parts])
-
-    @property
-    def left(self) -> list[str]:
-        """The names that were not taken."""
-        return sorted(self._found)
+    Returns the parts of each tensor by its name.
+    """
+    found: dict[str, list[Part]] = {}
+    for path in sorted(path for path in checkpoint.iterdir() if is_share(path.name)):
+        file: Any = safe_open(path, framework="pt")
+        boxes = json.loads((file.metadata() or {}).get(_BOXES, "null"))
+        if not isinstance(boxes, dict) or not all(map(_is_box, boxes.values())):
+            raise ValueError(f"{path.name} does not say which parts it holds")
+        for name, spans in boxes.items():
+            part, box = file.get_slice(name), tuple((start, stop) for start, stop in spans)
+            if list(part.get_shape()) != [stop - start for start, stop in box]:
+                raise ValueError(f"{name:.120} in {path.name} has another shape than the file's header says")
+            found.setdefault(name, []).append((box, part.get_dtype(), partial(_read, file, name)))
+    return found
 
 
 def _is_box(node: Any) -> bool:
@@ -199,12 +170,14 @@ def _is_box(node: Any) -> bool:
     )
 
 
-def _reader(file: Any, name: str) -> Callable[[Box], torch.Tensor]:
-    return lambda box: file.get_slice(name)[tuple(slice(*span) for span in box)] if box else file.get_tensor(name)
+def _read(file: Any, name: str, box: Box) -> torch.Tensor:
+    if not box:  # a tensor of a single element has no axis to slice
+        return file.get_tensor(name)  # type: ignore[no-any-return]
+    return file.get_slice(name)[tuple(slice(*span) for span in box)]  # type: ignore[no-any-return]
 
 
-def _is_mine(one: Any) -> bool:
-    """Say whether this rank is to write a share: it is not empty, and of equal ones it has the first."""
+def _is_written_here(one: Any) -> bool:
+    """Say whether this rank writes its part: it is not empty, and of equal replicas this rank holds the first."""
     sharding = sharding_of(one)
     pairs = zip(sharding.mesh.get_coordinate() or (), sharding.placements, strict=True)
     return local_part(one).numel() > 0 and not any(at for at, placement in pairs if placement.is_replicate())

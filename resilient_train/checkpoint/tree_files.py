@@ -1,7 +1,7 @@
 """Trees of tensors and plain values as two files: names, numbers and text, nothing that executes on loading.
 
-`tensors.safetensors` holds the tensors and arrays under their paths in the tree. `tree.json` holds the rest: null,
-booleans, whole numbers, finite floats, text and lists as themselves, and all else as an object whose key says what:
+`tensors.safetensors` holds the tensors and arrays, named by their paths in the tree. `tree.json` holds the rest: null,
+booleans, integers, finite floats, text and lists as themselves, and all else as an object with one of these keys:
 
     {"dict": {"lr": 0.1}}   {"items": [[0, ...], ["a", ...]]}   {"tuple": [...]}   {"float": "nan"}   {"bytes": "AAE="}
     {"tensor": "weights/head.bias", "dtype": "float32", "shape": [10]}   {"array": "random", ...}
@@ -22,10 +22,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from resilient_train.checkpoint.safetensors_files import NAMES, Shares, chunks
+from resilient_train.checkpoint.safetensors_files import NAMES, Part, chunks, parts_in_shares
 from resilient_train.files import Written, write_file
-from resilient_train.state.sharded import Share, is_sharded, local_part
-from resilient_train.state.tree import original_device
+from resilient_train.state.sharded import (
+    Share,
+    UnreadTensor,
+    covers,
+    is_sharded,
+    local_part,
+    original_device,
+    with_home,
+)
+from resilient_train.state.tree import as_bytes
 
 TENSORS, TREE = "tensors.safetensors", "tree.json"
 
@@ -34,49 +42,46 @@ Place = tuple[str | int, ...]  # the keys that lead to a node
 
 _PLAIN = (type(None), bool, int, str)
 
-# Other dtypes (complex, float8 and what is yet to come) are written as their bytes.
+# Other dtypes (complex, float8 and future ones) are written as their bytes.
 _COMMON = NAMES.keys() - {torch.float8_e4m3fn, torch.float8_e5m2}
 _NAMES = {one: str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _DTYPES = {name: one for one, name in _NAMES.items() if re.match("bool|u?int|b?float|complex", name)}  # none quantized
 _ARRAY_DTYPE = re.compile(r"[<>|][biufcSU][1-9]\d{0,8}")  # no objects, no structures
 
 _CPU = torch.device("cpu")
-_OPTIONAL = {"order", "device"}  # keys that only some tensors have
 
 
 def load_tree(directory: Path, device: torch.device = _CPU) -> Tree:
     """Read what a SerializedTree wrote; ValueError says in one line what is damaged.
 
-    Tensors are read into the host's memory; of those that were on an accelerator, `device` is noted as their home.
-    Those that were sharded are not read yet: they are UnreadTensors. Tensors that shared memory come back apart.
+    Tensors are read into the host's memory; for those that were on an accelerator, `device` is noted as their home.
+    Sharded ones become UnreadTensors. Tensors that shared memory no longer do.
     """
     try:
-        tensors = load_file(directory / TENSORS)
-        text, shares = (directory / TREE).read_text(encoding="utf-8"), Shares(directory)
-        tree = _Reading(tensors, shares, device).node(json.loads(text, object_pairs_hook=_once))
-        if lost := sorted(tensors) + shares.left:
-            raise ValueError(f"{TREE} has no place for {lost[0]:.120}")
-    except FileNotFoundError as error:
-        raise ValueError(f"{directory} is damaged: a file is missing ({error})") from error
-    except (SafetensorError, ValueError, TypeError, OverflowError, RuntimeError) as error:  # the last: nested too deep
+        tensors, shares = load_file(directory / TENSORS), parts_in_shares(directory)
+        text = (directory / TREE).read_text(encoding="utf-8")
+        tree = _Reading(tensors, shares, device).node(json.loads(text, object_pairs_hook=_without_repeated_keys))
+        if unused := sorted([*tensors, *shares]):
+            raise ValueError(f"{TREE} has no place for {unused[0]:.120}")
+    except (FileNotFoundError, SafetensorError, ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{directory} is damaged: {' '.join(str(error).split())}") from error
     return tree
 
 
 class SerializedTree:
-    """A tree as it is to be written: JSON, and its tensors by name. TypeError names the path of what cannot be."""
+    """A tree in the form in which it is written. TypeError names the path of a value that cannot be saved."""
 
-    def __init__(self, tree: Tree, *, is_trial: bool = False) -> None:
-        """`is_trial`: only look whether it can be written; no tensor is copied from a device."""
-        self._is_trial = is_trial
+    def __init__(self, tree: Tree) -> None:
+        """Convert to JSON; tensors are not copied from their devices before `write`."""
         self._tensors: dict[str, torch.Tensor] = {}
-        self.sharded: dict[str, Any] = {}  # this rank's shares; their names are the same on all ranks
+        self.sharded: dict[str, Any] = {}  # by names that are the same on all ranks
         self._text = json.dumps(self._node(tree, ()), allow_nan=False)
 
     def write(self, directory: Path) -> dict[str, Written]:
-        """Write all but the shares to a directory that exists; the files are synced."""
+        """Write all but the sharded tensors to files in an existing directory, and sync them."""
+        tensors = {name: one if one.dtype in _COMMON else as_bytes(one) for name, one in self._tensors.items()}
         return {
-            TENSORS: write_file(directory / TENSORS, chunks(self._tensors)),
+            TENSORS: write_file(directory / TENSORS, chunks(tensors)),
             TREE: write_file(directory / TREE, [self._text.encode(), b"\n"]),
         }
 
@@ -90,46 +95,34 @@ class SerializedTree:
         if type(node) in (list, tuple):
             values = [self._node(value, (*path, number)) for number, value in enumerate(node)]
             return values if type(node) is list else {"tuple": values}
-        if type(node) is dict:
+        if isinstance(node, dict):  # an OrderedDict, such as the state_dict of a module, is read back as a dict
             if odd := [key for key in node if type(key) not in (str, int)]:
                 raise _unfit(path, f"has the key {odd[0]!r:.60}")
             items = {key: self._node(value, (*path, key)) for key, value in node.items()}
             return {"dict": items} if all(type(key) is str for key in items) else {"items": list(items.items())}
-        if type(node) is Share or is_sharded(node):
-            return self._share(node, path)
-        if type(node) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        if type(node) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, Share) or is_sharded(node):
             return self._tensor(node, path)
         if type(node) is np.ndarray or isinstance(node, np.generic):
             return self._array(node, path)
         raise _unfit(path, f"is a {type(node).__module__}.{type(node).__qualname__}")
 
-    def _tensor(self, tensor: torch.Tensor, path: Place) -> Any:
-        name, dtype = self._name(path), _NAMES[tensor.dtype]
-        if tensor.layout is not torch.strided or tensor.is_meta or dtype not in _DTYPES:
-            raise _unfit(path, f"is a {tensor.layout} tensor of {tensor.dtype} on {tensor.device}")
-        described: dict[str, Any] = {"tensor": name, "dtype": dtype, "shape": list(tensor.shape)}
-        if order := _order(tensor):
+    def _tensor(self, tensor: Any, path: Place) -> dict[str, Any]:
+        name, local = self._name(path), local_part(tensor)
+        is_spread = local is not tensor
+        is_known = tensor.dtype in (_COMMON if is_spread else _DTYPES.values())
+        if local.layout is not torch.strided or local.is_meta or not is_known:
+            what = f"is a {local.layout} tensor of {tensor.dtype} on {local.device}"
+            raise _unfit(path, f"{what} that is sharded" if is_spread else what)
+        key, tensors = ("spread", self.sharded) if is_spread else ("tensor", self._tensors)
+        described = {key: name, "dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        if not is_spread and (order := _order(tensor)):
             described["order"] = order
-        if (device := original_device(tensor).type) != "cpu":
+        if (device := original_device(local).type) != "cpu":
             described["device"] = device
-        if self._is_trial:
-            return described
-        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        if tensor.dtype not in _COMMON:
-            plain = plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-        self._tensors[name] = plain
+        tensors[name] = tensor
         return described
 
-    def _share(self, share: Any, path: Place) -> Any:
-        name, local = self._name(path), local_part(share)
-        if share.dtype not in _COMMON or local.layout is not torch.strided:
-            raise _unfit(path, f"is a {local.layout} tensor of {share.dtype} that is sharded")
-        self.sharded[name] = share
-        described = {"spread": name, "dtype": _NAMES[share.dtype], "shape": list(share.shape)}
-        device = original_device(local).type
-        return described if device == "cpu" else {**described, "device": device}
-
-    def _array(self, array: np.ndarray[Any, Any] | np.generic, path: Place) -> Any:
+    def _array(self, array: np.ndarray[Any, Any] | np.generic, path: Place) -> dict[str, Any]:
         name, dtype = self._name(path), array.dtype.str
         if not _ARRAY_DTYPE.fullmatch(dtype):
             raise _unfit(path, f"is a numpy array of {array.dtype}")
@@ -138,18 +131,18 @@ class SerializedTree:
         return {kind: name, "dtype": dtype, "shape": list(array.shape)}
 
     def _name(self, path: Place) -> str:
-        """Return the path as a name that no other tensor has: 1 and "1", or a key with a slash, would read the same."""
+        """Return the path as a unique name: 1 and "1", or a key with a slash, would give the same one."""
         name = "/".join(map(str, path)).encode("utf-8", "replace").decode() or "tensor"
         unique, number = name, 2
-        while unique in {*self._tensors, *self.sharded, "__metadata__"}:  # the last is safetensors' own key
+        while unique in self._tensors or unique in self.sharded or unique == "__metadata__":  # safetensors' own key
             unique, number = f"{name}#{number}", number + 1
         return unique
 
 
 class _Reading:
-    """Turns JSON back into a tree, and takes each tensor it names, once."""
+    """Turns JSON back into a tree; each tensor can be named only once."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], shares: Shares, device: torch.device) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], shares: dict[str, list[Part]], device: torch.device) -> None:
         self.tensors, self.shares, self.device = tensors, shares, device
 
     def node(self, node: Any) -> Tree:
@@ -158,39 +151,29 @@ class _Reading:
                 return [self.node(value) for value in node]
             case float() if not math.isfinite(node):
                 raise ValueError(f"it has a bare {node}")
-            case {"dict": dict(values), **rest} if not rest:
+            case {"dict": dict(values)} if len(node) == 1:
                 return {key: self.node(value) for key, value in values.items()}
-            case {"items": list(items), **rest} if not rest:
-                tree: dict[str | int, Tree] = {}
+            case {"items": list(items)} if len(node) == 1:
                 for item in items:
-                    match item:
-                        case [str() | int() as key, value] if type(key) is not bool and key not in tree:
-                            tree[key] = self.node(value)
-                        case _:
-                            raise ValueError(f"it has an item it should not have, {_short(item)}")
-                return tree
-            case {"tuple": list(values), **rest} if not rest:
+                    if not isinstance(item, list) or len(item) != 2 or type(item[0]) not in (str, int):
+                        raise ValueError(f"it has an item it should not have, {_short(item)}")
+                return _without_repeated_keys([(key, self.node(value)) for key, value in items])
+            case {"tuple": list(values)} if len(node) == 1:
                 return tuple(self.node(value) for value in values)
-            case {"float": "nan" | "inf" | "-inf" as word, **rest} if not rest:
+            case {"float": "nan" | "inf" | "-inf" as word} if len(node) == 1:
                 return float(word)
-            case {"bytes": str(text), **rest} if not rest:
+            case {"bytes": str(text)} if len(node) == 1:
                 return base64.b64decode(text, validate=True)
             case {"tensor": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if rest.keys() <= {
                 "order",
                 "device",
             }:
-                tensor, place = self._tensor(name, dtype, shape, rest.get("order")), self._home(name, rest)
-                if place is not None:
-                    tensor.home = place  # type: ignore[attr-defined]
-                return tensor
+                return with_home(self._tensor(name, dtype, shape, rest.get("order")), self._home(name, rest))
             case {"spread": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if rest.keys() <= {"device"}:
-                _count(shape)
-                if _DTYPES.get(dtype) not in _COMMON:
-                    raise ValueError(f"{name} has a dtype that is unknown here, {dtype:.60}")
-                return self.shares.take(name, shape, _DTYPES[dtype], self._home(name, rest))
-            case {"array": str(name), "dtype": str(dtype), "shape": list(shape), **rest} if not rest:
+                return self._spread(name, dtype, shape, self._home(name, rest))
+            case {"array": str(name), "dtype": str(dtype), "shape": list(shape)} if len(node) == 3:
                 return self._array(name, dtype, shape)
-            case {"scalar": str(name), "dtype": str(dtype), "shape": [], **rest} if not rest:
+            case {"scalar": str(name), "dtype": str(dtype), "shape": []} if len(node) == 3:
                 return self._array(name, dtype, [])[()]
             case dict():
                 raise ValueError(f"it has an object it should not have, {_short(node)}")
@@ -217,11 +200,19 @@ class _Reading:
         inverse = [order.index(place) for place in range(saved.dim())]
         return saved.permute(order).contiguous().permute(inverse)
 
+    def _spread(self, name: str, dtype_name: str, shape: list[Any], home: torch.device | None) -> UnreadTensor:
+        _count(shape)
+        dtype, parts = _DTYPES.get(dtype_name), self.shares.pop(name, [])
+        if dtype not in _COMMON or any(kind != NAMES[dtype] for _, kind, _ in parts):
+            raise ValueError(f"{name:.120} has another dtype in the ranks' shares than {dtype_name:.60}")
+        if not covers(shape, [box for box, _, _ in parts]):
+            raise ValueError(f"the parts of {name:.120} do not add up to the full tensor")
+        return UnreadTensor(torch.Size(shape), dtype, home, [(box, read) for box, _, read in parts])
+
     def _array(self, name: str, dtype: str, shape: list[Any]) -> np.ndarray[Any, Any]:
         if not _ARRAY_DTYPE.fullmatch(dtype):
             raise ValueError(f"{name} has a dtype that is not allowed, {dtype:.60}")
-        saved = self._take(name)
-        kind = np.dtype(dtype)
+        saved, kind = self._take(name), np.dtype(dtype)
         if saved.dtype is not torch.uint8 or saved.numel() != _count(shape) * kind.itemsize:
             raise ValueError(f"{name} is not {dtype}{_short(shape)}")
         array: np.ndarray[Any, Any] = saved.reshape(-1).numpy().view(kind).reshape(shape).copy()
@@ -234,7 +225,10 @@ class _Reading:
 
 
 def _order(tensor: torch.Tensor) -> list[int] | None:
-    """Return how the axes lie in memory if not in turn, as in channels_last; the last bit may depend on it."""
+    """Return the order of the axes in memory if it is not the usual one, as in channels_last.
+
+    It is restored, because the last bit of a sum may depend on it.
+    """
     if tensor.is_contiguous():
         return None
     strides = tensor.stride()
@@ -248,7 +242,7 @@ def _count(shape: list[Any]) -> int:
     return math.prod(shape)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_repeated_keys(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     read = dict(pairs)
     if len(read) != len(pairs):
         raise ValueError("it has a key twice")
@@ -257,9 +251,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _unfit(path: Place, what: str) -> TypeError:
     place = "".join(f"[{key!r}]" for key in path) or "the tree itself"
-    return TypeError(
-        f"{place} {what}: what is saved are tensors, numpy arrays, numbers, text, bytes, and trees of them"
-    )
+    return TypeError(f"{place} {what}: only tensors, numpy arrays, numbers, text, bytes and trees of them can be saved")
 
 
 def _short(value: Any) -> str:

@@ -143,7 +143,7 @@ class Explainer:
     def _damage(self, anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis:
         """What became of the weights or moments: the worst that any rank has found."""
         verified = self._ring.verified_until(anomaly.since)
-        before: Mapping[str, Any] = verified[0].captured.parts["weights"] if verified else {}
+        before: Mapping[str, Any] = verified[0].parts["weights"] if verified else {}
         mine = damage.of_state(anomaly, dict(self._state.model.named_parameters()), before, self._optimizers)
         theirs = enumerate(self._world.all_of(mine))  # of a healthy rank it says what moved farthest in health
         to_ask = [one for rank, one in theirs if not anomaly.ranks or rank in anomaly.ranks]
@@ -271,7 +271,7 @@ class Explainer:
         self._ring.settled()
         loss_at = self._search.loss_at
         with randomness.preserved(self._world.device):
-            with self._state.weights_of(verified[0].captured):
+            with self._state.weights_of(verified[0].parts):
                 usual, was = median([loss_at(one.start) for one in trusted]), median(one.loss for one in trusted)
                 if not usual - was > max(_EXPLAINS * rise, reference.size):
                     return self._compared(self._search, suspects, trusted, verified[0].step, rise, usual)
@@ -279,7 +279,7 @@ class Explainer:
                 then = self._passed.next_after(older.step)
                 if then is None:
                     continue
-                with self._state.weights_of(older.captured):
+                with self._state.weights_of(older.parts):
                     is_as_it_was = abs(loss_at(then.start) - then.loss) <= _SAME * max(abs(then.loss), 1e-6)
                 if is_as_it_was:
                     raise NoMeasure(

@@ -1,4 +1,4 @@
-"""Copies of what changes: filling a snapshot, sharing what never changes, and buffers from before an update."""
+"""Copies of tensors: into a snapshot, of frozen weights for all snapshots, and of buffers from before an update."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from operator import is_
 import torch
 from torch import nn
 
-from resilient_train.state.tree import copy_into, fits, pinned
+from resilient_train.state.sharded import with_home
+from resilient_train.state.tree import copy_into, fits
 
-_BIG = 2**16  # bytes: less is not worth a stream of its own
+_BIG = 2**16  # bytes: smaller tensors are not worth copying on another stream
 
 
 def room(
     sources: list[torch.Tensor], old: list[torch.Tensor], empty: Callable[[torch.Tensor], torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Memory for copies of `sources`: tensors of `old`, which are not used any more, where they fit."""
+    """Return memory for copies of `sources`: tensors of `old`, which are no longer used, where they fit."""
     return [
         one if one is not None and fits(one, source) else empty(source)
         for source, one in zip_longest(sources, old[: len(sources)])
@@ -26,24 +27,25 @@ def room(
 
 
 class Copier:
-    """Copies from where a run is to where its snapshots are.
+    """Copies the state of a run into the memory of a snapshot, which is pinned host memory if the run uses CUDA.
 
-    On an accelerator that is pinned host memory. What only an optimizer changes, and is big, is copied on a stream of
-    its own during the next forward; the rest, which a forward or the loop may change at any moment, first and on the
-    stream that everything else runs on.
+    There, large tensors that only an optimizer changes are copied on a second stream during the next forward. All
+    others, which a forward or the loop may change at any time, are copied first, on the current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._copied: torch.cuda.Event | None = None  # recorded after the newest copy
-        self._sources: list[torch.Tensor] = []  # being read on that stream: their memory must not go to others
+        self._copied: torch.cuda.Event | None = None  # recorded after the latest copy
+        self._sources: list[torch.Tensor] = []  # being copied on that stream: keeps their memory from being reused
 
     def empty(self, source: torch.Tensor) -> torch.Tensor:
-        """Memory for a copy of one tensor."""
-        return pinned(source) if self._stream is not None and source.is_cuda else torch.empty_like(source)
+        """Allocate memory for a copy of one tensor."""
+        if self._stream is None or not source.is_cuda:
+            return torch.empty_like(source)
+        return with_home(torch.empty_like(source, device="cpu", pin_memory=True), source.device)
 
     def fill(self, targets: list[torch.Tensor], sources: list[torch.Tensor], trained: int) -> None:
-        """Copy; the first `trained` of the sources are changed by optimizers only."""
+        """Copy; only optimizers change the first `trained` of the sources."""
         if self._stream is None:
             copy_into(targets, sources)
             return
@@ -59,7 +61,7 @@ class Copier:
             self._copied.record()
 
     def before_change(self) -> None:
-        """Let the device finish copying before the weights change; the host does not wait."""
+        """Make the device finish copying before the weights change; the host does not wait."""
         if self._sources:
             assert self._copied is not None
             torch.cuda.current_stream().wait_event(self._copied)
@@ -81,10 +83,10 @@ class _Shared:
 
 
 class Frozen:
-    """Knows which frozen weights are still what they were, and holds the copies of those.
+    """Finds the frozen weights that have not changed, and keeps one copy of each for all snapshots.
 
-    Frozen does not mean constant: teachers and target networks are updated by the loop. A weight that was once seen
-    to change is copied for every snapshot from then on, like a trained one.
+    Frozen does not mean constant: the loop may update teachers and target networks. A weight that has changed once is
+    copied for every snapshot from then on, like a trained one.
     """
 
     def __init__(self) -> None:
@@ -92,16 +94,20 @@ class Frozen:
         self._moving: set[str] = set()
 
     def moving(self, weights: Mapping[str, torch.Tensor]) -> set[str]:
-        """Name the frozen ones among `weights` that change; what is left is the same as at the last snapshot.
+        """Return the names of the frozen weights that change; all others are the same as at the last snapshot.
 
-        The contents decide, not only the version: the usual `target.data.mul_(0.99)` counts none. Reading the
-        digests waits for the device, once a snapshot and only where weights are frozen and were never seen to change.
+        The contents decide, not only the version: the usual `target.data.mul_(0.99)` does not increase it. Reading the
+        digests waits for the device, once for each snapshot and only if there are frozen weights that do not change.
         """
         frozen = {name: weight for name, weight in weights.items() if not weight.requires_grad}
         self.shared = {name: one for name, one in self.shared.items() if name in frozen}
-        self._moving |= {name for name, weight in frozen.items() if not _is_plain(weight)}
+        for name, weight in frozen.items():  # sparse tensors, and classes that hide where their bits are: no digest
+            if weight.layout is not torch.strided or type(weight.detach()) is not torch.Tensor:
+                self._moving.add(name)
         still = [name for name in frozen if name not in self._moving]
-        for name, digest in zip(still, _digests([frozen[name] for name in still]), strict=True):
+        digests = [_digest(frozen[name].detach()) for name in still]
+        read = torch.stack([one.to(digests[0].device) for one in digests]).tolist() if digests else []
+        for name, digest in zip(still, read, strict=True):
             weight, known = frozen[name], self.shared.get(name)
             if known is None:
                 self.shared[name] = _Shared(weight, weight._version, digest)
@@ -113,35 +119,21 @@ class Frozen:
     def copies(
         self, empty: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Return the shared copies by name, and of those still to be filled a list, and one of what goes into them."""
+        """Return the shared copies by name, then the copies that are still to be filled, and their sources."""
         new = [one for one in self.shared.values() if one.copy is None]
-        targets = [empty(one.weight) for one in new]
-        for one, target in zip(new, targets, strict=True):
-            one.copy = target
+        for one in new:
+            one.copy = empty(one.weight)
         copies = {name: one.copy for name, one in self.shared.items() if one.copy is not None}
-        return copies, targets, [one.weight for one in new]
+        return copies, [one.copy for one in new if one.copy is not None], [one.weight for one in new]
 
     def restored(self) -> None:
-        """Take note that a snapshot was written over the weights: new versions, the same contents."""
+        """Note that the weights were restored from a snapshot: they have new versions and the same contents."""
         for one in self.shared.values():
             one.version = one.weight._version
 
 
-def _digests(weights: list[torch.Tensor]) -> list[int]:
-    """Sums of the bits of each, taken where they lie and read in one go."""
-    if not weights:
-        return []
-    digests = [_digest(weight.detach()) for weight in weights]
-    return [int(one) for one in torch.stack([one.to(digests[0].device) for one in digests]).tolist()]
-
-
-def _is_plain(weight: torch.Tensor) -> bool:
-    """Say whether a digest can be taken: not of sparse tensors, nor of classes that hide where their bits are."""
-    return weight.layout is torch.strided and type(weight.detach()) is torch.Tensor
-
-
 def _digest(weight: torch.Tensor) -> torch.Tensor:
-    """Add up a tensor as whole numbers of eight bytes, ten times faster than as ones of four, and what is left over."""
+    """Sum the bits of a tensor as integers of eight bytes, ten times faster than of four, and the bytes left over."""
     order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
     octets = weight.permute(order).reshape(-1).view(torch.uint8)  # no copy of a dense tensor, whatever its order
     if octets.storage_offset() % 8:
@@ -150,14 +142,11 @@ def _digest(weight: torch.Tensor) -> torch.Tensor:
     return octets[:whole].view(torch.int64).sum() + octets[whole:].sum(dtype=torch.int64)
 
 
-Table = dict[str, torch.Tensor | None]  # a module's buffers by name
-
-
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """The buffers of one moment: which tensors each module had under which names, their shapes, and their contents."""
+    """The buffers at one moment: the tensors that each module had, by name, with their shapes and contents."""
 
-    tables: list[tuple[nn.Module, Table]]
+    tables: list[tuple[nn.Module, dict[str, torch.Tensor | None]]]
     live: list[torch.Tensor]  # all tensors of the tables, and those of the loss scale
     shapes: list[torch.Size]
     copies: list[torch.Tensor]
@@ -167,58 +156,53 @@ _NOTHING = Backup([], [], [], [])
 
 
 class Backups:
-    """Copies of the buffers from before an update, and of the loss scale, which a refused update must not move."""
+    """Copies the buffers before an update, and the loss scale, which a refused update must not change."""
 
     def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None = None) -> None:
-        self._modules = list(model.modules())  # to ask for all buffers by name would walk the tree every update
+        self._modules = list(model.modules())  # listed once: `named_buffers` would walk the tree in every update
         self._scaler = scaler
         self._spare: list[Backup] = []
 
     def take(self) -> Backup:
-        """Copy them: one call for all, and none where a model has no buffers."""
+        """Copy all of them with one call; nothing if the model has no buffers."""
         tables = [(module, module._buffers.copy()) for module in self._modules if module._buffers]
         if not tables and self._scaler is None:
             return _NOTHING
         live = [one for _, table in tables for one in table.values() if one is not None] + self._scale()
         shapes = [one.shape for one in live]
-        copies = self._room(live, shapes)
+        old = self._spare.pop() if self._spare else _NOTHING
+        is_same = old.shapes == shapes and all(map(is_, old.live, live))  # usually: no need to compare each tensor
+        copies = old.copies if is_same else room(live, old.copies, torch.empty_like)
         copy_into(copies, live)
         return Backup(tables, live, shapes, copies)
 
-    def put_back(self, kept: Backup) -> None:
-        """Undo what was done since it was taken: names that came are gone, tensors that were replaced are back."""
+    def put_back(self, backup: Backup) -> None:
+        """Restore names, tensors and contents: buffers that were added are removed, replaced ones are put back."""
         resized = {
             id(one): copy.clone()
-            for one, shape, copy in zip(kept.live, kept.shapes, kept.copies, strict=True)
+            for one, shape, copy in zip(backup.live, backup.shapes, backup.copies, strict=True)
             if one.shape != shape
         }
-        before = dict(kept.tables)
+        before = dict(backup.tables)
         for module in self._modules:
             table = module._buffers
             then = before.get(module, {})
             if table or then:
                 table.clear()
                 table.update({name: resized.get(id(one), one) for name, one in then.items()})
-        in_place = [place for place, one in enumerate(kept.live) if id(one) not in resized]
-        copy_into([kept.live[place] for place in in_place], [kept.copies[place] for place in in_place])
-        if self._scaler is not None and (scale := self._scale()) and not any(one is scale[0] for one in kept.live):
-            scale[0].fill_(self._scaler._init_scale)  # made since, at its first use
+        in_place = [place for place, one in enumerate(backup.live) if id(one) not in resized]
+        copy_into([backup.live[place] for place in in_place], [backup.copies[place] for place in in_place])
+        if self._scaler is not None and (scale := self._scale()) and not any(one is scale[0] for one in backup.live):
+            scale[0].fill_(self._scaler._init_scale)  # the scaler has made its tensors since
             scale[1].fill_(self._scaler._init_growth_tracker)
 
-    def let_go(self, kept: Backup) -> None:
-        """Hand the memory back for the next one."""
-        if kept.copies:
-            self._spare.append(kept)
-
-    def _room(self, live: list[torch.Tensor], shapes: list[torch.Size]) -> list[torch.Tensor]:
-        """Memory for copies: as a rule that of an earlier backup of the very same tensors."""
-        old = self._spare.pop() if self._spare else _NOTHING
-        if old.shapes == shapes and all(map(is_, old.live, live)):
-            return old.copies
-        return room(live, old.copies, torch.empty_like)
+    def let_go(self, backup: Backup) -> None:
+        """Reuse the memory of a backup for the next one."""
+        if backup.copies:
+            self._spare.append(backup)
 
     def _scale(self) -> list[torch.Tensor]:
-        """Of the loss scale: nothing before its first use."""
+        """The tensors of the loss scale; none before its first use."""
         scaler = self._scaler
         if scaler is None or scaler._scale is None or scaler._growth_tracker is None:
             return []

@@ -1,9 +1,9 @@
-"""The memory ring: snapshots of the recent past, which of them are verified, and how much memory they may take."""
+"""The memory ring: the latest snapshots, which of them are verified, and how much memory they may use."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,12 +14,12 @@ import psutil
 import torch
 
 from resilient_train.state.copies import Copier, Frozen, room
-from resilient_train.state.run_state import CapturedState, RunState
+from resilient_train.state.run_state import RunState
 from resilient_train.state.tree import Tree, nbytes, put_together, taken_apart
 
 _GIB = 2**30
-_SLOTS_TO_SET_ASIDE = 3  # with fewer, no slot would be left for a candidate next to the newest verified one
-_MOVING = "frozen weights that change"  # apart from the trained ones, because the loop may change them at any moment
+_SLOTS_TO_SET_ASIDE = 3  # with fewer, there would be no slot for a candidate next to the newest verified snapshot
+_MOVING = "frozen weights that change"  # copied at once: the loop may change them at any time
 
 
 @dataclass
@@ -31,57 +31,57 @@ class MemoryConfig:
 
 @dataclass(eq=False)
 class Snapshot:
-    """A snapshot in the ring: a candidate until the updates and scans that could show damage in it were healthy."""
+    """A copy of the state: a candidate until healthy updates and scans have shown that it holds no damage."""
 
     step: int
     plain: Tree  # the state without its tensors
-    own: list[torch.Tensor]  # copies that belong to this snapshot alone: room for a later one
+    own: list[torch.Tensor]  # copies that only this snapshot holds: a later one may use their memory
     shared: dict[str, torch.Tensor]  # copies of weights that do not change, which other snapshots hold as well
-    statistics: Any = None  # of the checks, once the verdict on its own update is in; None until then
-    remedies: Any = None  # that were in force after it
+    statistics: Any = None  # of the checks; None until its own update is found healthy
+    remedies: Any = None  # that were active after its update
     verified: bool = False
-    is_reference: bool = False  # what the run is measured against: it is not dropped to make room
-    is_being_written: bool = False  # to disk, so that its memory is not to be used for others
+    is_reference: bool = False  # the run is measured against it: it is not dropped to make room
+    is_being_written: bool = False  # to disk: its memory must not be reused
 
     @cached_property
-    def captured(self) -> CapturedState:
-        """The state as it was."""
-        parts = put_together(self.plain, self.own)
+    def parts(self) -> dict[str, Tree]:
+        """The state, as `RunState.restore` takes it."""
+        parts: dict[str, Tree] = put_together(self.plain, self.own)
         parts["weights"] |= parts.pop(_MOVING) | self.shared
-        return CapturedState(parts)
+        return parts
 
 
 class Ring:
     """Takes snapshots into memory that is allocated once, verifies them, and drops old ones so that ages spread out.
 
-    On an accelerator the copy goes to pinned host memory, most of it during the next forward.
+    With CUDA the copies are in pinned host memory, and most of the copying happens during the next forward.
     """
 
     def __init__(
         self, state: RunState, config: MemoryConfig, agree: Callable[[float], float] = lambda number: number
     ) -> None:
-        """`agree` returns the least of a number over all ranks: each of them calls it in `take` and in `describe`.
+        """`agree` returns the least of a number over all ranks, each of which calls it in `take` and in `describe`.
 
-        Free memory differs from rank to rank, and ranks that hold other snapshots would rewind to other steps.
+        Free memory differs from rank to rank, and ranks with different snapshots would rewind to different steps.
         """
         self._state, self._config, self._agree = state, config, agree
         self._snapshots: list[Snapshot] = []  # oldest first
-        self._set_aside: Snapshot | None = None  # the newest verified one, while the run has rewound past it
+        self._set_aside: Snapshot | None = None  # the newest verified one from before a rewind to an older one
         self.keeps_reference = False  # until the loss is back where it was before the incident
-        self._course_since = 0  # the step at which the run left the course that led to the state set aside
+        self._course_since = 0  # the step at which the run left the course on which `_set_aside` was taken
         self._spare: list[list[torch.Tensor]] = []  # memory of dropped snapshots
         self._frozen = Frozen()
         self._copier = Copier(state.device)
-        self._allowed: float | None = None  # bytes, agreed on when first asked for
-        self._slots = 0  # how many snapshots there may be, as far as is known
+        self._allowed: float | None = None  # bytes, agreed on at the first use
+        self._slots = 0  # the number of snapshots that fit, as of the last `_settle_slots`
 
     @property
     def snapshots(self) -> Sequence[Snapshot]:
-        """What is held, oldest first."""
+        """All snapshots, oldest first."""
         return self._snapshots
 
     def describe(self) -> str:
-        """Say what it costs, for the start of a run; what turns out not to fit is dropped."""
+        """Say at the start of a run how many snapshots there will be and how much memory they take."""
         if not self._config.every:
             return "no snapshots in memory (checkpoint.memory.every=0): this run cannot rewind"
         size, allowed = self._settle_slots(nbytes(self._state.live()))
@@ -94,14 +94,14 @@ class Ring:
         return f"rewinds to one of {self._slots} snapshots, {often}: {needed} of memory, of {budget}"
 
     def is_due(self, step: int) -> bool:
-        """Say whether the state after `step` accepted updates should be kept."""
+        """Say whether to take a snapshot after `step` accepted updates."""
         return bool(self._config.every) and step % self._config.every == 0
 
     def take(self, step: int, *, verified: bool = False) -> Snapshot | None:
-        """Copy the state; nothing is taken while every slot holds what is still needed."""
+        """Copy the state; None if there is a snapshot of this step already, or every slot holds one that is needed."""
         if not self._config.every or any(snapshot.step == step for snapshot in self._snapshots):
             return None
-        live = self._state.live() | {"clock": step}  # that of an update whose verdict is pending
+        live = self._state.live() | {"clock": step}  # the verdict on this step may be pending
         moving = self._frozen.moving(live["weights"])
         live[_MOVING] = {name: live["weights"].pop(name) for name in moving}
         shared = [live["weights"].pop(name) for name in self._frozen.shared]
@@ -118,13 +118,13 @@ class Ring:
         return snapshot
 
     def before_change(self) -> None:
-        """Let the device finish copying before the weights change; the host does not wait."""
+        """Make the device finish copying before the weights change; the host does not wait."""
         self._copier.before_change()
 
     def verify(self, *, healthy_until: int, scanned_until: int, after: int, is_back: bool = True) -> None:
-        """Verify candidates: `after` healthy updates followed, and every scan has seen the state or a later one.
+        """Verify the candidates that `after` healthy updates followed, once every scan has seen them or a later state.
 
-        While the loss is not back where it was, they are dropped instead.
+        While the loss is not back where it was before an incident, drop them instead.
         """
         ripe = [one for one in self._snapshots if not one.verified and one.statistics is not None]
         ripe = [one for one in ripe if one.step + after <= healthy_until and one.step <= scanned_until]
@@ -136,70 +136,67 @@ class Ring:
         self._drop_surpassed()
 
     def keep_reference(self, since: int) -> None:
-        """Keep the newest verified state until `release_reference`, as it is what the run is measured against."""
+        """Keep the newest verified snapshot until `release_reference`: the run is measured against it."""
         if not self.keeps_reference and self._set_aside is None and (verified := self.verified_until(since)):
             verified[0].is_reference = True
         self.keeps_reference = True
 
     def release_reference(self) -> None:
-        """Drop it when others are dropped: the run is back where it was."""
+        """Treat the reference like any other snapshot again: the loss is back where it was."""
         self.keeps_reference = False
         for snapshot in self._snapshots:
             snapshot.is_reference = False
         self._drop_surpassed()
 
     def _drop_surpassed(self) -> None:
-        """Drop the state set aside once a later one is verified, unless the run is measured against it."""
-        set_aside = self._set_aside
-        if set_aside is None or self.keeps_reference:
-            return
-        if any(snapshot.verified and snapshot.step >= set_aside.step for snapshot in self._snapshots):
+        """Drop the snapshot set aside once a later one is verified, unless the run is measured against it."""
+        newest, set_aside = self.newest_verified(), self._set_aside
+        is_surpassed = newest is not None and set_aside is not None and newest.step >= set_aside.step
+        if is_surpassed and not self.keeps_reference:
             self._drop_set_aside()
 
     def distrust(self, since: int) -> None:
-        """Drop what is newer than the newest step that can still be trusted.
+        """Drop every snapshot after `since`, the newest step that can still be trusted.
 
-        That is about the course the run is on now. The state set aside lies on an earlier one, whose anomalies were
-        known before: it is dropped only if `since` lies before the two courses parted.
+        The snapshot set aside was taken on an earlier course, all anomalies of which are known: it is dropped only if
+        `since` is before the step at which the two courses separate.
         """
-        self.drop(*[snapshot for snapshot in self._snapshots if snapshot.step > since])
+        self.drop(*[one for one in self._snapshots if one.step > since])
         if since < self._course_since:
             self._drop_set_aside()
 
     def drop(self, *dropped: Snapshot) -> None:
         """Drop snapshots; later ones use their memory."""
-        self._spare += [
-            snapshot.own for snapshot in self._snapshots if snapshot in dropped and not snapshot.is_being_written
-        ]
-        self._snapshots = [snapshot for snapshot in self._snapshots if snapshot not in dropped]
+        self._spare += [one.own for one in self._snapshots if one in dropped and not one.is_being_written]
+        self._snapshots = [one for one in self._snapshots if one not in dropped]
 
     def verified_until(self, since: int) -> list[Snapshot]:
         """Every verified snapshot not after `since`, newest first."""
-        return [snapshot for snapshot in reversed(self._snapshots) if snapshot.verified and snapshot.step <= since]
+        return [one for one in reversed(self._snapshots) if one.verified and one.step <= since]
 
     def newest_verified(self) -> Snapshot | None:
         """The newest verified snapshot."""
-        return next((snapshot for snapshot in reversed(self._snapshots) if snapshot.verified), None)
+        return next((one for one in reversed(self._snapshots) if one.verified), None)
 
     def settled(self) -> None:
-        """Wait until what is held can be read."""
+        """Wait until the snapshots can be read."""
         self._copier.wait()
 
     def clear(self) -> None:
-        """Drop everything: the run is somewhere else now."""
+        """Drop everything: the run continues from a checkpoint."""
         self._drop_set_aside()
         self.drop(*self._snapshots)
         self._course_since = 0
 
     def last_good(self, since: int) -> Snapshot | None:
-        """The best state to end with: the newest one that was verified, though the run may have rewound further."""
+        """The newest verified state, to end a run with; the run may have rewound to an older one since."""
         good = self.verified_until(since) + ([self._set_aside] if self._set_aside else [])
-        return max(good, key=lambda snapshot: snapshot.step, default=None)
+        return max(good, key=lambda one: one.step, default=None)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go back to a snapshot. What came after it no longer exists; but the best of it is kept, for the end."""
+        """Go back to a snapshot and drop later ones, but set the best of them aside, for the end of the run."""
         self._copier.wait()
-        self._state.restore(snapshot.captured)
+        self._state.restore(snapshot.parts)
         self._frozen.restored()
         newer = [one for one in self._snapshots if one.verified and one.step > snapshot.step]
         best = next((one for one in newer if one.is_reference), newer[-1] if newer else None)
@@ -212,14 +209,16 @@ class Ring:
         self.drop(*[one for one in self._snapshots if one.step > snapshot.step])
 
     def _settle_slots(self, size: int) -> tuple[int, float]:
-        """Find out with all ranks how many snapshots fit, and drop what does not.
+        """Agree with all ranks on how many snapshots of `size` bytes fit, and drop those that do not.
 
-        A single one is of no use: it would be dropped for a candidate that is not verified yet. Returns the bytes that
-        one takes and that all may take, as agreed on: at first half of what is available to the ranks of this machine.
+        Returns the bytes of one snapshot and the bytes allowed for all: by default half of what is available at the
+        first call, divided by the ranks of this machine. A single snapshot would be dropped for the next candidate, so
+        one is not enough.
         """
         if self._allowed is None:
             given = self._config.max_gib
-            bytes_ = available_memory() / 2 if given is None else given * _GIB
+            available = min([int(psutil.virtual_memory().available), *left_by_cgroups()])  # the page cache counts
+            bytes_ = available / 2 if given is None else given * _GIB
             self._allowed = self._agree(bytes_ / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         size = max(1, -int(self._agree(-size)))
         fitting = min(self._config.keep, int(self._allowed / size))
@@ -233,10 +232,10 @@ class Ring:
         return size, self._allowed
 
     def _make_room(self, now: int) -> bool:
-        """Drop snapshots until there is a slot for one of the state at `now`, if that is possible."""
+        """Drop snapshots until there is a slot for one of step `now`; False if that is not possible."""
         while len(self._snapshots) + (self._set_aside is not None) >= self._slots:
-            verified = [snapshot.verified and not snapshot.is_reference for snapshot in self._snapshots]
-            if (place := snapshot_to_drop(verified, [snapshot.step for snapshot in self._snapshots], now)) is None:
+            verified = [one.verified and not one.is_reference for one in self._snapshots]
+            if (place := snapshot_to_drop(verified, [one.step for one in self._snapshots], now)) is None:
                 return False
             self.drop(self._snapshots[place])
         del self._spare[self._slots - len(self._snapshots) - (self._set_aside is not None) :]
@@ -249,10 +248,10 @@ class Ring:
 
 
 def snapshot_to_drop(verified: Sequence[bool], steps: Sequence[int], now: int) -> int | None:
-    """Choose which of the snapshots, oldest first, makes room for one of the state at `now`.
+    """Choose which of the snapshots, oldest first, makes room for one of step `now`.
 
-    Never a candidate, which would never be verified, nor the newest verified one, which a rewind takes first. Of the
-    others the one whose neighbours are closest in age, as a ratio: so each is about twice as old as the next.
+    Never a candidate, as none would ever be verified, and never the newest verified one, which a rewind tries first. Of
+    the others, the one whose neighbours are closest in age, as a ratio: each is then about twice as old as the next.
     """
     newest = max((place for place, is_verified in enumerate(verified) if is_verified), default=None)
 
@@ -272,20 +271,15 @@ def _readable(size: float) -> str:
     return f"{size:.0f} bytes"
 
 
-# By version: limits, what is used, and what of that the kernel gives back when it is asked for memory.
+# By version: the files with limits, the one with the usage, and the parts of it that the kernel frees on demand.
 _FILES = {
     "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
     "cgroup2": (("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
 }
 
 
-def available_memory() -> int:
-    """Return the bytes that can be had without swapping; the page cache counts, as it is given back."""
-    return min([int(psutil.virtual_memory().available), *left_by_cgroups()])
-
-
 def left_by_cgroups(proc: Path = Path("/proc/self")) -> Iterator[int]:
-    """What each cgroup that the process is in, and each one above it, leaves it; nothing where there are none.
+    """Yield the bytes that each cgroup of the process, and each one above it, still allows.
 
     psutil reads the files of the machine, which in a container are those of its host.
     """
@@ -301,7 +295,7 @@ def left_by_cgroups(proc: Path = Path("/proc/self")) -> Iterator[int]:
         if kind not in _FILES or name not in paths or name not in ("", *options.split(",")):
             continue
         path = PurePosixPath(paths[name])
-        # Only what lies below the root of the mount can be seen: of a container its own cgroup, at the mount itself.
+        # Only what is below the root of the mount is visible: in a container its own cgroup, at the mount itself.
         group = place / (path.relative_to(root) if path.is_relative_to(root) else "")
         while group.is_relative_to(place):
             yield from _left(group, *_FILES[kind])
@@ -310,11 +304,9 @@ def left_by_cgroups(proc: Path = Path("/proc/self")) -> Iterator[int]:
 
 def _left(group: Path, limits: tuple[str, ...], usage: str, cached: tuple[str, ...]) -> Iterator[int]:
     with suppress(OSError, ValueError):
-        used = int((group / usage).read_text())
-        words: Mapping[str, str] = dict(
-            line.split() for line in (group / "memory.stat").read_text().splitlines() if " " in line
-        )
-        used -= sum(int(words.get(name, 0)) for name in cached)
+        lines = (group / "memory.stat").read_text().splitlines()
+        words = dict(line.split() for line in lines if " " in line)
+        used = int((group / usage).read_text()) - sum(int(words.get(name, 0)) for name in cached)
         for name in limits:
-            with suppress(OSError, ValueError):  # one that is not there, or `max`, is none
+            with suppress(OSError, ValueError):  # no such file, or `max`: no limit
                 yield max(0, int((group / name).read_text()) - used)

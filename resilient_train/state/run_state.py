@@ -1,7 +1,7 @@
-"""The one place that names everything a run is.
+"""The one list of everything that rewinds.
 
-What is captured here rewinds. What a person or a policy decided (knobs, quarantine, history, the tick) is not
-here on purpose: a rewind would undo the remedy.
+What a person or a policy decided (knobs, quarantine, history, the tick) is not in it on purpose: a rewind would undo
+the remedy.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 from resilient_train.state import randomness
-from resilient_train.state.mismatch import explain_mismatch
-from resilient_train.state.sharded import Share, is_sharded, local_part, reshard
-from resilient_train.state.tree import Tree, copied, copy_into, fits, sha256, to_original_device
+from resilient_train.state.sharded import Share, UnreadTensor, is_sharded, local_part, reshard
+from resilient_train.state.tree import Tree, copy_into, fits, sha256, to_original_device
 
 
 class Stateful(Protocol):
-    """What a schedule, a cursor and whatever else a user lets rewind have in common."""
+    """Anything with a state that can be saved and restored: a schedule, a cursor, an object of the user's."""
 
     def state_dict(self) -> Any:
         """Return everything needed to resume from here."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Go back to a state."""
+        """Restore a state."""
 
 
 @dataclass
@@ -40,17 +39,10 @@ class Clock:
     tick: int = 0
 
 
-@dataclass(frozen=True)
-class CapturedState:
-    """A run at one moment, by part: a copy that nothing else holds."""
-
-    parts: Mapping[str, Tree]
-
-
 class RunState:
-    """Weights, buffers, optimizers, schedule, scaler, random numbers, position, clock and what the user keeps.
+    """Weights, buffers, optimizers, schedules, scaler, random numbers, position, clock and what the user keeps.
 
-    Capture at the boundary between two updates only: accumulated gradients are not part of it.
+    Copy it only between two updates: accumulated gradients are not part of it.
     """
 
     def __init__(
@@ -72,75 +64,70 @@ class RunState:
 
     @property
     def is_sharded(self) -> bool:
-        """Say whether this rank holds a share of the weights only."""
+        """Say whether this rank holds only a part of the weights."""
         return any(map(is_sharded, self.model.parameters()))
 
     def keep(self, name: str, item: Stateful) -> None:
-        """Let something else rewind along, such as an average of the weights."""
+        """Add something that rewinds with the run, such as an average of the weights."""
         self._stateful[f"kept.{name}"] = item
 
-    def capture(self) -> CapturedState:
-        """Copy everything."""
-        return CapturedState(copied(self.live()))
-
-    def restore(self, snapshot: CapturedState) -> None:
-        """Put everything back, in place: tensors keep their addresses. Gradients, if there are any, are dropped."""
-        parts = snapshot.parts
+    def restore(self, parts: Mapping[str, Tree]) -> None:
+        """Restore a copy of what `live` returned, in place: tensors keep their addresses. Gradients are dropped."""
         if odd := parts.keys() ^ self.live().keys():
-            raise ValueError(f"the snapshot is of another run: {', '.join(sorted(odd))} in one of them only")
+            raise ValueError(f"the state belongs to another run: only one of the two has {', '.join(sorted(odd))}")
         weights = dict(self.model.named_parameters())
         copy_into(
             [local_part(one) for one in weights.values()], [local_part(parts["weights"][name]) for name in weights]
         )
         for weight in weights.values():
             weight.grad = None
-        _restore_buffers(self.model, parts["buffers"])
+        buffers: dict[str, dict[str, Any]] = {}
+        for path, value in parts["buffers"].items():
+            owner, _, name = path.rpartition(".")
+            buffers.setdefault(owner, {})[name] = value
+        _restore_tables([(module._buffers, buffers.get(path, {})) for path, module in self.model.named_modules()])
         for number, optimizer in enumerate(self.optimizers):
             _restore_optimizer(optimizer, parts[f"optimizer.{number}"])
         self.clock.step = parts["clock"]
         for name, item in self._stateful.items():
             item.load_state_dict(to_original_device(parts[name]))
-        for name, state in parts.items():  # last: what came before may have drawn
+        for name, state in parts.items():  # last, because the calls above may draw random numbers
             if name.startswith("random."):
                 randomness.restore(name.removeprefix("random."), state, self.device)
 
     @contextmanager
-    def weights_of(self, snapshot: CapturedState) -> Iterator[None]:
-        """Have the weights of a snapshot for a while, and nothing else of it."""
+    def weights_of(self, parts: Mapping[str, Tree]) -> Iterator[None]:
+        """Temporarily use the weights of another state, and nothing else of it."""
         weights = dict(self.model.named_parameters())
         live = [local_part(one) for one in weights.values()]
         now = [one.detach().clone() for one in live]
-        copy_into(live, [local_part(snapshot.parts["weights"][name]) for name in weights])
+        copy_into(live, [local_part(parts["weights"][name]) for name in weights])
         try:
             yield
         finally:
             copy_into(live, now)
 
-    def explain_mismatch(self, parts: Mapping[str, Tree]) -> str:
-        """Say in one line why a state from outside is none of this run; empty where it is one."""
-        return explain_mismatch(self.live(), parts, self.model, self.optimizers)
-
     def reshard(self, parts: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Shard a loaded state, which fits, as this run's tensors are sharded over its ranks.
+        """Shard a loaded state, which fits, over the ranks of this run.
 
-        A moment is sharded as its weight is, unless it is of another shape: a count of steps, a mean of rows.
+        A moment is sharded like its weight, unless it has another shape: a count of steps, a mean of rows.
         """
         like = self.live()
         for number, optimizer in enumerate(self.optimizers):
             weights, part = dict(_places(optimizer)), f"optimizer.{number}"
             moments = parts[part]["moments"]
             like[part] = {
-                "moments": {place: dict.fromkeys(kept, weights.get(place)) for place, kept in moments.items()}
+                "moments": {place: dict.fromkeys(values, weights.get(place)) for place, values in moments.items()}
             }
         live = dict(tree_flatten_with_path(like)[0])
 
-        def placed(path: Any, saved: Any) -> Any:
-            if not isinstance(saved, torch.Tensor) and not hasattr(saved, "read"):
+        def resharded(path: Any, saved: Any) -> Any:
+            if not isinstance(saved, torch.Tensor | UnreadTensor):
                 return saved
             here = live.get(path)
             return reshard(saved, here if getattr(here, "shape", None) == saved.shape else None)
 
-        return tree_map_with_path(placed, dict(parts))  # type: ignore[no-any-return]
+        return tree_map_with_path(resharded, dict(parts))  # type: ignore[no-any-return]
 
     def sha256(self) -> str:
         """Digest of everything that rewinds."""
@@ -151,10 +138,10 @@ class RunState:
         return sha256({name: weight for name, weight in self.model.named_parameters() if weight.requires_grad})
 
     def live(self) -> dict[str, Tree]:
-        """Every part by name, sharing its tensors with the run."""
+        """Everything that rewinds, by part; the tensors are the run's own."""
         parts: dict[str, Tree] = {
             "weights": dict(self.model.named_parameters()),
-            "buffers": {  # also those that a state_dict leaves out, and names that hold nothing yet
+            "buffers": {  # including those that a state_dict leaves out, and names that are None so far
                 f"{path}.{name}" if path else name: buffer
                 for path, module in self.model.named_modules()
                 for name, buffer in module._buffers.items()
@@ -171,7 +158,7 @@ _SCALER_FIELDS = ("_growth_factor", "_backoff_factor", "_growth_interval")
 
 
 class _LossScale:
-    """A GradScaler's state as it lies on the device: its own `state_dict` would wait for the device to read it."""
+    """The state of a GradScaler, left on its device: the scaler's own `state_dict` would wait for the device."""
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
@@ -181,7 +168,7 @@ class _LossScale:
         if not scaler.is_enabled():
             return {}
         scale, tracker = scaler._scale, scaler._growth_tracker
-        if scale is None or tracker is None:  # it makes them at its first use
+        if scale is None or tracker is None:  # the scaler makes them at its first use
             scale = torch.full((), scaler._init_scale, dtype=torch.float32)
             tracker = torch.full((), scaler._init_growth_tracker, dtype=torch.int32)
         return {"scale": scale, "growth_tracker": tracker, **{name: getattr(scaler, name) for name in _SCALER_FIELDS}}
@@ -198,20 +185,12 @@ class _LossScale:
             copy_into([scaler._scale, scaler._growth_tracker], [state["scale"], state["growth_tracker"]])
 
 
-def _restore_buffers(model: nn.Module, saved: Mapping[str, torch.Tensor | None]) -> None:
-    tables: dict[str, dict[str, Any]] = {}
-    for path, value in saved.items():
-        owner, _, name = path.rpartition(".")
-        tables.setdefault(owner, {})[name] = value
-    _restore_tables([(module._buffers, tables.get(path, {})) for path, module in model.named_modules()])
-
-
 def _restore_tables(tables: Iterable[tuple[dict[Any, Any], Mapping[Any, Any]]]) -> None:
-    """Make tables of tensors what they were: in place where the shape is the same; what was added since is removed."""
+    """Restore each table of tensors: in place where the shapes are the same; keys that were added are removed."""
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for live, saved in tables:
-        for key in [key for key in live if key not in saved]:
+        for key in live.keys() - saved.keys():
             del live[key]
         for key, value in saved.items():
             here = live.get(key)
@@ -229,32 +208,25 @@ def _restore_tables(tables: Iterable[tuple[dict[Any, Any], Mapping[Any, Any]]]) 
 
 
 def _optimizer_tree(optimizer: Optimizer) -> Tree:
-    """Moments by place of their parameter, the settings of every group, and what a class of its own adds to them.
+    """The moments by the number of their weight, the settings of every group, and what the class itself adds.
 
-    `Optimizer.load_state_dict` casts moments to the dtype of their weights, so it could not bring back fp32
-    moments of bf16 weights: the state is read and written directly. Only for what a class adds by a `state_dict` of
-    its own, that method is asked.
+    `Optimizer.load_state_dict` casts moments to the dtype of their weights and could not restore fp32 moments of bf16
+    weights, so the state is read and written directly. A class that overrides `state_dict` is asked for what it adds.
     """
     state = optimizer.state
     tree = {
         "groups": [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups],
-        "moments": {
-            place: dict(optimizer.state[weight]) for place, weight in _places(optimizer) if weight in optimizer.state
-        },
+        "moments": {place: dict(state[weight]) for place, weight in _places(optimizer) if weight in state},
         "shared": {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)},
     }
-    if _has_own_state_dict(optimizer):
+    if type(optimizer).state_dict is not Optimizer.state_dict:
         own = optimizer.state_dict()
         tree["own"] = {key: value for key, value in own.items() if key not in ("state", "param_groups")}
     return tree
 
 
-def _has_own_state_dict(optimizer: Optimizer) -> bool:
-    return type(optimizer).state_dict is not Optimizer.state_dict
-
-
 def _restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
-    if _has_own_state_dict(optimizer):
+    if "own" in saved:
         optimizer.load_state_dict({**optimizer.state_dict(), **to_original_device(saved["own"])})
     for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
         del optimizer.state[key]
@@ -263,11 +235,13 @@ def _restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
         weights = group["params"]
         group.clear()
         group.update(to_original_device(settings), params=weights)
-    kept = saved["moments"]
+    moments = saved["moments"]
     for place, weight in _places(optimizer):
-        if place not in kept:  # the snapshot is older than the first update of this weight
+        if place not in moments:  # the snapshot is older than the first update of this weight
             optimizer.state.pop(weight, None)
-    _restore_tables([(optimizer.state[weight], kept[place]) for place, weight in _places(optimizer) if place in kept])
+    _restore_tables(
+        [(optimizer.state[weight], moments[place]) for place, weight in _places(optimizer) if place in moments]
+    )
 
 
 def _places(optimizer: Optimizer) -> list[tuple[int, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Tensors that are sharded over ranks: the part of each that this process holds, and where it lies in the whole."""
+"""Tensors that are sharded over ranks: the part that this process holds, and its place in the full tensor."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-Box = tuple[tuple[int, int], ...]  # of a tensor, along each of its axes: from, to
+Box = tuple[tuple[int, int], ...]  # a part of a tensor: (start, stop) along each axis
 
 
 class Sharding(NamedTuple):
@@ -22,7 +22,7 @@ class Sharding(NamedTuple):
     stride: tuple[int, ...]
 
     def box(self) -> Box:
-        """What of the whole this rank holds."""
+        """The part of the full tensor that this rank holds."""
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         sizes, offsets = compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
@@ -39,7 +39,7 @@ class Sharding(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
-    """A copy of what this rank holds of a tensor."""
+    """A copy of this rank's part of a tensor."""
 
     local: torch.Tensor
     sharding: Sharding
@@ -53,23 +53,43 @@ class Share:
         return self.local.dtype
 
 
-class Unread(Protocol):
-    """A tensor in a checkpoint that several ranks have written, each its own part; not read yet."""
+@dataclass(frozen=True, slots=True)
+class UnreadTensor:
+    """A tensor in files that each hold a part of it: only the parts that are needed are read, when they are needed."""
 
     shape: torch.Size
     dtype: torch.dtype
+    home: torch.device | None  # where the original was, if not in the host's memory
+    pieces: list[tuple[Box, Callable[[Box], torch.Tensor]]]  # each with a function that reads a box within the piece
 
     def read(self, box: Box) -> torch.Tensor:
-        """Read a part of it."""
+        """Read a part of the full tensor."""
+        tensor = torch.empty([stop - start for start, stop in box], dtype=self.dtype)
+        for there, read in self.pieces:
+            if (common := _overlap(box, there)) is not None:
+                tensor[_slices(_relative(common, box))] = read(_relative(common, there))
+        return with_home(tensor, self.home)
+
+
+def with_home(copy: torch.Tensor, home: torch.device | None) -> torch.Tensor:
+    """Note on a copy in the host's memory on which device its original is; None: nothing to note."""
+    if home is not None:
+        copy.home = home  # type: ignore[attr-defined]
+    return copy
+
+
+def original_device(tensor: torch.Tensor) -> torch.device:
+    """The device of the original, if `tensor` is a copy of one; else its own."""
+    return getattr(tensor, "home", tensor.device)
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Say whether this rank holds a part of it only. Does not import torch.distributed.tensor."""
+    """Say whether this rank holds only a part of a tensor. Does not import torch.distributed.tensor."""
     return hasattr(tensor, "to_local")
 
 
 def own_class(module: torch.nn.Module) -> type:
-    """The class that a module was written as: `fully_shard` gives it another one, made from that."""
+    """The class of a module before `fully_shard` gave it a class derived from that one."""
     made = {one for one in type(module).__mro__ if any(base.__name__ == "FSDPModule" for base in one.__mro__)}
     return next(one for one in type(module).__mro__ if one not in made)
 
@@ -82,7 +102,7 @@ def sharding_of(tensor: Any) -> Sharding:
 
 
 def largest_share(tensor: torch.Tensor) -> int:
-    """How many numbers of a tensor a rank holds at most: the same on all of them, also where the last has fewer."""
+    """The most elements of a tensor that any rank holds: the same number on all ranks."""
     if not is_sharded(tensor):
         return tensor.numel()
     sharding = sharding_of(tensor)
@@ -94,7 +114,7 @@ def largest_share(tensor: torch.Tensor) -> int:
 
 
 def local_part(tensor: Any) -> torch.Tensor:
-    """The numbers that this rank holds itself, in the tensor's own memory."""
+    """This rank's part of a tensor, in the tensor's own memory."""
     if isinstance(tensor, Share):
         return tensor.local
     if not is_sharded(tensor):
@@ -104,57 +124,49 @@ def local_part(tensor: Any) -> torch.Tensor:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor, gathered from all ranks, each of which has to call this."""
+    """Gather a tensor from all ranks, each of which has to call this."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
         return tensor.detach().full_tensor()  # type: ignore[attr-defined,no-any-return]
 
 
-def reshard(saved: torch.Tensor | Unread, like: Any) -> Any:
-    """Shard a loaded tensor as one of this run is, over other ranks than it was or over none."""
-    if like is None or not is_sharded(like):
-        return saved if isinstance(saved, torch.Tensor) else saved.read(tuple((0, size) for size in saved.shape))
-    sharding = sharding_of(like)
-    box = sharding.box()
-    if not isinstance(saved, torch.Tensor):
-        return Share(saved.read(box), sharding)
-    local = saved[_slices(box)].clone()
-    if (home := getattr(saved, "home", None)) is not None:
-        local.home = home  # type: ignore[attr-defined]
-    return Share(local, sharding)
-
-
-def assembled(box: Box, pieces: Sequence[tuple[Box, Callable[[Box], torch.Tensor]]], empty: torch.Tensor) -> None:
-    """Fill `empty`, which is to hold `box` of the whole, from pieces that hold other boxes of it."""
-    for there, read in pieces:
-        if (shared := _overlap(box, there)) is not None:
-            empty[_slices(_relative(shared, box))] = read(_relative(shared, there))
+def reshard(saved: torch.Tensor | UnreadTensor, like: Any) -> Any:
+    """Shard a loaded tensor like `like`, a tensor of this run; where that is not sharded, return the full tensor."""
+    sharding = sharding_of(like) if is_sharded(like) else None
+    box = tuple((0, size) for size in saved.shape) if sharding is None else sharding.box()
+    if isinstance(saved, UnreadTensor):
+        local = saved.read(box)
+    elif sharding is None:
+        return saved
+    else:
+        local = with_home(saved[_slices(box)].clone(), getattr(saved, "home", None))
+    return local if sharding is None else Share(local, sharding)
 
 
 def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Say whether boxes make up the whole, with nothing missing, nothing twice and nothing outside."""
+    """Say whether boxes make up the full tensor, with nothing missing, nothing twice and nothing outside."""
     for box in boxes:
         if len(box) != len(shape) or not all(
-            0 <= start <= end <= size for (start, end), size in zip(box, shape, strict=True)
+            0 <= start <= stop <= size for (start, stop), size in zip(box, shape, strict=True)
         ):
             return False
-    sizes = {box: math.prod(end - start for start, end in box) for box in boxes}
+    sizes = {box: math.prod(stop - start for start, stop in box) for box in boxes}
     full = sorted(box for box in boxes if sizes[box])
     if sum(sizes[box] for box in full) != math.prod(shape):
         return False
-    if len({box[1:] for box in full}) <= 1:  # cut along the first axis, as a rule: there may be thousands of ranks
+    if len({box[1:] for box in full}) <= 1:  # cut along the first axis, as usual: there may be thousands of ranks
         return all(one[0][1] <= other[0][0] for one, other in pairwise(full))
     return all(_overlap(one, other) is None for one, other in combinations(full, 2))
 
 
 def _overlap(one: Box, other: Box) -> Box | None:
-    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return shared if all(start < end for start, end in shared) else None
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(start < stop for start, stop in common) else None
 
 
 def _relative(box: Box, origin: Box) -> Box:
-    return tuple((start - at, end - at) for (start, end), (at, _) in zip(box, origin, strict=True))
+    return tuple((start - at, stop - at) for (start, stop), (at, _) in zip(box, origin, strict=True))
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -12,7 +12,15 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from resilient_train.state.sharded import Sharding, Share, full_tensor, is_sharded, local_part, sharding_of
+from resilient_train.state.sharded import (
+    Sharding,
+    Share,
+    full_tensor,
+    is_sharded,
+    local_part,
+    original_device,
+    sharding_of,
+)
 
 Tree = Any  # dict, list or tuple of trees; a leaf is a tensor, a numpy array or a plain value
 
@@ -20,13 +28,13 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
 class _Hole(NamedTuple):
-    """Where a tensor was, and how it was sharded."""
+    """Takes the place of a tensor, and knows how that was sharded."""
 
     sharding: Sharding | None
 
 
 def with_dicts(tree: Any) -> Any:
-    """Put a dict for each mapping that pytree takes for a leaf, such as any UserDict: transformers' batches are."""
+    """Replace each mapping that pytree takes for a leaf, such as a UserDict, by a dict: batches of transformers are."""
     return tree_map(lambda leaf: with_dicts(dict(leaf)) if isinstance(leaf, Mapping) else leaf, tree)
 
 
@@ -53,36 +61,18 @@ def rebuilt(tree: Any, change: Callable[[Any], Any]) -> Any:
     return change(tree)
 
 
-def copied(tree: Tree) -> Tree:
-    """Return a copy that shares nothing with `tree`; all its tensors are copied in one go.
-
-    Of a tensor that is sharded over ranks it holds a Share.
-    """
-    return _copied(tree, torch.empty_like, Share)
-
-
 def to_original_device(tree: Tree) -> Tree:
-    """Return a copy whose tensors lie where the originals did: a snapshot may lie in the host's memory."""
-    return _copied(
-        tree,
-        lambda source: torch.empty_like(source, device=original_device(source)),
-        lambda local, sharding: sharding.joined(local),
-    )
-
-
-def _copied(
-    tree: Tree, empty: Callable[[torch.Tensor], torch.Tensor], joined: Callable[[torch.Tensor, Sharding], Any]
-) -> Tree:
+    """Return a copy whose tensors are on the devices of the originals: a snapshot may be in the host's memory."""
     plain, sources = taken_apart(tree)
-    targets = [empty(source) for source in sources]
+    targets = [torch.empty_like(source, device=original_device(source)) for source in sources]
     copy_into(targets, sources)
-    return put_together(plain, targets, joined)
+    return put_together(plain, targets, lambda local, sharding: sharding.joined(local))
 
 
 def taken_apart(tree: Tree) -> tuple[Tree, list[torch.Tensor]]:
-    """Part a tree into a copy of its plain values and the list of its tensors, which are not copied.
+    """Split a tree into a copy of its plain values and the list of its tensors, which are not copied.
 
-    Of tensors that are sharded over ranks the list has what this rank holds.
+    Of a tensor that is sharded over ranks, the list has this rank's part.
     """
     tensors: list[torch.Tensor] = []
 
@@ -105,7 +95,7 @@ def taken_apart(tree: Tree) -> tuple[Tree, list[torch.Tensor]]:
 def put_together(
     plain: Tree, tensors: Iterable[torch.Tensor], joined: Callable[[torch.Tensor, Sharding], Any] = Share
 ) -> Tree:
-    """Make one tree of what was taken apart, with `tensors` in the place of the ones it had."""
+    """Undo `taken_apart`, with other tensors: `joined` makes one that was sharded from this rank's part."""
     following = iter(tensors)
 
     def visit(node: Tree) -> Tree:
@@ -122,49 +112,42 @@ def put_together(
     return visit(plain)
 
 
-def pinned(source: torch.Tensor) -> torch.Tensor:
-    """Allocate room for a tensor of an accelerator in the host's memory, and note where it belongs."""
-    room = torch.empty_like(source, device="cpu", pin_memory=True)
-    room.home = source.device  # type: ignore[attr-defined]
-    return room
-
-
-def original_device(tensor: torch.Tensor) -> torch.device:
-    """Where the original of a copy is."""
-    return getattr(tensor, "home", tensor.device)
-
-
 def nbytes(tree: Tree) -> int:
-    """Count the bytes that the tensors of a tree hold."""
+    """Count the bytes of the tensors of a tree."""
     return sum(tensor.nbytes for tensor in taken_apart(tree)[1])
 
 
 def fits(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Say whether one can be copied into the other."""
+    """Say whether `copy` can hold the contents of `tensor`."""
     return (copy.shape, copy.dtype, original_device(copy)) == (tensor.shape, tensor.dtype, tensor.device)
 
 
 @torch.no_grad()
 def copy_into(targets: list[torch.Tensor], sources: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Overwrite `targets` with `sources`: one call for many tensors, at the price of a plain memory copy."""
+    """Overwrite `targets` with `sources`: one call for many tensors, which costs no more than a plain memory copy."""
     if targets:
         torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor in the host's memory as a flat tensor of bytes; copied only where necessary."""
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    if flat.stride() != (1,):  # a single element counts as contiguous whatever its stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 def sha256(tree: Tree) -> str:
     """Hash names, types, shapes and bytes of everything in the tree; equal digests mean equal to the last bit.
 
-    What is sharded over ranks is gathered, tensor by tensor: each of them has to call this.
+    All ranks have to call this for sharded tensors, which are gathered one by one.
     """
     digest = hashlib.sha256()
     for path, leaf in _sorted_leaves(tree):
         digest.update(f"{path}\0".encode())
         if isinstance(leaf, torch.Tensor):
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}\0".encode())
-            flat = full_tensor(leaf).detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            if flat.stride() != (1,):  # a single element counts as contiguous whatever its stride
-                flat = flat.clone(memory_format=torch.contiguous_format)
-            digest.update(flat.view(torch.uint8).numpy().data)
+            digest.update(as_bytes(full_tensor(leaf)).numpy().data)
         elif isinstance(leaf, np.ndarray):
             digest.update(f"{leaf.dtype}{leaf.shape}\0".encode())
             digest.update(np.ascontiguousarray(leaf).data)
@@ -187,5 +170,5 @@ def _sorted_leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_long_and_plain(node: Tree) -> bool:
-    """Python's generator state is 625 whole numbers: one leaf."""
+    """Python's generator state is 625 integers: one leaf."""
     return isinstance(node, list | tuple) and len(node) > 64 and {*map(type, node)} <= {int, bool}
