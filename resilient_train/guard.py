@@ -136,7 +136,7 @@ class EngineGuard:
     def _continues(self, last: int, *, is_plan: bool) -> bool:
         """Say whether another update comes before `last`; there the newest is heard and everything scanned first."""
         if self._stop():
-            self._updater.ask_to_stop()
+            self._updater.agreement.set_flag(Flag.STOP)
             if self.world.size == 1:
                 self.settle()
                 self.stopped = True
@@ -193,7 +193,7 @@ class EngineGuard:
         # Where weights are spread they go to their owners at once: to wait, each rank would have to hold all of them.
         stays_here = self.world.size > 1 and not is_last and not self.state.is_sharded
         waits = self.world.accelerator.no_sync(self.model) if stays_here else nullcontext()
-        with waits, self._direct_steps.of_loop(), self._anomaly_mode.without_nan_check():
+        with waits, self._direct_steps.running("loop"), self._anomaly_mode.without_nan_check():
             yield batch
 
     # What the loop hands back.
@@ -239,7 +239,7 @@ class EngineGuard:
             return False
         if all(weight.grad is None for weight in self._updater.weights):
             raise TrainError("no weight has a gradient: call accelerator.backward(loss) before guard.update(loss)")
-        with self._direct_steps.of_guard():
+        with self._direct_steps.running("guard"):
             return self._conclude()
 
     def settle(self) -> bool:

@@ -217,7 +217,7 @@ if how in ("scaler", "well"):
     [
         ("behind", ["optimizer.step() was called outside of guard.batches()", "this guard has made no update"]),
         ("unused", ["this guard has made no update, so it has protected nothing"]),
-        ("scaler", ["a GradScaler of the program is at work"]),
+        ("scaler", ["a GradScaler of the program is in use"]),
         ("well", []),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a loop does by itself, past the guard: it steps an optimizer, or scales losses."""
+"""What a loop does itself, past the guard: it steps an optimizer, or scales losses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -16,51 +16,43 @@ from resilient_train.wording import log
 
 
 class DirectStepCheck:
-    """Notices steps past the gate: while the loop has a batch in hand they are an error, later a warning."""
+    """Notices optimizer steps outside of the guard: an error while the loop has a batch, else one warning."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._is_loops: bool | None = None  # None: it is neither the loop's nor the guard's
+        self._running: Literal["loop", "guard"] | None = None
         self._is_over = self._has_warned = False
         for optimizer in optimizers:
             optimizer.step = self._watched(optimizer.step)  # type: ignore[method-assign]
 
     @contextmanager
-    def of_loop(self) -> Iterator[None]:
-        """The loop has a batch in hand."""
-        with self._being(True):
-            yield
-
-    @contextmanager
-    def of_guard(self) -> Iterator[None]:
-        """The guard is at work, for as long as this lasts."""
-        with self._being(False):
-            yield
-
-    def end(self) -> None:
-        """The guard is closed: whoever steps now does so on purpose."""
-        self._is_over = True
-
-    @contextmanager
-    def _being(self, is_loops: bool) -> Iterator[None]:
-        before, self._is_loops = self._is_loops, is_loops
+    def running(self, who: Literal["loop", "guard"]) -> Iterator[None]:
+        """Note who runs: the loop, with a batch, or the guard."""
+        before, self._running = self._running, who
         try:
             yield
         finally:
-            self._is_loops = before
+            self._running = before
+
+    def end(self) -> None:
+        """Note that the guard is closed: steps after it are on purpose."""
+        self._is_over = True
 
     def _watched(self, step: Any) -> Any:
-        plain = getattr(step, "plain", step)  # an earlier guard's watch is replaced
+        plain = getattr(step, "plain", step)  # without the wrapper of an earlier guard
 
         @functools.wraps(plain)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if self._is_loops:
+            if self._running == "loop":
                 raise TrainError(
                     "the loop stepped an optimizer itself, past the gate: remove optimizer.step(), "
                     "guard.step and guard.update do it"
                 )
-            if self._is_loops is None and not (self._is_over or self._has_warned):
+            if self._running is None and not (self._is_over or self._has_warned):
                 self._has_warned = True
-                log.warning("%s", _UNPROTECTED)
+                log.warning(
+                    "optimizer.step() was called outside of guard.batches(): such updates are not protected, and a "
+                    "rewind does not know of them"
+                )
             return plain(*args, **kwargs)
 
         watched.plain = plain  # type: ignore[attr-defined]
@@ -68,17 +60,10 @@ class DirectStepCheck:
 
 
 def warn_of_scalers(ours: GradScaler | None) -> None:
-    """Warn where a loss scaler is at work that the guard does not know. A pass over all objects: call it once."""
+    """Warn if a loss scaler is in use that the guard does not know. Visits all objects of the process: call it once."""
     found = (one for one in gc.get_objects() if issubclass(type(one), GradScaler) and one is not ours)
     if any(one.is_enabled() and one._scale is not None for one in found):
-        log.warning("%s", _SCALED)
-
-
-_SCALED = (
-    "a GradScaler of the program is at work: if it scales this loop's loss, the guard sees gradients many times too "
-    "large; remove it, Accelerator(mixed_precision='fp16') has one that the guard knows"
-)
-_UNPROTECTED = (
-    "optimizer.step() was called outside of guard.batches(): such updates are not protected, and a rewind does not "
-    "know of them"
-)
+        log.warning(
+            "a GradScaler of the program is in use: if it scales this loop's loss, the guard sees gradients many times "
+            "too large; remove it, Accelerator(mixed_precision='fp16') has one that the guard knows"
+        )

@@ -13,7 +13,7 @@ LARGEST_NORM = 2.0**63  # its square is near the end of float32: beyond it momen
 
 
 class Gate:
-    """Steps all optimizers if `measured <= limits`, else none of them; a NaN is below no limit.
+    """Steps all optimizers if `measured <= limits`, else none of them. A NaN is below no limit.
 
     Torch's fused optimizers read a flag on the device (`found_inf`), so the host does not wait. Others may leave
     something behind once they have begun a step: for them the host reads what was measured and decides.
@@ -23,11 +23,10 @@ class Gate:
         self.optimizers, self.device = list(optimizers), device
         self.limits = (NO_LIMIT, LARGEST_NORM)  # of loss and gradient norm
         self._on_device = torch.tensor(self.limits, dtype=torch.float32, device=device)
-        self._has_to_wait = not all(heeds_found_inf(one) for one in self.optimizers)
-        self._stateless: set[int] = set()  # weights that an update has landed on without making a state
+        self._stateless: set[int] = set()  # ids of weights that have no state after an update, as in plain SGD
 
     def limit(self, loss: float, grad_norm: float) -> None:
-        """Set the limits of the updates to come; both have to be exact in float32."""
+        """Set the limits of the next updates. Both must be exact in float32."""
         grad_norm = min(grad_norm, LARGEST_NORM)
         for place, (old, new) in enumerate(zip(self.limits, (loss, grad_norm), strict=True)):
             if new != old:
@@ -39,24 +38,27 @@ class Gate:
         return -math.inf < loss <= self.limits[0] and grad_norm <= self.limits[1]
 
     def synchronous(self) -> list[str]:
-        """Name the optimizers for which the host has to read the measurement at once."""
-        return [type(one).__name__ for one in self.optimizers if not heeds_found_inf(one)]
+        """Name the optimizers for which the host has to wait for the measurement."""
+        return [type(one).__name__ for one in self.optimizers if not _heeds_found_inf(one)]
 
     @torch.no_grad()
     def step(self, measured: torch.Tensor) -> list[float] | None:
         """Step if `measured`, which begins with loss and gradient norm, is admitted.
 
-        Returns the numbers where they had to be read, so that they are not read twice.
+        Returns the numbers if the host had to read them, so that they are not read twice.
         """
-        if self._has_to_wait or _has_hooks(self.optimizers) or not self._is_settled():
+        waits_for = self.synchronous()
+        if waits_for or not self._is_settled():
             numbers: list[float] = measured.tolist()
             if self.admits(*numbers[:2]):
                 for optimizer in self.optimizers:
                     optimizer.step()
-                self._note_stateless()
+                    if not waits_for:
+                        state, moved = optimizer.state, _with_gradient(optimizer)
+                        self._stateless.update(id(weight) for weight in moved if not state.get(weight))
             return numbers
         heads = measured if measured.numel() == 2 else measured[:2]
-        heads = heads.nan_to_num(nan=math.inf, neginf=math.inf)  # a loss of -inf is below every limit, and no loss
+        heads = heads.nan_to_num(nan=math.inf, neginf=math.inf)  # a loss of -inf is below every limit, but no loss
         refused = (heads <= self._on_device).all().logical_not().float()
         for optimizer in self.optimizers:
             optimizer.found_inf = refused  # type: ignore[attr-defined]
@@ -67,42 +69,30 @@ class Gate:
         return None
 
     def _is_settled(self) -> bool:
-        """Say whether every weight with a gradient has its state, or an optimizer that keeps none.
+        """Say whether every weight with a gradient has its state, or needs none.
 
-        A step that makes new state would leave it behind when it is refused, and torch's fused SGD fills its momentum
-        with garbage then. Asked at every update, so the loop over the weights is C's where it can be.
+        A refused step would leave new state behind, and torch's fused SGD fills its momentum with garbage then.
         """
         for optimizer in self.optimizers:
-            moved, state = _moved(optimizer), optimizer.state
-            if not (all(map(state.get, moved)) if state else False) and any(
-                id(weight) not in self._stateless and not state.get(weight) for weight in moved
-            ):
+            weights, state = _with_gradient(optimizer), optimizer.state
+            if state and all(map(state.get, weights)):  # the usual case, in every update: a loop in C
+                continue
+            if not all(id(weight) in self._stateless or state.get(weight) for weight in weights):
                 return False
         return True
 
-    def _note_stateless(self) -> None:
-        """Note which weights get no state in a step: those of SGD without momentum, for example."""
-        if self._has_to_wait:
-            return
-        for optimizer in self.optimizers:
-            self._stateless.update(id(weight) for weight in _moved(optimizer) if not optimizer.state.get(weight))
 
-
-def _moved(optimizer: Optimizer) -> list[torch.Tensor]:
+def _with_gradient(optimizer: Optimizer) -> list[torch.Tensor]:
     return [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
 
 
-def heeds_found_inf(optimizer: Optimizer) -> bool:
-    """Say whether a step of this optimizer heeds `found_inf`, moments and step counter included.
+def _heeds_found_inf(optimizer: Optimizer) -> bool:
+    """Say whether a refused step of this optimizer changes nothing, moments and step counter included.
 
     A user's class may do more than the torch class it is derived from, and so may hooks.
     """
     return (
         type(optimizer).__module__.startswith("torch.optim")
         and getattr(optimizer, "_step_supports_amp_scaling", False)
-        and not _has_hooks([optimizer])
+        and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
     )
-
-
-def _has_hooks(optimizers: Sequence[Optimizer]) -> bool:
-    return any(one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks for one in optimizers)

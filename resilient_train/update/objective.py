@@ -14,49 +14,42 @@ Objective = Callable[[Any, Any], Any]
 
 
 class Measured:
-    """Calls an objective and holds its answer to the contract: a scalar, with a graph behind it."""
+    """Calls an objective and checks what it returns: the loss must be a scalar tensor."""
 
     def __init__(self, objective: Objective, name: str, key: str = "objective._target_") -> None:
-        """`key` is what the place is called where the objective was given: it begins every complaint."""
+        """`key` is the setting that gave the objective: error messages begin with it."""
         self.objective, self.name, self.key = objective, name, key
 
     def __call__(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
         answer = self.objective(model, batch)
         loss, metrics = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, {})
         if not isinstance(loss, torch.Tensor):
-            raise ConfigError(
-                self.key, self.name, f"returned a {type(loss).__name__} as the loss: a scalar tensor is wanted"
-            )
+            raise self._error(f"returned a {type(loss).__name__} as the loss: expected a scalar tensor")
         if loss.numel() != 1:
-            shape = list(loss.shape)
-            raise ConfigError(
-                self.key, self.name, f"returned a loss of shape {shape}: a scalar is wanted, such as its mean()"
-            )
+            raise self._error(f"returned a loss of shape {list(loss.shape)}: expected a scalar, such as its mean()")
         if not isinstance(metrics, Mapping):
-            what = type(metrics).__name__
-            raise ConfigError(self.key, self.name, f"returned a {what} beside the loss: {{name: value}} is wanted")
-        return loss.reshape(()), {str(name): self._scalar(str(name), value) for name, value in metrics.items()}
+            raise self._error(f"returned a {type(metrics).__name__} next to the loss: expected {{name: value}}")
+        return loss.reshape(()), {str(name): self._metric(str(name), value) for name, value in metrics.items()}
 
-    def _scalar(self, name: str, value: Any) -> torch.Tensor | float:
-        """Metrics are kept until somebody looks: without their graphs, which would keep whole forwards alive."""
+    def for_training(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
+        """Call the objective, and require that the loss can be differentiated."""
+        loss, metrics = self(model, batch)
+        if not loss.requires_grad:
+            why = "returned a loss without a graph: something between the weights and the loss detaches it"
+            raise self._error(f"{why} (.detach(), .item(), no_grad, argmax)")
+        return loss, metrics
+
+    def _metric(self, name: str, value: Any) -> torch.Tensor | float:
+        """Detach a metric: it is kept until it is reported, and its graph would keep the whole forward alive."""
         if name == "loss":
-            raise ConfigError(
-                self.key, self.name, "returned a metric named loss: that name is taken by the loss itself"
-            )
+            raise self._error("returned a metric named loss: the loss itself has that name")
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.detach().reshape(())
         if isinstance(value, int | float):
             return value
         shape = f" of shape {list(value.shape)}" if hasattr(value, "shape") else ""
         what = f"a {type(value).__name__}{shape}"
-        raise ConfigError(
-            self.key, self.name, f"returned {what} as the metric {name}: a number or a scalar tensor is wanted"
-        )
+        raise self._error(f"returned {what} as the metric {name}: expected a number or a scalar tensor")
 
-    def for_training(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
-        """Measure, and insist that the loss can be differentiated."""
-        loss, metrics = self(model, batch)
-        if not loss.requires_grad:
-            why = "returned a loss without a graph: something between the weights and the loss detaches it"
-            raise ConfigError(self.key, self.name, f"{why} (.detach(), .item(), no_grad, argmax)")
-        return loss, metrics
+    def _error(self, why: str) -> ConfigError:
+        return ConfigError(self.key, self.name, why)

@@ -35,8 +35,7 @@ def _progress(step: int, start: int, stop: int) -> float:
     return min(1.0, (step - start) / max(1, stop - start)) if step > start else 0.0
 
 
-def warmup_factor(step: int, warmup_steps: int) -> float:
-    """Climb to 1 in a straight line over the first `warmup_steps` updates."""
+def _warmup_factor(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
 
 
@@ -44,10 +43,10 @@ class Schedule(Protocol):
     """Sets the groups of an optimizer for the update after `step` accepted ones."""
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
-        """Return what each parameter group is set to."""
+        """Return the settings of each parameter group."""
 
     def advance(self, step: int) -> None:
-        """Note that `step` updates are accepted: a refused one must leave no trace."""
+        """Note that `step` updates were accepted. Refused ones must not change the schedule."""
 
     def state_dict(self) -> Any:
         """Return what `settings` depends on besides the step."""
@@ -57,13 +56,13 @@ class Schedule(Protocol):
 
 
 class CurveSchedule:
-    """A pure function of the step: it has no state, so only the step has to rewind."""
+    """A pure function of the step, without a state."""
 
     def __init__(self, rates: Sequence[float], curve: Curve, warmup_steps: int) -> None:
         self.rates, self.curve, self.warmup_steps = list(rates), curve, warmup_steps
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
-        factor = warmup_factor(step, self.warmup_steps) * self.curve(max(step, self.warmup_steps))
+        factor = _warmup_factor(step, self.warmup_steps) * self.curve(max(step, self.warmup_steps))
         return [{"lr": rate * factor} for rate in self.rates]
 
     def advance(self, step: int) -> None:
@@ -79,27 +78,27 @@ class CurveSchedule:
 class RestartDetector:
     """Notices when a schedule starts again.
 
-    A rate is compared with the one of the step before, whenever that was: after a rewind the rate is higher than it
-    was lately, and nothing has started again. The schedule is not asked, as that moves one that has a state.
+    It compares each rate with that of the previous step number, not of the previous update: after a rewind the rate
+    is higher than in the update before, but the schedule has not started again.
     """
 
     def __init__(self) -> None:
-        self._rates: deque[tuple[float, float]] = deque(maxlen=10_000)  # and the highest so far, by step
-        self._step = -1  # of the newest
+        self._rates: deque[tuple[float, float]] = deque(maxlen=10_000)  # by step: the rate, and the highest so far
+        self._step = -1  # of the last entry
 
     def at(self, step: int, rate: float) -> bool:
-        """Say whether the rate has leapt, to a good part of the highest one so far; a warm-up climbs in small steps."""
+        """Say whether the rate has leapt close to the highest one so far. A warm-up climbs in smaller steps."""
         while self._rates and self._step >= step:
             self._rates.pop()
             self._step -= 1
         last, peak = self._rates[-1] if self._rates else (0.0, 0.0)
         self._rates.append((rate, max(rate, peak)))
         self._step = step
-        return 0 < 2 * last < rate and 0.2 * peak < rate < 1.05 * peak  # beyond the peak it went wild
+        return 0 < 2 * last < rate and 0.2 * peak < rate < 1.05 * peak  # far above the peak it is a mistake
 
 
 class ShadowSchedule:
-    """A torch scheduler that moves the groups of a shadow instead of the optimizer's own.
+    """A torch scheduler that changes the groups of a shadow instead of the optimizer's own.
 
     Chained schedulers multiply the rate they find. On the real groups they would compound with whatever else
     sets the rate there; on a shadow they see nothing but themselves.
@@ -107,17 +106,17 @@ class ShadowSchedule:
 
     def __init__(self, optimizer: Optimizer, build: Callable[[Optimizer], LRScheduler], warmup_steps: int) -> None:
         self.shadow = _Shadow(optimizer)
-        self._untouched = copy.deepcopy(self._groups())
+        self._original = copy.deepcopy(self._groups())
         self.scheduler = build(self.shadow)
         self.warmup_steps = warmup_steps
         self._advanced = 0  # how often the scheduler was stepped
 
     @classmethod
     def of(cls, scheduler: LRScheduler, optimizer: Optimizer) -> ShadowSchedule:
-        """Move a scheduler that was made for `optimizer` over to a shadow of it."""
+        """Move a scheduler that was made for `optimizer` to a shadow of it."""
 
         def moved(shadow: Optimizer) -> LRScheduler:
-            for one in _family(scheduler):
+            for one in _with_chained(scheduler):
                 one.optimizer = shadow
             return scheduler
 
@@ -129,13 +128,14 @@ class ShadowSchedule:
             self._advanced += 1
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
+        """Return the rate of each group, and what else the scheduler has changed."""
         self.advance(step)
-        factor = warmup_factor(step, self.warmup_steps)
-        moved = [
-            {key: value for key, value in group.items() if key == "lr" or value != untouched.get(key, value)}
-            for group, untouched in zip(self._groups(), self._untouched, strict=True)
+        factor = _warmup_factor(step, self.warmup_steps)
+        return [
+            {key: value for key, value in group.items() if value != original.get(key, value)}
+            | {"lr": group["lr"] * factor}
+            for group, original in zip(self._groups(), self._original, strict=True)
         ]
-        return [{**group, "lr": group["lr"] * factor} for group in moved]
 
     def state_dict(self) -> Any:
         return {"scheduler": self.scheduler.state_dict(), "groups": self._groups(), "advanced": self._advanced}
@@ -150,11 +150,10 @@ class ShadowSchedule:
         return [{key: value for key, value in group.items() if key != "params"} for group in self.shadow.param_groups]
 
 
-def _family(scheduler: Any) -> Iterator[Any]:
-    """A scheduler and those it is chained from."""
+def _with_chained(scheduler: Any) -> Iterator[Any]:
     yield scheduler
     for one in getattr(scheduler, "_schedulers", []):
-        yield from _family(one)
+        yield from _with_chained(one)
 
 
 class _Shadow(Optimizer):
@@ -170,6 +169,6 @@ class _Shadow(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         pass
 
-    # Schedulers look for these two marks, and warn of an optimizer that never steps.
+    # Without these two marks, schedulers warn of an optimizer that never steps.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     _opt_called = True

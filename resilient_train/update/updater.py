@@ -24,7 +24,7 @@ from resilient_train.update.gate import Gate
 from resilient_train.update.schedule import RestartDetector, Schedule
 
 _UPPER = 2 if sys.byteorder == "little" else 0  # where the two upper bytes of a float32 begin
-LR_OF_GUARD = "lr_of_guard"  # a key of each group, next to its lr: as we left that; rewinds with it
+LR_OF_GUARD = "lr_of_guard"  # a key of each parameter group: the lr that the guard set; rewinds with the group
 
 _AS_CONFIGURED = KnobValues()
 
@@ -35,20 +35,20 @@ Settings = Sequence[Sequence[Mapping[str, Any]]]  # by optimizer, by parameter g
 class Attempt:
     """An update that was sent to the gate."""
 
-    measured: torch.Tensor  # loss, gradient norm, the loss scale if there is one; with ranks, what they agreed on
-    by_rank: torch.Tensor | None  # a row for each rank; None where there is only one
-    numbers: list[float] | None  # the same on the host, where the gate had to read it
+    measured: torch.Tensor  # loss, gradient norm, loss scale if there is one; with ranks, as `Agreement.reduce` says
+    by_rank: torch.Tensor | None  # a row for each rank; None if there is only one
+    numbers: list[float] | None  # `measured` on the host, if the gate had to read it
     settings: Settings
-    before: Settings  # what the groups were set to before it
+    before: Settings  # the settings of the groups before it
     planned_lr: float  # what the schedule says, before any knob
     is_limited: bool  # the schedule asks for a higher rate than the knobs allow
-    pace: float  # the rate it is made with, as a multiple of the configured one: of the group where that is most
+    pace: float  # the rate as a multiple of the configured one, in the group where that is highest
     restarts: bool  # the schedule starts again with this update, on purpose
-    max_norm: float | None  # that gradients were clipped to
+    max_norm: float | None  # the norm that gradients were clipped to
     is_busy: bool  # this process is writing a checkpoint
 
     def rows_by_rank(self) -> list[list[float]]:
-        """What each rank has measured, a row each; the host waits for the device."""
+        """Return what each rank measured, a row each. The host waits for the device."""
         return [] if self.by_rank is None else self.by_rank.tolist()
 
 
@@ -66,15 +66,15 @@ class Updater:
         scaler: torch.amp.GradScaler | None = None,
         over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda vector: vector,
     ) -> None:
-        """`gather` collects a vector from every rank, if there are several; `scaler` is that of half precision.
+        """`gather` collects a vector from every rank; None if there is only one. `scaler` scales losses in float16.
 
-        `over_ranks` adds up a number over the ranks: asked where weights are spread over them.
+        `over_ranks` sums a number over the ranks, if weights are sharded.
         """
         self.optimizers, self.schedules = list(optimizers), list(schedules)
         self.clipping, self.scaler = clipping, scaler
         self.agreement = Agreement(gather, device)
         self.mends_eps = False  # raise an epsilon that underflows in the dtype of its weights
-        self.usual_norm: float | None = None  # of recent gradients, for a clip that is tightened and was not there
+        self.usual_norm: float | None = None  # of recent gradients, for a tightened clip where none is configured
         self.gate = Gate(optimizers, device)
         self._restarts = RestartDetector()
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -82,10 +82,10 @@ class Updater:
         self._over_ranks = over_ranks if any(map(is_sharded, self.weights)) else None
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
-        configured = [[group.get("eps") for group in optimizer.param_groups] for optimizer in optimizers]
-        # Adafactor's eps is a pair, for which a factor makes no sense.
-        self._eps = [[one if isinstance(one, float) else None for one in group] for group in configured]
-        self._rates = [float(group.get("initial_lr", group["lr"])) for group in groups]  # as configured
+        self._configured = [  # rate and epsilon of each group
+            [(float(group.get("initial_lr", group["lr"])), group.get("eps")) for group in optimizer.param_groups]
+            for optimizer in optimizers
+        ]
         self.note_rates()
 
     def apply(
@@ -93,7 +93,7 @@ class Updater:
     ) -> Attempt:
         """Send the gradients to the gate as update `step + 1`, and drop them. All optimizers step, or none does.
 
-        `digest` is of what all ranks must have decided alike.
+        `digest` is of the decisions that all ranks must have taken alike.
         """
         self.require_groups()
         scale = self._unscale()
@@ -105,48 +105,51 @@ class Updater:
         measured, by_rank = self.agreement.reduce(torch.stack([loss, grad_norm, *scale]), digest)
         numbers = self.gate.step(measured)
         self.note_rates()
-        self._zero_grad()
         if self.scaler is not None:
             self.scaler.update()
+        self.drop_gradients()
         restarts = self._restarts.at(step, planned)
         busy = self.agreement.is_set(Flag.BUSY)
         rates = planned, pace < asked, pace
         return Attempt(measured, by_rank, numbers, settings, before, *rates, restarts, max_norm, busy)
 
-    def ask_to_stop(self) -> None:
-        """Let every rank know with the next update that this one is to stop."""
-        self.agreement.set_flag(Flag.STOP)
-
     def loss_scale(self) -> float:
-        """The factor of the loss in half precision."""
+        """Return the factor of the loss in half precision, else 1."""
         return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
 
     def require_groups(self) -> None:
         """Raise TrainError if a parameter group was added after the guard was made."""
-        for optimizer, configured in zip(self.optimizers, self._eps, strict=True):
+        for optimizer, configured in zip(self.optimizers, self._configured, strict=True):
             if len(optimizer.param_groups) != len(configured):
-                raise TrainError(_ADDED.format(optimizer=type(optimizer).__name__))
+                raise TrainError(
+                    f"a parameter group was added to {type(optimizer).__name__} after the guard was made, so it has no "
+                    "schedule and would not rewind: give it all groups before (frozen weights may be in them), or "
+                    "make another guard"
+                )
 
     def accept(self, step: int) -> None:
-        """Let the schedules know that `step` updates are accepted."""
+        """Advance the schedules: `step` updates were accepted."""
         for schedule in self.schedules:
             schedule.advance(step)
 
     def undo(self, attempt: Attempt) -> None:
-        """Set rates and epsilon of the groups back to what they were before an attempt that was refused."""
+        """Restore the settings of the groups from before a refused attempt."""
         for optimizer, settings in zip(self.optimizers, attempt.before, strict=True):
             for group, setting in zip(optimizer.param_groups, settings, strict=True):
                 group.update(setting)
 
     def clipped(self, grad_norm: float, max_norm: float | None) -> float | None:
-        """The norm that gradients had after clipping; None where clipping by value hides it."""
+        """Return the norm of the gradients after clipping; None if clipping by value makes it unknown."""
         if self.clipping.max_value is not None:
             return None
         return grad_norm if max_norm is None else min(grad_norm, max_norm)
 
     def drop_gradients(self) -> None:
-        """Forget gradients that are not to land."""
-        self._zero_grad()
+        """Discard the gradients without a step."""
+        for optimizer in self._own_zero_grad:
+            optimizer.zero_grad()
+        for weight in self.weights:
+            weight.grad = None
         if self.scaler is not None:
             self.scaler._per_optimizer_states.clear()
 
@@ -154,59 +157,52 @@ class Updater:
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
-    def _set(self, step: int, knobs: KnobValues, rate: float) -> tuple[Settings, Settings, float, float, float]:
-        """Derive the settings of all groups: nothing is scaled in place, so nothing compounds.
-
-        Returns them, what they were, the scheduled rate, and the pace that the knobs allow and the one asked for.
-        """
-        settings: list[list[dict[str, Any]]] = []
-        before: list[list[dict[str, Any]]] = []
-        planned_all = [schedule.settings(step) for schedule in self.schedules]
-        rates = [group["lr"] for groups in planned_all for group in groups]
-        factor = knobs.lr * rate
-        # A rate as a multiple of the configured one; 0 where the host would have to wait for the device to know it.
-        paces = [
-            lr / usual * factor if usual and isinstance(lr, int | float) else 0.0
-            for lr, usual in zip(rates, self._rates, strict=True)
-        ]
-        limited = [min(one, _limit(one, knobs)) for one in paces]
-        places = iter(zip(self._rates, paces, limited, strict=True))
-        for optimizer, planned_groups, configured in zip(self.optimizers, planned_all, self._eps, strict=True):
-            now, was = [], []
-            for group, planned, eps in zip(optimizer.param_groups, planned_groups, configured, strict=True):
-                lr = planned["lr"]
-                usual, asked, allowed = next(places)
-                setting = {**planned, "lr": usual * allowed if allowed < asked else lr * factor}
-                if eps is not None:
-                    setting["eps"] = max(eps * knobs.eps, _least_eps(group)) if self.mends_eps else eps * knobs.eps
-                old = {name: group.get(name) for name in setting}
-                old[LR_OF_GUARD] = ours = group.get(LR_OF_GUARD, old["lr"])  # missing where the loop has loaded a state
-                if old["lr"] is not ours and old["lr"] != ours:
-                    raise TrainError(_SET_BY_LOOP.format(lr=float(group["lr"]), ours=float(group[LR_OF_GUARD])))
-                was.append(old)
-                group.update(setting)
-                now.append(setting)
-            settings.append(now)
-            before.append(was)
-        return settings, before, rates[0], max(limited, default=0.0), max(paces, default=0.0)
-
     def note_rates(self) -> None:
-        """Note the rates as they are left: by us, or by an optimizer that changes them in its step."""
+        """Note the rates of the groups, which an optimizer may have changed in its step."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group[LR_OF_GUARD] = group["lr"]
 
-    def _zero_grad(self) -> None:
-        for optimizer in self._own_zero_grad:
-            optimizer.zero_grad()
-        for weight in self.weights:
-            weight.grad = None
+    def _set(self, step: int, knobs: KnobValues, rate: float) -> tuple[Settings, Settings, float, float, float]:
+        """Derive the settings of all groups from the configured ones, and set them.
+
+        Returns them, the ones before, the scheduled rate, and the highest pace that is set and that was asked for.
+        """
+        settings: list[list[dict[str, Any]]] = []
+        before: list[list[dict[str, Any]]] = []
+        factor, scheduled, paces = knobs.lr * rate, [], [(0.0, 0.0)]
+        for optimizer, schedule, configured in zip(self.optimizers, self.schedules, self._configured, strict=True):
+            settings.append([])
+            before.append([])
+            planned = schedule.settings(step)
+            for group, setting, (usual, eps) in zip(optimizer.param_groups, planned, configured, strict=True):
+                lr = setting["lr"]
+                # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
+                asked = lr / usual * factor if usual and isinstance(lr, int | float) else 0.0
+                allowed = min(asked, _limit(asked, knobs))
+                setting = {**setting, "lr": usual * allowed if allowed < asked else lr * factor}
+                if isinstance(eps, float):  # Adafactor's is a pair, for which a factor makes no sense
+                    setting["eps"] = max(eps * knobs.eps, _least_eps(group)) if self.mends_eps else eps * knobs.eps
+                old: dict[str, Any] = {name: group.get(name) for name in setting}
+                old[LR_OF_GUARD] = ours = group.get(LR_OF_GUARD, old["lr"])  # missing if the loop has loaded a state
+                if old["lr"] is not ours and old["lr"] != ours:
+                    raise TrainError(
+                        f"the loop set lr itself, to {float(group['lr']):.6g} where it was {float(ours):.6g}: give it "
+                        "to the guard as schedule=, a torch scheduler or a function (step) -> factor of the configured "
+                        "rate, and leave the groups' lr alone"
+                    )
+                group.update(setting)
+                settings[-1].append(setting)
+                before[-1].append(old)
+                scheduled.append(lr)
+                paces.append((allowed, asked))
+        return settings, before, scheduled[0], *map(max, zip(*paces, strict=True))
 
     def _unscale(self) -> list[torch.Tensor]:
-        """Divide the gradients by the loss scale, which is returned.
+        """Divide the gradients by the loss scale, and return it.
 
-        An overflow needs no flag: a gradient that is not finite makes a norm that passes no gate. The scaler's own
-        flags stay as they are, and `update` heeds them; its `step`, which would read them on the host, is not used.
+        An overflow needs no flag: a gradient that is not finite makes a norm that passes no gate. `scaler.update`
+        uses the scaler's own flags. Its `step` is not used: it would read them on the host.
         """
         if self.scaler is None:
             return []
@@ -216,31 +212,21 @@ class Updater:
         return [torch.ones((), device=self.gate.device) if scale is None else scale.clone().reshape(())]
 
 
-_SET_BY_LOOP = (
-    "the loop set lr itself, to {lr:.6g} where it was {ours:.6g}: give it to the guard as schedule=, "
-    "a torch scheduler or a function (step) -> factor of the configured rate, and leave the groups' lr alone"
-)
-_ADDED = (
-    "a parameter group was added to {optimizer} after the guard was made, so it has no schedule and would not rewind: "
-    "give it all groups before (frozen weights may be in them), or make another guard"
-)
-
-
 def _limit(pace: float, knobs: KnobValues) -> float:
-    """How much of a pace is allowed; as the schedule falls from where it leapt to, so does the limit."""
+    """Return how much of a pace is allowed. As the schedule falls after a leap, so does the limit."""
     if pace <= knobs.ceiling:
         return pace
     return knobs.ceiling * (min(1.0, pace / knobs.leapt_to) if knobs.leapt_to else 1.0)
 
 
 def _least_eps(group: Mapping[str, Any]) -> float:
-    """The least epsilon that keeps an update small where a second moment has underflowed to zero."""
+    """Return the least epsilon that keeps an update small where a second moment has underflowed to zero."""
     floating = [torch.finfo(weight.dtype) for weight in group["params"] if weight.is_floating_point()]
     return max((math.sqrt(one.smallest_normal * one.eps) for one in floating), default=0.0)
 
 
 def _digest_of_rates(settings: Settings) -> int:
-    """The rates of an update as one number, for ranks to compare.
+    """Digest the rates of an update, for ranks to compare.
 
     To a hundredth: the last digit may differ between machines, and replicas are compared as well.
     """
@@ -256,16 +242,12 @@ class Precision:
         self._model: Any = model
         self._prepared = model.forward
         self._plain = getattr(model, "_original_forward", None) if mixed in ("fp16", "bf16") else None
+        self.is_mixed = self._plain is not None
         self._is_higher = False
-
-    @property
-    def is_mixed(self) -> bool:
-        """Say whether the forward is in mixed precision as configured."""
-        return self._plain is not None
 
     def set(self, *, higher: bool) -> None:
         """Run the forward in full precision from now on, or as prepared."""
-        if self._plain is not None and higher != self._is_higher:
+        if self.is_mixed and higher != self._is_higher:
             self._is_higher = higher
             self._model.forward = self._plain if higher else self._prepared
 
@@ -276,12 +258,9 @@ def parameter_groups(model: nn.Module, *, no_decay: Sequence[str]) -> list[dict[
     `no_decay` names the latter: `1d` stands for every weight with fewer than two dimensions (biases, norms); anything
     else is a pattern over qualified names, such as `*.embedding.weight`.
     """
-
-    def is_exempt(name: str, weight: nn.Parameter) -> bool:
-        return any((rule == "1d" and weight.ndim < 2) or fnmatch(name, rule) for rule in no_decay)
-
-    weights = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-    exempt = [weight for name, weight in weights if is_exempt(name, weight)]
-    decayed = [weight for name, weight in weights if not is_exempt(name, weight)]
-    groups: list[dict[str, Any]] = [{"params": decayed}] if decayed else []
-    return groups + ([{"params": exempt, "weight_decay": 0.0}] if exempt else [])
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            is_exempt = any((rule == "1d" and weight.ndim < 2) or fnmatch(name, rule) for rule in no_decay)
+            groups[1 if is_exempt else 0]["params"].append(weight)
+    return [group for group in groups if group["params"]]
