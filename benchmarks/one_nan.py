@@ -1,9 +1,9 @@
 """What one NaN in the training data does to a run, by the trainer that meets it.
 
-The program is the same for all: a small network, AdamW, clipping at 1, five epochs of 4,096 rows in batches of 32. One
-value of row 1,000 is NaN. Each trainer runs in a process of its own, with its defaults, twice: with and without the NaN.
-Lightning, ARC and transformers are no dependencies: `--venv DIR` makes an environment for them; what cannot be imported
-is skipped.
+All train the same program: a small network, AdamW, clipping at 1, five epochs of 4,096 rows in batches of 32. One value
+of row 1,000 is NaN. Each trainer runs in its own process, with its defaults, once with the NaN and once without.
+Lightning, ARC and transformers are not dependencies: `--venv DIR` makes an environment for them, and a trainer that
+cannot be imported is skipped.
 
     python benchmarks/one_nan.py --venv /tmp/rivals
 """
@@ -106,7 +106,7 @@ def hugging_face(given: Program) -> str:
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"loss": mse_loss(self.net(x), labels)}
 
-    rows = [{"x": x, "labels": y} for x, y in given.rows]
+    rows = [{"x": x, "labels": y} for x, y in zip(*given.rows.tensors, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
         settings = transformers.TrainingArguments(
             folder, per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS, learning_rate=3e-3, report_to=[],
