@@ -250,7 +250,7 @@ def test_a_replay_that_fails_ends_no_run(program: ModuleType) -> None:
     guard = trained(program, program.Rows())
     (incident,) = guard.incidents
     assert incident.diagnosis.cause is Cause.UNKNOWN
-    assert "could not be tried again: RuntimeError: only once a step" in incident.diagnosis.advice
+    assert "could not be replayed: RuntimeError: only once a step" in incident.diagnosis.advice
 
 
 def test_masks_of_nan_make_no_row_rotten(program: ModuleType) -> None:

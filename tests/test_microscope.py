@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from resilient_train.diagnose.frames import Line
-from resilient_train.diagnose.microscope import Microscope, Origin, Seen
+from resilient_train.diagnose.microscope import Microscope, Origin
 from resilient_train.numerics.armor import Armor
 from resilient_train.numerics.operations import op_name
 
@@ -114,8 +114,8 @@ def origin_of(does: Callable[[Tensor], Tensor], **options: Any) -> Origin | None
         loss = model(torch.randn(3, 4) if does is not by_hand else torch.randn(4, 4))
         microscope.judge(loss)
         loss.backward()
-    seen: Seen = microscope.seen
-    return seen.of_loss or seen.backward
+    found: Origin | None = microscope.of_loss or microscope.backward
+    return found
 
 
 def line_of(does: Callable[[Tensor], Tensor], text: str) -> int:
@@ -234,7 +234,7 @@ def test_what_was_not_finite_already_is_nobodys_fault() -> None:
     with Microscope(model) as microscope:
         loss = model(torch.full((2, 4), torch.nan))
         microscope.judge(loss)
-    assert microscope.seen.of_loss is None
+    assert microscope.of_loss is None
 
 
 def test_masks_are_on_purpose() -> None:
@@ -259,8 +259,8 @@ def test_a_healthy_model_shows_nothing_and_computes_the_same() -> None:
         if watched:
             with Microscope(model) as microscope:
                 model(inputs).square().mean().backward()
-            assert microscope.seen.of_loss is None
-            assert microscope.seen.backward is None
+            assert microscope.of_loss is None
+            assert microscope.backward is None
         else:
             model(inputs).square().mean().backward()
         grads.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
@@ -275,7 +275,7 @@ def test_a_second_look_tells_what_the_inputs_were() -> None:
     model = Body(distances)
     with Microscope(model, look_at=found.call) as microscope:
         model(torch.randn(3, 4)).backward()
-    (inputs,) = microscope.seen.inputs
+    (inputs,) = microscope.inputs
     assert (inputs["shape"], inputs["dtype"], inputs["zeros"], inputs["nonfinite"]) == ([3, 3], "float32", 3, 0)
     assert inputs["min"] == 0.0 < inputs["smallest"] <= inputs["max"]
 
@@ -298,7 +298,7 @@ def test_a_module_is_named_by_its_path() -> None:
     with Microscope(model) as microscope:
         loss = model(torch.randn(2, 4))
         microscope.judge(loss)
-    found = microscope.seen.of_loss
+    found = microscope.of_loss
     assert found is not None
     assert found.op == "softmax"
     assert isinstance(found.line, Line)

@@ -18,13 +18,13 @@ from resilient_train.diagnose.verdict import (
     NOT_AT_ZERO,
     SINGULAR,
     Observations,
-    again,
     climbed,
     on_bad_rows,
     on_nonfinite,
     on_operation,
     on_spike,
     together,
+    without_rows,
 )
 from resilient_train.types import Anomaly, Cause, Culprit, Signal
 
@@ -60,10 +60,10 @@ ONLY_HERE = Observations(reproduced=True, is_compared=True)
         (replace(ONLY_HERE, rows=(4,)), 1e5, Cause.UNKNOWN, "row 4"),
         (
             replace(ONLY_HERE, culprit=culprit("mul", values(-1e30, 1e30)), kind="inf", rows=(4,)),
-            *(1e5, Cause.OVERFLOW, "Row 4"),
+            *(1e5, Cause.OVERFLOW, "row 4"),
         ),
         (AGAIN, 1, Cause.UNKNOWN, "no operation"),
-        (replace(AGAIN, could_not="rows of such data cannot be named"), 1, Cause.UNKNOWN, "cannot be named"),
+        (replace(AGAIN, failure="rows of such data cannot be named"), 1, Cause.UNKNOWN, "cannot be named"),
         (
             replace(AGAIN, rows=(7,), odd={7: "[0] at [3] is nan"}, batch_is_bad=True),
             *(1, Cause.DATA, "Row 7 of the data: [0] at [3] is nan; fix or remove it."),
@@ -136,31 +136,31 @@ def test_what_grows_within_a_call(facts: Observations, is_first: bool, cause: Ca
 
 
 @pytest.mark.parametrize(
-    ("op", "kind", "is_total", "cause"),
+    ("op", "kind", "is_scalar", "cause"),
     [
         ("div", "inf", False, Cause.OPERATION),
         ("exp", "inf", False, Cause.OVERFLOW),
         ("sum", "inf", True, Cause.OVERFLOW),
     ],
 )
-def test_what_follows_from_armor_accuses_no_other_line(op: str, kind: str, is_total: bool, cause: Cause) -> None:
+def test_what_follows_from_armor_accuses_no_other_line(op: str, kind: str, is_scalar: bool, cause: Cause) -> None:
     """The line that broke first stays the culprit; what breaks of its values may be patched too, and is reported."""
     first = replace(culprit("sqrt", values(-1, 1)), line=30)
     last = culprit(op, values(0, 1, zeros=1))
-    found = on_nonfinite(replace(ONLY_HERE, culprit=last, kind=kind, is_total=is_total, after=first, rows=(4,)), 1)
+    found = on_nonfinite(replace(ONLY_HERE, culprit=last, kind=kind, is_scalar=is_scalar, after=first, rows=(4,)), 1)
     assert (found.cause, found.culprit, found.symptom, found.broken) == (cause, first, last, last)
-    assert found.patchable is not is_total
+    assert found.patchable is not is_scalar
     assert found.advice.startswith(f"`{op}` at losses.py:41 fails on values from `sqrt` at losses.py:30")
-    assert "Row 4" in found.advice
-    assert again(found) == replace(found, advice=found.advice.removesuffix(" Row 4 of the data gets there."))
+    assert "row 4" in found.advice
+    assert without_rows(found) == replace(found, advice=found.advice.removesuffix(" Seen with row 4 of the data."))
 
 
 def test_a_line_that_is_met_again_is_told_without_the_rows_of_the_first_time() -> None:
     """Those were another batch's."""
     first = on_nonfinite(replace(ONLY_HERE, rows=(4,), culprit=culprit("log", values(0, 1, zeros=3)), kind="inf"), 1)
-    assert "Row 4" in first.advice
-    assert first.advice.startswith(again(first).advice)
-    assert "Row 4" not in again(first).advice
+    assert "row 4" in first.advice
+    assert first.advice.startswith(without_rows(first).advice)
+    assert "row 4" not in without_rows(first).advice
 
 
 def test_ranks_learn_the_same() -> None:

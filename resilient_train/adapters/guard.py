@@ -154,7 +154,7 @@ class Guard(guard.EngineGuard):
                 rank=world.rank,
                 device=device,
             )
-            return Search(replay, samples, world, world.on_device, beat)
+            return Search(replay, samples, world, beat)
 
         parts = RunParts(
             world=world,

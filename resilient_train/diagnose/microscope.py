@@ -1,16 +1,16 @@
 """Watches every operation of a forward and a backward for the one that first makes a value that is not finite.
 
-Torch's functions are seen as a person calls them, one call each, with their line. What the backward of a call does is
-seen at the nodes that the call has put into the graph. NaN and infinity are kept apart: an infinite value on purpose,
-such as a mask's, is not a fault until it becomes a NaN.
+Torch's functions are seen as the user's code calls them, one call each, with their line. What the backward of a call
+does is seen at the nodes that the call has put into the graph. NaN and infinity are kept apart: an infinite value on
+purpose, such as a mask's, is not a fault until it becomes a NaN.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ from torch.utils._pytree import tree_leaves
 from resilient_train.diagnose.frames import Line, is_users, user_line
 from resilient_train.diagnose.verdict import is_plain
 from resilient_train.numerics.operations import is_in_place, op_name
+from resilient_train.types import Culprit
 
 _MADE = ("full", "full_like", "new_full", "tensor", "as_tensor", "masked_fill", "fill", "fill_diagonal", "zeros_like")
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")
-_FINITE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value that is not finite came from values that are."""
+    """An operation that made values that are not finite of values that are."""
 
     phase: str  # forward, backward
     op: str
@@ -37,8 +37,14 @@ class Origin:
     call: int  # the number of the call in its forward
     line: Line | None
     inputs: tuple[Mapping[str, Any], ...] = ()
-    is_total: bool = False  # its result is a single number
+    is_scalar: bool = False  # its result is a single number
     after: Origin | None = None  # the first patched operation that broke on the way to it: this one is a consequence
+
+    @property
+    def culprit(self) -> Culprit:
+        """The same as a record without torch."""
+        line = self.line or Line("", 0)
+        return Culprit(self.phase, self.op, line.module, line.file, line.line, self.inputs)
 
 
 @dataclass(slots=True)
@@ -49,20 +55,11 @@ class _Call:
     of_inputs: Origin | None = None  # of inputs that are not finite
 
 
-@dataclass
-class Seen:
-    """What the microscope saw."""
-
-    of_loss: Origin | None = None  # of the value that made the loss what it is
-    backward: Origin | None = None  # the first one
-    inputs: tuple[Mapping[str, Any], ...] = ()  # of the call that was asked for
-
-
 class Microscope(TorchFunctionMode):
-    """Enter it around forward and backward; `seen` says what there was.
+    """Enter it around forward and backward; its public attributes are what it saw.
 
-    To hold on to the inputs of every call would take the memory of all activations twice. So the inputs of a call
-    whose backward is to blame are looked at in a second replay: `look_at` is its number.
+    To keep the inputs of every call would take the memory of all activations twice. So the inputs of a call whose
+    backward is to blame are looked at in a second replay: `look_at` is its number.
     """
 
     def __init__(
@@ -70,11 +67,13 @@ class Microscope(TorchFunctionMode):
     ) -> None:
         """`armored` are patched operations by file, line and name: what they break is repaired after them."""
         super().__init__()
+        self.of_loss: Origin | None = None  # of the value that made the loss what it is
+        self.backward: Origin | None = None  # the first one in backward
+        self.inputs: tuple[Mapping[str, Any], ...] = ()  # of the call number `look_at`
         self._armored = armored
-        self.seen = Seen()
         self._names = {id(module): name for name, module in model.named_modules()}
         self._look_at, self._calls = look_at, 0
-        # By id, what is not finite and where that comes from, None if on purpose. Tensors are held: ids are reused.
+        # By id, what is not finite and its origin, None if on purpose. The tensors are kept, as ids are reused.
         self._origins: dict[int, tuple[Tensor, Origin | None]] = {}
         self._nodes: dict[Any, _Call] = {}
         self._hooks: list[Any] = []
@@ -95,17 +94,14 @@ class Microscope(TorchFunctionMode):
         call = _Call(self._calls, op_name(name), user_line(self._names))
         self._calls += 1
         if call.number == self._look_at:
-            self.seen.inputs = _statistics(inputs)
+            self.inputs = _statistics(inputs)
         result = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             outputs = _floating(args[:1] if in_place and result is None else result)
             for output in outputs:
-                kinds = _kinds(output)
-                if kinds:
-                    has_infinite_number = any(
-                        isinstance(one, float) and not math.isfinite(one) for one in tree_leaves((args, kwargs))
-                    )
-                    origin = self._origin(call, kinds, inputs, was, has_infinite_number, output.numel() == 1)
+                if kinds := _kinds(output):
+                    is_given = any(isinstance(one, float) and not isfinite(one) for one in tree_leaves((args, kwargs)))
+                    origin = self._origin(call, kinds, inputs, was, is_given, output.numel() == 1)
                     self._origins[id(output)] = output, origin
                     if origin is not None and origin.call == call.number and self._is_armored(call):
                         self._remember_repair(origin, inputs)
@@ -117,9 +113,9 @@ class Microscope(TorchFunctionMode):
         return result
 
     def judge(self, loss: Tensor) -> None:
-        """Say where it comes from that a loss is not finite."""
+        """Find the origin of a loss that is not finite."""
         self._losses.append(loss.grad_fn)
-        self.seen.of_loss = self._origins[id(loss)][1] if id(loss) in self._origins else None
+        self.of_loss = self._origins[id(loss)][1] if id(loss) in self._origins else None
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
@@ -133,28 +129,31 @@ class Microscope(TorchFunctionMode):
     def _origin(
         self,
         call: _Call,
-        kinds: frozenset[str],
+        kinds: set[str],
         inputs: Sequence[Tensor],
-        was: Sequence[frozenset[str]],
-        has_infinite_number: bool,
-        is_total: bool,
+        was: Sequence[set[str]],
+        is_given: bool,
+        is_scalar: bool,
     ) -> Origin | None:
-        """Where a result that is not finite comes from: an input, this call, or None if it is so on purpose."""
+        """The origin of a result that is not finite: that of an input, this call, or None if it is so on purpose.
+
+        `was` says what the inputs of a call in place held before, and `is_given` whether a number among them is not
+        finite.
+        """
         before = was or [_kinds(one) for one in inputs]
         if inherited := self._first(one for one, its in zip(inputs, before, strict=True) if its):
             return inherited
-        had = frozenset().union(*before)
+        had = set().union(*before)
         if "nan" in had or ("nan" not in kinds and "inf" in had):
             return None  # it came in with the batch, or on purpose
-        if call.op in _UNFILLED or (has_infinite_number and (call.op in _MADE or "nan" not in kinds)):
+        if call.op in _UNFILLED or (is_given and (call.op in _MADE or "nan" not in kinds)):
             return None
-        kind = "nan" if "nan" in kinds else "inf"
-        statistics = () if was else _statistics(inputs)
+        kind, statistics = max(kinds), () if was else _statistics(inputs)  # "nan" rather than "inf"
         after = self._after([one.grad_fn for one in inputs], call.op)
-        return Origin("forward", call.op, kind, call.number, call.line, statistics, is_total=is_total, after=after)
+        return Origin("forward", call.op, kind, call.number, call.line, statistics, is_scalar, after)
 
     def _first(self, inputs: Iterable[Tensor]) -> Origin | None:
-        """The earliest origin that inputs have."""
+        """The earliest origin of inputs."""
         origins = [self._origins[id(one)][1] for one in inputs if id(one) in self._origins]
         return min(filter(None, origins), key=lambda one: one.call, default=None)
 
@@ -164,23 +163,23 @@ class Microscope(TorchFunctionMode):
         return call.line is not None and (call.line.file, call.line.line, call.op) in self._armored
 
     def _remember_repair(self, origin: Origin, inputs: Iterable[Tensor]) -> None:
-        """Note what a patch is about to repair: later values may come of that line's, or of its inputs."""
+        """Note what a patch is about to repair: later values may be computed from that line, or from its inputs."""
         assert origin.line is not None
         self._repaired.setdefault((origin.line.file, origin.line.line), origin)
-        for one in inputs:
-            node = one.grad_fn
-            for given in (node, *(before for before, _ in getattr(node, "next_functions", ()) if _is_custom(node))):
-                if given is not None:
-                    self._replaced.setdefault(given, origin)
+        for node in [one.grad_fn for one in inputs if one.grad_fn is not None]:
+            self._replaced.setdefault(node, origin)
+            for before, _ in node.next_functions if _is_custom(node) else ():
+                if before is not None:
+                    self._replaced.setdefault(before, origin)
 
     def _after(self, nodes: Iterable[Any], op: str) -> Origin | None:
-        """The first repaired operation that these nodes come of; the same operation, of the same values too."""
+        """The first repaired operation that these nodes depend on, or the same operation of the same values."""
         if not self._repaired:
             return None
-        met, waiting, found = set(), list(nodes), []
+        met, waiting, found = {None}, list(nodes), []
         while waiting:
             node = waiting.pop()
-            if node is None or node in met:
+            if node in met:
                 continue
             met.add(node)
             waiting += [before for before, _ in node.next_functions]
@@ -196,14 +195,14 @@ class Microscope(TorchFunctionMode):
     def _watch(self, call: _Call, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
         """Listen at every node that this call has put into the graph."""
         for one in inputs:
-            if one.grad_fn is not None and one.grad_fn not in self._nodes:
-                self._listen(one.grad_fn, _custom(one.grad_fn, call))  # not made by a function of torch's
-        waiting = [output.grad_fn for output in outputs]
+            if one.grad_fn is not None and one.grad_fn not in self._nodes:  # not made by a function of torch's
+                self._listen(one.grad_fn, _call_of(one.grad_fn, call))
+        waiting: list[Any] = [output.grad_fn for output in outputs]
         while waiting:
-            node: Any = waiting.pop()
+            node = waiting.pop()
             if node is None or node in self._nodes or node.name().endswith("AccumulateGrad"):
                 continue
-            self._listen(node, _custom(node, call) if _is_custom(node) else call)
+            self._listen(node, _call_of(node, call) if _is_custom(node) else call)
             waiting += [before for before, _ in node.next_functions]
 
     def _listen(self, node: Any, call: _Call) -> None:
@@ -211,18 +210,18 @@ class Microscope(TorchFunctionMode):
         is_armored = self._is_armored(call)
 
         def passed(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
-            if self.seen.backward is not None or is_armored:
+            if self.backward is not None or is_armored:
                 return
             with torch._C.DisableTorchFunction():
-                after = frozenset().union(*(_kinds(one) for one in grad_inputs if one is not None))
-                if after and not any(_kinds(one) for one in grad_outputs if one is not None):
-                    if call.of_inputs is not None:  # its slope is not finite because of its inputs
-                        self.seen.backward = call.of_inputs
-                        return
-                    kind = "nan" if "nan" in after else "inf"
-                    # A slope that is merely too large comes of all that the loss is computed from.
-                    first = self._after([node, *self._losses] if is_plain(call.op) else [node], call.op)
-                    self.seen.backward = Origin("backward", call.op, kind, call.number, call.line, after=first)
+                kinds = set().union(*map(_kinds, _floating(grad_inputs)))
+                if not kinds or any(map(_kinds, _floating(grad_outputs))):
+                    return
+                if call.of_inputs is not None:  # the gradient is not finite because of the call's inputs
+                    self.backward = call.of_inputs
+                    return
+                # A gradient that is merely too large comes from everything that the loss is computed from.
+                first = self._after([node, *self._losses] if is_plain(call.op) else [node], call.op)
+                self.backward = Origin("backward", call.op, max(kinds), call.number, call.line, after=first)
 
         self._hooks.append(node.register_hook(passed))
 
@@ -232,39 +231,38 @@ def _is_custom(node: Any) -> bool:
     return hasattr(node, "_forward_cls")
 
 
-def _custom(node: Any, call: _Call) -> _Call:
-    """The line of the backward of a user's own autograd.Function."""
-    kind = getattr(node, "_forward_cls", None)
-    if kind is None:
+def _call_of(node: Any, call: _Call) -> _Call:
+    """The backward of a user's own autograd.Function as a call with a line; any other node by its name alone."""
+    if not _is_custom(node):
         return _Call(-1, node.name().removesuffix("0").removesuffix("Backward"), None)
+    kind, line = node._forward_cls, None
     try:
         lines, first = inspect.getsourcelines(kind.backward)
         at = next(first + place for place, text in enumerate(lines) if text.lstrip().startswith("def "))
-        line = Line(inspect.getsourcefile(kind) or "", at)
+        if is_users(file := inspect.getsourcefile(kind) or ""):
+            line = Line(file, at)
     except (OSError, TypeError, StopIteration):
-        return _Call(call.number, kind.__name__, None)
-    return _Call(call.number, kind.__name__, line if is_users(line.file) else None)
+        pass
+    return _Call(call.number, kind.__name__, line)
 
 
 def _floating(tree: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(tree) if _is_floating(one)]
+    """The tensors of a tree that can hold NaN and infinity."""
+    tensors = [one for one in tree_leaves(tree) if isinstance(one, Tensor) and one.layout is torch.strided]
+    return [one for one in tensors if one.is_floating_point() or one.is_complex()]
 
 
-def _is_floating(one: Any) -> bool:
-    return isinstance(one, Tensor) and (one.is_floating_point() or one.is_complex()) and one.layout is torch.strided
-
-
-def _kinds(tensor: Tensor) -> frozenset[str]:
+def _kinds(tensor: Tensor) -> set[str]:
     """What a tensor holds that is not finite: nan, inf."""
     with torch._C.DisableTorchFunction(), torch.no_grad():
-        if not _is_floating(tensor) or tensor.is_meta or bool(tensor.isfinite().all()):
-            return _FINITE
-        has_nan, has_inf = bool(tensor.isnan().any()), bool(tensor.isinf().any())
-        return frozenset(kind for kind, has in (("nan", has_nan), ("inf", has_inf)) if has)
+        if tensor.is_meta or bool(tensor.isfinite().all()):
+            return set()
+        kinds = {"nan": tensor.isnan(), "inf": tensor.isinf()}
+        return {kind for kind, mask in kinds.items() if bool(mask.any())}
 
 
 def _statistics(tensors: Sequence[Tensor]) -> tuple[Mapping[str, Any], ...]:
-    """What the first inputs of an operation were, for a person."""
+    """Shape, type and range of the first inputs of an operation."""
     found: list[dict[str, Any]] = []
     with torch._C.DisableTorchFunction(), torch.no_grad():
         for tensor in [one.detach() for one in tensors[:4]]:

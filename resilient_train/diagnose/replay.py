@@ -1,4 +1,4 @@
-"""Replay one step as it was: same weights, same random numbers, batches as given. It leaves nothing behind."""
+"""Replays one update as it was: the same weights and random numbers, with given batches. Training does not notice."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from resilient_train.diagnose.microscope import Microscope, Seen
+from resilient_train.diagnose.microscope import Microscope, Origin
 from resilient_train.state import randomness
 from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import Purpose, mix, seed_all
 from resilient_train.state.sharded import is_sharded, local_part
-
-Measure = Callable[[nn.Module, Any], Tensor]  # (model, batch) -> loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +28,23 @@ class Replayed:
     loss: float
     norm: float  # in doubles, so that it is finite wherever the gradient is
     by_layer: dict[str, float]  # the norm of each weight's gradient
+    origin: Origin | None = None  # under the microscope: the operation that broke first
 
 
 class Replay:
-    """Makes forward and backward of given batches at the weights as they are.
+    """Runs forward and backward of given batches at the current weights.
 
-    No rank waits for another in it, as the model is taken out of DistributedDataParallel; unless it `is_sharded` over
-    them: then all make a replay at the same time, and gradients are those of all their batches.
+    No rank waits for another, as the model is taken out of DistributedDataParallel. Where it `is_sharded` over the
+    ranks, all of them replay at the same time, and gradients are those of all their batches.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        measure: Measure,
+        measure: Callable[[nn.Module, Any], Tensor],
         backward: Callable[[Tensor], None],
         backups: Backups,
-        forget: Callable[[], None],
+        drop_gradients: Callable[[], None],
         *,
         trained: Iterable[Tensor],
         scale: Callable[[], float],
@@ -54,19 +53,19 @@ class Replay:
         rank: int,
         device: torch.device,
     ) -> None:
-        """`model` as training calls it, without the wrappers of other processes; `forget` drops gradients.
+        """`model` as training calls it, without the wrappers of other processes; `measure` returns the loss of a batch.
 
-        `trained` are the weights whose gradients the gate looks at, `scale` is what they are multiplied by.
-        `over_ranks` is the norm of sharded gradients; every rank calls it.
+        `trained` are the weights whose gradients the gate looks at, `scale` is the loss scale, and `over_ranks` the
+        norm of sharded gradients, which every rank calls.
         """
         self.model, self._measure, self._backward = model, measure, backward
-        self._backups, self._forget, self._over_ranks = backups, forget, over_ranks
+        self._backups, self._drop_gradients, self._over_ranks = backups, drop_gradients, over_ranks
         self._seed, self._rank, self._device = seed, rank, device
         self._bare: nn.Module = getattr(model, "_orig_mod", model)
         self.armored: set[tuple[str, int, str]] = set()  # patched operations, by file, line and name
         self.is_sharded = any(map(is_sharded, self._bare.parameters()))
         self._trained, self._scale = {id(weight) for weight in trained}, scale
-        # Frozen weights may be teachers that a forward moves. Those that have moved so far are few; all would be many.
+        # A forward may update frozen weights (a teacher). Only those that have changed are backed up: all are many.
         frozen = [weight for weight in self._bare.parameters() if not weight.requires_grad]
         self._versions = [(weight, weight._version) for weight in frozen]
 
@@ -82,23 +81,25 @@ class Replay:
             finally:
                 self._backups.put_back(before)
                 self._backups.let_go(before)
-                self._forget()
+                self._drop_gradients()
                 for weight, gradient in gradients:
                     weight.grad = gradient
                 with torch.no_grad():
                     for weight, value in moving:
                         weight.copy_(value)
 
-    def seen(self, batches: Sequence[Any], start: int) -> tuple[Seen, Replayed]:
-        """Replay under the microscope, and again to look at the call whose backward is to blame."""
-        microscope = Microscope(self._bare, armored=self.armored)
-        measured = self.of(batches, start, microscope)
-        seen = microscope.seen
-        look_at = seen.backward.call if seen.backward else None
-        second = Microscope(self._bare, look_at=look_at, armored=self.armored)
+    def under_microscope(self, batches: Sequence[Any], start: int) -> Replayed:
+        """Replay under the microscope, and again to look at the inputs of the call whose backward is to blame."""
+        first = Microscope(self._bare, armored=self.armored)
+        measured = self.of(batches, start, first)
+        call = first.backward.call if first.backward is not None else None
+        second = Microscope(self._bare, look_at=call, armored=self.armored)
         self.of(batches, start, second)  # every rank replays as often
-        seen.inputs = second.seen.inputs
-        return seen, measured
+        # Where the loss is not finite no gradient can be, and backward says nothing about the cause.
+        origin = first.backward if math.isfinite(measured.loss) else first.of_loss
+        if origin is not None:
+            origin = replace(origin, inputs=origin.inputs or second.inputs)
+        return replace(measured, origin=origin)
 
     def _replayed(self, batches: Sequence[Any], start: int, microscope: Microscope | None) -> Replayed:
         seed_all(mix(Purpose.UPDATE, self._seed, start, self._rank), self._device)
@@ -106,25 +107,28 @@ class Replay:
         with microscope or nullcontext():
             for batch in batches:
                 loss = self._measure(self.model, batch)
-                if microscope is not None and microscope.seen.of_loss is None:
+                if microscope is not None and microscope.of_loss is None:
                     microscope.judge(loss)
                 self._backward(loss)
                 losses.append(loss.detach().float().reshape(()))
-        trained = [(name, one) for name, one in self._bare.named_parameters() if id(one) in self._trained]
-        named = [(name, one.grad) for name, one in trained if one.grad is not None]
-        grads = [grad.coalesce().values() if grad.is_sparse else grad for _, grad in named]
-        parts = [local_part(grad) for grad in grads]
-        norms = [torch.linalg.vector_norm(one.double() if one.numel() else one.new_zeros(1)) for one in parts]
         scale = self._scale()
-        by_layer = {name: float(norm) / scale for (name, _), norm in zip(named, norms, strict=True)}
-        total = math.sqrt(sum(norm**2 for norm in by_layer.values())) if by_layer else 0.0
+        trained = {name: one.grad for name, one in self._bare.named_parameters() if id(one) in self._trained}
+        grads = {
+            name: grad.coalesce().values() if grad.is_sparse else grad
+            for name, grad in trained.items()
+            if grad is not None
+        }
+        by_layer = {
+            name: float(torch.linalg.vector_norm(local_part(grad).double())) / scale for name, grad in grads.items()
+        }
+        total = math.sqrt(sum(norm**2 for norm in by_layer.values()))
         if self.is_sharded and grads:
-            total = float(self._over_ranks(grads)) / scale
+            total = float(self._over_ranks([*grads.values()])) / scale
         return Replayed(float(torch.stack(losses).mean()), total, by_layer)
 
 
 def _copied(batch: Any) -> Any:
-    """The same tensors in other containers: an objective may take them out."""
+    """The same tensors in other containers: an objective may remove entries."""
     if isinstance(batch, torch.Tensor):
         return batch
     if type(batch) in (dict, list, tuple):
@@ -134,7 +138,7 @@ def _copied(batch: Any) -> Any:
 
 @contextmanager
 def _in_eager(model: nn.Module) -> Iterator[None]:
-    """Let what is compiled run as it was written: a microscope sees nothing of a fused kernel."""
+    """Run compiled code uncompiled: the microscope cannot look into a fused kernel."""
     if hasattr(model, "_orig_mod") or "torch._dynamo" in sys.modules:
         with torch.compiler.set_stance("force_eager"):
             yield

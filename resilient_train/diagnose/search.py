@@ -1,7 +1,7 @@
 """Searches for the cause of a refused update: replays, other rows as a control, the microscope, the rows.
 
-All ranks search in step: whenever one of them replays, the others replay something as well, because a forward may hold
-collectives. So every rank takes the same turns here, and what is local is which batch it looks at.
+A forward may hold collectives, so whenever one rank replays, the others replay something as well. All ranks make the
+same calls here in the same order; only the batches they look at differ.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from resilient_train.data.samples import Samples, Update
 from resilient_train.data.stream import Key
 from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose import verdict
-from resilient_train.diagnose.microscope import Origin, Seen
+from resilient_train.diagnose.microscope import Origin
 from resilient_train.diagnose.replay import Replay, Replayed
 from resilient_train.diagnose.verdict import Observations
 from resilient_train.errors import text_of
@@ -31,7 +31,7 @@ _ABSURD = 1e4  # the same where an operation broke: one that cannot take a large
 _NONFINITE = (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH)
 _SPIKES = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
 
-History = Sequence[Sequence[float]]  # losses, and gradient norms: of updates before, and of the refused one
+History = Sequence[Sequence[float]]  # losses, and gradient norms: of the updates before, then of the refused one
 Keys = Sequence[Sequence[Key]]  # of the micro-batches of an update
 
 T = TypeVar("T")
@@ -39,12 +39,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An update that the gate refused: all that its replay takes."""
+    """An update that the gate refused, and what it takes to replay it."""
 
     update: Update
     fed: Sequence[Any]  # its micro-batches as the model saw them
     limits: tuple[float, float]  # of the gate, for loss and gradient norm
-    was_modified: bool = False  # the objective has written into its batches: they are no longer what they were
+    was_modified: bool = False  # the objective wrote into its batches: they cannot be used again
     nan_is_usual: bool = False  # in the batches of this run
 
     def allows_loss(self, one: Replayed) -> bool:
@@ -58,34 +58,22 @@ class Refused:
 class Search:
     """Finds the culprit of an update that was refused. Every rank gets the same answer."""
 
-    def __init__(
-        self,
-        replay: Replay,
-        samples: Samples,
-        world: World,
-        on_device: Callable[[Any], Any],
-        beat: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`beat` is called after every replay, whose number is limited: a search takes longer than an update may."""
+    def __init__(self, replay: Replay, samples: Samples, world: World, beat: Callable[[], None]) -> None:
+        """`beat` is called after every replay: a search takes longer than the watchdog allows an update."""
         self.armored = replay.armored
-        self._replay, self._samples, self._world, self._on_device = replay, samples, world, on_device
-        self._beat = beat
+        self._replay, self._samples, self._world, self._beat = replay, samples, world, beat
 
     def diagnose(self, anomaly: Anomaly, refused: Refused, history: History) -> Diagnosis | None:
-        """Say what caused it; None where nothing can be said beyond the signal."""
+        """Find the cause; None where nothing is known beyond the signal."""
         if anomaly.signal not in (*_NONFINITE, *_SPIKES):
             return None
         is_spike = anomaly.signal in _SPIKES
         with randomness.preserved(self._world.device):  # fetching rows changes it
-            if anomaly.signal is Signal.NONFINITE_BATCH and (
-                found := bad_rows_of(refused.update, self._samples, self._world)
-            ):
-                return found
-            by_rank = self._world.all_of(self._facts(refused, is_spike))
+            by_rank = self._world.all_of(self._observe(refused, is_spike))
         facts = verdict.together(by_rank)
         if not facts.reproduced:
-            why = f"It could not be tried again: {facts.could_not}."
-            return Diagnosis(Cause.UNKNOWN, why) if facts.could_not else verdict.TRANSIENT
+            why = f"The update could not be replayed: {facts.failure}."
+            return Diagnosis(Cause.UNKNOWN, why) if facts.failure else verdict.TRANSIENT
         climb = max(verdict.climbed(one) for one in history)
         if is_spike:
             found = verdict.on_spike(facts, max(verdict.climbed(one[:-1]) for one in history), climb)
@@ -94,17 +82,21 @@ class Search:
         return replace(found, ranks=self._some(rank for rank, one in enumerate(by_rank) if one.reproduced))
 
     def confirmed(self, known: Diagnosis, refused: Refused) -> Diagnosis | None:
-        """Say the same again if it broke where it broke before: one look, and nothing else is tried."""
+        """Return a known diagnosis if the update broke at the same operation; this takes no other replay."""
         with randomness.preserved(self._world.device):
-            seen, first = self._seen(refused)
-        culprit = None if first is None else _culprit(_broken(seen, first), seen)
-        theirs = {rank: one for rank, one in enumerate(self._world.all_of(culprit)) if one is not None}
-        if not theirs or known.broken is None or _line(next(iter(theirs.values()))) != _line(known.broken):
+            origin = self._origin(refused)
+        by_rank = self._world.all_of(origin.culprit if origin is not None else None)
+        found = {rank: one for rank, one in enumerate(by_rank) if one is not None}
+
+        def line(one: Culprit) -> tuple[str, str, str, int]:
+            return one.phase, one.op, one.file, one.line
+
+        if not found or known.broken is None or line(next(iter(found.values()))) != line(known.broken):
             return None
-        return replace(verdict.again(known), ranks=self._some(theirs))
+        return replace(verdict.without_rows(known), ranks=self._some(found))
 
     def loss_at(self, start: int) -> float:
-        """The mean loss over ranks of the update at a position, at the weights as they are."""
+        """The mean loss over ranks of the update at a position, at the current weights."""
         tried, _ = self._tried(start, lambda: self._made(self._samples.keys_at(start)))
         losses = [one for one in self._world.all_of(None if tried is None else tried.loss) if one is not None]
         return sum(losses) / len(losses) if losses else math.nan
@@ -127,16 +119,17 @@ class Search:
         named = tuple(ranks)
         return named if len(named) < self._world.size else ()
 
-    # What is tried. Every rank takes every turn.
+    # The replays. Every rank makes each of them.
 
-    def _facts(self, refused: Refused, is_spike: bool) -> Observations:
+    def _observe(self, refused: Refused, is_spike: bool) -> Observations:
         keys, start = refused.update.keys, refused.update.start
-        first, why = self._tried(start, partial(self._batches_of, refused))
+        again = partial(self._batches_of, refused)
+        first, why = self._tried(start, again)
         reproduced = first is not None and refused.would_refuse(first)
         if not any(self._world.all_of(reproduced)):
-            return Observations(could_not=why)
+            return Observations(failure=why)
         filler, control = self._control(refused)
-        seen = Seen() if is_spike else self._seen(refused)[0]
+        origin = None if is_spike else self._origin(refused)
         facts = Observations(
             reproduced=reproduced,
             everywhere=control is not None and filler is None,
@@ -146,44 +139,40 @@ class Search:
             and any(by_rows.nonfinite_fields(one) for one in refused.fed),
             size=first.norm if first is not None and not is_spike else 0.0,
             layer=_grown(first, control) if is_spike and first and control else None,
-            could_not=why,
+            failure=why,
         )
-        origin = _broken(seen, first) if first is not None else None
         if origin is not None:
-            culprit, after = _culprit(origin, seen), _culprit(origin.after, Seen())
-            facts = replace(facts, culprit=culprit, kind=origin.kind, is_total=origin.is_total, after=after)
+            after = origin.after.culprit if origin.after is not None else None
+            facts = replace(facts, culprit=origin.culprit, kind=origin.kind, is_scalar=origin.is_scalar, after=after)
 
         def breaks(batches: Keys) -> bool | None:
-            tried, _ = self._tried(start, lambda: self._made(batches) if batches else self._batches_of(refused))
+            tried, _ = self._tried(start, partial(self._made, batches) if batches else again)
             return None if tried is None else refused.would_refuse(tried)
 
         is_sharded = self._replay.is_sharded
         found = self._guilty(keys, filler if reproduced or is_sharded else None, breaks, together=is_sharded)
-        if is_sharded:  # a gradient is that of all ranks' rows: where nothing else says whose they were, of all ranks
+        if is_sharded:  # the gradient is of all ranks' rows: all ranks reproduce it unless some rank's rows are known
             reproduced = bool(found) or origin is not None or (first is not None and not refused.allows_loss(first))
             is_known = any(self._world.all_of(reproduced))
             facts = replace(facts, reproduced=reproduced or not is_known)
         if not keys and origin is None:
-            return replace(facts, could_not="rows of such data cannot be named")
+            return replace(facts, failure="rows of such data cannot be named")
         if not found or filler is None:
             return facts
         odd = self._odd(found, filler, _ABSURD if facts.culprit else _FAR, refused.nan_is_usual)
         return replace(facts, rows=tuple(sorted({key.row for key in found})), odd=odd)
 
-    def _seen(self, refused: Refused) -> tuple[Seen, Replayed | None]:
+    def _origin(self, refused: Refused) -> Origin | None:
         """Look at the update under the microscope."""
-        seen: list[Seen] = []
-
-        def look(batches: Sequence[Any], start: int) -> Replayed:
-            found, measured = self._replay.seen(batches, start)
-            seen.append(found)
-            return measured
-
-        measured, _ = self._tried(refused.update.start, partial(self._batches_of, refused), look)
-        return (seen[0] if seen else Seen()), measured
+        make = partial(self._batches_of, refused)
+        seen, _ = self._tried(refused.update.start, make, self._replay.under_microscope)
+        return None if seen is None else seen.origin
 
     def _control(self, refused: Refused) -> tuple[Keys | None, Replayed | None]:
-        """Try other rows at the same weights: keys of healthy ones if there are, and what the last try measured."""
+        """Replay other rows at the same weights.
+
+        Return the keys of a healthy draw if there is one, and what the last replay measured.
+        """
         keys = refused.update.keys
         filler: Keys | None = None
         measured: Replayed | None = None
@@ -204,7 +193,7 @@ class Search:
     ) -> list[Key]:
         """Search a batch for rows each of which breaks a healthy one, the filler; ranks without one replay as well.
 
-        `breaks` is None where a batch cannot be tried: then no row is to blame. With `together`, where ranks share
+        `breaks` is None where a batch cannot be replayed: then no row is to blame. With `together`, where ranks share
         their weights and a gradient is that of the rows of all of them, these are one batch, searched by all in step.
         """
         places = [(number, place) for number, some in enumerate(keys) for place in range(len(some))]
@@ -240,7 +229,7 @@ class Search:
         make: Callable[[], Sequence[Any]],
         replay: Callable[[Sequence[Any], int], Replayed] | None = None,
     ) -> tuple[Replayed | None, str]:
-        """Make batches and replay them; what goes wrong in it is no reason to end a run, and is returned as text."""
+        """Make batches and replay them. An error in it must not end the run, and is returned as text."""
         measured: Replayed | None = None
         made, why = _attempted(make)
         # Where ranks wait for each other in a forward, all make one, or none does.
@@ -251,20 +240,20 @@ class Search:
         self._beat()
         return measured, why
 
-    # What a batch is made of.
+    # Batches and rows.
 
     def _batches_of(self, refused: Refused) -> Sequence[Any]:
         if not refused.was_modified:
-            return [self._on_device(batch) for batch in refused.fed]
+            return [self._world.on_device(batch) for batch in refused.fed]
         if not refused.update.keys:
             raise RuntimeError("the objective has written into the batch, and it cannot be fetched again")
         return self._made(refused.update.keys)
 
     def _made(self, keys: Keys) -> Sequence[Any]:
-        return [self._on_device(self._samples.collated(some)) for some in keys]
+        return [self._world.on_device(self._samples.collated(some)) for some in keys]
 
     def _odd(self, guilty: Sequence[Key], filler: Keys, far: float, nan_is_usual: bool) -> dict[int, str]:
-        """What is odd about guilty rows, compared with rows that are healthy."""
+        """What is unusual about guilty rows, compared with healthy ones."""
         others = [self._samples.fetched(key) for key in [key for some in filler for key in some][:_OTHERS]]
         found = {}
         for key in guilty:
@@ -275,38 +264,11 @@ class Search:
         return found
 
 
-def bad_rows_of(update: Update, samples: Samples, world: World) -> Diagnosis | None:
-    """Look for rows of an update whose values are not finite: that takes no replay. Every rank comes here."""
-    odd = {}
-    for key in [key for some in update.keys for key in some] if samples.rows else []:
-        if fields := by_rows.nonfinite_fields(samples.fetched(key)):
-            odd[key.row] = "; ".join(fields[:3])
-    found = {row: why for one in world.all_of(odd) for row, why in one.items()}
-    return verdict.on_bad_rows(found) if found else None
-
-
 def _attempted(function: Callable[[], T]) -> tuple[T | None, str]:
     try:
         return function(), ""
     except Exception as error:
         return None, f"{type(error).__name__}: {text_of(error)}".splitlines()[0]
-
-
-def _broken(seen: Seen, first: Replayed) -> Origin | None:
-    """Where the loss is not finite, no slope can be: then backward says nothing about the cause."""
-    return seen.backward if math.isfinite(first.loss) else seen.of_loss
-
-
-def _culprit(origin: Origin | None, seen: Seen) -> Culprit | None:
-    if origin is None:
-        return None
-    line = origin.line
-    where = (line.module, line.file, line.line) if line else ("", "", 0)
-    return Culprit(origin.phase, origin.op, *where, origin.inputs or seen.inputs)
-
-
-def _line(culprit: Culprit) -> tuple[str, str, str, int]:
-    return culprit.phase, culprit.op, culprit.file, culprit.line
 
 
 def _grown(now: Replayed, usual: Replayed) -> tuple[str, float] | None:

@@ -1,4 +1,4 @@
-"""From what replays have shown to a cause and advice. Pure: the same facts, the same diagnosis on every rank."""
+"""From what replays have shown to a cause and advice. Pure: every rank comes to the same diagnosis."""
 
 from __future__ import annotations
 
@@ -15,74 +15,53 @@ _LEAP = 1e4  # the same, at once: no task changes so much
 _HUGE = 1e15  # sums and squares of it leave float32
 _BEYOND = 1e18  # its square, and so a norm of it, leaves float32
 
-# Operations that are singular somewhere: where, what to do about it, and other operations of which the same is true.
-SINGULAR: dict[str, tuple[str, str, str]] = {
-    "log": (
-        "is infinite at 0 and NaN below",
-        "clamp its input from below, or use a form that takes logits",
-        "log2 log10 log1p logit xlogy digamma polygamma erfinv",
-    ),
-    "div": (
-        "is not finite where its denominator is 0",
-        "add an epsilon to the denominator, or mask those elements",
-        "reciprocal fmod remainder floor_divide addcdiv cumprod prod",
-    ),
-    "sqrt": ("has an infinite slope at 0 and is NaN below", "add an epsilon inside, or mask those elements", ""),
-    "rsqrt": ("is infinite at 0", "add an epsilon inside", ""),
+# Operations that are singular somewhere: where, and what to do about it.
+SINGULAR = {
+    "log": ("is infinite at 0 and NaN below", "clamp its input from below, or use a form that takes logits"),
+    "div": ("is not finite where its denominator is 0", "add an epsilon to the denominator, or mask those elements"),
+    "sqrt": ("has an infinite slope at 0 and is NaN below", "add an epsilon inside, or mask those elements"),
+    "rsqrt": ("is infinite at 0", "add an epsilon inside"),
     "pow": (
         "is NaN for a negative base with a fractional exponent, and has an infinite value or slope at 0 for exponents "
         "below 1",
         "clamp the base from below",
-        "",
     ),
-    "norm": (
-        "has no slope at 0",
-        "add an epsilon, or mask the rows that are zero",
-        "linalg_norm linalg_vector_norm vector_norm dist cdist pairwise_distance linalg_matrix_norm "
-        "triplet_margin_loss renorm frobenius_norm",
-    ),
-    "std": (
-        "has an infinite slope where all values are equal",
-        "add an epsilon to the variance and take its root",
-        "std_mean var var_mean",
-    ),
-    "atan2": ("has no slope at the origin", "move both arguments away from 0 together", "angle hypot"),
-    "acos": (
-        "has an infinite slope at -1 and 1 and is NaN beyond",
-        "clamp its input to just inside of -1 and 1",
-        "asin acosh",
-    ),
-    "atanh": ("is infinite at -1 and 1", "clamp its input to just inside of -1 and 1", ""),
+    "norm": ("has no slope at 0", "add an epsilon, or mask the rows that are zero"),
+    "std": ("has an infinite slope where all values are equal", "add an epsilon to the variance and take its root"),
+    "atan2": ("has no slope at the origin", "move both arguments away from 0 together"),
+    "acos": ("has an infinite slope at -1 and 1 and is NaN beyond", "clamp its input to just inside of -1 and 1"),
+    "atanh": ("is infinite at -1 and 1", "clamp its input to just inside of -1 and 1"),
     "softmax": (
         "is NaN where every value of a row is -inf",
         "leave one place of each row unmasked, or mask the result",
-        "log_softmax logsumexp scaled_dot_product_attention multi_head_attention_forward",
     ),
-    "normalize": ("has no slope at 0", "give it a larger eps", "cosine_similarity cosine_embedding_loss weight_norm"),
+    "normalize": ("has no slope at 0", "give it a larger eps"),
     "binary_cross_entropy": (
         "is infinite, or has an infinite slope, where a probability is 0 or 1",
         "use binary_cross_entropy_with_logits",
-        "",
     ),
-    "mean": ("is 0 / 0 over no elements", "leave out what is empty", "nanmean median adaptive_avg_pool2d"),
-    "layer_norm": (
-        "has no slope where all values are equal and eps is 0",
-        "give it a larger eps",
-        "batch_norm instance_norm group_norm rms_norm",
-    ),
-    "linalg": (
-        "is ill-conditioned here",
-        "add a small multiple of the identity, or use a form that needs no inverse",
-        "inverse pinverse svd logdet slogdet det cholesky lstsq",
-    ),
-    "loss": (
-        "is not finite for these targets",
-        "look at targets that are empty, too long, or all ignored",
-        "cross_entropy nll_loss ctc_loss kl_div gaussian_nll_loss poisson_nll_loss",
-    ),
-    "lgamma": ("is infinite at 0 and at negative whole numbers", "clamp its input from below", ""),
+    "mean": ("is 0 / 0 over no elements", "leave out what is empty"),
+    "layer_norm": ("has no slope where all values are equal and eps is 0", "give it a larger eps"),
+    "linalg": ("is ill-conditioned here", "add a small multiple of the identity, or use a form that needs no inverse"),
+    "loss": ("is not finite for these targets", "look at targets that are empty, too long, or all ignored"),
+    "lgamma": ("is infinite at 0 and at negative whole numbers", "clamp its input from below"),
 }
-_FAMILIES = {name: op for op, (_, _, like) in SINGULAR.items() for name in (op, *like.split())}
+_SINGULAR_ALIKE = {
+    "log": "log2 log10 log1p logit xlogy digamma polygamma erfinv",
+    "div": "reciprocal fmod remainder floor_divide addcdiv cumprod prod",
+    "norm": "linalg_norm linalg_vector_norm vector_norm dist cdist pairwise_distance linalg_matrix_norm "
+    "triplet_margin_loss renorm frobenius_norm",
+    "std": "std_mean var var_mean",
+    "atan2": "angle hypot",
+    "acos": "asin acosh",
+    "softmax": "log_softmax logsumexp scaled_dot_product_attention multi_head_attention_forward",
+    "normalize": "cosine_similarity cosine_embedding_loss weight_norm",
+    "mean": "nanmean median adaptive_avg_pool2d",
+    "layer_norm": "batch_norm instance_norm group_norm rms_norm",
+    "linalg": "inverse pinverse svd logdet slogdet det cholesky lstsq",
+    "loss": "cross_entropy nll_loss ctc_loss kl_div gaussian_nll_loss poisson_nll_loss",
+}
+_FAMILIES = {name: op for op in SINGULAR for name in (op, *_SINGULAR_ALIKE.get(op, "").split())}
 NOT_AT_ZERO = ("softmax", "linalg", "acos", "atanh", "mean", "loss", "layer_norm", "std")
 _WITH_POLES = ("log", "div", "reciprocal", "rsqrt", "atanh", "lgamma")  # infinite at a pole, not by overflow
 _LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # one product after the other, whose values cannot be seen
@@ -95,29 +74,29 @@ _PLAIN_PARTS = ("add", "sub", "mul", "mm", "conv", "linear", "dot", "mv", "_loss
 
 @dataclass(frozen=True, slots=True)
 class Observations:
-    """What the replays of one rank have shown; `together` makes them those of all ranks."""
+    """What the replays of one rank have shown; `together` combines those of all ranks."""
 
-    reproduced: bool = False  # it happened again
-    everywhere: bool = False  # with other rows in the batch, too
+    reproduced: bool = False  # the replay broke too
+    everywhere: bool = False  # it broke with other rows in the batch, too
     is_compared: bool = False  # other rows could be tried
-    culprit: Culprit | None = None
+    culprit: Culprit | None = None  # the operation that broke
     kind: str = ""  # of what it made: nan, inf
-    is_total: bool = False  # in a single number
-    after: Culprit | None = None  # a patched line that broke before it, and whose values it fails on
-    rows: tuple[int, ...] = ()  # of which each breaks a healthy batch
-    odd: Mapping[int, str] = field(default_factory=dict)  # what is odd about them
+    is_scalar: bool = False  # its result is a single number
+    after: Culprit | None = None  # an operation that is already patched, whose repaired values it broke on
+    rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
+    odd: Mapping[int, str] = field(default_factory=dict)  # by row: which of its values are unusual
     batch_is_bad: bool = False  # it holds values that are not finite
     layer: tuple[str, float] | None = None  # whose gradient is farthest above its usual, and how many times
-    size: float = 0.0  # of its gradient, measured in doubles
-    could_not: str = ""  # why a replay could not be made, or see
+    size: float = 0.0  # of the gradient, measured in doubles
+    failure: str = ""  # why a replay was impossible
 
 
-def together(facts: Sequence[Observations]) -> Observations:
-    """The facts of all ranks: the first rank that has found an operation names it, and all rows count."""
-    again = [one for one in facts if one.reproduced]
-    could_not = next((one.could_not for one in facts if one.could_not), "")
+def together(observed: Sequence[Observations]) -> Observations:
+    """Combine what all ranks observed: the first one that found an operation names it, and the rows of all count."""
+    again = [one for one in observed if one.reproduced]
+    failure = next((one.failure for one in observed if one.failure), "")
     if not again:
-        return Observations(could_not=could_not)
+        return Observations(failure=failure)
     return replace(
         next((one for one in again if one.culprit), again[0]),
         everywhere=any(one.everywhere for one in again),
@@ -127,12 +106,12 @@ def together(facts: Sequence[Observations]) -> Observations:
         batch_is_bad=any(one.batch_is_bad for one in again),
         size=max(one.size for one in again),
         layer=max((one.layer for one in again if one.layer), key=lambda one: one[1], default=None),
-        could_not=could_not,
+        failure=failure,
     )
 
 
 def climbed(history: Sequence[float]) -> float:
-    """How many times the newest finite one of some losses or norms is what was usual before."""
+    """How many times the newest finite loss or norm of a history is what was usual before."""
     history = [one for one in history if math.isfinite(one)]
     if len(history) < 2:
         return 1.0
@@ -146,65 +125,71 @@ TRANSIENT = Diagnosis(
     "The same batch at the same weights is healthy when it is tried again: if it returns, suspect the hardware, or "
     "code outside of the model.",
 )
-_LED_THERE = "Every batch breaks at the weights that the last updates have made: lower the learning rate."
 _CLIMBED = "Gradients or losses climbed to {times:.3g} times their usual before it broke: lower the learning rate."
 
 
 def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -> Diagnosis:
-    """A loss or gradient that is not finite, and came again; `is_first`: no update has landed yet."""
-    culprit = facts.culprit
-    odd = {row: facts.odd[row] for row in facts.rows if row in facts.odd}
-    if odd and (facts.batch_is_bad or len(odd) == len(facts.rows)):
+    """Diagnose a loss or gradient that is not finite, also when replayed; `is_first`: no update has landed yet."""
+    culprit, rows = facts.culprit, facts.rows
+    odd = {row: facts.odd[row] for row in rows if row in facts.odd}
+    if odd and (facts.batch_is_bad or len(odd) == len(rows)):
         return on_bad_rows(odd)
     if facts.batch_is_bad and not facts.everywhere:
-        why = "its rows are finite when they are fetched again" if not facts.could_not else facts.could_not
+        why = facts.failure or "its rows are finite when they are fetched again"
         return Diagnosis(Cause.DATA, f"The batch holds values that are not finite: {why}.")
     climbs = climb >= _CLIMB and (facts.everywhere or not facts.is_compared)
     if culprit is None:
         if climbs:
             return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=climb))
-        if facts.rows and not facts.everywhere and _BEYOND < facts.size < math.inf:
-            return _on_large_gradient(facts)
-        if facts.rows:
-            return _on_ordinary_rows(facts)
-        unseen = facts.could_not or "no operation of the forward or backward was seen to make it"
+        if rows and not facts.everywhere and _BEYOND < facts.size < math.inf:  # all of it is finite: no line to blame
+            found = (
+                f"{_rows(rows)} of the data {'takes' if len(rows) == 1 else 'take'} the gradient to {facts.size:.3g}"
+            )
+            fix = f"clamp or scale what is computed of {_it(rows)}, or remove {_it(rows)}"
+            return Diagnosis(Cause.OVERFLOW, f"{found}, which no update can use: {fix}.", None, rows)
+        if rows:
+            return _on_ordinary_rows(rows)
+        unseen = facts.failure or "no operation of the forward or backward was seen to make it"
         return Diagnosis(Cause.UNKNOWN, f"It comes again with this batch, but {unseen}.")
-    where, first = place(culprit), facts.after or culprit
-    if _overflows(culprit, facts.kind):
+    first, is_overflow = facts.after or culprit, _overflows(culprit, facts.kind)
+    if is_overflow:
+        where = f"It broke first in {_place(culprit)}."
         if climbs:
-            return Diagnosis(Cause.EXPLOSION, f"{_CLIMBED.format(times=climb)} It broke first in {where}.", first)
-        has_grown = _largest(culprit.inputs) > _HUGE or culprit.op in _LOOPS
-        if facts.everywhere and not is_first and has_grown:
-            return Diagnosis(Cause.EXPLOSION, f"{_LED_THERE} It broke first in {where}.", first)
-        found = Diagnosis(Cause.OVERFLOW, _on_overflow(culprit), culprit, patchable=not facts.is_total)
-    else:
-        found = Diagnosis(Cause.OPERATION, on_operation(culprit), culprit, patchable=True)
-    if facts.after is not None:
-        found = replace(found, advice=_on_symptom(culprit, first), culprit=first, symptom=culprit)
-    if facts.rows:
-        gets = "gets" if len(facts.rows) == 1 else "get"
-        found = replace(found, advice=f"{found.advice} {_rows(facts.rows)} of the data {gets} there.")
-    return found
+            return Diagnosis(Cause.EXPLOSION, f"{_CLIMBED.format(times=climb)} {where}", first)
+        if facts.everywhere and not is_first and (_largest(culprit.inputs) > _HUGE or culprit.op in _LOOPS):
+            why = "Every batch breaks at the weights that the last updates have made: lower the learning rate."
+            return Diagnosis(Cause.EXPLOSION, f"{why} {where}", first)
+    diagnosis = without_rows(
+        Diagnosis(
+            Cause.OVERFLOW if is_overflow else Cause.OPERATION,
+            "",
+            first,
+            patchable=not (is_overflow and facts.is_scalar),
+            symptom=culprit if facts.after else None,
+        )
+    )
+    return replace(diagnosis, advice=f"{diagnosis.advice} Seen with {_rows(rows)}.") if rows else diagnosis
 
 
-def again(known: Diagnosis) -> Diagnosis:
-    """The same line once more: with other rows, so those of the first time are not mentioned."""
-    culprit = known.culprit
-    if culprit is None or known.cause not in (Cause.OPERATION, Cause.OVERFLOW):
-        return known
-    if known.symptom is not None:
-        return replace(known, advice=_on_symptom(known.symptom, culprit))
-    return replace(known, advice=(_on_overflow if known.cause is Cause.OVERFLOW else on_operation)(culprit))
+def without_rows(found: Diagnosis) -> Diagnosis:
+    """The same with advice about the operation alone: another batch may break there with other rows."""
+    broken, first = found.broken, found.culprit
+    if broken is None or first is None or found.cause not in (Cause.OPERATION, Cause.OVERFLOW):
+        return found
+    if found.symptom is not None:  # what fails on the values of a patch is not the fault of its own line
+        why = "which is already patched; fix that line first."
+        return replace(found, advice=f"{_place(broken)} fails on values from {_place(first)}, {why}")
+    return replace(found, advice=(_on_overflow if found.cause is Cause.OVERFLOW else on_operation)(broken))
 
 
 def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
-    """A loss or gradient norm `jump` times the usual, which had climbed to `climb` times it before."""
+    """Diagnose a loss or gradient norm `jump` times the usual, which had climbed to `climb` times it before."""
     layer = ""
     if facts.layer is not None:
         layer = f" The gradient of `{facts.layer[0]}` is farthest above its usual, {facts.layer[1]:.3g} times."
     if facts.rows and not facts.everywhere:
         odd = {row: facts.odd[row] for row in facts.rows if row in facts.odd}
-        return on_bad_rows(odd) if odd else _on_ordinary_rows(facts, layer)
+        return on_bad_rows(odd) if odd else _on_ordinary_rows(facts.rows, layer)
     if (facts.everywhere and (climb >= _CLIMB or jump >= _LEAP)) or (not facts.is_compared and climb >= _CLIMB):
         times = max(climb, jump) if facts.everywhere else climb
         return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=times) + layer)
@@ -220,26 +205,26 @@ def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
     return Diagnosis(Cause.UNKNOWN, why + layer)
 
 
-def on_bad_rows(odd: Mapping[int, str]) -> Diagnosis:
-    """Where rows are to blame, no line is: it did what it could with them."""
-    rows = tuple(sorted(odd))
+def on_bad_rows(*odd: Mapping[int, str]) -> Diagnosis:
+    """Blame rows, given what is wrong with each, as each rank found it. No line of code is to blame for them."""
+    reasons = {row: why for some in odd for row, why in some.items()}
+    rows = tuple(sorted(reasons))
 
-    def said(blamed: tuple[int, ...]) -> str:
-        return f"{_rows(blamed)} of the data: {odd[blamed[0]]}; fix or remove {_it(blamed)}."
+    def advice(blamed: tuple[int, ...]) -> str:
+        return f"{_rows(blamed).capitalize()}: {reasons[blamed[0]]}; fix or remove {_it(blamed)}."
 
-    return Diagnosis(Cause.DATA, said(rows), rows=rows, reasons={row: said((row,)) for row in rows})
+    return Diagnosis(Cause.DATA, advice(rows), rows=rows, reasons={row: advice((row,)) for row in rows})
 
 
 def on_misled(rows: tuple[int, ...], usual: float, loss: float) -> Diagnosis:
     """The samples of updates that landed have a high loss at weights at which others have their usual one."""
-    where = f"{_rows(rows)} of the data" if rows else "The samples of these updates"
-    have = "has" if len(rows) == 1 else "have"
-    found = f"{where} {have} a loss of up to {loss:.4g} at weights at which earlier samples have {usual:.4g}"
+    of = _rows(rows) if rows else "the samples of these updates"
+    found = f"The loss of {of} reaches {loss:.4g} at weights at which that of earlier samples is {usual:.4g}"
     return Diagnosis(Cause.DATA, f"{found}: look for wrong labels or targets there.", None, rows)
 
 
 def on_changed(was: float, now: float) -> Diagnosis:
-    """At weights that are verified the loss is high at once: no update can have done that, and no rate."""
+    """At verified weights the loss is high at once, which neither an update nor a learning rate can have done."""
     return Diagnosis(
         Cause.UNKNOWN,
         f"At weights at which the loss was {was:.4g} it is {now:.4g}: look for wrong labels, or for what changed in "
@@ -247,34 +232,17 @@ def on_changed(was: float, now: float) -> Diagnosis:
     )
 
 
-def _on_ordinary_rows(facts: Observations, layer: str = "") -> Diagnosis:
-    """Nothing is odd about the rows: perhaps the weights cannot take them, so none is quarantined."""
-    rows = _rows(facts.rows).lower()
-    return Diagnosis(
-        Cause.UNKNOWN, f"Look at {rows} of the data: the batch is ordinary without {_it(facts.rows)}.{layer}"
-    )
-
-
-def _on_large_gradient(facts: Observations) -> Diagnosis:
-    """All that was computed is finite, and too large to be measured: no line is to blame, and only these rows do it."""
-    rows = facts.rows
-    found = f"{_rows(rows)} of the data {'takes' if len(rows) == 1 else 'take'} the gradient to {facts.size:.3g}"
-    fix = f"clamp or scale what is computed of {_it(rows)}, or remove {_it(rows)}"
-    return Diagnosis(Cause.OVERFLOW, f"{found}, which no update can use: {fix}.", None, rows)
-
-
-def place(culprit: Culprit) -> str:
-    """An operation and its line, for a person."""
-    at = f" at {os.path.basename(culprit.file)}:{culprit.line}" if culprit.file else ""
-    return f"`{culprit.op}`{at}"
+def _on_ordinary_rows(rows: tuple[int, ...], layer: str = "") -> Diagnosis:
+    """Nothing is odd about the rows: the weights may be at fault, so none is quarantined."""
+    return Diagnosis(Cause.UNKNOWN, f"Look at {_rows(rows)}: the batch is ordinary without {_it(rows)}.{layer}")
 
 
 def on_operation(culprit: Culprit) -> str:
     """What is wrong with a singular operation, and what to do about it."""
-    where, inputs, name = place(culprit), culprit.inputs, _family(culprit.op)
+    where, inputs, name = _place(culprit), culprit.inputs, _family(culprit.op)
     if name is None:
         return f"{where} makes values that are not finite of {_reached(inputs) or 'what it is given'}: mask them."
-    wrong, fix, _ = SINGULAR[name]
+    wrong, fix = SINGULAR[name]
     # Of a quotient the denominator counts; and zeros say nothing about what is singular elsewhere.
     counted = inputs[1:2] if name == "div" and len(inputs) > 1 else inputs
     reached = "" if name in NOT_AT_ZERO else _reached(counted)
@@ -287,12 +255,7 @@ def _on_overflow(culprit: Culprit) -> str:
     of = f" of values up to {_largest(inputs):.3g}" if any("max" in one for one in inputs) else ""
     kind = next((one["dtype"] for one in inputs), "its type")
     fix = "scale or clamp its input, or compute it in a wider type"
-    return f"{place(culprit)} makes more{of} than {kind} can hold: {fix}."
-
-
-def _on_symptom(culprit: Culprit, first: Culprit) -> str:
-    """What fails on values that armor has made up is no fault of its own line."""
-    return f"{place(culprit)} fails on values from {place(first)}, which is already patched; fix that line first."
+    return f"{_place(culprit)} makes more{of} than {kind} can hold: {fix}."
 
 
 def is_plain(op: str) -> bool:
@@ -301,7 +264,7 @@ def is_plain(op: str) -> bool:
 
 
 def _overflows(culprit: Culprit, kind: str) -> bool:
-    """Whether an operation went beyond its type's range rather than meeting a point where it has no value."""
+    """Whether an operation exceeded the range of its type, rather than met a point where it has no value."""
     largest = _largest(culprit.inputs)
     if _family(culprit.op) is None:
         return largest > _HUGE or (is_plain(culprit.op) and (kind == "inf" or culprit.op in _LOOPS))
@@ -311,7 +274,7 @@ def _overflows(culprit: Culprit, kind: str) -> bool:
 
 
 def _family(op: str) -> str | None:
-    """The singular operation that an operation is like; None for plain arithmetic, which can only overflow."""
+    """The entry of SINGULAR that is about an operation; None for plain arithmetic, which can only overflow."""
     return _FAMILIES.get(op, "linalg" if op.startswith("linalg_") else None)
 
 
@@ -320,20 +283,24 @@ def _largest(inputs: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _reached(inputs: Sequence[Mapping[str, Any]]) -> str:
-    """The elements that are likely to blame."""
-    zeros = sum(one.get("zeros", 0) for one in inputs)
-    if zeros:
-        return f"{zeros:,} {'element' if zeros == 1 else 'elements'} that {'is' if zeros == 1 else 'are'} 0"
-    smallest = min((one["smallest"] for one in inputs if "smallest" in one), default=None)
-    if smallest is not None and smallest < 1e-12:
+    """The elements of the inputs that are likely to blame."""
+    if zeros := sum(one.get("zeros", 0) for one in inputs):
+        return "1 element that is 0" if zeros == 1 else f"{zeros:,} elements that are 0"
+    smallest = min((one["smallest"] for one in inputs if "smallest" in one), default=1.0)
+    if smallest < 1e-12:
         return f"values as small as {smallest:.3g}"
     lowest = min((one["min"] for one in inputs if "min" in one), default=0.0)
     return f"values down to {lowest:.3g}" if lowest < 0 else ""
 
 
+def _place(culprit: Culprit) -> str:
+    at = f" at {os.path.basename(culprit.file)}:{culprit.line}" if culprit.file else ""
+    return f"`{culprit.op}`{at}"
+
+
 def _rows(rows: Sequence[int]) -> str:
     shown = ", ".join(str(row) for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
-    return f"Row{'s' if len(rows) > 1 else ''} {shown}"
+    return f"row{'s' if len(rows) > 1 else ''} {shown} of the data"
 
 
 def _it(rows: Sequence[int]) -> str:
