@@ -25,7 +25,7 @@ from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import RunState
 from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Signal, Vitals, kind_of
 from resilient_train.watch.reference import Reference
-from resilient_train.watch.update_history import FEW, WILD, Leap, Passed, UpdateHistory
+from resilient_train.watch.update_history import FEW, WILD, Leap, PastUpdate, UpdateHistory
 
 _KNOWN_AFTER, _KNOWN_FOR = 2, 50  # incidents and updates: one like the last two needs no search
 _BY_LIMIT = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
@@ -119,7 +119,7 @@ class Explainer:
             return confirmed
         if anomaly.signal is Signal.NONFINITE_BATCH and (found := self._nonfinite_rows(update)) is not None:
             return found
-        found = search.diagnose(anomaly, refused, self._passed.lately()) if search is not None else None
+        found = search.diagnose(anomaly, refused, self._passed.recent_measurements()) if search is not None else None
         if anomaly.signal not in _BY_LIMIT or (search is not None and (found is None or found.cause is not Cause.DATA)):
             return found
         more = self._far_above([update.start])  # those to come as well
@@ -220,7 +220,7 @@ class Explainer:
             odd |= odd_of(keys_at([*also, *self._samples.starts(max(suspects), _AHEAD)]))
         return verdict.on_bad_rows(*self._world.all_of(odd))
 
-    def _goes_worse(self, found: Diagnosis, known: Sequence[Passed]) -> tuple[Signal, str] | None:
+    def _goes_worse(self, found: Diagnosis, known: Sequence[PastUpdate]) -> tuple[Signal, str] | None:
         """Whether the updates that hold rows go worse than others, and how that is seen; None where they do not.
 
         Where all losses fall at first, those that fall no further show in the later half.
@@ -251,7 +251,7 @@ class Explainer:
         """
         suspects = self._passed.around(anomaly.since)[0]
         odd = self._far_above([one.start for one in suspects])
-        if odd is not None and (anomaly.since < _YOUNG or self._goes_worse(odd, self._passed.lately_made())):
+        if odd is not None and (anomaly.since < _YOUNG or self._goes_worse(odd, self._passed.recent())):
             return odd
         verified = self._ring.verified_until(anomaly.since)
         if reference is None or not verified or not suspects:
@@ -279,7 +279,7 @@ class Explainer:
                     rows = self._search.raising(worst, trusted[-1].start, usual + _PART * (max(bad) - usual))
                     return verdict.on_misled(rows, usual, median(bad))
             for older in verified[1:]:  # did the objective change, or what it was given for a while?
-                if (then := self._passed.after(older.step)) is None:
+                if (then := self._passed.next_after(older.step)) is None:
                     continue
                 with self._state.weights_of(older.parts):
                     difference = abs(loss_at(then.start) - then.loss)
