@@ -124,7 +124,7 @@ class EngineGuard:
             start = self.samples.next_start  # known before they are fetched: that may take for ever
             progress.updating(self.clock.tick + 1, self.clock.step, start, start + self.samples.slicing.samples)
             with self._failing():
-                update = self._recovery.fetched()
+                update = self._recovery.next_update()
             self._begin(update)
             for number, batch in enumerate(update.batches, start=1):
                 yield from self._fed(batch, is_last=number == len(update.batches))
@@ -149,7 +149,7 @@ class EngineGuard:
         anomaly = self._examine_now()
         if anomaly is None and self.newest is not None and is_plan:
             anomaly = self._checks.at_end(self.newest)
-            if anomaly is None and self._recovery.has_to_return():
+            if anomaly is None and self._recovery.is_unrecovered():
                 anomaly = self._checks.not_recovered(self.newest)
         if anomaly is not None:
             place = self.samples.position
@@ -304,7 +304,7 @@ class EngineGuard:
         for remark in (*finding.remarks, *self._scans.remarks()):
             log.info("note: %s", remark)
         self._set_limits()
-        self._recovery.measured(vitals)
+        self._recovery.add_vitals(vitals)
         if vitals.accepted:
             self.clock.step += 1
             self._updater.accept(self.clock.step)
@@ -341,7 +341,7 @@ class EngineGuard:
         if not vitals.accepted:
             return
         step, recovery, keeper = self.clock.step, self._recovery, self._keeper
-        recovery.healthy(was_limited=flight.attempt.is_limited)
+        recovery.update_accepted(was_limited=flight.attempt.is_limited)
         self._on_accepted()
         if not self._is_checked:  # optimizers make their state in their first step
             keeper.check()

@@ -1,4 +1,8 @@
-"""One incident: diagnose, decide, act, write down."""
+"""One incident: diagnose its cause, decide what to do, apply the remedies, write it down.
+
+`treat` is that story from top to bottom. What happens to the process or its files, and not to the training, has a
+shorter one: `note_process_incident`.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +42,6 @@ from resilient_train.types import (
 )
 from resilient_train.wording import farewell, log, rank_names
 
-_IN_UPDATE = (Signal.HANG, Signal.OUT_OF_MEMORY)  # of the process, and met while an update was made
-
 
 class Recovery:
     """Treats incidents, each from its first sign to the update that the run continues with."""
@@ -61,95 +63,97 @@ class Recovery:
             *(parts.updates, parts.search, parts.beat),
         )
         self._recovered_after = recovered_after
-        self._saving_fails: int | None = None  # number of the newest incident of that kind
+        self._saving_incident: int | None = None  # number of the newest one about checkpoints that cannot be saved
 
-    # What every update says.
+    # What every update reports.
 
-    def measured(self, vitals: Vitals) -> None:
-        """Note an update that was attempted, in case it is to blame for something later."""
+    def add_vitals(self, vitals: Vitals) -> None:
+        """Keep the measurements of an update that was attempted: it may turn out to have caused a later incident."""
         self.parts.updates.add(vitals)
         self.incident_log.add_vitals(vitals)
 
-    def fetched(self) -> Update:
-        """Fetch the samples of the next update. Where the storage fails for good, leave the newest verified state."""
+    def next_update(self) -> Update:
+        """Fetch the samples of the next update. If the storage fails for good, save the newest verified state first."""
         try:
             return self.parts.samples.next_update(self.parts.beat)
         except StorageFailed:
             if (snapshot := self.parts.ring.newest_verified()) is not None:
                 self.keeper.leave_alone(snapshot)  # another rank may have its data
                 self.note_saves()
-            self.ended()
+            self.process_ends()
             raise
 
     def note_data(self, update: Update) -> None:
         """Note, once, what the data set looks like, so that a resume notices when it has changed."""
-        if (
-            self.incident_log.directory is not None
-            and self.incident_log.run_history.data_sample is None
-            and update.keys
-        ):
-            rows = [key.row for keys in update.keys for key in keys]
-            self.incident_log.run_history.note_data(sampled(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
-
-    def healthy(self, *, was_limited: bool) -> None:
-        """Note that an update landed without trouble, with a rate that a limit held below what the schedule asks."""
         history = self.incident_log.run_history
-        probation, step = self.parts.checks.rewind_check, self.parts.clock.step
-        self.controls.knobs.advance(was_limited=was_limited, may_relax=probation.is_at_reference(step))
-        was_held = history.remedies is not None and history.remedies.get("reference") is not None
-        self.incident_log.update_accepted(step, recovered_after=self._recovered_after, loss_is_off=probation.is_open)
-        if not probation.is_open:
-            if self.parts.ring.keeps_reference:  # on every rank; what was in force only rank 0 knows after a resume
-                self.parts.ring.release_reference()
-            if was_held:
-                self._write_in_force()
+        if self.incident_log.directory is not None and history.data_sample is None and update.keys:
+            rows = [key.row for keys in update.keys for key in keys]
+            history.note_data(sampled(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
+
+    def update_accepted(self, *, was_limited: bool) -> None:
+        """Count an update that landed without trouble; its rate `was_limited` below what the schedule asks for."""
+        history, ring, check = self.incident_log.run_history, self.parts.ring, self.parts.checks.rewind_check
+        step = self.parts.clock.step
+        self.controls.knobs.advance(was_limited=was_limited, may_relax=check.is_at_reference(step))
+        had_reference = history.remedies is not None and history.remedies.get("reference") is not None
+        self.incident_log.update_accepted(step, recovered_after=self._recovered_after, loss_is_off=check.is_open)
+        if not check.is_open:  # the loss is back: the state to compare with is not needed any longer
+            if ring.keeps_reference:
+                ring.release_reference()
+            if had_reference:
+                self._note_remedies()
 
     # One incident.
 
     def treat(
         self, anomaly: Anomaly, update: Update, refused: Refused | None = None, *, began: float | None = None
     ) -> None:
-        """Do what the policy prescribes about the newest update, which began at `began` of the monotonic clock.
+        """Apply what the policy prescribes. `update` is the newest one; it began at `began` of the monotonic clock.
 
-        Raises GaveUp where it has nothing left.
+        All ranks call it together. Raises GaveUp when the policy has nothing left.
         """
-        phases, started = Phases(began), time.perf_counter()
-        parts, controls, before = self.parts, self.controls, self.parts.clock.step
+        parts, controls, checks = self.parts, self.controls, self.parts.checks
+        phases, started, step_before = Phases(began), time.perf_counter(), parts.clock.step
+
+        # Trust no state newer than `since`. On disk before the diagnosis, in which the process may end.
         anomaly, leap = self.explainer.since_leap(anomaly)
-        blamed = parts.updates.first_to_blame(anomaly, update.start), update.stop
+        suspects = parts.updates.first_to_blame(anomaly, update.start), update.stop
         parts.ring.distrust(anomaly.since)
-        if anomaly.reached_weights:  # before a diagnosis, in which the process may end
+        if anomaly.reached_weights:
             self.keeper.distrust(anomaly.since)
             self.note_saves()
-        parts.updater.usual_norm = parts.checks.usual_norm or parts.updater.usual_norm
+        parts.updater.usual_norm = checks.usual_norm or parts.updater.usual_norm
 
+        # Diagnose.
         history = self.incident_log.training_incidents
         try:
-            reference = parts.checks.rewind_check.reference
+            reference = checks.rewind_check.reference
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
         except NoMeasure as why:
             log.info("note: %s: what is usual is learned again", why)
-            parts.checks.start_over()
+            checks.start_over()
             return
-        if not anomaly.ranks:  # gradients are on every rank alike once they were averaged: a replay tells more
+        if not anomaly.ranks:  # averaged gradients are the same on every rank: only a replay names the rank
             anomaly = replace(anomaly, ranks=diagnosis.ranks)
         phases.ended(DIAGNOSE)
 
+        # Decide. The loss is measured against the reference first: how far it is above may set the remedy's strength.
         if anomaly.reached_weights and diagnosis.cause is not Cause.CORRUPTION:
-            parts.checks.require_recovery(anomaly.since, _reached(anomaly))
+            checks.require_recovery(anomaly.since, _reached(anomaly))
         last = history[-1].rewound_to if history else None
         decision = decide(
             *(self.policy, anomaly, diagnosis, history, parts.clock.tick),
             controls.circumstances(anomaly, diagnosis, leap),
             trace=parts.updates.trace(last) if last is not None else 0,
         )
-        self._hold(anomaly, diagnosis, decision)
-        incident = self.incident_log.open(anomaly, diagnosis, decision, is_off=parts.checks.rewind_check.is_open)
+        self._set_reference(anomaly, diagnosis, decision)
+        incident = self.incident_log.open(anomaly, diagnosis, decision, is_off=checks.rewind_check.is_open)
         phases.ended(DECIDE)
         if decision.gave_up is not None:
             self._give_up(incident, phases)
 
-        controls.begin(incident, blamed)
+        # Apply the remedies.
+        controls.begin(incident, suspects)
         if not is_mild(decision.actions):
             controls.knobs.trouble()
         for action in decision.actions:
@@ -158,136 +162,70 @@ class Recovery:
             phases.ended(REMEDY if had_rewound or controls.rewound_to is None else REWIND)
         if controls.rewound_to is not None:
             self.keeper.rewound(controls.rewound_to)
-            parts.checks.rewound(controls.rewound_to, anomaly.since, controls.knobs.lr)
+            checks.rewound(controls.rewound_to, anomaly.since, controls.knobs.lr)
 
+        # Write it down: the remedies first, so that an incident that was treated has them in effect.
         incident = replace(
             incident,
             rewound_to=controls.rewound_to,
-            steps_lost=before - parts.clock.step + (refused is not None),
+            steps_lost=step_before - parts.clock.step + (refused is not None),
             seconds=time.perf_counter() - started,
             trace=controls.trace,
         )
         phases.extend_last()
-        self._write_in_force()  # first: what was treated has its remedies in force
+        self._note_remedies()
         self.incident_log.record_treatment(incident, phases.timed)
 
-    def _hold(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> None:
-        """Measure the run against where it stood from now on, and keep that state, where damage has to be undone."""
+    def _set_reference(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> None:
+        """If damage has to be undone, require the loss to return to its level at `since`, and keep that state."""
         checks, actions = self.parts.checks, decision.actions
         rewinds = any(action.remedy == "rewind" for action in actions)
         if diagnosis.cause is Cause.CORRUPTION and (rewinds or decision.gave_up):
-            if checks.is_only_reported:  # as far as the checks could tell
+            if checks.is_only_reported:
                 checks.rewind_check.end()
-            return  # a rewind makes the same updates again, to the last bit
+            return  # a rewind repeats the same updates, to the last bit
         if anomaly.reached_weights:
-            rungs = self.policy.ladder(diagnosis.cause)  # where one of them does more, alarms lead there
-            is_all = all(is_mild(rung.do) for rung in rungs)
-            is_reported = is_all and bool(actions) and is_mild(actions)
+            is_mild_ladder = all(is_mild(rung.do) for rung in self.policy.ladder(diagnosis.cause))
+            is_reported = is_mild_ladder and bool(actions) and is_mild(actions)  # and nothing more will be done
             checks.require_recovery(anomaly.since, _reached(anomaly), is_only_reported=is_reported)
             if checks.rewind_check.is_open:
                 self.parts.ring.keep_reference(anomaly.since)
 
     def _give_up(self, incident: Incident, phases: Phases) -> NoReturn:
-        """End the run on its newest verified state, and leave that on disk."""
+        """End the run on its best verified state, and leave that on disk."""
         self.incident_log.close(incident, phases=phases.timed, ends_run=True)
         earlier = self.incident_log.incidents[:-1]
-        path, is_back = self._restore_best(incident.anomaly.since)
-        self.parts.checks.rewind_check.end()  # there is nothing left to wait for
-        if is_back:
+        path, is_restored = self._restore_best(incident.anomaly.since)
+        if is_restored:
             phases.ended(REWIND)
             self.incident_log.add_phase(incident.id, phases.timed[-1])
-        if self.parts.world.is_main:  # every rank comes here, and one knows where the state was written
+        if self.parts.world.is_main:  # the other ranks do not know where the state was written
             log.error("%s", farewell(incident, path, earlier))
         raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
 
     def _restore_best(self, since: int) -> tuple[Path | None, bool]:
-        """Go back to the best verified state, and leave it on disk; say where, and whether there was one."""
-        ring = self.parts.ring
-        snapshot = ring.last_good(since) or ring.newest_verified()  # verified in the meantime: at the reference
-        if snapshot is None:
-            self.note_saves()
-            return None, False
-        ring.restore(snapshot)
-        self.parts.updates.rewound(snapshot.step)  # of what came after it, nothing is left
-        left = self.keeper.leave(snapshot)
+        """Restore the best verified state and leave it on disk; return its path, and whether there was such a state."""
+        ring, path = self.parts.ring, None
+        snapshot = ring.last_good(since) or ring.newest_verified()  # a newer one was verified at the reference's level
+        if snapshot is not None:
+            ring.restore(snapshot)
+            self.parts.updates.rewound(snapshot.step)
+            path = self.keeper.leave(snapshot)
         self.note_saves()
-        return left, True
-
-    # Incidents of the process, not of the training: what is done about them is done already.
-
-    def note(self, found: ProcessIncident, *, began: float | None = None, ongoing: bool = False) -> int:
-        """Write one down; return its number. `began`: when the newest update did, on the monotonic clock."""
-        phases = Phases(began if found.signal in _IN_UPDATE else None)
-        tick = self.parts.clock.tick
-        anomaly = Anomaly(found.signal, found.step, tick, found.since, found.evidence, ranks=found.ranks)
-        known = by_signal(anomaly)
-        diagnosis = replace(known, advice=found.advice or known.advice, rows=found.rows)
-        incident = self.incident_log.open(anomaly, diagnosis, Decision((Action(found.remedy),)))
-        incident = replace(incident, rewound_to=found.rewound_to, steps_lost=found.steps_lost)
-        self.incident_log.record_treatment(incident, phases.timed, ongoing=ongoing)
-        return incident.id
-
-    def note_saves(self) -> None:
-        """Write down what became of checkpoints: that they fail is one incident, which lasts until one is saved."""
-        for failure in self.keeper.save_events():
-            if failure is not None:
-                self._saving_fails = self.note(failure, ongoing=True)
-            elif self._saving_fails is not None:
-                self.incident_log.clear_ongoing(self._saving_fails)
-
-    def end_saving(self) -> None:
-        """The run is complete: say what became of an incident in which saving failed, if there is one."""
-        self.note_saves()
-        if self._saving_fails is not None:
-            self.incident_log.close_ongoing(self._saving_fails)
-
-    def note_shrunk(self, step: int, evidence: str, ranks: tuple[int, ...] = (), *, began: float | None = None) -> None:
-        """Note that updates are made in smaller micro-batches from now on."""
-        self.controls.note_micro_batch(self.parts.samples.slicing.batch_size)
-        found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, evidence, "smaller_batch", ranks=ranks)
-        self.note(found, began=began)
-        self._write_in_force()
-
-    def may_shrink_batches(self) -> bool:
-        """Say whether the policy allows for smaller micro-batches once more."""
-        met = sum(one.anomaly.signal is Signal.OUT_OF_MEMORY for one in self.incident_log.incidents)
-        return met < self.policy.halvings
-
-    def ended(self, *, was_killed: bool = False) -> None:
-        """Note that the process ends in order, be it with an error: no samples are to blame for it.
-
-        `was_killed`: another process of the run was, and the record stays as if it had been this one.
-        """
-        self.incident_log.write_tables()
-        if not was_killed:
-            self.keeper.progress.turned_to(Doing.ENDED, self.parts.clock.tick)
-
-    def hung(self, evidence: str, *, in_update: bool, began: float | None) -> None:
-        """From another thread: write down that the run hangs, and save what can be saved."""
-        progress, step = self.keeper.progress, self.parts.clock.step
-        progress.turned_to(Doing.HUNG if in_update and progress.is_updating else Doing.ENDED)
-        lost, write = self.keeper.rescue()
-        self.note(ProcessIncident(Signal.HANG, step + 1, step, evidence, "end", steps_lost=lost), began=began)
-        write()
-
-    def leave_newest(self) -> tuple[int, Path | None]:
-        """From another thread: leave the newest verified state; return the step a resume begins at, and where it is."""
-        left = self.keeper.leave_newest()
-        self.note_saves()
-        return left
+        self.parts.checks.rewind_check.end()
+        return path, snapshot is not None
 
     def ranks_differ(self, digests: Sequence[float], *, began: float | None = None) -> NoReturn:
-        """End the run on all ranks, as they did not decide alike: what they would do together now may wait for ever.
+        """End the run on all ranks, because they decided differently: another collective might wait forever.
 
-        `digests` are those of all ranks with the update in flight: what landed before it, they have made alike. It
-        began at `began` of the monotonic clock.
+        `digests` are those of all ranks with the update in flight, which began at `began` of the monotonic clock. What
+        landed before it was the same on every rank.
         """
         phases, odd, since = Phases(began), odd_ones(digests), self.parts.clock.step
         others = len(digests) - len(odd)
         how = f"otherwise than the {others:,} others" if others else "differently"
         evidence = f"{rank_names(odd)} decided {how}"
-        tick = self.parts.clock.tick
-        anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, tick, since, evidence, ranks=odd)
+        anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, self.parts.clock.tick, since, evidence, ranks=odd)
         incident = self.incident_log.open(anomaly, Diagnosis(Cause.PROCESS, _DIFFER), Decision((Action("end"),)))
         self.parts.ring.distrust(since)
         snapshot = self.parts.ring.last_good(since)
@@ -303,7 +241,7 @@ class Recovery:
         raise RanksDiffer(f"{evidence} in update {since + 1}: the run ends before weights drift apart; {_ALIKE_AGAIN}")
 
     def name_guilty_ranks(self, ranks: tuple[int, ...]) -> None:
-        """Name the ranks whose weights were changed, now that the others came to the same ones for a second time."""
+        """Name the ranks whose weights were changed: after a rewind the others computed the same weights again."""
         differing = [one for one in self.incident_log.open_incidents if one.anomaly.signal is Signal.RANK_MISMATCH]
         if differing:
             incident = replace(differing[-1], anomaly=replace(differing[-1].anomaly, ranks=ranks))
@@ -311,79 +249,141 @@ class Recovery:
             began_on = rank_names(ranks)
             log.info("incident %d began on %s: the others came to the same weights again", incident.id, began_on)
 
+    # Incidents of the process, not of the training: the remedy was applied already.
+
+    def note_process_incident(
+        self, found: ProcessIncident, *, began: float | None = None, ongoing: bool = False
+    ) -> int:
+        """Write one down and return its number. `began`: start of the newest update on the monotonic clock."""
+        tick = self.parts.clock.tick
+        anomaly = Anomaly(found.signal, found.step, tick, found.since, found.evidence, ranks=found.ranks)
+        known = by_signal(anomaly)
+        diagnosis = replace(known, advice=found.advice or known.advice, rows=found.rows)
+        phases = Phases(began if found.signal in (Signal.HANG, Signal.OUT_OF_MEMORY) else None)  # inside an update
+        incident = self.incident_log.open(anomaly, diagnosis, Decision((Action(found.remedy),)))
+        incident = replace(incident, rewound_to=found.rewound_to, steps_lost=found.steps_lost)
+        self.incident_log.record_treatment(incident, phases.timed, ongoing=ongoing)
+        return incident.id
+
+    def note_saves(self) -> None:
+        """Write down whether checkpoints can be saved: an incident begins with a failure and lasts until a success."""
+        for failure in self.keeper.save_events():
+            if failure is not None:
+                self._saving_incident = self.note_process_incident(failure, ongoing=True)
+            elif self._saving_incident is not None:
+                self.incident_log.clear_ongoing(self._saving_incident)
+
+    def close_saving_incident(self) -> None:
+        """The run is complete: write down the outcome of an incident in which saving failed, if there is one."""
+        self.note_saves()
+        if self._saving_incident is not None:
+            self.incident_log.close_ongoing(self._saving_incident)
+
+    def note_shrunk(self, step: int, evidence: str, ranks: tuple[int, ...] = (), *, began: float | None = None) -> None:
+        """Note that updates are computed in smaller micro-batches from now on."""
+        self.controls.note_micro_batch(self.parts.samples.slicing.batch_size)
+        found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, evidence, "smaller_batch", ranks=ranks)
+        self.note_process_incident(found, began=began)
+        self._note_remedies()
+
+    def may_shrink_batches(self) -> bool:
+        """Say whether the policy allows for smaller micro-batches once more."""
+        met = sum(one.anomaly.signal is Signal.OUT_OF_MEMORY for one in self.incident_log.incidents)
+        return met < self.policy.halvings
+
+    def process_ends(self, *, was_killed: bool = False) -> None:
+        """Note that the process ends by itself, perhaps with an error: the samples in use did not end it.
+
+        `was_killed`: another process of the run was killed; then the progress file stays as it is.
+        """
+        self.incident_log.write_tables()
+        if not was_killed:
+            self.keeper.progress.turned_to(Doing.ENDED, self.parts.clock.tick)
+
+    def hung(self, evidence: str, *, in_update: bool, began: float | None) -> None:
+        """From another thread: write down that the run hangs, and save what can be saved."""
+        progress, step = self.keeper.progress, self.parts.clock.step
+        progress.turned_to(Doing.HUNG if in_update and progress.is_updating else Doing.ENDED)
+        lost, write = self.keeper.rescue()
+        found = ProcessIncident(Signal.HANG, step + 1, step, evidence, "end", steps_lost=lost)
+        self.note_process_incident(found, began=began)
+        write()
+
+    def leave_newest(self) -> tuple[int, Path | None]:
+        """From another thread: save the newest verified state; return the step that a resume begins at and its path."""
+        left = self.keeper.leave_newest()
+        self.note_saves()
+        return left
+
     # The beginning of a process, and the end of a run.
 
     def resume(self, *, is_explained: bool) -> bool:
-        """Resume from the newest checkpoint that verifies; False where the run begins. Every rank comes here.
+        """Resume from the newest checkpoint that verifies; False if there is none. All ranks call it together.
 
         `is_explained`: it is known why the previous process ended, and no samples are to blame.
         """
-        parts, controls, history = self.parts, self.controls, self.incident_log.run_history
-        plan = parts.world.on_main(
-            lambda: self.keeper.resumption.plan(
-                self.incident_log.incidents, self.policy.crashes, is_explained=is_explained
-            )
-        )
+        parts, controls, incident_log = self.parts, self.controls, self.incident_log
+        incidents, crashes = incident_log.incidents, self.policy.crashes
+        resumption = self.keeper.resumption
+        plan = parts.world.on_main(lambda: resumption.plan(incidents, crashes, is_explained=is_explained))
         if not parts.world.is_main:
-            self.incident_log.adopt(plan.incidents)
+            incident_log.adopt(plan.incidents)
         self.keeper.begin(plan)
         try:
             for remedies in plan.remedies:
                 controls.load_state_dict(remedies)
         except ValueError as error:
-            raise TrainError(f"{plan.path or self.incident_log.directory}: {error}") from error
+            raise TrainError(f"{plan.path or incident_log.directory}: {error}") from error
         parts.clock.tick = max(parts.clock.tick, plan.tick)
         if plan.skipped is not None:
             parts.samples.skip(*plan.skipped)
-            history.note_remedies(controls.state_dict())
+            self._note_remedies()
         for found in plan.found:
-            number = self.note(found)
+            number = self.note_process_incident(found)
             if found.remedy == "skip" and 0 < len(found.rows) < parts.samples.slicing.samples // 2:
-                controls.quarantine_after_crash(found.rows, found.advice, number)  # met twice in different company
-        if parts.clock.tick:  # the next samples at work are others: these are not to be blamed twice for one end
+                # Few rows were in both updates that ended the process.
+                controls.quarantine_after_crash(found.rows, found.advice, number)
+        if parts.clock.tick:  # so that the same samples are not blamed twice for one end of the process
             self.keeper.progress.turned_to(Doing.BETWEEN)
         return plan.path is not None
 
     def finish(self) -> None:
-        """The run has come to its end: what is open has recovered where the loss is back, or was never off."""
-        is_back = self.is_back()
+        """The run is complete: close its incidents, as recovered if the loss is back or was never off."""
+        check = self.parts.checks.rewind_check
+        is_back = self._is_back()
         self.incident_log.close_all(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED)
-        if is_back and self.parts.checks.rewind_check.is_open:
-            self.parts.checks.rewind_check.end()
-            self._write_in_force()
+        if is_back and check.is_open:
+            check.end()
+            self._note_remedies()
 
-    def is_back(self) -> bool:
-        """Say whether the loss is where it was before the last damage, as far as the losses since tell."""
-        probation = self.parts.checks.rewind_check
-        return not probation.is_open or probation.ends_back(self.parts.clock.step)
+    def _is_back(self) -> bool:
+        """Say whether the loss is back at its level before the last damage, as far as the losses since then show."""
+        check = self.parts.checks.rewind_check
+        return not check.is_open or check.ends_back(self.parts.clock.step)
 
-    def has_to_return(self) -> bool:
-        """Say whether the run, should it end now, has to end on the state that it is measured against.
+    def is_unrecovered(self) -> bool:
+        """Say whether the run may not end as it is: the loss is not back, and the policy does more than report that."""
+        return not self._is_back() and not self.parts.checks.is_only_reported
 
-        Not where the policy only reports what landed.
-        """
-        return not self.is_back() and not self.parts.checks.is_only_reported
-
-    def return_unrecovered(self) -> GaveUp:
-        """End the run off its reference: back to the newest verified state, which is its result."""
+    def end_unrecovered(self) -> GaveUp:
+        """End a run whose loss is not back: its result is the best verified state. Returns the error to raise."""
         checks, clock = self.parts.checks, self.parts.clock
         reference = checks.rewind_check.reference
         assert reference is not None
         since = checks.not_recovered_since(clock.step)
         self.incident_log.close_all(Outcome.UNRECOVERED)
-        path, is_there = self._restore_best(since)
-        checks.rewind_check.end()
-        if not is_there:
+        path, is_restored = self._restore_best(since)
+        if not is_restored:
             return GaveUp("not recovered, and there is no verified state to return to", None)
         why = f"the loss did not come back to {reference.level:.4g}, where it was at step {reference.step:,}"
         return GaveUp(f"not recovered: {why}; the run returned to step {clock.step:,}", path)
 
-    def _write_in_force(self) -> None:
+    def _note_remedies(self) -> None:
         self.incident_log.run_history.note_remedies(self.controls.state_dict())
 
 
 def _reached(anomaly: Anomaly) -> int:
-    """Where a run had come to: by quiet steps off the reference it has come to nothing."""
+    """Return the step that the run had reached; quiet steps with a loss above the reference do not count."""
     return anomaly.since if anomaly.signal is Signal.NOT_RECOVERED else anomaly.step
 
 

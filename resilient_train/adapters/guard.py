@@ -326,8 +326,8 @@ class Guard(guard.EngineGuard):
         left = self._keeper.finish(self._controls.state_dict(), healthy=healthy)
         self._recovery.note_saves()
         if healthy:
-            self._recovery.end_saving()
-        self._recovery.ended()
+            self._recovery.close_saving_incident()
+        self._recovery.process_ends()
         return left
 
     def close(self) -> None:
@@ -335,14 +335,14 @@ class Guard(guard.EngineGuard):
         self._put_back_batch()
         error, gave_up = sys.exc_info()[1], None
         if self.settle() and self._examine_now() is None:
-            if error is None and self._recovery.has_to_return():
-                gave_up = self._recovery.return_unrecovered()
+            if error is None and self._recovery.is_unrecovered():
+                gave_up = self._recovery.end_unrecovered()
             else:
                 self._recovery.finish()
                 if error is None and self.steps is None and not self.stopped and self._left is None:
                     self._complete()
-                self._recovery.end_saving()
-        self._recovery.ended()
+                self._recovery.close_saving_incident()
+        self._recovery.process_ends()
         self.reporter.closed(gave_up or error, self.steps)
         self.let_go()
         if gave_up is not None:
@@ -402,7 +402,7 @@ class Guard(guard.EngineGuard):
 
     def ended(self, *, was_killed: bool = False) -> None:
         """Note that the process ends in order; `was_killed`: as another process of the run did not."""
-        self._recovery.ended(was_killed=was_killed)
+        self._recovery.process_ends(was_killed=was_killed)
 
     def leave_newest(self) -> tuple[int, Path | None]:
         """From another thread, as the loop is not waited for: leave the newest verified state on disk.
