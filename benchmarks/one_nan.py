@@ -209,9 +209,9 @@ def measured(name: str, *, is_clean: bool) -> dict[str, Any]:
 def row_of(name: str, version: str, spoiled: dict[str, Any], clean: dict[str, Any]) -> str:
     """One line of the table."""
     loss = spoiled["loss"]
-    weights = "usable" if loss <= NEAR * clean["loss"] else "**NaN**" if math.isnan(loss) else "damaged"
+    weights = "as good" if loss <= NEAR * clean["loss"] else "**NaN**" if math.isnan(loss) else "worse"
     ended = spoiled["ended"] if len(spoiled["ended"]) < 60 else spoiled["ended"][:57] + "..."
-    return f"| {name} {version} | {ended} | {weights} | {loss:.3f} ({clean['loss']:.3f}) | {spoiled['named'] or 'no'} |"
+    return f"| {f'{name} {version}'.strip()} | {ended} | {weights} | {loss:.3f} ({clean['loss']:.3f}) | {spoiled['named'] or 'no'} |"
 
 
 def main() -> None:
