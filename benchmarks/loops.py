@@ -69,7 +69,7 @@ def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
                 time.sleep(0.1)  # MLflow's import and its new database belong to the start, not to a step
             on_step(step)
 
-        train(run, _Counted(terminal.display(steps=job.steps, done=0), settled), tracker)
+        train(run, _Counted(terminal.progress_line(steps=job.steps, done=0), settled), tracker)
         tracker.finish("completed")
         terminal.close()
         if run.guard.incidents:

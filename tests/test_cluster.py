@@ -33,6 +33,7 @@ from warm import ENVIRONMENT
 
 from resilient_train.app import command
 from resilient_train.app.config.compose import load
+from resilient_train.app.config.options import parse
 from resilient_train.app.status import status_of
 from resilient_train.errors import ConfigError
 
@@ -389,11 +390,13 @@ def test_the_summary_that_the_stand_in_leaves_is_one_of_ours(cluster: Cluster) -
 @pytest.mark.parametrize("words", [["--multirun"], ["-m"], ["--multi"], ["hydra.mode=MULTIRUN"]])
 def test_every_way_to_ask_for_a_sweep_is_known(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a launcher, of one process too; without one nothing is in its way."""
-    command._refuse_sweep_of_a_group([*words, "run.seed=0,1"])
+    monkeypatch.setattr(sys, "argv", ["resilient_train"])
+    monkeypatch.setattr(command, "_job", lambda: None)
+    command._answer(parse([*words, "run.seed=0,1"]))
     monkeypatch.setenv("WORLD_SIZE", "1")
-    command._refuse_sweep_of_a_group(["model=mlp", "run.name=-m"])
-    with pytest.raises(ConfigError, match=f"^{words[0]}: a launcher's processes make one run"):
-        command._refuse_sweep_of_a_group([*words, "run.seed=0,1"])
+    command._answer(parse(["model=mlp", "run.name=-m"]))
+    with pytest.raises(ConfigError, match=r"^(--multirun|hydra\.mode=MULTIRUN): a launcher's processes make one run"):
+        command._answer(parse([*words, "run.seed=0,1"]))
 
 
 def test_a_sweep_under_a_launcher_is_refused_once(cluster: Cluster) -> None:
@@ -405,8 +408,8 @@ def test_a_sweep_under_a_launcher_is_refused_once(cluster: Cluster) -> None:
         assert launched.wait() == 0, launched.output  # what keeps an agent from trying again
         said = launched.output
     assert re.findall(r"^error: .*$", said, re.M) == [
-        "error: --multirun: a launcher's processes make one run; start the sweep without it, or every run by a command "
-        "of its own"
+        "error: --multirun: a launcher's processes make one run; start the sweep, or each of its runs, without the "
+        "launcher"
     ]
     assert "job 0" not in said
     assert sorted(file.name for file in cluster.run_dir.iterdir()) == ["config.yaml", "refused.json"]

@@ -80,7 +80,7 @@ def test_the_same_command_twice_says_that_the_run_is_complete(run_command: comma
     second = run_command([*MINE, "run.steps=5", "run.log_every=2"])
     assert (first.code, second.code) == (0, 0)
     assert "is complete: 5 steps" in second.stdout
-    assert "differs from what is asked for now: run.log_every: 10 there, 2 here" in second.stdout
+    assert "differs from this command: run.log_every: 10 there, 2 here" in second.stdout
     assert (Path("runs") / name / "summary.json").read_bytes() == before
 
 

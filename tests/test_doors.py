@@ -212,7 +212,7 @@ def test_checkpoints_are_listed_and_the_newest_that_verifies_is_taken(saved: Pat
         lines[0],
     )
     assert re.fullmatch(rf"{second} +verified +step {int(second[5:])} +[\d.]+ kB +\d+ s old", lines[1])
-    assert lines[-1] == f"a resume would take {second}"
+    assert lines[-1] == f"a resume would load {second}"
 
 
 def test_checkpoints_of_which_none_verifies_end_with_1(saved: Path, capsys: Said) -> None:
@@ -222,7 +222,7 @@ def test_checkpoints_of_which_none_verifies_end_with_1(saved: Path, capsys: Said
     assert checkpoints.main([str(saved)]) == 1
     said = capsys.readouterr().out
     assert "\x1b" not in said
-    assert "none of them; run.resume=never starts anew" in said
+    assert "none of them; run.resume=never starts a new run" in said
     shutil.rmtree(saved / "checkpoints")
     assert checkpoints.main([str(saved)]) == 1
     assert "those that were written are gone" in capsys.readouterr().out

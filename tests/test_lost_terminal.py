@@ -19,8 +19,8 @@ from moody import Door
 from stories import incident
 from warm import ENVIRONMENT, Forked, python
 
-from resilient_train.app.streams import lasting, outlived, while_heard
-from resilient_train.app.terminal import LiveLine, Terminal, counting
+from resilient_train.app.streams import fail_safe, survive_hangup, until_unread
+from resilient_train.app.terminal import Terminal, counting
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.tracking.review import where_to_look
 from resilient_train.wording import log
@@ -148,8 +148,8 @@ def test_whatever_is_shown_on_a_terminal_that_is_gone(number: int, monkeypatch: 
     monkeypatch.setattr(sys, "stderr", dead)
     terminal = Terminal(is_main=True)
     assert terminal.is_live
-    display = terminal.display(steps=9, done=0)
-    assert isinstance(display, LiveLine)
+    display = terminal.progress_line(steps=9, done=0)
+    assert display.progress is not None
     log.info("said")
     log.error("said")
     display.step(1)
@@ -158,13 +158,13 @@ def test_whatever_is_shown_on_a_terminal_that_is_gone(number: int, monkeypatch: 
     terminal.close()
     with counting("delivering", 3) as went_on:
         went_on(2)
-    with outlived():
+    with survive_hangup():
         print("said", flush=True)
         sys.stderr.writelines(["said"])
         assert sys.stdout.isatty()
     assert sys.stdout is dead
     assert not failed
-    assert lasting(None) is None
+    assert fail_safe(None) is None
 
 
 def test_what_tells_something_does_not_hide_other_errors() -> None:
@@ -174,8 +174,8 @@ def test_what_tells_something_does_not_hide_other_errors() -> None:
         raise OSError(errno.EACCES, "no")
 
     with pytest.raises(PermissionError):
-        while_heard(fails)
-    assert while_heard(lambda: 3) == 3
+        until_unread(fails)
+    assert until_unread(lambda: 3) == 3
 
 
 # ------------------------------------------------------------------------------------------------ MLflow at the end

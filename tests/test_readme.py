@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from command import command
 from torch.nn.functional import mse_loss
 
-from resilient_train.__main__ import VERBS
+from resilient_train.app import VERBS
 from resilient_train.app.config.compose import load
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.recover.policy import Budget, Policy, parse

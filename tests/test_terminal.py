@@ -25,9 +25,9 @@ from command import command
 from warm import ENVIRONMENT
 
 from resilient_train.app import incidents
+from resilient_train.app.config import CONF
 from resilient_train.app.config.meanings import Option, meanings, nodes
 from resilient_train.app.config.schema import Config
-from resilient_train.app.config.sources import CONF
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.directory import Launcher, launcher_of
 from resilient_train.record.incident_lines import as_line
@@ -390,14 +390,14 @@ def test_following_waits_for_a_launcher_to_start_the_run_again(tmp_path: Path, c
     with subprocess.Popen(["sleep", "600"]) as launcher:
         (run_dir / ".launch").write_text(f"agent a run {socket.gethostname()} {launcher.pid}\n")
         following = Following(run_dir, capsys)
-        following.until(f"its process has gone; waits for its launcher, process {launcher.pid}, to start it again\n")
+        following.until(f"its process ended; waiting for its launcher, process {launcher.pid}, to start it again\n")
         lock = DirectoryLock(run_dir)
-        following.until(f"it goes on: process {os.getpid()} on ")
+        following.until(f"the run resumed: process {os.getpid()} on ")
         lock.release()
-        following.until("it goes on: ", "to start it again\nit")
+        following.until("the run resumed: ", "to start it again\nthe")
         launcher.kill()
     assert following.end() == 1
-    assert following.said.count("waits for") in (1, 2)
+    assert following.said.count("waiting for") in (1, 2)
 
 
 @pytest.mark.parametrize("launch", ["", "nonsense", f"agent a {socket.gethostname()} 4194305"])
@@ -631,9 +631,9 @@ def test_a_reader_may_have_read_enough(what: list[str], met: Path) -> None:
         ("--model mlp", "--model: no such option; did you mean model=mlp?"),
         ("--mutlirun run.seed=1,2", "--mutlirun: no such option; did you mean --multirun?"),
         ("-steps", "-steps: no such option; did you mean run.steps=...?"),
-        ("--nonsense", "--nonsense: no such option. What is set has no dashes: key=value"),
-        ("--cfg jbo", "--cfg=jbo: there are job, hydra, all"),
-        ("--config-dir", "--config-dir: needs a value: --config-dir VALUE"),
+        ("--nonsense", "--nonsense: no such option. A setting has no dashes: key=value"),
+        ("--cfg jbo", "--cfg/-c: invalid choice: 'jbo' (choose from 'job', 'hydra', 'all')"),
+        ("--config-dir", "--config-dir/-cd: expected one argument"),
     ],
 )
 def test_a_word_with_dashes_that_is_no_option_is_answered_in_one_line(
@@ -666,6 +666,9 @@ COMPLETED = {
     "resilient-train model=mlp model.h": {"model.hidden."},
     "resilient-train run.steps=5 --config-dir own model=t": {"model=tiny"},
     "resilient-train 'a[b run.": set(),
+    "resilient-train st": {"status"},
+    "resilient-train run.steps=5 st": set(),
+    "resilient-train status o": {"own/"},
 }
 
 

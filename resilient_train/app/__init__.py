@@ -1,1 +1,8 @@
-"""The command: its configuration, its run, its terminal, its verbs."""
+"""The command: training runs from a configuration, and verbs that read the directory of a run."""
+
+VERBS = {  # the words that a command line may begin with; each is a module here
+    "incidents": "whether a run is all right, and its incidents",
+    "checkpoints": "the checkpoints of a run, and which one a resume loads",
+    "status": "the status of a run, with its exit code",
+    "sync": "upload to MLflow what could not be uploaded during the run",
+}

@@ -49,43 +49,40 @@ class Run:
     objective: Measured
     guard: Guard
     evaluation: MapEvaluation | IterableEvaluation | None
-    strategy: str = ""  # how the model is spread over the processes, where it is
+    sharding: str = ""  # how the model is sharded over the processes, in words
     stop: Callable[[], bool] = lambda: False
     evaluated: dict[str, float] | None = None
     evaluated_at: int | None = None  # step
     has_begun: bool = False  # an update was made
 
     def evaluates_at(self, step: int) -> bool:
-        """Say whether an evaluation is due after so many steps, on the way."""
+        """Say whether an evaluation is due after so many steps, before the end of the run."""
         return bool(self.config.run.eval_every) and step % self.config.run.eval_every == 0
 
-    def owes_evaluation(self, step: int) -> bool:
-        """Say whether the previous process ended before the evaluation that was due."""
-        return step > 0 and self.evaluates_at(step) and self.evaluated_at != step
-
     def state_dict(self) -> dict[str, Any]:
-        """What does not rewind, and is there again after a resume."""
+        """Return what does not rewind, and is restored by a resume."""
         return {"evaluated": self.evaluated, "evaluated_at": self.evaluated_at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Restore it."""
         self.evaluated, self.evaluated_at = state["evaluated"], state["evaluated_at"]
 
     def close(self) -> None:
-        """Let go of worker processes."""
+        """End worker processes."""
         self.guard.let_go()
         if self.evaluation is not None:
             self.evaluation.close()
 
     def __str__(self) -> str:
         count = sum(weight.numel() for weight in self.bare_model.parameters())
-        sliced = self.guard.slicing
-        factors = [(sliced.batch_size, "rows"), (sliced.accumulation, "micro-batches"), (sliced.world, "processes")]
-        told = [f"{number} {what}" for number, what in factors if number > 1] or ["1 row"]
-        cut = " x ".join(told) + (f" = {sliced.samples} rows" if len(told) > 1 else "")
-        strategy = self.strategy or ("copied to all processes (DDP)" if self.world.size > 1 else "")
-        spread = f", {strategy}" if strategy else ""
-        return f"{own_class(self.bare_model).__name__} with {_spoken(count)} weights, {cut} to an update{spread}"
+        weights = f"{count / 1e6:.1f} million" if count >= 1e6 else f"{count:,}"
+        cut = self.guard.slicing
+        factors = [(cut.batch_size, "rows"), (cut.accumulation, "micro-batches"), (cut.world, "processes")]
+        parts = [f"{number} {what}" for number, what in factors if number > 1] or ["1 row"]
+        rows = " x ".join(parts) + (f" = {cut.samples} rows" if len(parts) > 1 else "")
+        how = self.sharding or ("copied to all processes (DDP)" if self.world.size > 1 else "")
+        spread = f", {how}" if how else ""
+        return f"{own_class(self.bare_model).__name__} with {weights} weights, {rows} to an update{spread}"
 
 
 def assemble(
@@ -96,9 +93,9 @@ def assemble(
     stop: Callable[[], bool] = lambda: False,
     beat: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Build everything a configuration names; incidents are written into `incidents`. `stop` is asked before updates.
+    """Build everything that a configuration names. Incidents are written to `incidents`.
 
-    `beat` is called whenever the run gets further.
+    `stop` is called before each update, `beat` whenever the run makes progress.
     """
     incidents = incidents or IncidentLog(None)
     seed = config.run.seed
@@ -107,26 +104,31 @@ def assemble(
     slicing = Slicing(config.data.batch_size, config.accelerate.gradient_accumulation_steps, world.rank, world.size)
     collate = _collate(config.data.collate)
     rows = targets.build("data.train", config.data.train)
-    drill = _drill(config, incidents)
-    samples = data.samples(
-        rows if drill is None else drill.wrapped(rows),
-        config.data,
-        slicing,
-        seed=seed,
-        collate=collate,
-        pin_memory=world.device.type == "cuda",
-    )
+    faults, history = parse(config.drill, steps=config.run.steps), incidents.run_history
+    drill = None
+    if faults:
+        fired, details = history.note_drill_fired, history.note_drill_details
+        drill = Drill(faults, has_fired=history.has_fired, fired=fired, about=details)
+        rows = drill.wrapped(rows)
+    pin_memory = world.device.type == "cuda"
+    samples = data.samples(rows, config.data, slicing, seed=seed, collate=collate, pin_memory=pin_memory)
     evaluation = None
     if config.data.eval and config.data.eval.get("_target_"):
         dataset = targets.build("data.eval", config.data.eval)
         evaluation = data.evaluation(dataset, config.data, slicing, seed=seed, collate=collate)
     model = _model(config)
-    strategy = _spread(model, config, world)
+    sharding_text = ""
+    if config.accelerate.activation_checkpointing:
+        log.info("%s", sharding.recompute(model, config.accelerate.blocks))
+    if config.accelerate.fsdp and world.size == 1:
+        log.info("accelerate.fsdp: there is one process, which holds everything")
+    elif config.accelerate.fsdp:
+        sharding_text = sharding.shard(model, config.accelerate.blocks, world.device, world.size)
     optimizers = _optimizers(config.optimizer, model)
     schedules = [_schedule(config.schedule, optimizer) for optimizer in optimizers]
     if config.accelerate.compile:
-        model.compile()  # in place: torch.compile() would put _orig_mod. before every name
-    prepared = world.prepared(model, optimizers, is_sharded=bool(strategy))
+        model.compile()  # in place: torch.compile() would prefix every name with _orig_mod.
+    prepared = world.prepared(model, optimizers, is_sharded=bool(sharding_text))
     guard = Guard(
         world.accelerator,
         prepared,
@@ -151,25 +153,15 @@ def assemble(
         stop=stop,
         beat=beat,
     )
-    run = Run(
-        config=config,
-        world=world,
-        model=prepared,
-        bare_model=model,
-        objective=objective,
-        guard=guard,
-        evaluation=evaluation,
-        strategy=strategy,
-        stop=stop,
-    )
+    run = Run(config, world, prepared, model, objective, guard, evaluation, sharding_text, stop)
     guard.remember("run", run)
     return run
 
 
 def validate(config: Config, changed: Collection[str], home: Path) -> None:
-    """Refuse what a start would refuse, as far as that can be said without building a model and data.
+    """Refuse what a start would refuse, as far as that is possible without building a model and data.
 
-    `changed` are the keys that a run is configured otherwise by than it was.
+    `changed` are the keys that differ from the configuration of the run, `home` the folder of MLflow's database.
     """
     policy.parse(config.recovery)
     parse(config.drill, steps=config.run.steps)
@@ -182,31 +174,12 @@ def validate(config: Config, changed: Collection[str], home: Path) -> None:
 def _model(config: Config) -> nn.Module:
     model = targets.build("model", config.model)
     if not isinstance(model, nn.Module):
-        raise targets.described("model", config.model, model, "a torch.nn.Module, or a function that returns one,")
+        raise targets.wrong_kind("model", config.model, model, "a torch.nn.Module, or a function that returns one")
     if not any(weight.requires_grad for weight in model.parameters()):
-        raise ConfigError("model._target_", config.model["_target_"], "gave a model without trainable weights")
+        raise ConfigError("model._target_", config.model["_target_"], "returned a model without trainable weights")
     if config.run.init_from is not None:
         weights.load_into(model, Path(config.run.init_from))
     return model
-
-
-def _spread(model: nn.Module, config: Config, world: World) -> str:
-    """Do with the blocks of a model what is asked for; say how it is spread over the processes, if it is."""
-    asked = config.accelerate
-    if asked.activation_checkpointing:
-        log.info("%s", sharding.recompute(model, asked.blocks))
-    if not asked.fsdp:
-        return ""
-    if world.size == 1:
-        log.info("accelerate.fsdp: there is one process, which holds everything")
-        return ""
-    return sharding.shard(model, asked.blocks, world.device, world.size)
-
-
-def _drill(config: Config, incidents: IncidentLog) -> Drill | None:
-    faults, history = parse(config.drill, steps=config.run.steps), incidents.run_history
-    fired, details = history.note_drill_fired, history.note_drill_details
-    return Drill(faults, has_fired=history.has_fired, fired=fired, about=details) if faults else None
 
 
 def _objective(node: dict[str, Any], device: torch.device) -> Any:
@@ -214,10 +187,10 @@ def _objective(node: dict[str, Any], device: torch.device) -> Any:
         node = {**node, "_partial_": False}  # an object whose __call__ is the objective
     objective = targets.build("objective", node)
     if not callable(objective):
-        raise targets.described("objective", node, objective, "a callable (model, batch) -> loss")
+        raise targets.wrong_kind("objective", node, objective, "a callable (model, batch) -> loss")
     if isinstance(objective, nn.Module):
         if any(weight.requires_grad for weight in objective.parameters()):
-            why = "has weights of its own, which nobody would train: put them into the model"
+            why = "has weights of its own, which would not be trained: put them into the model"
             raise ConfigError("objective._target_", node["_target_"], why)
         objective = objective.to(device)
     try:
@@ -226,33 +199,32 @@ def _objective(node: dict[str, Any], device: torch.device) -> Any:
         why = f"cannot be called as (model, batch) -> loss: {error}"
         raise ConfigError("objective._target_", node["_target_"], why) from error
     except ValueError:
-        pass  # some built-ins do not tell their signature
+        pass  # some built-ins have no signature
     return objective
 
 
-def _collate(named: Any) -> Collate:
-    if named is None:
+def _collate(node: Any) -> Collate:
+    if node is None:
         return default_collate
-    if isinstance(named, str):
-        collate = targets.find("data.collate", named)
-    else:
-        collate = targets.build("data.collate", named)
+    find = targets.find if isinstance(node, str) else targets.build
+    collate = find("data.collate", node)
     if not callable(collate):
-        raise ConfigError("data.collate", named, f"is a {type(collate).__name__}: a callable (rows) -> batch is wanted")
+        why = f"is a {type(collate).__name__}: expected a callable (rows) -> batch"
+        raise ConfigError("data.collate", node, why)
     return collate  # type: ignore[no-any-return]
 
 
 def _optimizers(node: dict[str, Any], model: nn.Module) -> list[Optimizer]:
-    """Build one optimizer over parameter groups, or whatever a function of the model returns."""
+    """Build one optimizer over parameter groups, or call a function of the model that returns one or several."""
     no_decay = node.get("no_decay") or []
     node = {key: value for key, value in node.items() if key != "no_decay"}
     target = targets.check("optimizer", node, given=1)
-    given = model if _first_parameter(target) == "model" else parameter_groups(model, no_decay=no_decay)
-    built = targets.build("optimizer", node, given)
+    takes_model = next(iter(targets.parameters(target) or ()), None) == "model"
+    built = targets.build("optimizer", node, model if takes_model else parameter_groups(model, no_decay=no_decay))
     optimizers = list(built) if isinstance(built, list | tuple) else [built]
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
-            raise targets.described("optimizer", node, optimizer, "a torch.optim.Optimizer")
+            raise targets.wrong_kind("optimizer", node, optimizer, "a torch.optim.Optimizer")
     return optimizers
 
 
@@ -260,40 +232,23 @@ def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Schedule:
     warmup_steps = node.get("warmup_steps", 0)
     if not isinstance(warmup_steps, int) or warmup_steps < 0:
         raise ConfigError("schedule.warmup_steps", warmup_steps, "must be a whole number of at least 0")
-    target = targets.find("schedule._target_", node.get("_target_"))
-    if not (callable(target) and "warmup_steps" in _parameters(target)):
+    key, path = "schedule._target_", node.get("_target_")
+    target = targets.find(key, path)
+    parameters = list(targets.parameters(target) or ())
+    if "warmup_steps" not in parameters:
         node = {key: value for key, value in node.items() if key != "warmup_steps"}
     targets.check("schedule", node, given=1)
     factory = targets.build("schedule", {**node, "_partial_": True})
     if any("lr" not in group for group in optimizer.param_groups):
-        raise ConfigError(
-            "schedule._target_", node["_target_"], "moves the rate lr, which this optimizer does not have"
-        )
+        raise ConfigError(key, path, "schedules the learning rate lr, which this optimizer does not have")
     if target is ReduceLROnPlateau:
-        raise ConfigError("schedule._target_", node["_target_"], "follows a metric, not the step, and is not supported")
-    moves_groups = (inspect.isclass(target) and issubclass(target, LRScheduler)) or _first_parameter(
-        target
-    ) == "optimizer"
+        raise ConfigError(key, path, "follows a metric, not the step, and is not supported")
+    is_torchs = inspect.isclass(target) and issubclass(target, LRScheduler)
     try:
-        if moves_groups:
+        if is_torchs or parameters[:1] == ["optimizer"]:
             return ShadowSchedule(optimizer, factory, warmup_steps)
         schedule = CurveSchedule([group["lr"] for group in optimizer.param_groups], factory, warmup_steps)
         schedule.settings(0)
         return schedule
     except Exception as error:
-        raise ConfigError("schedule._target_", node["_target_"], f"failed with {in_one_line(error)}") from error
-
-
-def _first_parameter(target: Any) -> str | None:
-    return next(iter(_parameters(target)), None)
-
-
-def _parameters(target: Any) -> list[str]:
-    try:
-        return list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        return []
-
-
-def _spoken(count: int) -> str:
-    return f"{count / 1e6:.1f} million" if count >= 1e6 else f"{count:,}"
+        raise ConfigError(key, path, f"failed with {in_one_line(error)}") from error

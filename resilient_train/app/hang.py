@@ -1,4 +1,4 @@
-"""What a run says and saves when its watchdog ends it."""
+"""What a hung run logs and saves when its watchdog ends it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ _FOR_OTHERS_S = 1.2  # until the watchdogs of other ranks have looked at their c
 def end_hung(
     hang: Hang, world: World, directory: RunDirectory, run: Run | None, asked_for_another: Callable[[], bool]
 ) -> int:
-    """Log where a hung run stands, save what can be saved, and return the exit code. Called in another thread.
+    """Log where a run hangs, save what can be saved, and return the exit code. Called in another thread.
 
-    `asked_for_another`: if it was asked to stop, was that because another process of the run failed?
+    `asked_for_another` says whether a request to stop came because another process of the run failed.
     """
     asked = "it was asked to stop, and " if hang.stop_asked else ""
     where = next((f for f in reversed(called_by_us(hang.frames)) if is_users(f.f_code.co_filename)), None)
-    place = f"{where.f_code.co_filename}:{where.f_lineno}, in {where.f_code.co_name}" if where else _elsewhere(hang)
-    evidence = f"{asked}no {hang.phase} was finished for {hang.seconds:.0f} s; it stands in {place}"
-    # Of the many that wait for one, rank 0 speaks; a line of the user's code is printed by any rank.
+    place = f"{where.f_code.co_filename}:{where.f_lineno}, in {where.f_code.co_name}" if where else "no line of yours"
+    for frame in hang.frames if where is None else ():  # user code may run in a worker of the data loader
+        workers = getattr(frame.f_locals.get("self"), "_workers", [])
+        if workers and frame.f_code.co_filename.endswith(_LOADER):
+            pids = ", ".join(str(one.pid) for one in workers)
+            place = f"no line of yours: it waits for a batch from the workers of the data loader (processes {pids})"
+    evidence = f"{asked}no {hang.phase} was finished for {hang.seconds:.0f} s; it hangs in {place}"
+    # Rank 0 reports for the ranks that only wait for another; a rank that hangs in user code reports itself.
     level = logging.ERROR if world.is_main or where else logging.INFO
     log.log(level, "%s: the process ends; all stacks are in %s", evidence, directory.log(world.rank))
     log.info("%s", hang.stacks, extra=IN_FILE_ONLY)
@@ -50,9 +55,9 @@ def end_hung(
 
 
 def _with_others(mine: notes.Hung, world: World, directory: RunDirectory) -> str:
-    """Have rank 0 say who hung where: the others give it the time, because their end would be all that it sees."""
+    """Let rank 0 report which rank hung where: the others wait for it, as it would only see that they ended."""
     if not world.is_main:
-        with suppress(OSError):  # a host that does not have the directory
+        with suppress(OSError):  # this host may not have the directory
             notes.leave(directory.path, mine)
         time.sleep(_FOR_OTHERS_S)
         return mine.evidence
@@ -63,12 +68,9 @@ def _with_others(mine: notes.Hung, world: World, directory: RunDirectory) -> str
 
 
 def _save_newest(world: World, run: Run | None) -> bool:
-    """Write the newest verified state without waiting for the loop; False if updates are lost because it failed.
-
-    Rank 0 does it; the others cannot know, and give it time before it loses them.
-    """
+    """Let rank 0 write the newest verified state without waiting for the loop; False if that failed."""
     if not world.is_main:
-        time.sleep(_FOR_OTHERS_S)
+        time.sleep(_FOR_OTHERS_S)  # rank 0 would fail when it loses this one
     if run is None or not world.is_main or not run.guard.clock.step:
         return True
     step, path = run.guard.leave_newest()
@@ -77,13 +79,3 @@ def _save_newest(world: World, run: Run | None) -> bool:
     else:
         log.info("the state of step %s is in %s: the same command resumes from there", f"{step:,}", path)
     return path is not None
-
-
-def _elsewhere(hang: Hang) -> str:
-    """Say where it stands if not in the user's code, which may run in a worker of a data loader."""
-    for frame in hang.frames:
-        workers = getattr(frame.f_locals.get("self"), "_workers", [])
-        if workers and frame.f_code.co_filename.endswith(_LOADER):
-            pids = ", ".join(str(one.pid) for one in workers)
-            return f"no line of yours: it waits for a batch from the workers of the data loader (processes {pids})"
-    return "no line of yours"

@@ -1,4 +1,4 @@
-"""One run from its directory to its summary: what surrounds the loop."""
+"""One run, from its directory to its summary: everything around the loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from resilient_train import __version__
 from resilient_train.adapters.reporter import completed, finish_uploads, print_review, status_of, write
 from resilient_train.app.build import Run, assemble, validate
-from resilient_train.app.config.compose import Composed, is_fixed, told_changes
+from resilient_train.app.config.compose import Composed, describe_changes, is_fixed
 from resilient_train.app.hang import end_hung
 from resilient_train.app.terminal import Terminal
 from resilient_train.app.train import train
@@ -45,8 +45,8 @@ from resilient_train.tracking.store import left_in
 from resilient_train.tracking.uploads import NullTracker, Tracker
 from resilient_train.wording import GOOD, IN_FILE_ONLY, ODD, log
 
-_BEHIND_WATCHDOG_S = 60.0  # a collective that fails says less than a watchdog
-_HOME = Path("runs")  # of MLflow's database, where no other is named
+_BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
+_HOME = Path("runs")  # of MLflow's database, if no other store is configured
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class Ending:
 
 
 def run(composed: Composed) -> Ending:
-    """Train as configured, in a directory of its own. An error becomes one line, a summary and an exit code."""
+    """Train as configured, in a run directory. An error becomes one line, a summary and an exit code."""
     config = composed.config
     limits = (config.run.start_timeout, config.run.step_timeout, config.run.save_timeout)
     limit = max(limits) + _BEHIND_WATCHDOG_S if all(limits) else 0.0
     world = World.joined(config.accelerate, start_timeout=config.run.start_timeout, limit=limit)
     terminal = Terminal(is_main=world.is_main)
-    held: list[DirectoryLock] = []
+    locks: list[DirectoryLock] = []
     try:
-        directory = world.on_main(lambda: _open(composed, held))
+        directory = world.on_main(lambda: _open(composed, locks))
         if directory.finished is not None:
-            ending = _already_complete(composed, directory, directory.finished, world)
+            ending = _already_finished(composed, directory, directory.finished, world)
         else:
             terminal.log_to(directory.log(world.rank))
             set_deterministic(config.run.deterministic)
@@ -77,9 +77,9 @@ def run(composed: Composed) -> Ending:
             with StopRequests(config.run.max_hours, is_in_loop=False) as requests:
                 try:
                     session.train(requests)
-                except BaseException as caught:  # a SystemExit in the user's code, too, is not the end of the run
+                except BaseException as caught:  # a SystemExit of user code does not end the run either
                     error = caught
-                requests.is_in_loop = True  # what comes now is short, and is to be finished
+                requests.is_in_loop = True  # the rest is short, and is finished in any case
                 ending = session.end(error, requests)
             if ending.is_refused:
                 terminal.close()
@@ -89,37 +89,37 @@ def run(composed: Composed) -> Ending:
         return ending
     finally:
         terminal.close()
-        for lock in held:
+        for lock in locks:
             lock.release()
 
 
-def _open(composed: Composed, held: list[DirectoryLock]) -> RunDirectory:
-    """Choose and lock the run directory: a decision of rank 0."""
+def _open(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
+    """Choose and lock the run directory, on rank 0."""
     settings = composed.config.run
     directory, lock = claim(
         Path(settings.dir), steps=settings.steps, resume=settings.resume, is_unchanged=composed.is_unchanged
     )
-    held.append(lock)
+    locks.append(lock)
+    why = ""
     if directory.finished is not None:
-        if changes := composed.differences(directory.config):
-            lock.release()
-            why = f"holds a finished run of another configuration ({'; '.join(changes)}): choose another run.name"
-            raise ConfigError("run.dir", directory.path, why)
+        if changes := composed.other_run(directory.config):
+            why = f"holds a finished run of another configuration ({'; '.join(changes)})"
     elif directory.resumes:
         directory.changes = composed.changes(directory.config)
         if refused := [f"{key}: {how}" for key, how in directory.changes.items() if is_fixed(key)]:
-            lock.release()
-            why = f"holds a run that cannot resume with another {'; '.join(refused)}: choose another run.name"
-            raise ConfigError("run.dir", directory.path, why)
+            why = f"holds a run that cannot resume with another {'; '.join(refused)}"
     else:
         commit_text(directory.config, composed.yaml(directory.path))
+    if why:
+        lock.release()
+        raise ConfigError("run.dir", directory.path, f"{why}: choose another run.name")
     if not directory.resumes:
         endings.begin(directory.path, is_finished=directory.finished is not None)
     return directory
 
 
 class _Session:
-    """What is built on the way into a run, as far as it got."""
+    """A run from its start to its end: `end` reports what `train` has built until then."""
 
     def __init__(self, composed: Composed, world: World, directory: RunDirectory, terminal: Terminal) -> None:
         self.composed, self.world, self.directory, self.terminal = composed, world, directory, terminal
@@ -131,34 +131,40 @@ class _Session:
         self.resumed_from: int | None = None  # step of the previous process
 
     def train(self, requests: StopRequests) -> None:
-        """Build, resume where the run ended, train, and write the final state and the weights."""
-        settings, directory, composed = self.config.run, self.directory, self.composed
-        if self.world.is_main:
+        """Build, resume, train, and write the final state and the weights."""
+        settings, directory, composed, world = self.config.run, self.directory, self.composed, self.world
+        if world.is_main:
             self.tracker = tracking.build(self.config.tracking, directory.path, _HOME.absolute())
         log.info("resilient_train %s in %s", __version__, directory.path)
-        log.info("%s", self.world)
-        self.incident_log = IncidentLog(directory.path if self.world.is_main else None, run_dir=directory.path)
-        source = None if settings.resume in ("auto", "never") else Path(settings.resume)
+        log.info("%s", world)
+        self.incident_log = IncidentLog(directory.path if world.is_main else None, run_dir=directory.path)
         resume = Resume(
-            *(source, composed.digest, tuple(directory.changes)),
+            None if settings.resume in ("auto", "never") else Path(settings.resume),
+            *(composed.digest, tuple(directory.changes)),
             mlflow=lambda: self.tracker.run.run_id if self.tracker.run else None,
         )
-        with self._watchdog(requests) as watchdog:
-            self.run = run = assemble(self.config, self.world, self.incident_log, resume, requests.asked, watchdog.beat)
+        watchdog = Watchdog(  # from before the first line of user code
+            {Phase.START: settings.start_timeout, Phase.STEP: settings.step_timeout, Phase.SAVE: settings.save_timeout},
+            *(requests, settings.grace),
+            lambda: self.run.guard.saving_since if self.run else None,
+            *(self._end_hung, self.terminal.file),
+        )
+        with watchdog:
+            self.run = run = assemble(self.config, world, self.incident_log, resume, requests.asked, watchdog.beat)
             log.info("%s", run)
-            if self.world.is_main:
+            if world.is_main:
                 weights.describe(run.bare_model, directory.path)
             self._resume(run)
             self.tracker.params(composed.params)
             self.tracker.artifact(directory.config)
-            display = self.terminal.display(steps=settings.steps, done=run.guard.clock.step)
+            display = self.terminal.progress_line(steps=settings.steps, done=run.guard.clock.step)
             requests.is_in_loop = True
             try:
                 train(run, display, self.tracker, watchdog.beat)
                 watchdog.beat(Phase.SAVE)
                 step, left = run.guard.clock.step, run.guard.leave()
-                if run.guard.stopped and left is None:  # what is verified may be there already
-                    step, left = self.world.on_main(run.guard.leave_newest)
+                if run.guard.stopped and left is None:  # the newest verified state may be on disk already
+                    step, left = world.on_main(run.guard.leave_newest)
             finally:
                 display.close()
                 run.close()
@@ -167,98 +173,19 @@ class _Session:
                 if left is None:
                     raise TrainError(f"{stopped}: no state could be written, the run begins again at step {step:,}")
                 raise Stopped(f"{stopped}: the state is in {left}")
-            self._save_weights(run, directory.path / WEIGHTS)
-
-    def _watchdog(self, requests: StopRequests) -> Watchdog:
-        """Watch for hangs from before the first line of the user's code runs."""
-        run = self.config.run
-        limits = {Phase.START: run.start_timeout, Phase.STEP: run.step_timeout, Phase.SAVE: run.save_timeout}
-        return Watchdog(
-            *(limits, requests, run.grace),
-            lambda: self.run.guard.saving_since if self.run else None,
-            *(self._end_hung, self.terminal.file),
-        )
-
-    def _end_hung(self, hang: Hang) -> int:
-        code = end_hung(hang, self.world, self.directory, self.run, self._was_asked_for_another)
-        if self.run is not None and self.world.is_main:
-            write(self._summary("preempted" if code == 75 else "failed", code), self.directory.path)
-        return code
-
-    def end(self, error: BaseException | None, requests: StopRequests) -> Ending:
-        """Report how the run ended: summary, log, review, uploads."""
-        directory, run = self.directory, self.run
-        was_lost = False
-        if error is not None and self._is_of_another(error):
-            why = endings.failure(directory.path)
-            was_lost = why is None
-            ended = PeerEnded(why or "another process of this run ended; its error is in its train.rank*.log")
-            ended.__cause__, error = error, ended
-        elif not self.world.is_main and error is not None and status_of(error)[0] == "failed":
-            endings.note_failure(directory.path, self.world.rank, short_message(error), in_training=self.has_begun)
-        if run is not None and self.has_begun:  # else the record is still of the previous process
-            run.guard.ended(was_killed=was_lost)
-        self.incident_log.close_files()
-        summary = self._summary(*status_of(error))
-        if summary.weights_sha256 is not None:  # each rank's own, in its own log
-            log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
-        if error is None:
-            log.info("%s", completed(summary), extra=GOOD)
-        else:
-            _print_error(error, directory, self.world)
-        if self.world.is_main:
-            self._write(summary, error)  # before MLflow may take its time
-            if self.has_begun and summary.ticks:
-                print_review(directory.path, self.resumed_from)
-            if summary.ticks:
-                requests.may_interrupt = True
+            tensors = weights.gathered(run.bare_model, keep=world.is_main)
+            if world.is_main:
+                path = directory.path / WEIGHTS
                 try:
-                    finish_uploads(self.tracker, summary, directory.path, directory.log(0))
-                finally:
-                    requests.may_interrupt = False
-            else:  # a mistake in a configuration is nothing to upload
-                self.tracker.drop()
-        if isinstance(error, KeyboardInterrupt):
-            raise error
-        loss = run.evaluated["loss"] if run and run.evaluated else summary.final_loss
-        # Several processes, or a launcher, need the directory to find the refusal in.
-        is_nothing = isinstance(error, ConfigError) and directory.is_new and run is None
-        is_nothing = is_nothing and self.world.size == 1 and "WORLD_SIZE" not in os.environ
-        return Ending(summary.exit_code, None if error else loss, is_nothing)
-
-    def _summary(self, status: str, exit_code: int) -> Summary:
-        seconds = time.monotonic() - self.started
-        if self.run is None:
-            return Summary.without_update(status, exit_code, seconds)
-        state = self.run.guard.state
-        digests = (state.weights_sha256(), state.sha256()) if status == "completed" else None
-        summary = self.run.guard.reporter.summary(status, exit_code, seconds, digests)
-        summary.eval = self.run.evaluated  # by an earlier process, perhaps
-        return summary
-
-    def _is_of_another(self, error: BaseException) -> bool:
-        """Say whether another process ended, of which this one has only seen a closed connection or a request."""
-        if isinstance(error, Stopped):
-            return self._was_asked_for_another()
-        return self.world.size > 1 and is_lost_peer(error)
-
-    def _was_asked_for_another(self) -> bool:
-        """Say whether an agent asks to stop because another rank has failed, and no person does."""
-        if self.world.size == 1 or (self.run is not None and self.run.guard.stopped):  # all have agreed to it
-            return False
-        return endings.failure(self.directory.path) is not None or has_lost_sibling()
-
-    def _write(self, summary: Summary, error: BaseException | None) -> None:
-        """Write the summary; of a configuration that was refused, only that: the run is as it was."""
-        if self.has_begun or not isinstance(error, ConfigError):
-            write(summary, self.directory.path)
-        elif "WORLD_SIZE" in os.environ:  # a launcher hides the exit code
-            endings.note_refusal(self.directory.path, error.exit_code, str(error))
+                    weights.save(tensors, path)
+                except OSError as error:
+                    why = "free some space; the same command resumes from the newest checkpoint, if there is one"
+                    raise TrainError(f"{path} cannot be written ({error.strerror or error}): {why}") from error
 
     def _resume(self, run: Run) -> None:
-        """Resume where the run ended, with what has changed since; only now is the new configuration written."""
+        """Resume the run of the directory. A changed configuration is written only now."""
         directory = self.directory
-        for line in told_changes(directory.changes):
+        for line in describe_changes(directory.changes):
             log.info("changed: %s", line)
         if run.guard.resume():
             self.resumed_from = run.guard.clock.step
@@ -271,33 +198,92 @@ class _Session:
         if directory.changes and self.world.is_main:
             commit_text(directory.config, self.composed.yaml(directory.path))
 
-    def _save_weights(self, run: Run, path: Path) -> None:
-        tensors = weights.gathered(run.bare_model, keep=self.world.is_main)
-        if not self.world.is_main:
-            return
-        try:
-            weights.save(tensors, path)
-        except OSError as error:
-            why = "free some space; the same command resumes from the newest checkpoint, if one could be written"
-            raise TrainError(f"{path} cannot be written ({error.strerror or error}): {why}") from error
+    def _end_hung(self, hang: Hang) -> int:
+        code = end_hung(hang, self.world, self.directory, self.run, self._was_asked_for_another)
+        if self.run is not None and self.world.is_main:
+            write(self._summary("preempted" if code == 75 else "failed", code), self.directory.path)
+        return code
+
+    def end(self, error: BaseException | None, requests: StopRequests) -> Ending:
+        """Report how the run ended: summary, log, review, uploads."""
+        directory, run, is_main = self.directory, self.run, self.world.is_main
+        was_lost = False
+        if isinstance(error, Stopped):
+            is_of_another = self._was_asked_for_another()
+        else:
+            is_of_another = error is not None and self.world.size > 1 and is_lost_peer(error)
+        if is_of_another:
+            why = endings.failure(directory.path)
+            was_lost = why is None
+            ended = PeerEnded(why or "another process of this run ended; its error is in its train.rank*.log")
+            ended.__cause__, error = error, ended
+        elif not is_main and error is not None and status_of(error)[0] == "failed":
+            endings.note_failure(directory.path, self.world.rank, short_message(error), in_training=self.has_begun)
+        if run is not None and self.has_begun:  # else the journal still is the previous process's
+            run.guard.ended(was_killed=was_lost)
+        self.incident_log.close_files()
+        summary = self._summary(*status_of(error))
+        if summary.weights_sha256 is not None:  # each rank logs its own
+            log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
+        if error is None:
+            log.info("%s", completed(summary), extra=GOOD)
+        else:
+            _print_error(error, directory, self.world)
+        if is_main:
+            if self.has_begun or not isinstance(error, ConfigError):
+                write(summary, directory.path)  # before the uploads, which take time
+            elif "WORLD_SIZE" in os.environ:  # the run is unchanged, but a launcher hides the exit code
+                endings.note_refusal(directory.path, error.exit_code, str(error))
+            if self.has_begun and summary.ticks:
+                print_review(directory.path, self.resumed_from)
+            if summary.ticks:
+                requests.may_interrupt = True
+                try:
+                    finish_uploads(self.tracker, summary, directory.path, directory.log(0))
+                finally:
+                    requests.may_interrupt = False
+            else:  # a wrong configuration is not uploaded
+                self.tracker.drop()
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        loss = run.evaluated["loss"] if run and run.evaluated else summary.final_loss
+        # Several processes, or a launcher, need the directory to find the refusal in.
+        is_alone = self.world.size == 1 and "WORLD_SIZE" not in os.environ
+        is_refused = isinstance(error, ConfigError) and directory.is_new and run is None and is_alone
+        return Ending(summary.exit_code, None if error else loss, is_refused)
+
+    def _summary(self, status: str, exit_code: int) -> Summary:
+        seconds = time.monotonic() - self.started
+        if self.run is None:
+            return Summary.without_update(status, exit_code, seconds)
+        state = self.run.guard.state
+        digests = (state.weights_sha256(), state.sha256()) if status == "completed" else None
+        summary = self.run.guard.reporter.summary(status, exit_code, seconds, digests)
+        summary.eval = self.run.evaluated  # perhaps by the previous process
+        return summary
+
+    def _was_asked_for_another(self) -> bool:
+        """Say whether a launcher asks to stop because another rank failed, and not a person or a scheduler."""
+        if self.world.size == 1 or (self.run is not None and self.run.guard.stopped):  # all ranks agreed to stop
+            return False
+        return endings.failure(self.directory.path) is not None or has_lost_sibling()
 
 
-def _already_complete(composed: Composed, directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
+def _already_finished(composed: Composed, directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
     changes = composed.changes(directory.config)
-    validate(composed.config, changes, _HOME.absolute())  # a mistake is one, also where there is nothing to do
-    if summary["status"] == "gave_up" and not world.is_main:
-        return Ending(int(summary["exit_code"]), None)
+    validate(composed.config, changes, _HOME.absolute())  # a wrong configuration is refused here as well
     if summary["status"] == "gave_up":
-        good = last_good_of(directory.path)
-        where = f"its last good state is in {good.path}" if good is not None else "it left no good state"
-        log.error("%s gave up: the end of its train.log says why; %s", directory.path, where)
-        log.error("with another configuration it resumes from there; run.resume=never starts a new run")
+        if world.is_main:
+            good = last_good_of(directory.path)
+            where = f"its last good state is in {good.path}" if good is not None else "it left no good state"
+            log.error("%s gave up: the end of its train.log says why; %s", directory.path, where)
+            log.error("with another configuration it resumes from there; run.resume=never starts a new run")
         return Ending(int(summary["exit_code"]), None)
     loss = summary.get("final_loss")
     known = f"{loss:.4g}" if isinstance(loss, float) else "unknown"
     log.info("%s is complete: %s steps, loss %s", directory.path, summary["steps"], known)
-    for line in told_changes(changes):
-        log.info("differs from what is asked for now: %s", line)
+    for line in describe_changes(changes):
+        log.info("differs from this command: %s", line)
     log.info("training is complete; run.resume=never starts a new run in a sibling directory")
     if world.is_main and (left := left_in(directory.path)):
         entries = "1 entry" if left == 1 else f"{left:,} entries"

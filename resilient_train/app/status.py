@@ -1,7 +1,6 @@
-"""The door to where a run stands: `python -m resilient_train status RUN_DIR`.
+"""`resilient-train status RUN_DIR`: the status of a run in one line, with the run's own exit code.
 
-It changes nothing, needs neither torch nor the run's code, and ends with the run's own exit code, of which launchers
-make another one. 0 is also said of a run that is at work, 1 of one that was killed, 2 where there is no run.
+It changes nothing, and needs neither torch nor the run's code. Launchers hide the exit code of a run; this one is true.
 """
 
 from __future__ import annotations
@@ -9,9 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from resilient_train.record.endings import (
     REFUSED,
@@ -37,7 +35,7 @@ _NOT_WELL = {
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands, and why if that is known."""
+    """The status of a run, and the reason if it is known."""
 
     state: str  # running, killed, refused, none; else as summary.json has it
     exit_code: int
@@ -48,42 +46,33 @@ class Status:
     onward: str = "the same command resumes"
 
     def line(self, run_dir: Path) -> str:
-        """Tell it in one line."""
-        of = f" of {self.steps:,}" if self.steps is not None else ""
-        at = f"step {self.step or 0:,}{of}"
+        """Return all of it in one line."""
+        at = f"step {self.step or 0:,}" + (f" of {self.steps:,}" if self.steps is not None else "")
         because = f": {self.why}" if self.why else ""
-        match self.state:
-            case "running":
-                return f"{run_dir}: running, {at}, {self.process}"
-            case "completed":
-                return f"{run_dir}: completed, {self.step or 0:,} steps{because}"
-            case "preempted":
-                return f"{run_dir}: stopped on request at {at}; {self.onward}"
-            case "gave_up":
-                return f"{run_dir}: {self.why or 'gave up: the end of its train.log says why'}"
-            case "killed":
-                return f"{run_dir}: killed (no exit message) at {at}; {self.onward}"
-            case "closed":
-                return f"{run_dir}: closed by its program at {at}; {self.onward}"
-            case "ended":
-                return f"{run_dir}: left at {at}, and nothing said that it was the end (guard.close()); {self.onward}"
-            case "refused":
-                return f"{run_dir}: the last start was refused{because}"
-            case "none":
-                return f"{run_dir}: no run there; expected the directory of a run, such as runs/NAME"
-        return f"{run_dir}: {self.state} at {at}{because}"
+        lines = {
+            "running": f"running, {at}, {self.process}",
+            "completed": f"completed, {self.step or 0:,} steps{because}",
+            "preempted": f"stopped on request at {at}; {self.onward}",
+            "gave_up": self.why or "gave up: the end of its train.log says why",
+            "killed": f"killed (no exit message) at {at}; {self.onward}",
+            "closed": f"closed by its program at {at}; {self.onward}",
+            "ended": f"its program ended at {at} without guard.close(); {self.onward}",
+            "refused": f"the last start was refused{because}",
+            "none": "no run there; expected the directory of a run, such as runs/NAME",
+        }
+        return f"{run_dir}: {lines.get(self.state, f'{self.state} at {at}{because}')}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print where a run stands; return its exit code."""
+    """Print the status of a run; return its exit code."""
     parser = argparse.ArgumentParser(
         prog="resilient-train status",
-        description="Print in one line where a run stands, and end with its exit code.",
-        epilog="0 finished, or at work; 1 failed, hung or killed; 2 refused, or no run there; 3 gave up; 75 stopped on "
+        description="Print the status of a run in one line, and end with its exit code.",
+        epilog="0 finished, or running; 1 failed, hung or killed; 2 refused, or no run there; 3 gave up; 75 stopped on "
         "request: the same command resumes.",
     )
     parser.add_argument("run_dir", type=Path, help="the directory of the run")
-    parser.add_argument("--json", action="store_true", help="print an object for a program instead")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
     status = status_of(given.run_dir)
     if given.json:
@@ -94,36 +83,27 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def status_of(run_dir: Path) -> Status:
-    """Look where a run stands."""
-    found, loop = _found(run_dir), loop_of(run_dir)
-    if loop is None or loop.resumes:
-        return found
-    return replace(found, onward=f"running it again starts a new run in {next_directory(run_dir)}")
-
-
-def _found(run_dir: Path) -> Status:
-    stand, steps = position_of(run_dir), planned_steps(run_dir)
-    step = stand.step if stand else None
+    """Read the status of the run in a directory."""
+    position, steps, loop = position_of(run_dir), planned_steps(run_dir), loop_of(run_dir)
+    step = position.step if position else None
+    onward = "the same command resumes"
+    if loop is not None and not loop.resumes:
+        onward = f"running it again starts a new run in {next_directory(run_dir)}"
     if process := at_work(run_dir):
-        return Status("running", 0, step, steps, process)
+        return Status("running", 0, step, steps, process, onward=onward)
     if refused := read_ending(run_dir, REFUSED):
-        return Status("refused", refused["exit_code"], step, steps, why=str(refused.get("why")))
-    if summary := read_ending(run_dir, SUMMARY):
-        return _ended(run_dir, summary, steps)
-    if not is_run(run_dir):
-        return Status("none", 2)
-    why = failure(run_dir)
-    return Status("failed" if why else "killed", 1, step, steps, why=why)
-
-
-def _ended(run_dir: Path, summary: dict[str, Any], steps: int | None) -> Status:
-    """What a run said of its end."""
-    state, step = str(summary.get("status")), summary.get("steps")
-    why = None
+        return Status("refused", refused["exit_code"], step, steps, why=str(refused.get("why")), onward=onward)
+    if not (summary := read_ending(run_dir, SUMMARY)):
+        if not is_run(run_dir):
+            return Status("none", 2, onward=onward)
+        why = failure(run_dir)
+        return Status("failed" if why else "killed", 1, step, steps, why=why, onward=onward)
+    state, step, why = str(summary.get("status")), summary.get("steps"), None
     if state in ("failed", "gave_up"):
         why = why_incomplete(run_dir, summary)
     if state == "completed":
         why = _NOT_WELL.get(str(summary.get("verdict")))
     if why is not None and state == "gave_up" and (good := last_good_of(run_dir)) is not None:
         why = f"{why}; the last good state is in {near(good.path)}"
-    return Status(state, summary["exit_code"], step if isinstance(step, int) else None, steps, why=why)
+    step = step if isinstance(step, int) else None
+    return Status(state, summary["exit_code"], step, steps, why=why, onward=onward)

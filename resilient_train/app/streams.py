@@ -1,6 +1,6 @@
-"""What is said when nobody is there to hear it: the pipe was closed, the terminal is gone with its ssh session.
+"""Output that nobody may read any more: the pipe was closed, or the terminal ended with its ssh session.
 
-A run says nothing more then and goes on; a command that only tells something ends.
+A run continues without output; a command that only prints something ends.
 """
 
 from __future__ import annotations
@@ -17,41 +17,36 @@ from typing import IO, Any, cast
 _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET)  # a pipe, a terminal, a device, a socket
 
 
-def lasting(stream: IO[str] | None) -> IO[str] | None:
-    """Return a stream that never fails: what it leads to may go, or be full."""
-    return stream if stream is None or isinstance(stream, _Lasting) else cast("IO[str]", _Lasting(stream))
+def fail_safe(stream: IO[str] | None) -> IO[str] | None:
+    """Return a stream that never fails: its reader may disappear, its disk may be full."""
+    return stream if stream is None or isinstance(stream, _FailSafe) else cast("IO[str]", _FailSafe(stream))
 
 
 @contextmanager
-def outlived() -> Iterator[None]:
-    """Let the process go on without its terminal, whoever prints meanwhile: we, a user's code or a library."""
+def survive_hangup() -> Iterator[None]:
+    """Let the process continue without its terminal, whatever prints meanwhile: this package, user code, a library."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = lasting(before[0]), lasting(before[1])
-    is_ours = _is_ours_to_ignore(signal.SIGHUP)
-    if is_ours:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what a shell sends to all that it started when it goes
+    sys.stdout, sys.stderr = fail_safe(before[0]), fail_safe(before[1])
+    # A shell that ends sends SIGHUP to what it started. An elastic agent passes it on, and kills after half a minute.
+    ignores = "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread()
+    ignores = ignores and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    if ignores:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         yield
     finally:
-        if is_ours:
+        if ignores:
             signal.signal(signal.SIGHUP, signal.SIG_DFL)
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, _Lasting):
-                stream.flush()  # what Python flushes on its way out would end the process with a complaint and 120
+            if isinstance(stream, _FailSafe):
+                stream.flush()  # Python's own flush at exit would end the process with a complaint and 120
         sys.stdout, sys.stderr = before
 
 
-def _is_ours_to_ignore(number: signal.Signals) -> bool:
-    """Say whether nobody else minds: an elastic agent passes it on and kills who has not ended half a minute later."""
-    if "TORCHELASTIC_RUN_ID" in os.environ or threading.current_thread() is not threading.main_thread():
-        return False
-    return signal.getsignal(number) is signal.SIG_DFL
-
-
-def while_heard(tell: Callable[[], int]) -> int:
-    """Call what only tells something; return its exit code, or 0 as soon as nobody reads on."""
+def until_unread(call: Callable[[], int]) -> int:
+    """Call what only prints something; return its exit code, or 0 if nobody reads the output any more."""
     try:
-        code = tell()
+        code = call()
         sys.stdout.flush()
     except OSError as error:
         if error.errno not in _GONE:
@@ -59,15 +54,15 @@ def while_heard(tell: Callable[[], int]) -> int:
     else:
         return code
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):
+        try:
             stream.flush()
-            continue
-        _lead_nowhere(stream)
+        except OSError:
+            _redirect_to_null(stream)
     return 0
 
 
-class _Lasting:
-    """A stream whose reader may go: from then on it leads nowhere, also for those who know only its descriptor."""
+class _FailSafe:
+    """A stream that writes to nowhere once its reader is gone, as do programs that only have its descriptor."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -90,20 +85,19 @@ class _Lasting:
             self.write(line)
 
     def _failed(self, error: OSError) -> None:
-        """A disk that is full may have room later, and takes what comes then."""
-        if error.errno in _GONE:
-            _lead_nowhere(self._stream)
+        if error.errno in _GONE:  # a full disk may have room later
+            _redirect_to_null(self._stream)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def _lead_nowhere(stream: IO[str]) -> None:
-    """Let the descriptor of a stream lead to where everything is forgotten, what it still holds included."""
-    with suppress(OSError, ValueError):  # it may have none
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+def _redirect_to_null(stream: IO[str]) -> None:
+    """Redirect the descriptor of a stream, and what its buffer still holds, to the null device."""
+    with suppress(OSError, ValueError):  # it may have no descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
         try:
-            os.dup2(nowhere, stream.fileno())
+            os.dup2(null, stream.fileno())
         finally:
-            os.close(nowhere)
+            os.close(null)
         stream.flush()

@@ -1,6 +1,6 @@
-"""The door to what MLflow does not have yet: `python -m resilient_train sync RUN_DIR`.
+"""`resilient-train sync RUN_DIR`: upload to MLflow what could not be uploaded during the run.
 
-It delivers what a run could not while it lasted, from any machine that has the directory, and does nothing twice.
+It works from any machine that has the directory, and uploads nothing twice.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from resilient_train.app.terminal import counting
@@ -23,18 +22,15 @@ from resilient_train.tracking.store import KnownRun, Store, left_in, locate, sho
 from resilient_train.tracking.uploads import EXPERIMENT
 from resilient_train.wording import printable
 
-if TYPE_CHECKING:
-    from resilient_train.tracking.courier import Courier
-
 _PAUSES_S = (2.0, 5.0, 0.0)  # after each attempt that failed
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Deliver; return 0 if MLflow has everything, 1 if not, 2 where there is nothing that could be delivered."""
+    """Upload; return 0 if MLflow has everything, 1 if not, 2 if there is nothing to upload or the store is unknown."""
     parser = argparse.ArgumentParser(
         prog="resilient-train sync",
-        description="Deliver to MLflow what could not be delivered while the run lasted. Nothing is delivered twice.",
-        epilog="The address of the run is used unless another is given. Where it holds a token or a password, which is "
+        description="Upload to MLflow what could not be uploaded during the run. Nothing is uploaded twice.",
+        epilog="The address of the run is used unless another is given. If it holds a token or a password, which is "
         "not written down, give it again by --uri or MLFLOW_TRACKING_URI, or use MLflow's own variables for them. "
         "Those, and ~/.mlflow/credentials, are sent to no address that only the directory names: give it by --uri.",
     )
@@ -42,22 +38,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--uri", "--tracking-uri", help="another tracking store: sqlite:///file.db, http://host:5000, ..."
     )
-    parser.add_argument("--experiment", help="another experiment to file it under")
+    parser.add_argument("--experiment", help="another experiment for the run")
     given = parser.parse_args(arguments)
     try:
-        store, experiment = _place(given.run_dir, given.uri, given.experiment)
-    except (_Nowhere, ConfigError) as why:
+        store, experiment = _destination(given.run_dir, given.uri, given.experiment)
+    except (_Unknown, ConfigError) as why:
         print(printable(f"{given.run_dir}: {why}"), file=sys.stderr)
         return 2
-    return _sync(given.run_dir.absolute(), store, experiment)
+    return _upload(given.run_dir.absolute(), store, experiment)
 
 
-class _Nowhere(Exception):
-    """It is not clear what is to be delivered, or where."""
+class _Unknown(Exception):
+    """It is not known what to upload, or where to."""
 
 
-def _place(run_dir: Path, uri: str | None, experiment: str | None) -> tuple[Store, str]:
-    """Where the run goes to: where it was shown last, unless somebody says otherwise."""
+def _destination(run_dir: Path, uri: str | None, experiment: str | None) -> tuple[Store, str]:
+    """Return the store and the experiment of a run: those that it had last, unless others are given."""
     began, late = None, is_late(run_dir)
     try:
         for entry, _ in entries(run_dir / OUTBOX):
@@ -66,37 +62,34 @@ def _place(run_dir: Path, uri: str | None, experiment: str | None) -> tuple[Stor
     except OSError as error:
         if not late:
             why = f"no {OUTBOX} can be read there ({error.strerror or error}), and nothing else of a run"
-            raise _Nowhere(f"{why}: expected the directory of a run, such as runs/NAME") from None
-    where, filed = KnownRun(run_dir).where() or (None, None)
+            raise _Unknown(f"{why}: expected the directory of a run, such as runs/NAME") from None
+    known_uri, known_experiment = KnownRun(run_dir).where() or (None, None)
     if began is not None:
-        where, filed = str(began.get("tracking_uri")), str(began.get("experiment"))
-    experiment = experiment or filed
-    asked, around = uri or where, os.environ.get("MLFLOW_TRACKING_URI")
-    if uri is None and around and (where is None or shown(around) == where):
-        asked = around  # the same place, with its secret
+        known_uri, known_experiment = str(began.get("tracking_uri")), str(began.get("experiment"))
+    experiment = experiment or known_experiment
+    asked, from_environment = uri or known_uri, os.environ.get("MLFLOW_TRACKING_URI")
+    if uri is None and from_environment and (known_uri is None or shown(from_environment) == known_uri):
+        asked = from_environment  # the same place, with its secret
     if late:
         asked = asked or locate(None, run_dir.absolute().parent).uri
         experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
     if asked is None or experiment is None:
-        raise _Nowhere(f"its {OUTBOX} does not say where to: give --uri and --experiment")
+        raise _Unknown(f"its {OUTBOX} does not say where to: give --uri and --experiment")
     if "***" in asked:
-        raise _Nowhere(f"the secret in {asked} is not written down: give the address by --uri or MLFLOW_TRACKING_URI")
+        raise _Unknown(f"the secret in {asked} is not written down: give the address by --uri or MLFLOW_TRACKING_URI")
     store = locate(asked, run_dir.parent)
-    if uri is None and asked != around and store.database is None and (names := _credentials(store.uri)):
+    is_only_named = uri is None and asked != from_environment  # by the directory, which a stranger may have written
+    if is_only_named and store.database is None and (names := _credentials(store.uri)):
         why = f"only the directory names {shown(asked)}, and {' and '.join(names)} would be sent there"
-        raise _Nowhere(
-            f"{why}: if that is your server, add --uri {shlex.quote(shown(asked))}, or set MLFLOW_TRACKING_URI to it"
-        )
+        what = f"add --uri {shlex.quote(shown(asked))}, or set MLFLOW_TRACKING_URI to it"
+        raise _Unknown(f"{why}: if that is your server, {what}")
     if uri is None and store.database is not None and not store.database.parent.is_dir():
-        raise _Nowhere(f"{store.database} cannot be here, where {store.database.parent} is missing: give --uri")
+        raise _Unknown(f"{store.database} cannot be here, as {store.database.parent} is missing: give --uri")
     return store, experiment
 
 
 def _credentials(uri: str) -> list[str]:
-    """What would be sent along, to whatever address a stranger's directory names.
-
-    Where there is nothing, there is nothing to ask. A server on this host is asked for as well: others may run it.
-    """
+    """Return which credentials would be sent to an address. This host is no exception: others may run the server."""
     if urlsplit(uri).scheme.startswith(("postgresql", "mysql")):
         return [name for name in ("PGPASSWORD", "MYSQL_PWD") if os.environ.get(name)]
     names = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4")
@@ -104,7 +97,7 @@ def _credentials(uri: str) -> list[str]:
     return [*(name for name in names if os.environ.get(name)), *([str(file)] if file.exists() else [])]
 
 
-def _sync(run_dir: Path, store: Store, experiment: str) -> int:
+def _upload(run_dir: Path, store: Store, experiment: str) -> int:
     if is_late(run_dir):
         try:
             catch_up(run_dir, shown(store.uri), experiment)
@@ -112,44 +105,34 @@ def _sync(run_dir: Path, store: Store, experiment: str) -> int:
             print(printable(f"{run_dir}: {OUTBOX} cannot be written: {error.strerror or error}"), file=sys.stderr)
             return 1
     KnownRun(run_dir).settle(trains=False)
-    with counting("delivering", left_in(run_dir)) as went_on:
-        from resilient_train.tracking.courier import Courier  # with MLflow, which takes seconds
+    trouble = ""
+    with counting("uploading", left_in(run_dir)) as went_on:
+        from resilient_train.tracking.connection import root_cause
+        from resilient_train.tracking.courier import Busy, Courier  # with MLflow, which takes seconds
 
         courier = Courier(run_dir, store, experiment, went_on=went_on)
         try:
-            trouble = _attempted(courier)
+            for pause in _PAUSES_S:
+                try:
+                    courier.conclude()
+                except Busy:
+                    trouble = "the run's own process is uploading them"
+                    break
+                except Exception as error:  # the server's, the disk's: it can be of any class
+                    trouble = " ".join(shown(root_cause(error)).split())
+                else:
+                    trouble = ""
+                    break
+                time.sleep(pause)
         finally:
             courier.leave()
-    if trouble is not None:
+    if trouble:
         left = left_in(run_dir)
         what = f"{left:,} entries are left" if left else "what MLflow shows of the run is not complete"
         print(f"{run_dir}: {what}: {printable(trouble)}", file=sys.stderr)
         return 1
-    return _report(run_dir, store, courier)
-
-
-def _attempted(courier: Courier) -> str | None:
-    """Deliver everything, or say what keeps it from that."""
-    from resilient_train.tracking.connection import root_cause
-    from resilient_train.tracking.courier import Busy
-
-    trouble = None
-    for pause in _PAUSES_S:
-        try:
-            courier.conclude()
-        except Busy:
-            return "the run's own process is delivering them"
-        except Exception as error:  # the server's, the disk's: there is no end of what it can be
-            trouble = " ".join(shown(root_cause(error)).split())
-        else:
-            return None
-        time.sleep(pause)
-    return trouble
-
-
-def _report(run_dir: Path, store: Store, courier: Courier) -> int:
-    delivered, where = courier.report.entries, shown(store.uri)
-    what = f"{delivered:,} entries were delivered" if delivered else "nothing was left to deliver"
+    uploaded, where = courier.report.entries, shown(store.uri)
+    what = f"{uploaded:,} entries were uploaded" if uploaded else "nothing was left to upload"
     print(f"{run_dir}: {what}; MLflow at {where} has everything")
     for why in courier.report.refused:
         print(printable(f"  but it refused something: {shown(why)}"))

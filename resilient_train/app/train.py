@@ -14,29 +14,26 @@ from resilient_train.tracking.uploads import Tracker
 from resilient_train.wording import log
 
 
-def _unwatched() -> None:
-    """Nobody looks at the clock."""
+def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None] = lambda: None) -> None:
+    """Make updates until `run.steps` of them are accepted, or a request to stop; evaluate meanwhile and at the end.
 
-
-def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None] = _unwatched) -> None:
-    """Make updates until `run.steps` of them are accepted, or it is asked to stop; evaluate on the way and at the end.
-
-    `beat` is called whenever the run has got on.
+    `beat` is called whenever the run makes progress.
     """
     settings, guard = run.config.run, run.guard
     run.model.train()
-    if run.owes_evaluation(guard.clock.step):
+    step = guard.clock.step
+    if step > 0 and run.evaluates_at(step) and run.evaluated_at != step:  # the previous process ended before it
         evaluate_and_report(run, tracker, beat)
-    run.guard.reporter.times.start_lap()
+    guard.reporter.times.start_lap()
     for batch in guard.batches():
         attempted = guard.step(batch)
         beat()
         if not attempted:
-            continue  # gradients accumulate, or the update was dropped for the sake of an incident
+            continue  # gradients accumulate, or an incident dropped the update
         display.step(guard.clock.step)
         if not run.has_begun:
             run.has_begun = True
-            tracker.begin()  # MLflow may load now; before, it would have kept the first update waiting
+            tracker.begin()  # MLflow may load now; before, it would have delayed the first update
         if guard.newest and guard.newest.accepted and guard.newest.step % settings.log_every == 0:
             report(run, display, tracker)
         if run.evaluates_at(guard.attempted_step) and guard.settle():
@@ -48,40 +45,40 @@ def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None]
 
 
 def report(run: Run, display: Display, tracker: Tracker) -> None:
-    """Show the newest vitals that were read back, and what the objective reported next to its loss."""
+    """Show the newest vitals that were read back, and the metrics of the objective."""
     if (newest := run.guard.report()) is not None:
         display.show(newest.vitals, newest.metrics)
         tracker.metrics(newest.vitals.tick, newest.values)
 
 
 def evaluate_and_report(run: Run, tracker: Tracker, beat: Callable[[], None]) -> None:
-    """Evaluate, if there is something to evaluate on, and nobody asks to stop meanwhile."""
+    """Evaluate, if there is an evaluation set; a request to stop may end it early."""
     if run.evaluation is None or not (found := evaluate(run, beat)):
         return
     run.evaluated, run.evaluated_at = found, run.guard.clock.step
     run.guard.evaluated(found)
-    told = "  ".join(f"{name} {value:.4g}" for name, value in run.evaluated.items())
-    log.info("evaluation after step %d: %s", run.guard.clock.step, told)
-    tracker.metrics(run.guard.clock.tick, {f"eval/{name}": value for name, value in run.evaluated.items()})
+    results = "  ".join(f"{name} {value:.4g}" for name, value in found.items())
+    log.info("evaluation after step %d: %s", run.guard.clock.step, results)
+    tracker.metrics(run.guard.clock.tick, {f"eval/{name}": value for name, value in found.items()})
 
 
 @torch.no_grad()
-def evaluate(run: Run, beat: Callable[[], None] = _unwatched) -> dict[str, float]:
-    """Return the mean over all rows and ranks of the loss and of what the objective reports.
+def evaluate(run: Run, beat: Callable[[], None] = lambda: None) -> dict[str, float]:
+    """Return the mean over all rows and ranks of the loss and of the objective's metrics.
 
-    Nothing where it was left because the run is to stop: it is made up for when the run goes on. Several processes, of
-    which each would leave at another batch, finish it first.
+    It is empty if a request to stop ended it early: the next process evaluates instead. Several processes would each
+    stop at another batch, and finish it first.
     """
     assert run.evaluation is not None
     sums: dict[str, torch.Tensor] = {}
     rows: dict[str, int] = {}
     run.model.eval()
-    with preserved(run.world.device):  # whatever evaluation draws, training goes on as if it had not happened
+    with preserved(run.world.device):  # training continues with the random numbers as if there was no evaluation
         for batch, weight in run.evaluation.batches(beat):
             beat()
             if run.world.size == 1 and run.stop():
                 run.model.train()
-                run.guard.stop_now()  # the end, too, is not reached without it
+                run.guard.stop_now()  # the run is not complete without its evaluation
                 return {}
             loss, metrics = run.objective(run.model, run.guard.on_device(batch))
             for name, value in {"loss": loss, **metrics}.items():
@@ -89,7 +86,7 @@ def evaluate(run: Run, beat: Callable[[], None] = _unwatched) -> dict[str, float
                 sums[name] = sums[name] + part if name in sums else part
                 rows[name] = rows.get(name, 0) + weight
     run.model.train()
-    run.guard.reporter.times.start_lap()  # a step's time has no evaluation in it
+    run.guard.reporter.times.start_lap()  # the time of a step does not include an evaluation
     names = sorted(run.world.union(sums), key=lambda name: (name != "loss", name))
     cells = [cell for name in names for cell in (sums.get(name, 0.0), rows.get(name, 0))]
     totals = run.world.sum(torch.stack([torch.as_tensor(cell, device=run.world.device).float() for cell in cells]))

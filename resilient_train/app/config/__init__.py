@@ -1,1 +1,5 @@
-"""Hydra's side of the house: what may be configured, whether it makes sense, and the objects it names."""
+"""The configuration of the command, and all of its use of Hydra."""
+
+from resilient_train.files import conf
+
+CONF = conf()

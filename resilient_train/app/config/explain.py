@@ -1,30 +1,59 @@
-"""Hydra's errors and OmegaConf's, each in one line that names the key, the value and what is allowed."""
+"""Hydra's composition, with errors of Hydra and OmegaConf in one line: the key, the value and what is allowed."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import typing
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins import file_config_source
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException, ValidationError
 
-from resilient_train.app.config.sources import CONF, look_first
+from resilient_train.app.config import CONF
 from resilient_train.errors import ConfigError, TrainError, in_one_line, text_of, unusable
+from resilient_train.files import read_yaml_text
 from resilient_train.imports import similar
 
 VERSION_BASE = "1.3"
+_TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "a text"}
+_TYPES |= {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
+
+
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Checks a file of the user's before Hydra loads it: a few lines of YAML may expand to more than fits in memory.
+
+    It has the name of Hydra's own class, under which Hydra registers it.
+    """
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Load a file, or raise ConfigError with one line that says why it is no configuration."""
+        file = Path(self.path) / self._normalize_file_name(config_path)
+        if file.is_relative_to(CONF) or not file.exists():
+            return super().load_config(config_path)
+        try:
+            read_yaml_text(file)
+            return super().load_config(config_path)
+        except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+            raise unusable(str(file), f"is no configuration: {' '.join(str(error).split())[:300]}") from error
+
+
+def check_files_first() -> None:
+    """Let Hydra check files before it loads them, in this process."""
+    SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
 
 
 def composed_raw(overrides: Sequence[str]) -> DictConfig:
-    """Compose without a command line; Hydra's own node comes along."""
+    """Compose a configuration without a command line; it includes Hydra's own node."""
     GlobalHydra.instance().clear()
-    look_first()
+    check_files_first()
     try:
         with initialize_config_dir(str(CONF), version_base=VERSION_BASE):
             return compose("config", overrides=list(overrides), return_hydra_config=True)
@@ -33,7 +62,7 @@ def composed_raw(overrides: Sequence[str]) -> DictConfig:
 
 
 def typed(overrides: Sequence[str]) -> list[str]:
-    """Return Hydra's overrides as they were typed: to read them one by one resolves them, which may fail."""
+    """Return Hydra's overrides as they were typed: reading one by one would resolve them, which may fail."""
     found = OmegaConf.to_container(overrides, resolve=False)
     assert isinstance(found, list)
     return found
@@ -42,7 +71,7 @@ def typed(overrides: Sequence[str]) -> list[str]:
 def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
     """Turn an error of Hydra or OmegaConf into one line that names the key, the value and what is allowed.
 
-    Any other error is no fault of the configuration, and is told as what it is.
+    Any other error is not about the configuration, and becomes a TrainError with its own message.
     """
     if isinstance(error, TrainError):
         return error
@@ -50,87 +79,63 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
         return TrainError(in_one_line(error))
     text = text_of(error)
     if isinstance(error, OverrideParseException):
-        why = f"cannot be read ({text.splitlines()[0]}); quote what is special: 'key=\"a[b]\"'"
+        why = f"cannot be read ({text.splitlines()[0]}); quote special characters: 'key=\"a[b]\"'"
         return unusable(error.override, why)
-    key = getattr(error, "full_key", None)
-    if isinstance(error, ValidationError) and key:
-        return _wrong_type(str(key), _value_of(str(key), overrides), text)
-    if isinstance(error, ConfigKeyError) and key:
-        return _unknown_key(str(key), _value_of(str(key), overrides), _fields_beside(str(key)))
-    if isinstance(error, InterpolationResolutionError) and key:
-        value, why = _value_of(str(key), overrides), f"cannot be resolved: {text.splitlines()[0]}"
-        return ConfigError(str(key), value, why) if value is not None else unusable(str(key), why)
-    if missing := re.search(
-        r"Could not find '([^']+)'\s*(?:Available options in '[^']+':\s*(.*?))?(?:Config search path|$)", text, re.S
-    ):
+    if key := str(getattr(error, "full_key", None) or ""):
+        if isinstance(error, ValidationError):
+            return _at(key, overrides, _wrong_type(text))
+        if isinstance(error, ConfigKeyError):
+            return _unknown_key(key, overrides)
+        if isinstance(error, InterpolationResolutionError):
+            return _at(key, overrides, f"cannot be resolved: {text.splitlines()[0]}")
+    no_option = r"Could not find '([^']+)'\s*(?:Available options in '[^']+':\s*(.*?))?(?:Config search path|$)"
+    if missing := re.search(no_option, text, re.DOTALL):
         group, _, option = missing[1].rpartition("/")
         options = (missing[2] or "").split()
-        return unusable(
-            f"{group or 'config'}={option}",
-            f"no such option{similar(option, options) or ';' * bool(options)}{_allowed(options)}",
-        )
+        why = f"no such option{similar(option, options) or ';' * bool(options)}"
+        return unusable(f"{group or 'config'}={option}", why + (f" There are {', '.join(options)}" if options else ""))
     if override := re.search(r"Could not override '([^']+)'", text):
-        name = override[1].split("@")[0]
-        return _unknown_key(name, _value_of(name, overrides), _keys_beside(name, overrides))
+        return _unknown_key(override[1].split("@")[0], overrides)
     if missing_value := re.search(r"Missing mandatory value: (\S+)", text):
         return unusable(missing_value[1], "has to be given")
     return unusable("configuration", " ".join(text.split()))
 
 
-def _wrong_type(key: str, value: str | None, text: str) -> ConfigError:
-    wanted = re.search(r"could not be converted to (\w+)|for field of type '(\w+)'", text)
-    spoken = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false", "String": "a text"}
-    spoken |= {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
-    kind = (wanted[1] or wanted[2]) if wanted else ""
-    why = f"is not {spoken.get(kind, kind)}" if wanted else " ".join(text.split("full_key")[0].split())
-    return ConfigError(key, value, why) if value is not None else unusable(key, why)
+def _wrong_type(text: str) -> str:
+    expected = re.search(r"could not be converted to (\w+)|for field of type '(\w+)'", text)
+    if expected is None:
+        return " ".join(text.split("full_key")[0].split())
+    kind = expected[1] or expected[2]
+    return f"is not {_TYPES.get(kind, kind)}"
 
 
-def _unknown_key(key: str, value: str | None, known: Sequence[str]) -> ConfigError:
+def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
     parent, _, name = key.rpartition(".")
+    known = _siblings(key, overrides)
     why = f"no such key{similar(name, known) or ';' * bool(known)}"
     if known:
         why += f" {parent or 'the configuration'} has {', '.join(known)}"
     if parent and "_target_" in known:
-        why += f" (+{key}=... hands its target one argument more)"
-    return ConfigError(key, value, why) if value is not None else unusable(key, why)
+        why += f" (+{key}=... adds an argument of its _target_)"
+    return _at(key, overrides, why)
 
 
-def _value_of(key: str, overrides: Iterable[str]) -> str | None:
+def _at(key: str, overrides: Iterable[str], why: str) -> ConfigError:
+    """Build the error for a key, with its value if an override has it."""
     for override in overrides:
         name, equals, value = override.lstrip("+~").partition("=")
         if equals and name.split("@")[0] == key:
-            return value
-    return None
+            return ConfigError(key, value, why)
+    return unusable(key, why)
 
 
-def _keys_beside(key: str, overrides: Sequence[str]) -> list[str]:
-    """Name the keys next to a misspelt one, with the options that were chosen on the same command line."""
-    chosen = [one for one in overrides if "." not in one.partition("=")[0] and one.partition("=")[0].lstrip("+") != key]
+def _siblings(key: str, overrides: Sequence[str]) -> list[str]:
+    """List the keys next to a misspelt one, with the options that were chosen on the same command line."""
+    chosen = [one for one in overrides if (CONF / one.partition("=")[0]).is_dir() and one.partition("=")[0] != key]
     try:
-        node: Any = composed_raw([one for one in chosen if (CONF / one.partition("=")[0]).is_dir()])
-    except Exception:  # only a hint hangs on this
+        node: Any = composed_raw(chosen)
+    except Exception:  # without it only a hint is missing
         return []
     for name in key.split(".")[:-1]:
         node = node.get(name) if isinstance(node, DictConfig) else None
     return [str(one) for one in node if one != "hydra"] if isinstance(node, DictConfig) else []
-
-
-def _fields_beside(key: str) -> list[str]:
-    from resilient_train.app.config.schema import Config  # here, for it brings torch along: whoever comes here has it
-
-    kind: Any = Config
-    for name in key.split(".")[:-1]:
-        by_name = {field.name: _resolved(kind, field) for field in dataclasses.fields(kind)}
-        kind = by_name.get(name)
-        if not dataclasses.is_dataclass(kind):
-            return []
-    return [field.name for field in dataclasses.fields(kind)]
-
-
-def _resolved(owner: Any, field: dataclasses.Field[Any]) -> Any:
-    return typing.get_type_hints(owner)[field.name]
-
-
-def _allowed(options: Sequence[str]) -> str:
-    return f" There are {', '.join(options)}" if options else ""
