@@ -211,7 +211,8 @@ def row_of(name: str, version: str, spoiled: dict[str, Any], clean: dict[str, An
     loss = spoiled["loss"]
     weights = "as good" if loss <= NEAR * clean["loss"] else "**NaN**" if math.isnan(loss) else "worse"
     ended = spoiled["ended"] if len(spoiled["ended"]) < 60 else spoiled["ended"][:57] + "..."
-    return f"| {f'{name} {version}'.strip()} | {ended} | {weights} | {loss:.3f} ({clean['loss']:.3f}) | {spoiled['named'] or 'no'} |"
+    cells = (f"{name} {version}", ended, weights, f"{loss:.3f} ({clean['loss']:.3f})", spoiled["named"] or "no")
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
