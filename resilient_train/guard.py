@@ -1,8 +1,10 @@
-"""One update, from its samples to the gate, and the verdict on the one before it.
+"""One update, from its samples to the gate, and the verdict on the previous one.
 
 k+1: take samples -> forward and backward of each micro-batch
-     -> hear the verdict on k, measured an update ago: an anomaly stops here, before k+1 lands
-     -> gate k+1 on the device -> step -> what it measured is on its way
+     -> read the verdict on k, measured an update ago: an anomaly stops here, before k+1 changes a weight
+     -> gate k+1 on the device -> optimizer step -> its measurements are on their way
+
+`updates_until` yields batches, `step` or `update` takes them back, `_send_to_gate` and `_judge_in_flight` do the rest.
 """
 
 from __future__ import annotations
@@ -47,16 +49,16 @@ class _Begun:
 
     update: Update
     tick: int
-    step: int  # that it would be
-    backup: Backup  # of the buffers, from before
+    step: int  # its number if it is accepted
+    backup: Backup  # of the buffers before it
     fed: list[Any]  # its micro-batches, as the model saw them
     began: float  # on the monotonic clock
-    versions: list[Any] = field(default_factory=list)  # of their tensors, as they were then
+    versions: list[Any] = field(default_factory=list)  # of their tensors, before the objective saw them
 
 
 @dataclass
 class _InFlight:
-    """An update that went to the gate, and whose verdict is pending."""
+    """An update that went through the gate on the device, and whose verdict is pending."""
 
     begun: _Begun
     attempt: Attempt
@@ -64,13 +66,13 @@ class _InFlight:
     limits: tuple[float, float]
     sent: Sent
     metrics: Metrics
-    snapshot: Snapshot | None = None  # the snapshot of the state after it, if one was taken
+    snapshot: Snapshot | None = None  # of the state after it, if one was taken
 
 
 class EngineGuard:
     """Makes updates that a gate may refuse, and hands what goes wrong to recovery."""
 
-    _newest: ClassVar[int] = 0  # which update was begun last, by any guard of this process
+    _newest: ClassVar[int] = 0  # id of the update that any guard of this process began last
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class EngineGuard:
         drill: Drill | None,
         stop: Callable[[], bool],
     ) -> None:
-        """`model` is called in the training loop; without an `objective` the loop makes the loss."""
+        """`model` is called in the training loop; without an `objective` the loop computes the loss."""
         self.model, self.objective, self.seed, self.drill = model, objective, seed, drill
         self.world, self.clock, self.samples, self.state = parts.world, parts.clock, parts.samples, parts.state
         self.stopped = False  # before its last update, because of a request
@@ -104,39 +106,45 @@ class EngineGuard:
         self._begun: _Begun | None = None
         self._newest_begun: _Begun | None = None
         self._in_flight: _InFlight | None = None
-        self._handed: Any = None  # the batch that the loop has got
-        self._losses: list[torch.Tensor] = []
+        self._handed_out: Any = None  # the batch that the loop has now
+        self._losses: list[torch.Tensor] = []  # of the micro-batches so far
         self._reported: list[Metrics] = []
-        self._has_begun = self._is_described = self._is_checked = False
+        self._has_begun = self._has_accepted = False
 
     # The loop over updates.
 
     def updates_until(self, last: int, *, plan: int | None) -> Iterator[Any]:
         """Yield micro-batches, on the device, until `last` updates are accepted, or a stop is requested.
 
-        At the end of the `plan` the run has to be back where it was before its trouble.
+        At the end of the `plan` the loss has to be back at its level before any damage.
         """
         progress = self._keeper.progress
         while self._continues(last, is_plan=last == plan):
             if self.drill is not None and self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
-                continue  # the fault strikes once, so not in an update that is dropped for the sake of the last one
-            self._snapshot()
-            start = self.samples.next_start  # known before they are fetched: that may take for ever
+                continue  # a fault strikes once, so not in an update that the verdict on the last one would drop
+            # Keep the state, now that the loop has done what it does after an update, such as averaging.
+            self._updater.require_groups()  # first: a new parameter group would be missing in the copy
+            if self._ring.is_due(step := self.attempted_step):
+                if self._in_flight is None:
+                    self._controls.snapshot(step)
+                elif (snapshot := self._ring.take(step)) is not None:  # None: taken before the loop was left
+                    self._in_flight.snapshot = snapshot
+            start = self.samples.next_start  # noted before they are fetched: a data set may hang
             progress.updating(self.clock.tick + 1, self.clock.step, start, start + self.samples.slicing.samples)
-            with self._failing():
+            with self._reporting_failure():
                 update = self._recovery.next_update()
             self._begin(update)
             for number, batch in enumerate(update.batches, start=1):
-                yield from self._fed(batch, is_last=number == len(update.batches))
+                yield from self._hand_out(batch, is_last=number == len(update.batches))
                 if self._begun is None:
-                    break  # dropped, or made to the end
+                    break  # it was dropped, or is complete
                 if len(self._losses) < number:
                     raise TrainError("a batch was not handed back: call guard.step(batch), or guard.update(loss)")
 
     def _continues(self, last: int, *, is_plan: bool) -> bool:
-        """Say whether another update comes before `last`; there the newest is heard and everything scanned first."""
+        """Say whether another update follows. After the last one, wait for its verdict and scan everything first."""
         if self._stop():
-            self._updater.agreement.set_flag(Flag.STOP)
+            self._updater.agreement.set_flag(Flag.STOP)  # several ranks stop together, an update later
             if self.world.size == 1:
                 self.settle()
                 self.stopped = True
@@ -152,20 +160,10 @@ class EngineGuard:
             if anomaly is None and self._recovery.is_unrecovered():
                 anomaly = self._checks.not_recovered(self.newest)
         if anomaly is not None:
-            place = self.samples.position
-            self._treat(anomaly, self._newest_begun.update if self._newest_begun else Update(place, place, []))
+            newest, place = self._newest_begun, self.samples.position
+            update = newest.update if newest else Update(place, place, [])
+            self._treat(anomaly, update, began=newest.began if newest else None)
         return self.clock.step < last
-
-    def _snapshot(self) -> None:
-        """Keep the state between two updates, now that the loop has done what it does after one, such as averaging."""
-        self._updater.require_groups()  # before anything rewinds or is copied without a new one
-        step = self.attempted_step
-        if not self._ring.is_due(step):
-            return
-        if self._in_flight is None:
-            self._controls.snapshot(step)
-        elif (snapshot := self._ring.take(step)) is not None:  # None: taken before the loop was left
-            self._in_flight.snapshot = snapshot
 
     def _begin(self, update: Update) -> None:
         self._losses.clear()
@@ -183,17 +181,17 @@ class EngineGuard:
         # Training randomness is a function of the place in the stream: a repeated update repeats its dropout.
         seed_all(mix(Purpose.UPDATE, self.seed, update.start, self.world.rank), self.world.device)
 
-    def _fed(self, batch: Any, *, is_last: bool) -> Iterator[Any]:
-        """Yield one micro-batch while gradients stay here, if they may: they travel between ranks once an update."""
+    def _hand_out(self, batch: Any, *, is_last: bool) -> Iterator[Any]:
+        """Yield one micro-batch to the loop; with the last one gradients are reduced over the ranks."""
         assert self._begun is not None
         if self.drill is not None:
             batch = self.drill.on_batch(self._place(), batch)
-        self._begun.fed.append(batch)  # where it lies already: on a device it would be kept for two updates
-        self._handed = batch = self.world.on_device(batch)
-        # Where weights are spread they go to their owners at once: to wait, each rank would have to hold all of them.
-        stays_here = self.world.size > 1 and not is_last and not self.state.is_sharded
-        waits = self.world.accelerator.no_sync(self.model) if stays_here else nullcontext()
-        with waits, self._direct_steps.running("loop"), self._anomaly_mode.without_nan_check():
+        self._begun.fed.append(batch)  # the copy on the host: on the device it would be kept for two updates
+        self._handed_out = batch = self.world.on_device(batch)
+        # Sharded gradients cannot wait: each rank would have to hold all of them.
+        can_wait = self.world.size > 1 and not is_last and not self.state.is_sharded
+        waiting = self.world.accelerator.no_sync(self.model) if can_wait else nullcontext()
+        with waiting, self._direct_steps.running("loop"), self._anomaly_mode.without_nan_check():
             yield batch
 
     # What the loop hands back.
@@ -203,8 +201,8 @@ class EngineGuard:
         if self.objective is None:
             raise TypeError("guard.step needs an objective; without one make the loss and call guard.update(loss)")
         begun = self._require_batch("step")
-        if batch is not self._handed:
-            begun.fed[-1] = batch  # as the loop has made it of the one it got
+        if batch is not self._handed_out:
+            begun.fed[-1] = batch  # the loop has changed it
         begun.versions.append(versions(begun.fed[-1]))
         try:
             loss, metrics = self.objective.for_training(self.model, batch)
@@ -220,19 +218,20 @@ class EngineGuard:
             if not self._losses:
                 self._evaluation_loss.compare(begun.step, loss, partial(self.objective, self.model, batch))
             return self.update(loss)
-        self._sizer.make_smaller(begun.step, evidence)  # here, where the error holds on to nothing any longer
+        # Out of memory. Here, outside of `except`, the error keeps no tensor alive any longer.
+        self._sizer.make_smaller(begun.step, evidence)
         self._begun = None
         self._roll_back(begun)
         self._sizer.note_smaller(begun.step, evidence, began=begun.began)
         return False
 
     def update(self, loss: torch.Tensor) -> bool:
-        """Take over after the loop's own forward and backward of a batch."""
+        """Continue after the loop's own forward and backward of a batch; returns the same as `step`."""
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
             raise TypeError(f"guard.update takes the loss as a scalar tensor, not one of {what}")
         begun = self._require_batch("update")
-        # Rows that could not be fetched: every rank has to hear of it, and this is the way that all trouble takes.
+        # Rows that could not be fetched make the loss NaN: so every rank learns of them and refuses the update.
         loss = torch.full_like(loss, math.nan) if begun.update.failed else loss.detach()
         self._losses.append(loss if loss.dtype is torch.float32 and loss.dim() == 0 else loss.float().reshape(()))
         if len(self._losses) < self.samples.slicing.accumulation:
@@ -240,18 +239,23 @@ class EngineGuard:
         if all(weight.grad is None for weight in self._updater.weights):
             raise TrainError("no weight has a gradient: call accelerator.backward(loss) before guard.update(loss)")
         with self._direct_steps.running("guard"):
-            return self._conclude()
+            return self._send_to_gate()
 
-    def settle(self) -> bool:
-        """Hear the verdict on the last update now. False: it was an anomaly, and has been treated."""
-        if self._begun is not None:
-            raise TrainError("guard.settle belongs between two updates: hand the batch over first")
-        self._seed_between(self.samples.position)
-        self._keeper.progress.turned_to(Doing.BETWEEN)
-        return self._judge_in_flight()
+    def _require_batch(self, verb: str) -> _Begun:
+        """Return the update whose batch the loop hands back; raise if there is none."""
+        if not self._has_begun:
+            raise TrainError(f"guard.{verb} before the loop: iterate over guard.batches(), which makes the batches")
+        if self._begun is None or len(self._losses) >= len(self._begun.fed):
+            raise TrainError(_TWICE.format(verb=verb))
+        if EngineGuard._newest != id(self._begun):
+            raise TrainError(_TWO_GUARDS)
+        return self._begun
 
-    def _conclude(self) -> bool:
-        """The fixed point between backward and optimizer: hear of the last update, then send this one to the gate."""
+    def _send_to_gate(self) -> bool:
+        """Between backward and optimizer: read the verdict on the last update, then send this one through the gate.
+
+        All ranks do this at the same point. Nothing waits for the device: the last update was measured long ago.
+        """
         begun, self._begun = self._begun, None
         assert begun is not None
         if not self._judge_in_flight(begun):
@@ -276,26 +280,35 @@ class EngineGuard:
         self._in_flight = _InFlight(begun, attempt, loss, self._updater.gate.limits, sent, metrics)
         return True
 
-    # One verdict, an update later.
+    # The verdict, an update later.
+
+    def settle(self) -> bool:
+        """Wait for the verdict on the last update. False: it was an anomaly, and has been treated."""
+        if self._begun is not None:
+            raise TrainError("guard.settle belongs between two updates: hand the batch over first")
+        self._seed_between(self.samples.position)
+        self._keeper.progress.turned_to(Doing.BETWEEN)
+        return self._judge_in_flight()
 
     def _judge_in_flight(self, begun: _Begun | None = None) -> bool:
-        """Judge the update in flight. False: there was trouble, and `begun` is not to land."""
+        """Judge the update in flight. False: there was trouble, and the next one, `begun`, is dropped."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return True
-        update, lr = flight.begun.update, flight.attempt.settings[0][0]["lr"]
+
+        # What it measured, the same on every rank.
+        update, fed, attempt = flight.begun.update, flight.begun.fed, flight.attempt
         vitals = read_vitals(
-            *(flight.begun.tick, self.clock.step, update.start, update.stop, lr),
-            flight.sent.read(),
-            flight.limits,
+            *(flight.begun.tick, self.clock.step, update.start, update.stop, attempt.settings[0][0]["lr"]),
+            *(flight.sent.read(), flight.limits),
             has_scale=self._updater.scaler is not None,
-            is_busy=flight.attempt.is_busy,
-            pace=flight.attempt.pace,
-            by_rank=flight.attempt.rows_by_rank,
+            is_busy=attempt.is_busy,
+            pace=attempt.pace,
+            by_rank=attempt.rows_by_rank,
         )
         if not vitals.alike:
-            with self._failing():
-                digests = [row[DIGEST] for row in flight.attempt.rows_by_rank()]
+            with self._reporting_failure():
+                digests = [row[DIGEST] for row in attempt.rows_by_rank()]
                 self._recovery.ranks_differ(digests, began=flight.begun.began)
         self.newest = vitals
         self.stopped |= vitals.stop_asked
@@ -305,47 +318,50 @@ class EngineGuard:
             log.info("note: %s", remark)
         self._set_limits()
         self._recovery.add_vitals(vitals)
+
+        # The gate has accepted it on the device; only now the host knows.
         if vitals.accepted:
             self.clock.step += 1
             self._updater.accept(self.clock.step)
-            norm = self._updater.clipped(vitals.grad_norm, flight.attempt.max_norm)
-            self._scans.landed(self.clock.step, flight.attempt.settings, norm)
+            norm = self._updater.clipped(vitals.grad_norm, attempt.max_norm)
+            self._scans.landed(self.clock.step, attempt.settings, norm)
             if flight.snapshot is not None:
                 flight.snapshot.statistics = self._parts.statistics()
         elif flight.snapshot is not None:
             self._ring.drop(flight.snapshot)
         scanned = self._examination.verdict()
         self._name_guilty_ranks()
-        anomaly = scanned or finding.anomaly or self._recovery.explainer.foresee(vitals, flight.begun.fed)
+        anomaly = scanned or finding.anomaly or self._recovery.explainer.foresee(vitals, fed)
         if anomaly is None and not finding.repeat:
-            self._healthy(flight, vitals)
+            self._backups.let_go(flight.begun.backup)
+            if vitals.accepted:
+                self._after_accepted(flight, vitals)
             return True
+
+        # Trouble. Undo the refused update and the next one, then treat it.
         if not vitals.accepted:
-            self._updater.undo(flight.attempt)
+            self._updater.undo(attempt)
         self._updater.drop_gradients()
         if (first := begun if vitals.accepted else flight.begun) is not None:
             self._roll_back(first)
         if anomaly is not None:
-            fed, examination = flight.begun.fed, self._examination
             spiked = not float(flight.loss) <= flight.limits[0]
-            refined = scanned or examination.refine_signal(anomaly, fed, update.failed, spiked=spiked)
+            refined = scanned or self._examination.refine_signal(anomaly, fed, update.failed, spiked=spiked)
             self._name_guilty_ranks()
             was_modified = flight.begun.versions != [versions(batch) for batch in fed]
-            usual = examination.nan_is_usual
+            usual = self._examination.nan_is_usual
             refused = None if vitals.accepted else Refused(update, fed, flight.limits, was_modified, usual)
             self._treat(refined, update, refused, began=flight.begun.began)
         return False
 
-    def _healthy(self, flight: _InFlight, vitals: Vitals) -> None:
-        self._backups.let_go(flight.begun.backup)
-        if not vitals.accepted:
-            return
+    def _after_accepted(self, flight: _InFlight, vitals: Vitals) -> None:
+        """Verify the snapshots that have been healthy for long enough, and save those that are due."""
         step, recovery, keeper = self.clock.step, self._recovery, self._keeper
         recovery.update_accepted(was_limited=flight.attempt.is_limited)
         self._on_accepted()
-        if not self._is_checked:  # optimizers make their state in their first step
+        is_first, self._has_accepted = not self._has_accepted, True
+        if is_first:  # optimizers create their state in their first step
             keeper.check()
-            self._is_checked = True
         if flight.snapshot is not None:
             flight.snapshot.remedies = self._controls.state_dict()
         is_back = self._checks.is_only_reported or self._checks.rewind_check.is_at_reference(step)
@@ -354,39 +370,26 @@ class EngineGuard:
         keeper.verified(any_busy=vitals.any_busy)
         recovery.note_saves()
         recovery.note_data(flight.begun.update)
-        if step == 1 and not self._is_described:
-            self._is_described = True
+        if is_first and step == 1:
             if self.objective is None:
                 warn_of_scalers(self._updater.scaler)
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
             self._examination.learn_usual_batches(flight.begun.fed)
 
-    def _treat(
-        self, anomaly: Anomaly, update: Update, refused: Refused | None = None, *, began: float | None = None
-    ) -> None:
-        if began is None and self._newest_begun is not None:
-            began = self._newest_begun.began
-        with self._failing():
+    def _treat(self, anomaly: Anomaly, update: Update, refused: Refused | None = None, *, began: float | None) -> None:
+        with self._reporting_failure():
             self._recovery.treat(anomaly, update, refused, began=began)
         self._set_limits()
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except (GaveUp, RanksDiffer, StorageFailed) as error:
-            self._on_failure(error)
-            raise
-
     def _roll_back(self, begun: _Begun) -> None:
-        """Take back an update: its gradients, what forwards did to buffers, and the place in the data."""
+        """Undo an update: its gradients, its changes to buffers, and the place in the data."""
         self._updater.drop_gradients()
         self._seed_between(begun.update.start)
         self._backups.put_back(begun.backup)
         self.samples.go_back(begun.update)
 
     def _put_back_batch(self) -> None:
-        """Undo what was begun when a loop is left with a batch in hand: it comes again if the loop is entered again."""
+        """Undo an update whose loop was left: its batch comes again when the loop is entered again."""
         if self._begun is not None:
             self._roll_back(self._begun)
             self._begun = None
@@ -400,30 +403,9 @@ class EngineGuard:
         if guilty := self._examination.guilty_ranks():
             self._recovery.name_guilty_ranks(guilty)
 
-    def _on_accepted(self) -> None:
-        """Called after each healthy update: it has to be cheap most of the time."""
-
-    def _on_failure(self, error: TrainError) -> None:
-        """Called with an error that ends the run, before it is raised."""
-
-    def stop_now(self) -> None:
-        """End the loop before its next update."""
-        self.stopped = True
-
-    @property
-    def attempted_step(self) -> int:
-        """Accepted updates, the one whose verdict is pending included."""
-        return self.clock.step + (self._in_flight is not None)
-
-    def _require_batch(self, verb: str) -> _Begun:
-        """Return the update whose batch the loop is handing back; raise where there is none."""
-        if not self._has_begun:
-            raise TrainError(f"guard.{verb} before the loop: iterate over guard.batches(), which makes the batches")
-        if self._begun is None or len(self._losses) >= len(self._begun.fed):
-            raise TrainError(_TWICE.format(verb=verb))
-        if EngineGuard._newest != id(self._begun):
-            raise TrainError(_TWO_GUARDS)
-        return self._begun
+    def _set_limits(self) -> None:
+        """Give the gate the limits of the checks."""
+        self._updater.gate.limit(*self._checks.limits)
 
     def _place(self) -> Place:
         begun = self._newest_begun
@@ -431,12 +413,33 @@ class EngineGuard:
         return Place(begun.tick, begun.step, begun.update.start, len(self._losses), self.world.rank)
 
     def _seed_between(self, position: int) -> None:
-        """At rest random numbers are a function of the place, too: an update that was undone leaves no trace."""
+        """Random numbers between updates depend on the place, too: an update that was undone leaves no trace."""
         seed_all(mix(Purpose.BETWEEN, self.seed, position, self.world.rank), self.world.device)
 
-    def _set_limits(self) -> None:
-        """Hand what the checks allow to the gate."""
-        self._updater.gate.limit(*self._checks.limits)
+    @property
+    def attempted_step(self) -> int:
+        """Accepted updates, including the one whose verdict is pending."""
+        return self.clock.step + (self._in_flight is not None)
+
+    def stop_now(self) -> None:
+        """End the loop before its next update."""
+        self.stopped = True
+
+    # What the public guard adds.
+
+    def _on_accepted(self) -> None:
+        """Called after each healthy update: it has to be cheap most of the time."""
+
+    def _on_failure(self, error: TrainError) -> None:
+        """Called with an error that ends the run, before it is raised."""
+
+    @contextmanager
+    def _reporting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except (GaveUp, RanksDiffer, StorageFailed) as error:
+            self._on_failure(error)
+            raise
 
 
 _IN_TURN = (
