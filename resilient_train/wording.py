@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,28 +136,6 @@ def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
     if drills := dict.fromkeys(one.drill for one in incidents if one.drill):
         counted["resilience.drill"] = ", ".join(drills)
     return {**counted, "resilience.last_incident": line, "resilience.cause": ", ".join(causes)}
-
-
-def status_of(incidents: Sequence[Incident], summary: Any = None) -> str:
-    """Say in one word how a run fares.
-
-    That is clean, recovered, recovering, unrecovered, no_progress, gave_up, preempted or failed.
-
-    `summary` is what its last end wrote, null while it is at work.
-    """
-    ended = summary.get("status") if isinstance(summary, Mapping) else None
-    if ended in ("gave_up", "preempted", "failed"):
-        return str(ended)
-    if ended == "completed" and isinstance(summary, Mapping) and summary.get("verdict") == "no_progress":
-        return "no_progress"
-    if not incidents:
-        return "clean"
-    if incidents[-1].outcome is Outcome.GAVE_UP:
-        return "gave_up"
-    given_up = max((place for place, one in enumerate(incidents) if one.decision.gave_up is not None), default=-1)
-    if any(one.outcome is Outcome.UNRECOVERED for one in incidents[given_up + 1 :]):
-        return "unrecovered"
-    return "recovering" if any(incident.outcome is None for incident in incidents) else "recovered"
 
 
 def noticed(anomaly: Anomaly, *, by_name: bool = True) -> str:

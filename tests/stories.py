@@ -6,11 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.endings import Checkpoint
 from resilient_train.record.surroundings import Point
-from resilient_train.tracking.story import Chapter, Phase, Story, open_advice
+from resilient_train.tracking.story import Chapter, Checkpoint, Phase, Story, open_advice, status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
-from resilient_train.wording import status_of
 
 BEGAN_MS = 1_763_694_845_000
 RUN = Path("/data/runs/gpt-python_source-balanced-3fa1")
@@ -60,7 +58,7 @@ def story(*incidents: Incident, **changed: Any) -> Story:
     made = Story(
         directory=RUN,
         chapters=tuple(map(chapter, incidents)),
-        status=status_of(incidents),
+        status=status_by(incidents),
         step=260,
         tick=260 + sum(one.steps_lost for one in incidents),
         steps=300,

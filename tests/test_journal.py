@@ -23,7 +23,7 @@ from resilient_train.errors import TrainError
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal, plain, read
-from resilient_train.tracking.story import Chapter, Phase, chapters
+from resilient_train.tracking.story import Chapter, Phase, chapters, status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import (
     cured,
@@ -32,7 +32,6 @@ from resilient_train.wording import (
     farewell,
     first_sign,
     remedies_in_short,
-    status_of,
     tags,
 )
 
@@ -943,7 +942,7 @@ def with_outcome(outcome: Outcome | None) -> Incident:
 def test_the_status_is_one_word(outcomes: list[Outcome | None], status: str) -> None:
     """The list of runs is filtered by it."""
     incidents = [with_outcome(outcome) for outcome in outcomes]
-    assert status_of(incidents) == status
+    assert status_by(incidents) == status
     assert tags(incidents, status)["resilience.incidents"] == str(len(outcomes))
 
 

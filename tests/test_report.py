@@ -15,10 +15,9 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from stories import BAD_ROW, CLIMBED, FLIPPED, PASSED, ROOT, RUN, incident, story
 
-from resilient_train.record.endings import Checkpoint
 from resilient_train.tracking.markdown import code, link, text, worded
 from resilient_train.tracking.report import note, report
-from resilient_train.tracking.story import Story, open_advice, read_story
+from resilient_train.tracking.story import Checkpoint, Story, open_advice, read_story
 from resilient_train.types import Action, Cause, Culprit, Decision, Incident, Outcome
 
 LIMIT = 8_000  # characters of a tag in MLflow

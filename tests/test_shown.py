@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import pytest
 from stories import RUN, chapter, incident, story, updates
 
-from resilient_train.record.endings import Checkpoint
 from resilient_train.tracking import views
 from resilient_train.tracking.models import show_models
 from resilient_train.tracking.pictures import KEY, STRIP, picture_url, show_overview, show_picture, strip_url
+from resilient_train.tracking.story import Checkpoint
 from resilient_train.tracking.views import prepare_run_list
 from resilient_train.types import Outcome
 

@@ -10,29 +10,34 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from resilient_train.adapters.place import Place
 from resilient_train.errors import GaveUp, Stopped, TrainError, in_one_line, short_message
 from resilient_train.ranks.world import is_lost_peer
 from resilient_train.record import endings
-from resilient_train.record.endings import LOOP, SUMMARY, Loop, StepTimes, Summary, verdict_of
+from resilient_train.record.endings import LOOP, SUMMARY, Loop, Summary
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.progress import Doing, Progress
 from resilient_train.state.run_state import Clock
 from resilient_train.tracking import uploads as tracking
 from resilient_train.tracking.review import review, where_to_look
-from resilient_train.tracking.story import read_story
+from resilient_train.tracking.story import is_unrecovered, read_story
 from resilient_train.tracking.uploads import NullTracker, Tracker
-from resilient_train.types import Vitals
+from resilient_train.types import Incident, Vitals
 from resilient_train.watch.update_history import UpdateHistory
 from resilient_train.wording import duration, log
 
 REPORT_EVERY = 10  # accepted updates of a loop that the caller wrote
+_JUDGED_AFTER = 50  # steps: before, a loss that has not fallen means nothing
+_LEAST = 0.01  # of the first loss
+_TIMED = 10_000  # laps that the median step time is taken of
 
 _open: set[RunReporter] = set()  # of loops that have not said their end
 
@@ -43,6 +48,20 @@ def status_of(error: BaseException | None) -> tuple[str, int]:
         return "completed", 0
     status = {GaveUp: "gave_up", Stopped: "preempted"}.get(type(error), "failed")
     return status, error.exit_code if isinstance(error, TrainError | Stopped) else 1
+
+
+def verdict_of(
+    status: str, incidents: Sequence[Incident], steps: int, losses: tuple[float | None, float | None]
+) -> str:
+    """Say in a word whether a run is all right; `losses` are the first one and the recent one."""
+    if status != "completed":
+        return status
+    if is_unrecovered(incidents):
+        return "unrecovered"
+    first, final = losses
+    if steps >= _JUDGED_AFTER and first is not None and final is not None and not final < first - _LEAST * abs(first):
+        return "no_progress"
+    return "recovered" if incidents else "well"
 
 
 def write(summary: Summary, run_dir: Path) -> None:
@@ -83,6 +102,36 @@ def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path, *more: Pat
             log.info("%s", line)
         summary.mlflow = run.as_dict()
         write(summary, run_dir)
+
+
+@dataclass
+class StepTimes:
+    """How long steps took."""
+
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMED))  # the mean of each lap
+    _lap_started: float = 0.0
+    _lap_tick: int = 0
+
+    def start_lap(self) -> None:
+        """Begin to time the steps that follow."""
+        self._lap_started = time.perf_counter()
+
+    def lap(self, tick: int) -> float:
+        """Return the mean seconds of the updates up to `tick` since the last lap; 0.0 if there were none.
+
+        Between two readings the host runs ahead of a GPU; only at a reading do their clocks agree.
+        """
+        now = time.perf_counter()
+        ticks, self._lap_tick = tick - self._lap_tick, tick
+        seconds = (now - self._lap_started) / ticks if ticks else 0.0
+        self._lap_started = now
+        if ticks:
+            self.step_seconds.append(seconds)
+        return seconds
+
+    @property
+    def step_ms(self) -> float | None:
+        return 1e3 * median(self.step_seconds) if self.step_seconds else None
 
 
 @dataclass(frozen=True, slots=True)

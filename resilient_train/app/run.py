@@ -36,12 +36,13 @@ from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings
 from resilient_train.record.directory import RunDirectory, claim
-from resilient_train.record.endings import Summary, last_good_of
+from resilient_train.record.endings import Summary
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.state.randomness import set_deterministic
 from resilient_train.tracking import uploads as tracking
 from resilient_train.tracking.review import command
 from resilient_train.tracking.store import left_in
+from resilient_train.tracking.story import last_good_of
 from resilient_train.tracking.uploads import NullTracker, Tracker
 from resilient_train.wording import GOOD, IN_FILE_ONLY, ODD, log
 
@@ -255,7 +256,7 @@ class _Session:
     def _summary(self, status: str, exit_code: int) -> Summary:
         seconds = time.monotonic() - self.started
         if self.run is None:
-            return Summary.without_update(status, exit_code, seconds)
+            return Summary(status, exit_code, seconds=round(seconds, 3))
         state = self.run.guard.state
         digests = (state.weights_sha256(), state.sha256()) if status == "completed" else None
         summary = self.run.guard.reporter.summary(status, exit_code, seconds, digests)

@@ -17,14 +17,13 @@ from resilient_train.record.endings import (
     at_work,
     failure,
     is_run,
-    last_good_of,
     loop_of,
-    next_directory,
     read_ending,
     why_incomplete,
 )
-from resilient_train.record.progress import planned_steps, position_of
-from resilient_train.tracking.review import near
+from resilient_train.record.progress import position_of
+from resilient_train.tracking.review import near, next_directory
+from resilient_train.tracking.story import last_good_of, planned_steps
 from resilient_train.wording import printable
 
 _NOT_WELL = {

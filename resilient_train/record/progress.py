@@ -16,10 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-import yaml
-
-from resilient_train.files import read_plain, read_yaml_text
-from resilient_train.record.endings import CONFIG, loop_of
+from resilient_train.files import read_plain
 
 PROGRESS = "progress"  # its name in a run directory
 
@@ -130,16 +127,3 @@ def position_of(run_dir: Path) -> Position | None:
     progress = Progress(None)
     progress._recall(content)
     return progress.last
-
-
-def planned_steps(run_dir: Path) -> int | None:
-    """How many updates a run is configured to make; None where its configuration does not say."""
-    if (loop := loop_of(run_dir)) is not None:
-        return loop.steps
-    try:
-        node = yaml.safe_load(read_yaml_text(run_dir / CONFIG))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return None
-    run = node.get("run") if isinstance(node, dict) else None
-    steps = run.get("steps") if isinstance(run, dict) else None
-    return steps if type(steps) is int else None

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from resilient_train.record.endings import Checkpoint
 from resilient_train.tracking.markdown import code, text
-from resilient_train.tracking.story import Story
+from resilient_train.tracking.story import Checkpoint, Story
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

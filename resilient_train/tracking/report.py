@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 
-from resilient_train.record.endings import Checkpoint
 from resilient_train.tracking.markdown import code, image, link, table, text, worded
 from resilient_train.tracking.review import active_remedies, by_cause, next_start, verdict
-from resilient_train.tracking.story import Chapter, Story
+from resilient_train.tracking.story import Chapter, Checkpoint, Story
 from resilient_train.types import Action, Culprit, Incident, Outcome
 from resilient_train.wording import (
     counted,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import shlex
 import sys
 from collections import Counter
@@ -11,9 +13,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.endings import Checkpoint, next_directory
+from resilient_train.record.endings import LOOP
 from resilient_train.record.journal import JOURNAL, Entry, read
-from resilient_train.tracking.story import Story
+from resilient_train.tracking.story import Checkpoint, Story
 from resilient_train.types import Incident, Outcome
 from resilient_train.wording import counted, duration, left_to_the_end, noticed, remedies_in_short, rows_named, why_of
 
@@ -150,6 +152,15 @@ def next_start(story: Story) -> str:
     if story.status == "gave_up":
         return f"says so again at once and ends with 3; with a changed configuration it {onward}"
     return onward
+
+
+def next_directory(run_dir: Path) -> str:
+    """Name the directory that a loop which does not resume would write to next."""
+    first = run_dir.absolute()
+    if (base := re.fullmatch(r"(.+)-\d+", first.name)) and (first.with_name(base[1]) / LOOP).exists():
+        first = first.with_name(base[1])
+    siblings = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(one.name for one in siblings if not one.exists())
 
 
 def active_remedies(remedies: Mapping[str, Any] | None) -> list[str]:

@@ -5,6 +5,7 @@ It reads what the run has written, also while it is at work, and changes nothing
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +15,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import yaml
+
+from resilient_train.files import read_json, read_yaml_text
 from resilient_train.record.endings import (
+    CHECKPOINTS,
+    CONFIG,
     SUMMARY,
-    Checkpoint,
     Loop,
-    best_of,
-    checkpoints_of,
     ended_as,
-    last_good_of,
     loop_of,
     read_ending,
     why_incomplete,
@@ -29,12 +31,12 @@ from resilient_train.record.endings import (
 from resilient_train.record.incident_lines import from_line
 from resilient_train.record.incident_log import CLOSED, OPENED, PHASE, TREATED
 from resilient_train.record.journal import JOURNAL, Entry, read
-from resilient_train.record.progress import planned_steps, position_of
+from resilient_train.record.progress import position_of
 from resilient_train.record.quarantine import reasons
 from resilient_train.record.run_history import REMEDIES, FiredDrill, fired_drills
 from resilient_train.types import Cause, Incident, Outcome
-from resilient_train.wording import status_of
 
+_CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
 _KILLED = "its process was killed (no exit message)"
 _LATEST_MS = 2**42  # a time after the year 2100 is none
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
@@ -62,6 +64,23 @@ class Chapter:
     treated_ms: int | None = None  # null while something is being done about it
     closed_ms: int | None = None  # null until the outcome is known
     phases: tuple[Phase, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A state, or weights alone, as the JSON file next to the tensors describes it."""
+
+    step: int
+    path: Path  # absolute
+    kind: str  # verified; candidate: not yet verified; best: verified weights with the least evaluation loss
+    tick: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    remedies: Mapping[str, Any] = field(default_factory=dict)  # active when it was written
+
+    @property
+    def is_verified(self) -> bool:
+        """Say whether the updates after it were healthy, too."""
+        return self.kind == "verified"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +158,7 @@ def read_story(run_dir: Path) -> Story:
     if summary is not None:
         step, tick = (_whole(summary.get(key), known) for key, known in (("steps", step), ("ticks", tick)))
     end = ended_as(run_dir)
-    status = "failed" if end in ("killed", "failed") else status_of(incidents, summary)
+    status = "failed" if end in ("killed", "failed") else status_by(incidents, summary)
     why = ""
     if status == "failed":
         why = _KILLED if end == "killed" else why_incomplete(run_dir, summary) or ""
@@ -152,9 +171,9 @@ def read_story(run_dir: Path) -> Story:
         steps=planned_steps(run_dir),
         summary=summary,
         why=why,
-        last_good=last_good_of(run_dir),
+        last_good=next((one for one in checkpoints if one.is_verified), None),
         newest=next(iter(checkpoints), None),
-        best=best_of(run_dir),
+        best=_best_of(run_dir),
         quarantined=reasons(run_dir),
         remedies=_in_force(entries, checkpoints),
         advice=open_advice(incidents),
@@ -183,6 +202,96 @@ def _in_force(entries: Iterable[Entry], checkpoints: Iterable[Checkpoint]) -> Ma
 
 def _whole(value: Any, otherwise: int) -> int:
     return value if type(value) is int and value >= 0 else otherwise
+
+
+def status_by(incidents: Sequence[Incident], summary: Mapping[str, Any] | None = None) -> str:
+    """Say in one word how a run fares, by its incidents and by the summary that its last end wrote.
+
+    That is clean, recovered, recovering, unrecovered, no_progress, gave_up, preempted or failed.
+    """
+    ended = summary.get("status") if summary is not None else None
+    if ended in ("gave_up", "preempted", "failed"):
+        return str(ended)
+    if ended == "completed" and summary is not None and summary.get("verdict") == "no_progress":
+        return "no_progress"
+    if not incidents:
+        return "clean"
+    if incidents[-1].outcome is Outcome.GAVE_UP:
+        return "gave_up"
+    if is_unrecovered(incidents):
+        return "unrecovered"
+    return "recovering" if any(one.outcome is None for one in incidents) else "recovered"
+
+
+def is_unrecovered(incidents: Sequence[Incident]) -> bool:
+    """Say whether an incident is unrecovered since the run last gave up and was started with other settings."""
+    given_up = max((place for place, one in enumerate(incidents) if one.decision.gave_up is not None), default=-1)
+    return any(one.outcome is Outcome.UNRECOVERED for one in incidents[given_up + 1 :])
+
+
+def planned_steps(run_dir: Path) -> int | None:
+    """Return how many updates a run is configured to make; None if its configuration does not say."""
+    if (loop := loop_of(run_dir)) is not None:
+        return loop.steps
+    try:
+        node = yaml.safe_load(read_yaml_text(run_dir / CONFIG))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return None
+    run = node.get("run") if isinstance(node, dict) else None
+    steps = run.get("steps") if isinstance(run, dict) else None
+    return steps if type(steps) is int else None
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints on disk
+
+
+def checkpoints_of(run_dir: Path) -> list[Checkpoint]:
+    """List what a resume may load, the latest first. Checksums are not verified."""
+    try:
+        names = [path for path in (run_dir / CHECKPOINTS).iterdir() if _CHECKPOINT.fullmatch(path.name)]
+    except OSError:
+        return []
+    found = [one for path in names if (one := _checkpoint(path.absolute())) is not None]
+    return sorted(found, key=lambda one: (one.tick, one.step, one.path.name), reverse=True)
+
+
+def last_good_of(run_dir: Path) -> Checkpoint | None:
+    """Return the newest checkpoint that is verified by its manifest."""
+    return next((one for one in checkpoints_of(run_dir) if one.is_verified), None)
+
+
+def _best_of(run_dir: Path) -> Checkpoint | None:
+    """Return the weights with the least evaluation loss, if any were written."""
+    path = run_dir / "best"
+    node = read_json(path / "best.json")
+    step = node.get("step") if isinstance(node, dict) else None
+    if type(step) is not int or step < 0 or not (path / "weights.safetensors").is_file():
+        return None
+    numbers = {name: one for name, one in node.items() if name != "step" and type(one) in (int, float)}
+    metrics = {str(name): float(one) for name, one in numbers.items() if math.isfinite(one)}
+    return Checkpoint(step, path, "best", metrics=metrics)
+
+
+def _checkpoint(path: Path) -> Checkpoint | None:
+    """Read a manifest; None if the checkpoint is demoted or damaged, or a file is missing or has another size."""
+    node = None if path.is_symlink() else read_json(path / "manifest.json")
+    match node:
+        case {
+            "kind": "verified" | "candidate" as kind,
+            "step": int(step),
+            "tick": int(tick),
+            "files": dict(files),
+            "remedies": dict(remedies),
+        } if min(step, tick) >= 0 and files and all(_is_there(path / name, one) for name, one in files.items()):
+            return Checkpoint(step, path, kind, tick, remedies=remedies)
+    return None
+
+
+def _is_there(file: Path, written: Any) -> bool:
+    try:
+        return isinstance(written, dict) and file.lstat().st_size == written.get("bytes")
+    except (OSError, ValueError):
+        return False
 
 
 # ------------------------------------------------------------------------------------------------------- what to change
