@@ -78,7 +78,7 @@ class Recovery:
             return self.parts.samples.next_update(self.parts.beat)
         except StorageFailed:
             if (snapshot := self.parts.ring.newest_verified()) is not None:
-                self.keeper.leave_alone(snapshot)  # another rank may have its data
+                self.keeper.save_alone(snapshot)  # another rank may have its data
                 self.note_saves()
             self.process_ends()
             raise
@@ -210,7 +210,7 @@ class Recovery:
         if snapshot is not None:
             ring.restore(snapshot)
             self.parts.updates.rewound(snapshot.step)
-            path = self.keeper.leave(snapshot)
+            path = self.keeper.save(snapshot)
         self.note_saves()
         self.parts.checks.rewind_check.end()
         return path, snapshot is not None
@@ -234,7 +234,7 @@ class Recovery:
             self.incident_log.close(incident, Outcome.GAVE_UP, phases.timed, ends_run=True)
             self.keeper.distrust(since)
             if snapshot is not None:
-                self.keeper.leave_alone(snapshot)
+                self.keeper.save_alone(snapshot)
             self.note_saves()
 
         self.parts.world.main_before_others(leave)
@@ -311,7 +311,7 @@ class Recovery:
 
     def leave_newest(self) -> tuple[int, Path | None]:
         """From another thread: save the newest verified state; return the step that a resume begins at and its path."""
-        left = self.keeper.leave_newest()
+        left = self.keeper.save_newest()
         self.note_saves()
         return left
 

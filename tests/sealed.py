@@ -41,9 +41,9 @@ def manifest(step: int, files: Any, *, kind: str = VERIFIED, tick: int | None = 
         step=step,
         tick=step if tick is None else tick,
         position=4 * step,
-        world=1,
+        processes=1,
         samples=4,
-        each=4,
+        samples_per_process=4,
         config="c0ffee",
         made_by="a test",
         at=1_767_225_600_000,
@@ -59,13 +59,13 @@ def write(store: Store, step: int, *, kind: str = VERIFIED, tick: int | None = N
     state = parts(step)
     exported = {**state["weights"], **state["buffers"]}
     memory = {"statistics": {}, "passed": [[step, 0.5]]}
-    return store.write(lambda files: manifest(step, files, kind=kind, tick=tick), state, exported, memory)
+    return store.write(manifest(step, {}, kind=kind, tick=tick), state, exported, memory)
 
 
 def newest(store: Store) -> int | None:
     """The step of the checkpoint that a run would go on from, read whole; None where there is none."""
     for entry in store.usable():
-        step = entry.manifest_step
+        step = entry.step
         saved = Store.load(entry, CPU, weights(0))
         assert all(torch.equal(saved.parts["weights"][name], one) for name, one in weights(step).items())
         assert saved.parts["position"] == {"position": 4 * step}

@@ -199,7 +199,7 @@ def test_a_run_goes_on_from_the_previous_one_and_says_so(
         _made["whole"] = tmp_path / "whole"
         _made["sha"] = Path(outcome.summary(tmp_path / "whole")["weights_sha256"])
     assert outcome.summary(copied)["weights_sha256"] == str(_made["sha"])
-    assert Store(copied).entries()[0].manifest_step == 40
+    assert Store(copied).entries()[0].step == 40
 
 
 def test_knobs_that_no_run_has_are_damage(copied: Path, run_command: command) -> None:
@@ -258,5 +258,5 @@ def test_damage_is_told_where_ticks_were_lost(tmp_path: Path) -> None:
     newest = write(store, 100, tick=150)
     write(store, 40, tick=40)
     (newest.path / MANIFEST).write_text("{")
-    assert [entry.manifest_step for entry in store.entries()] == [0, 95, 40]
+    assert [entry.step for entry in store.entries()] == [0, 95, 40]
     assert store.entries()[0].path == newest.path

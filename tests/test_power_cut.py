@@ -217,7 +217,7 @@ def test_a_demoted_checkpoint_never_comes_back_by_halves(monkeypatch: pytest.Mon
             write(Store(run_dir), step)
 
     def look(run_dir: Path) -> tuple[int, ...]:
-        return tuple(entry.manifest_step for entry in Store(run_dir).entries() if entry.is_usable)
+        return tuple(entry.step for entry in Store(run_dir).entries() if entry.is_usable)
 
     short, full, _ = cuts(monkeypatch, tmp_path, four, lambda run_dir: Store(run_dir).demote(1), look)
     assert set(short) <= {(4, 3, 2, 1), (3, 2, 1), (2, 1), (1,)}

@@ -245,7 +245,7 @@ def test_a_new_rate_is_the_rate_from_there_on(here: Path, run_command: command) 
         (["data.shuffle=false"], "data.shuffle: true there, false here"),
         (["optimizer=sgd"], "optimizer._target_: "),
         (["+model.width=8"], "does not fit it as it is now: "),
-        (["data.batch_size=8"], "an update was made of 32 samples, and is to be of 8"),
+        (["data.batch_size=8"], "an update had 32 samples, and now has 8"),
     ],
 )
 def test_what_cannot_change_is_refused(overrides: list[str], told: str, here: Path, run_command: command) -> None:

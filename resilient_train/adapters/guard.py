@@ -232,7 +232,7 @@ class Guard(guard.EngineGuard):
         """Resume where the run directory's run ended, if one did: after `keep`. Otherwise `batches` does it."""
         self._owes_resume = False
         resumed = self._recovery.resume(is_explained=self._sizer.previous_ran_out())
-        self._sizer.as_before(self._keeper.samples)
+        self._sizer.as_before(self._keeper.previous_samples_per_update)
         self._checks.rewind_check.resumed(self.clock.step)
         self._set_limits()
         self._seed_between(self.samples.position)

@@ -49,14 +49,14 @@ class Checkpoint:
     def as_dict(self) -> dict[str, Any]:
         """Return the output of `--json`."""
         manifest = self.entry.manifest
-        fields = ("step", "tick", "position", "world", "samples", "made_by", "at", "mlflow")
+        fields = ("step", "tick", "position", "processes", "samples", "made_by", "at", "mlflow")
         return {
             "name": self.name,
             "path": str(self.entry.path),
             "kind": self.kind,
             "damage": self.damage or None,
             "bytes": _bytes(self.entry) if manifest else None,
-            **{name: getattr(manifest, name, None) for name in fields},
+            **{"world" if name == "processes" else name: getattr(manifest, name, None) for name in fields},
         }
 
     def row(self) -> list[str]:
@@ -64,7 +64,7 @@ class Checkpoint:
         manifest = self.entry.manifest
         if manifest is None:
             return [self.name, self.kind, "", "", "", self.damage]
-        processes = f"{manifest.world} processes" if manifest.world > 1 else ""
+        processes = f"{manifest.processes} processes" if manifest.processes > 1 else ""
         age = f"{duration(max(0.0, time.time() - manifest.at / 1000))} old"
         return [self.name, self.kind, f"step {manifest.step:,}", _size(self.entry), age, self.damage or processes]
 

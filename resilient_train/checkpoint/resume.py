@@ -1,14 +1,14 @@
-"""What a run resumes from: the newest checkpoint that verifies, and what became of the previous process."""
+"""Finds the checkpoint that a run resumes from, loads it, and explains how the previous process ended."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from resilient_train.checkpoint.manifest import Damaged, Manifest
+from resilient_train.checkpoint.manifest import Damaged
 from resilient_train.checkpoint.store import Entry, Saved, Store
 from resilient_train.errors import ConfigError, TrainError, in_one_line, unusable
 from resilient_train.record import endings, notes
@@ -24,70 +24,84 @@ from resilient_train.types import Incident, ProcessIncident, Signal
 from resilient_train.update.updater import LR_OF_GUARD
 from resilient_train.wording import log
 
+_SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # keys that decide whether a state fits
+_MOST_BLAMED = 2**24  # samples of one update: the record of the position may be damaged
+
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """How a run is to be resumed."""
+    """How to resume."""
 
-    source: Path | None = None  # another place than its newest checkpoint
+    source: Path | None = None  # a run or checkpoint that the user named, instead of the run's newest checkpoint
     config: str = ""  # digest of the configuration
-    changed: tuple[str, ...] = ()  # keys of the configuration that are not what they were
+    changed: tuple[str, ...] = ()  # keys of the configuration with another value than before
     mlflow: Callable[[], str | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePlan:
-    """What rank 0 found, for all ranks."""
+    """What rank 0 found out, for all ranks."""
 
-    path: Path | None
-    tick: int = 0
-    remedies: tuple[Mapping[str, Any], ...] = ()  # in force, the latest last
-    found: tuple[ProcessIncident, ...] = ()  # to be written down
-    incidents: tuple[Incident, ...] = ()  # of the processes before this one: strikes count on every rank
-    skipped: tuple[int, int] | None = None  # samples that are to blame for the end of processes
-    samples: int = 0  # of an update, if the run began with another number of processes
+    path: Path | None  # of the checkpoint
+    tick: int
+    remedies: tuple[Mapping[str, Any], ...]  # that were active, the latest last
+    found: tuple[ProcessIncident, ...]  # to be written to the journal
+    incidents: tuple[Incident, ...]  # of earlier processes: every rank needs them to decide alike
+    skipped: tuple[int, int] | None  # samples at which the process ended repeatedly
+    previous_samples_per_update: int  # to be kept, as the number of processes has changed; 0: nothing to keep
 
 
 @dataclass
 class Resumption:
-    """Looks for checkpoints, reads them, and puts them into the run."""
+    """Finds checkpoints, reads them, and loads them into the run."""
 
     parts: RunParts
     history: RunHistory
     progress: Progress
-    store: Store | None  # None on ranks that write nothing
+    store: Store | None  # None if nothing is written
     directory: Path | None
     how: Resume
-    remembered: dict[str, Stateful] = field(default_factory=dict)  # what does not rewind
-    read_already: dict[Path, Saved] = field(default_factory=dict)
+    remembered: dict[str, Stateful] = field(default_factory=dict)  # by name, what does not rewind
+    already_read: dict[Path, Saved] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.configured = _configured(self.parts)
-        slicing = self.parts.samples.slicing  # before anything is cut otherwise
-        self.each = slicing.batch_size * slicing.accumulation
+        groups = [  # the settings of each parameter group, as configured
+            [{key: one for key, one in group.items() if key not in ("params", LR_OF_GUARD)} for group in groups]
+            for groups in (optimizer.param_groups for optimizer in self.parts.updater.optimizers)
+        ]
+        self.configured: list[list[dict[str, Any]]] = json.loads(json.dumps(groups, default=str))
+        slicing = self.parts.samples.slicing  # as configured: it may change later
+        self.samples_per_process = slicing.batch_size * slicing.accumulation
 
     def plan(self, incidents: Sequence[Incident], crashes: int, *, is_explained: bool) -> ResumePlan:
-        """Find what to resume from, and what is to be said about the unexplained end of the previous process.
+        """Find the checkpoint to resume from, and say how the previous process ended if nothing else does.
 
-        After `crashes` such ends in a row the samples at work are to blame.
+        After `crashes` unexplained ends in a row at the same samples, these are skipped.
         """
         history, last = self.history, self.progress.last
-        hung = self._hung()
+        noted = notes.found(self.directory, Hung)  # by ranks that could not tell rank 0
+        notes.clear(self.directory, Hung)
+        hung = notes.who_hung(noted, max(self.parts.world.size, noted[-1].rank + 1)) if noted else ""
         damaged: list[tuple[Entry, str]] = []
         if self.store is not None:
             self.store.sweep()
-        path = self._from_named()
-        if path is None and self.store is not None:
-            path = self.newest(lambda one: True, damaged)
-        if path is None and (history.has_saved or damaged):
+        entry = self._named()
+        if entry is None and self.store is not None:
+            entries = [one for one in self.store.entries() if one.is_usable or one.manifest is None]
+            entry = self.newest_readable(entries, damaged)
+        if entry is None and (history.has_saved or damaged):
             why = "; ".join(f"{one.path.name} {reason}" for one, reason in damaged) or "they are gone"
             where = self.store.path if self.store else "memory"
             raise TrainError(
                 f"cannot resume: no usable checkpoint in {where}: {why}. run.resume=never starts a new run"
             )
-        entry = Entry.of(path) if path else None
-        step = entry.manifest_step if entry else 0
-        found = [_damage(one, why, step) for one, why in damaged]
+        step = entry.step if entry else 0
+        found = [
+            ProcessIncident(
+                *(Signal.CHECKPOINT_DAMAGED, step + 1, step, f"{one.path.name} {why}", "fall_back"), rewound_to=step
+            )
+            for one, why in damaged
+        ]
         skipped, span = None, last.stop - last.start
         is_updating = last.doing in (Doing.UPDATING, Doing.FIRST)
         if self.directory is not None and endings.failure(self.directory, in_training=True) is not None:
@@ -99,56 +113,57 @@ class Resumption:
             found.append(self._crash(step, skipped, hung, incidents))
         remedies = [entry.manifest.remedies] if entry and entry.manifest else []
         remedies += [dict(history.remedies)] if history.remedies else []
-        latest_last = sorted(remedies, key=_tick_of)  # the journal's behind those of a checkpoint of the same tick
         return ResumePlan(
-            *(path, last.tick, tuple(latest_last), tuple(found), tuple(incidents), skipped),
-            samples=self._samples_before(entry),
+            path=entry.path if entry else None,
+            tick=last.tick,
+            remedies=tuple(sorted(remedies, key=_tick_of)),  # of the same tick, those of the journal come last
+            found=tuple(found),
+            incidents=tuple(incidents),
+            skipped=skipped,
+            previous_samples_per_update=self._samples_to_keep(entry),
         )
 
-    def _samples_before(self, entry: Entry | None) -> int:
-        """What an update was made of, where that is to be kept: each process brings as many, and there are others."""
-        history, slicing = self.history, self.parts.samples.slicing
+    def _samples_to_keep(self, entry: Entry | None) -> int:
+        """The samples of an update in earlier processes, if only the number of processes has changed since; else 0."""
+        slicing = self.parts.samples.slicing
         if entry is not None and entry.manifest is not None:
-            samples, each = entry.manifest.samples, entry.manifest.each
+            samples, per_process = entry.manifest.samples, entry.manifest.samples_per_process
         else:
-            processes, samples = history.began_with or (self.parts.world.size, slicing.samples)
-            each = samples // processes
-        return samples if samples != slicing.samples and each == self.each else 0
+            processes, samples = self.history.began_with or (self.parts.world.size, slicing.samples)
+            per_process = samples // processes
+        return samples if samples != slicing.samples and per_process == self.samples_per_process else 0
 
-    def newest(self, wanted: Callable[[Entry], bool], damaged: list[tuple[Entry, str]]) -> Path | None:
-        """The newest checkpoint that is wanted, verifies and fits; what does not is added to `damaged`."""
-        for entry in self.store.entries() if self.store is not None else []:
-            if entry.manifest is None:
-                damaged.append((entry, entry.damage))
-            elif entry.is_usable and wanted(entry):
-                try:
-                    self.read_already[entry.path] = self.read(entry)
-                except Damaged as why:
-                    damaged.append((entry, str(why)))
-                else:
-                    return entry.path
+    def newest_readable(self, entries: Iterable[Entry], damaged: list[tuple[Entry, str]]) -> Entry | None:
+        """The first checkpoint that verifies and fits this run; those before it are added to `damaged`."""
+        for entry in entries:
+            try:
+                self.already_read[entry.path] = self._read(entry)
+            except Damaged as why:
+                damaged.append((entry, str(why)))
+            else:
+                return entry
         return None
 
-    def read(self, entry: Entry) -> Saved:
-        """Read a checkpoint, and see whether it is one of this run. Raises Damaged."""
-        if entry.path in self.read_already:
-            return self.read_already.pop(entry.path)
+    def _read(self, entry: Entry) -> Saved:
+        """Read a checkpoint, and check whether it belongs to this run. Raises Damaged."""
+        if entry.path in self.already_read:
+            return self.already_read.pop(entry.path)
         parts, manifest = self.parts, entry.manifest
         if manifest is None:
             raise Damaged(entry.damage)
         live = parts.state.live()
-        # All have the same files before them: rank 0 reads them through for all.
+        # All ranks have the same files: rank 0 compares the digests for all.
         saved = Store.load(entry, parts.world.device, live["weights"], is_verified=not parts.world.is_main)
         why = explain_mismatch(live, saved.parts, parts.state.model, parts.state.optimizers)
-        has_changed = any(key.startswith(_SHAPES) for key in self.how.changed)
-        is_of_others = manifest.each == self.each and not manifest.samples % self.each  # of another number of processes
-        if not why and manifest.samples != parts.samples.slicing.samples and not is_of_others:
-            why = f"an update was made of {manifest.samples} samples, and is to be of {parts.samples.slicing.samples}"
-            if not has_changed:
+        changed = [key for key in _SHAPES if any(one.startswith(key) for one in self.how.changed)]
+        each = self.samples_per_process
+        is_resized = manifest.samples_per_process == each and not manifest.samples % each  # other number of processes
+        if not why and manifest.samples != parts.samples.slicing.samples and not is_resized:
+            why = f"an update had {manifest.samples} samples, and now has {parts.samples.slicing.samples}"
+            if not changed:
                 raise TrainError(f"cannot resume from {entry.path}: {why}")
-        if why and has_changed:
-            key = next(key for key in _SHAPES if any(one.startswith(key) for one in self.how.changed))
-            raise unusable(key, f"{entry.path} does not fit it as it is now: {why}")
+        if why and changed:
+            raise unusable(changed[0], f"{entry.path} does not fit it as it is now: {why}")
         if why:
             raise Damaged(f"does not fit this run: {why}")
         try:
@@ -156,18 +171,19 @@ class Resumption:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise Damaged(f"holds knobs that no run has: {in_one_line(error)}") from error
         if not {"statistics", "passed", "panel", "remembered"} <= saved.memory.keys():
-            raise Damaged("lacks what the checks remember")
+            raise Damaged("lacks the state of the checks")
         return saved
 
     def load(self, entry: Entry, *, resuming: bool) -> None:
-        """Make a checkpoint the state of the run; `resuming`, what the process had in memory as well."""
-        run, manifest, saved = self.parts, entry.manifest, self.read(entry)
+        """Load a checkpoint into the run; if `resuming`, also what does not rewind."""
+        run, manifest, saved = self.parts, entry.manifest, self._read(entry)
         assert manifest is not None
         made, parts = f"{entry.path}, written by {manifest.made_by}", run.state.reshard(saved.parts)
         if resuming and any(key.startswith(("optimizer.", "schedule.")) for key in self.how.changed):
-            fresh = run.state.live()  # schedules as they are configured now, led to where the run stands
+            fresh = run.state.live()  # schedules as they are configured now
             parts |= {name: fresh[name] for name in parts if name.startswith("schedule.")}
-        now = [[dict(group) for group in optimizer.param_groups] for optimizer in run.updater.optimizers]
+        optimizers = run.updater.optimizers
+        now = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
         try:
             run.state.restore(parts)
             if lacking := run.restore_statistics(saved.memory["statistics"]):
@@ -177,54 +193,38 @@ class Resumption:
                 run.updates.load_state_dict(saved.memory["passed"])
                 for name, item in self.remembered.items():
                     item.load_state_dict(saved.memory["remembered"][name])
-            self._as_configured(manifest, now)
+            for optimizer, *settings in zip(optimizers, self.configured, manifest.groups, now, strict=True):
+                for group, new, old, current in zip(optimizer.param_groups, *settings, strict=True):
+                    group.update({key: current[key] for key in new if new[key] != old.get(key)})  # changed since
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, IndexError, OverflowError) as error:
             what = f"lacks {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-            raise TrainError(f"{made}, holds no state of this run as this version has it: {what}") from error
+            raise TrainError(f"{made}, does not have the state that this version expects: {what}") from error
         run.updater.note_rates()
         run.updater.accept(run.clock.step)
         run.clock.tick = max(run.clock.tick, manifest.tick)
 
-    def _from_named(self) -> Path | None:
-        """The checkpoint that was asked for by name, the first time: a restart resumes where that has led."""
-        source, history = self.how.source, self.history
+    def _named(self) -> Entry | None:
+        """The checkpoint that the user named. None after the first start: a restart resumes from the newest one."""
+        source, history, store = self.how.source, self.history, self.store
         if source is None or (masked(str(source)) in history.sources and history.has_saved):
             return None
         if not source.is_dir():
             why = "no such directory; expected auto, never, or the directory of a checkpoint or of a run"
             raise ConfigError("run.resume", str(source), why)
-        entries = list(Store(source).usable()) if Store(source).path.is_dir() else [Entry.of(source)]
-        why = "there is no checkpoint"
-        for entry in entries:
-            try:
-                self.read_already[entry.path] = self.read(entry)
-            except Damaged as reason:
-                why = str(reason)
-                continue
-            self._leave_own_way(entry)
-            self.history.note_source(str(source))
-            return entry.path
-        raise TrainError(f"run.resume={source}: no usable checkpoint there: {why}")
-
-    def _leave_own_way(self, entry: Entry) -> None:
-        """The run resumes from a state that was named: its own later checkpoints are not used any longer."""
-        if self.store is None:
-            return
-        if entry.path.absolute().parent == self.store.path.absolute():
-            for one in self.store.demote(entry.manifest_step):
-                log.info("%s lies ahead of that: it goes once something newer is verified", one.path.name)
-        elif any(True for _ in self.store.usable()):
-            why = f"{self.store.path.parent} holds checkpoints of its own: choose another run.name"
+        damaged: list[tuple[Entry, str]] = []
+        entries = Store(source).usable() if Store(source).path.is_dir() else [Entry.of(source)]
+        entry = self.newest_readable(entries, damaged)
+        if entry is None:
+            why = damaged[-1][1] if damaged else "there is no checkpoint"
+            raise TrainError(f"run.resume={source}: no usable checkpoint there: {why}")
+        if store is not None and entry.path.absolute().parent == store.path.absolute():
+            for one in store.demote(entry.step):
+                log.info("%s is newer than that: it is removed once a later checkpoint is verified", one.path.name)
+        elif store is not None and store.usable():
+            why = f"{store.path.parent} has checkpoints of its own: choose another run.name"
             raise ConfigError("run.resume", entry.path, why)
-
-    def _hung(self) -> str:
-        """What other ranks have noted of a hang that rank 0 could not tell of."""
-        place = self.directory
-        noted = notes.found(place, Hung) if place is not None else []
-        if not noted or place is None:
-            return ""
-        notes.clear(place, Hung)
-        return notes.who_hung(noted, max(self.parts.world.size, noted[-1].rank + 1))
+        history.note_source(str(source))
+        return entry
 
     def _crash(
         self, step: int, skipped: tuple[int, int] | None, hung: str, incidents: Sequence[Incident]
@@ -234,63 +234,24 @@ class Resumption:
         evidence = f"the previous process died during {at}"
         if last.doing is not Doing.HUNG:
             evidence += f": {hung}" if hung else " without logging anything"
-        rows: tuple[int, ...] = ()
+        rows: list[int] = []
+        advice = ""
         if skipped:
-            evidence += ", and the one before that at the same samples: they are passed over"
-            rows = _narrowed(self.parts.samples.rows_at(*skipped), incidents)
-        advice = f"Look at {_some(rows)} of the data: with that the process ended twice." if rows else ""
-        remedy, lost = "skip" if skipped else "go_on", max(0, last.step - step)
+            evidence += ", and the one before that at the same samples: they are skipped"
+            rows = list(self.parts.samples.rows_at(*skipped))
+            # Each epoch combines other rows to an update: those that were there at every crash are to blame.
+            earlier = [one for one in incidents if one.anomaly.signal in (Signal.CRASH, Signal.HANG)]
+            common = [sorted({*rows} & {*one.diagnosis.rows}) for one in earlier]
+            rows = min([one for one in common if one], key=len, default=rows)
+        if rows:
+            shown = ", ".join(map(str, rows[:8])) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+            word = "row" if len(rows) == 1 else "rows"
+            advice = f"Look at {word} {shown} of the data: the process ended there twice."
         signal = Signal.HANG if last.doing is Doing.HUNG or hung else Signal.CRASH
-        return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, rows, step, lost)
-
-    def _as_configured(self, manifest: Manifest, now: list[list[dict[str, Any]]]) -> None:
-        """Apply what was configured differently since the checkpoint was written."""
-        optimizers = self.parts.updater.optimizers
-        for optimizer, new, old, fresh in zip(optimizers, self.configured, manifest.groups, now, strict=True):
-            for group, ours, theirs, mine in zip(optimizer.param_groups, new, old, fresh, strict=True):
-                for key in ours:
-                    if ours[key] != theirs.get(key):
-                        group[key] = mine[key]
-
-
-def _narrowed(rows: tuple[int, ...], incidents: Sequence[Incident]) -> tuple[int, ...]:
-    """In every epoch the rows come in other company: those that were there each time are to blame."""
-    earlier = [{*one.diagnosis.rows} for one in incidents if one.anomaly.signal in _ENDINGS]
-    common: list[set[int]] = [shared for one in earlier if (shared := {*rows} & one)]
-    if not common:
-        return rows
-    least: set[int] = min(common, key=len)
-    return tuple(sorted(least))
-
-
-def _configured(parts: RunParts) -> list[list[dict[str, Any]]]:
-    """What each parameter group was configured to, as JSON has it."""
-    return [
-        [
-            json.loads(json.dumps({key: group[key] for key in group if key not in _NO_SETTINGS}, default=str))
-            for group in optimizer.param_groups
-        ]
-        for optimizer in parts.updater.optimizers
-    ]
-
-
-_SHAPES = ("model", "optimizer", "data.batch_size", "accelerate")  # what decides whether a state fits
-_MOST_BLAMED = 2**24  # samples of one update: the record is no more than a hint
-_ENDINGS = (Signal.CRASH, Signal.HANG)
-_NO_SETTINGS = ("params", LR_OF_GUARD)
-
-
-def _damage(entry: Entry, why: str, step: int) -> ProcessIncident:
-    what = f"{entry.path.name} {why}"
-    return ProcessIncident(Signal.CHECKPOINT_DAMAGED, step + 1, step, what, "fall_back", rewound_to=step)
+        remedy, lost = "skip" if skipped else "go_on", max(0, last.step - step)
+        return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, tuple(rows), step, lost)
 
 
 def _tick_of(remedies: Mapping[str, Any]) -> int:
     tick = remedies.get("tick")
     return tick if type(tick) is int else 0
-
-
-def _some(rows: Sequence[int]) -> str:
-    shown = ", ".join(str(row) for row in rows[:8])
-    word = "row" if len(rows) == 1 else "rows"
-    return f"{word} {shown} and {len(rows) - 8} more" if len(rows) > 8 else f"{word} {shown}"

@@ -1,7 +1,7 @@
 """Weights for other programs: a safetensors file, those of the best evaluation, a folder for `from_pretrained`.
 
-The run itself writes what such a folder says of its model, as only it has the model: pretrained/config.json and, where
-the model generates, pretrained/generation_config.json. An export adds the weights and builds nothing.
+The run itself writes the configuration of its model for such a folder, since only the run has the model: to
+pretrained/config.json and, if the model generates, pretrained/generation_config.json. An export adds the weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ BEST, PRETRAINED = "best", "pretrained"  # their names in a run directory
 _BEST_METRICS = "best.json"
 _CONFIG, _GENERATION, _MODEL = "config.json", "generation_config.json", "model.safetensors"
 _MOST_BYTES = 2**24  # of a file of JSON
-_PIECE = 2**22
 
 
 def gathered(model: nn.Module, *, keep: bool) -> dict[str, torch.Tensor]:
@@ -54,7 +53,7 @@ def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 def stored(directory: Path) -> dict[str, torch.Tensor]:
-    """Read the weights and buffers of a run directory or a checkpoint, joined where several ranks have written them.
+    """Read the weights and buffers of a run directory or a checkpoint, joined if the ranks have written shares.
 
     Raises OSError, ValueError or SafetensorError where they cannot be read.
     """
@@ -69,19 +68,19 @@ def stored(directory: Path) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_into(model: nn.Module, source: Path) -> None:
-    """Start `model` from the weights in a file or a run directory; everything has to fit."""
+    """Load the weights in a file or a run directory into `model`; all names and shapes must be the same."""
     try:
         saved = stored(source) if source.is_dir() else _loaded(source)
     except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError("run.init_from", source, f"holds no weights that can be read: {error}") from error
+        raise ConfigError("run.init_from", source, f"has no weights that can be read: {error}") from error
     own = _tensors(model)
     missing, unexpected = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if missing or unexpected:
-        why = f"fits another model: lacks {_some(missing)}; has {_some(unexpected)} too many"
+        why = f"does not fit the model: it lacks {_some(missing)}, and has {_some(unexpected)} in addition"
         raise ConfigError("run.init_from", source, why)
     for name, tensor in own.items():
         if tensor.shape != saved[name].shape:
-            why = f"fits another model: {name} is {list(saved[name].shape)}, not {list(tensor.shape)}"
+            why = f"does not fit the model: {name} is {list(saved[name].shape)}, not {list(tensor.shape)}"
             raise ConfigError("run.init_from", source, why)
         tensor.copy_(saved[name])
 
@@ -109,13 +108,13 @@ class _Pending:
 
 
 class Best:
-    """Copies weights when an evaluation is the best so far, and writes them once their step is verified."""
+    """Copies the weights when an evaluation is the best so far, and writes them once their step is verified."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / BEST
-        self._pending: list[_Pending] = []  # two at most: one that will be verified soon, and the best since
+        self._pending: list[_Pending] = []  # two at most: the oldest one, and the best since
         self._loss = math.inf
-        self.step = 0  # of the weights there; 0 where there are none, or it is not known
+        self.step = 0  # of the weights on disk; 0 if there are none, or their step is not known
         files.sweep(self.path)
         match None if self.path.is_symlink() else files.read_json(self.path / _BEST_METRICS):
             case dict(saved):
@@ -125,7 +124,7 @@ class Best:
                 self.step = step if type(step) is int else 0
 
     def is_better(self, metrics: Mapping[str, float]) -> bool:
-        """Say whether an evaluation is better than any before."""
+        """Say whether an evaluation is better than all before."""
         return metrics["loss"] < min([self._loss, *(one.metrics["loss"] for one in self._pending)])
 
     def take(self, step: int, metrics: Mapping[str, float], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -135,11 +134,11 @@ class Best:
             for name, one in tensors.items()
             if one.dtype in NAMES
         }
-        # The first one stays when a better one comes: else none might ever be verified before the next.
+        # A better one does not replace the oldest: else none might ever be verified before the next one comes.
         self._pending = [*self._pending[:1], _Pending(step, dict(metrics), copies)]
 
     def is_ripe(self, verified: int) -> bool:
-        """Say whether there is something to write, now that all up to a step is verified."""
+        """Say whether there is something to write, now that all steps up to `verified` are verified."""
         return any(one.step <= verified for one in self._pending)
 
     def write(self) -> None:
@@ -151,11 +150,11 @@ class Best:
         files.commit(self.path / WEIGHTS, chunks(pending.tensors, as_text))
         files.commit_text(self.path / _BEST_METRICS, json.dumps(metrics, indent=2) + "\n")
         self._loss, self.step = pending.metrics["loss"], pending.step
-        with contextlib.suppress(ValueError):  # it was distrusted meanwhile. A disk that is full is tried again
+        with contextlib.suppress(ValueError):  # `distrust` has removed it meanwhile
             self._pending.remove(pending)
 
     def distrust(self, since: int) -> None:
-        """Forget what is newer than the newest step to be trusted."""
+        """Remove what is newer than `since`, the newest step that can be trusted."""
         self._pending = [one for one in self._pending if one.step <= since]
         if self.step > since:
             self._loss, self.step = math.inf, 0
@@ -165,12 +164,12 @@ class Best:
 
 
 class NotExportable(ValueError):
-    """There is nothing to export, or no place for it. The message is one line."""
+    """There is nothing to export, or the target cannot be written. The message is one line."""
 
 
 def describe(model: nn.Module, run_dir: Path) -> None:
-    """Write what `from_pretrained` needs to know of a model of transformers; nothing for other models."""
-    transformers = sys.modules.get("transformers")  # where it is not loaded, no model is of it
+    """Write the configuration that `from_pretrained` needs, if this is a model of transformers."""
+    transformers = sys.modules.get("transformers")  # if it is not loaded, the model is not one of its classes
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return
     dtypes = {weight.dtype for weight in model.parameters()}
@@ -186,15 +185,16 @@ def describe(model: nn.Module, run_dir: Path) -> None:
 
 
 def export(run_dir: Path, checkpoint: Path, to: Path) -> Manifest:
-    """Make a new folder of a checkpoint that verifies. Raises NotExportable or Damaged."""
-    if not (run_dir / PRETRAINED).is_dir():
-        why = f"is for models of transformers, and this run's is none: {checkpoint / WEIGHTS} loads with safetensors"
+    """Make a new folder for `from_pretrained` from a checkpoint. Raises NotExportable, or Damaged if it is damaged."""
+    source = run_dir / PRETRAINED
+    if not source.is_dir():
+        why = f"only exports models of transformers; for any other, {checkpoint / WEIGHTS} loads with safetensors"
         raise NotExportable(f"--export {why}")
     if to.is_symlink() or (to.exists() and not to.is_dir()) or (to.is_dir() and any(to.iterdir())):
         raise NotExportable(f"{to} is there already: --export makes a new folder")
-    configs = {_CONFIG: _json(run_dir / PRETRAINED / _CONFIG)}
-    if (run_dir / PRETRAINED / _GENERATION).exists():
-        configs[_GENERATION] = _json(run_dir / PRETRAINED / _GENERATION)
+    configs = {_CONFIG: _json(source / _CONFIG)}
+    if (source / _GENERATION).exists():
+        configs[_GENERATION] = _json(source / _GENERATION)
     manifest = verify(checkpoint)
     new = files.temporary(to)
     try:
@@ -204,13 +204,7 @@ def export(run_dir: Path, checkpoint: Path, to: Path) -> Manifest:
         files.disk.make_directory(new)
         for name, content in configs.items():
             files.write_file(new / name, [content])
-        if any(map(is_share, manifest.files)):
-            files.write_file(new / _MODEL, chunks(_joined(checkpoint)))
-        else:
-            with files.open_plain(checkpoint / WEIGHTS, follow=False) as source:
-                copied = files.write_file(new / _MODEL, iter(lambda: source.read(_PIECE), b""))
-            if copied != manifest.files[WEIGHTS]:
-                raise Damaged(f"{WEIGHTS} changed while it was copied")
+        files.write_file(new / _MODEL, chunks(_joined(checkpoint)))
         files.commit_directory(new, to)
     except OSError as error:
         raise NotExportable(f"{to} cannot be written: {error.strerror or error}") from error
@@ -221,7 +215,7 @@ def export(run_dir: Path, checkpoint: Path, to: Path) -> Manifest:
 
 
 def export_weights(checkpoint: Path, to: Path) -> Manifest:
-    """Make one safetensors file of a checkpoint that verifies, whoever has written it. As `export`."""
+    """Make one safetensors file of a checkpoint, in shares or not. Raises NotExportable or Damaged."""
     if to.is_symlink() or to.exists():
         raise NotExportable(f"{to} is there already: --weights makes a new file")
     manifest = verify(checkpoint)
@@ -241,7 +235,7 @@ def _joined(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def _json(file: Path) -> bytes:
-    """What a file holds, if that is an object in JSON."""
+    """Read a file that contains a JSON object."""
     try:
         with files.open_plain(file, follow=False) as opened:
             content = opened.read(_MOST_BYTES + 1)
