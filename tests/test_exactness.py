@@ -215,15 +215,6 @@ def test_nothing_in_a_capture_is_needless(left_out: str) -> None:
     assert program.train_to(STEPS) != first
 
 
-def test_a_snapshot_of_another_run_is_refused() -> None:
-    """A part too few is no restore at all."""
-    program = Program()
-    parts = program.run.guard.state.live()
-    del parts["buffers"]
-    with pytest.raises(ValueError, match="buffers"):
-        program.run.guard.state.restore(parts)
-
-
 def test_evaluation_changes_nothing() -> None:
     """A run that evaluates every third step ends where one ends that never does, although its rows and dropout draw."""
     quiet = uninterrupted()

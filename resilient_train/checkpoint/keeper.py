@@ -145,7 +145,7 @@ class CheckpointKeeper:
         writing = self._writer.writing if self._writer is not None else None
         self._read_outcomes()
         written = self._highest_saved, self._best.step if self._best is not None else 0
-        if writing is not None and max(writing, *written) > since:
+        if writing is not None and max(writing.step, *written) > since:
             self.close()
         if self._best is not None:
             self._best.distrust(since)

@@ -107,14 +107,10 @@ def _checked(node: Any) -> Manifest:
     if node["kind"] not in _KINDS or any(not 0 <= node[key] < _MOST for key in _COUNTS):
         raise Damaged(f"{MANIFEST} has values that no manifest has")
     files: dict[str, Written] = {}
-    for name, entry in node.pop("files").items():
-        match entry:
-            case {"bytes": int(size), "sha256": str(digest)} if (
-                len(entry) == 2 and type(size) is int and 0 <= size < _MOST
-            ):
-                files[name] = Written(size, digest)
-            case _:
-                raise Damaged(f"{MANIFEST} has no size and sha256 of {name[:60]!r}")
+    for name, one in node.pop("files").items():
+        if not isinstance(one, dict) or type(one.get("bytes")) is not int or not isinstance(one.get("sha256"), str):
+            raise Damaged(f"{MANIFEST} has no size and sha256 of {name[:60]!r}")
+        files[name] = Written(one["bytes"], one["sha256"])
     shares = {name for name in files if is_share(name)}
     if files.keys() - shares != (_FILES - {WEIGHTS} if shares else _FILES) or not are_complete(shares):
         listed = ", ".join(map(repr, sorted(files)))[:100] or "nothing"

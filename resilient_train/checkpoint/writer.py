@@ -19,8 +19,8 @@ from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.errors import in_one_line
 from resilient_train.files import at_disk
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 120.0  # between two tries on a disk that fails
-_NICE = 10  # training goes first
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 120.0  # between two attempts on a disk that fails
+_NICE = 10  # training has priority
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 _log = logging.getLogger("resilient_train")
@@ -35,12 +35,12 @@ class DiskConfig:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One checkpoint to be written."""
+    """One thing to write."""
 
     step: int
     tick: int
-    write: Callable[[], Entry | None]  # None: it was no checkpoint
-    done: Callable[[], None] = lambda: None  # always called, when its memory is no longer read
+    write: Callable[[], Entry | None]  # None: it was not a checkpoint
+    done: Callable[[], None] = lambda: None  # called in any case, once the memory is no longer read
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class Outcome:
 
     @property
     def is_disk_full(self) -> bool:
-        """Say whether the disk has no room for it, or may only be read."""
+        """Say whether the disk has no room for it, or is read-only."""
         return isinstance(self.error, OSError) and self.error.errno in _NO_ROOM
 
 
 class Writer:
-    """Writes one checkpoint at a time, then prunes older ones, and pauses for a while after a failure."""
+    """Writes one checkpoint at a time, then prunes older ones; pauses for a while after a failure."""
 
     def __init__(
         self, store: Store, *, keep: int, keep_every: int, reference: Callable[[], int | None] = lambda: None
@@ -71,34 +71,34 @@ class Writer:
         """`reference` returns the step that the run is measured against, if any: its checkpoint is kept."""
         self._store, self._keep, self._keep_every, self._reference = store, keep, keep_every, reference
         self._changed = threading.Condition()
-        self._job: Job | None = None
+        self.writing: Job | None = None
+        self.began: float | None = None  # when, on the monotonic clock
         self._outcomes: deque[Outcome] = deque()
         self._pause, self._not_before = 0.0, 0.0
-        self.began: float | None = None  # when the current write did, on the monotonic clock
 
     @property
     def is_free(self) -> bool:
         """Say whether it accepts a job now."""
-        return self._job is None and time.monotonic() >= self._not_before
+        return self.writing is None and time.monotonic() >= self._not_before
 
     def offer(self, job: Job) -> None:
-        """Write this in the background, in a new thread: none is left running after a run."""
+        """Write this in a new thread, so that no thread is left after the run."""
         with self._changed:
-            assert self._job is None
-            self._job = job
+            assert self.writing is None
+            self.writing = job
         thread = threading.Thread(target=self._main, args=(job,), name="checkpoint-writer", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the machine has no thread left for now
+        except RuntimeError as error:  # the machine has no thread left
             self._outcomes.append(self._failed(job, error))
             job.done()
             self._free()
 
     def write_now(self, job: Job) -> Outcome:
-        """Write this now, even after a failure; waits for the current job."""
-        with at_disk(), self._changed:  # two at a time would write to the same place
-            self._changed.wait_for(lambda: self._job is None)
-            self._job = job
+        """Wait for the current job, then write this, even during a pause."""
+        with at_disk(), self._changed:  # two at a time would write to the same directory
+            self._changed.wait_for(lambda: self.writing is None)
+            self.writing = job
         try:
             return self._execute(job)
         finally:
@@ -107,20 +107,14 @@ class Writer:
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until nothing is being written."""
         with at_disk(), self._changed:
-            return self._changed.wait_for(lambda: self._job is None, seconds)
-
-    @property
-    def writing(self) -> int | None:
-        """The step of the checkpoint that is being written."""
-        job = self._job
-        return job.step if job is not None else None
+            return self._changed.wait_for(lambda: self.writing is None, seconds)
 
     def next_outcome(self) -> Outcome | None:
-        """The next result, each once; None if there is none yet."""
+        """Remove and return the oldest outcome; None if there is none."""
         return self._outcomes.popleft() if self._outcomes else None
 
     def _main(self, job: Job) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # Linux: of this thread alone
+        with contextlib.suppress(OSError, AttributeError):  # on Linux, only of this thread
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             self._outcomes.append(self._execute(job))
@@ -129,7 +123,7 @@ class Writer:
 
     def _free(self) -> None:
         with self._changed:
-            self._job = None
+            self.writing = None
             self._changed.notify_all()
 
     def _execute(self, job: Job) -> Outcome:
@@ -152,15 +146,15 @@ class Writer:
         return Outcome(job, None, error)
 
     def _prune(self, entry: Entry) -> None:
-        """Remove old ones, after the new one was read back."""
+        """Remove old checkpoints once the new one was read back."""
         try:
-            # The shares of the other ranks are not read back: that would take this rank as long as all of them took.
+            # Shares are not read back: that would take this rank as long as all ranks together took to write them.
             is_sharded = any(map(is_share, entry.manifest.files if entry.manifest else ()))
             manifests.verify(entry.path, is_read=not is_sharded)
             self._store.prune(self._keep, self._keep_every, self._reference())
         except Damaged as why:
             _log.error("%s %s: older checkpoints are kept", entry.path, why)
-        except Exception as error:  # the new one is there all the same
+        except Exception as error:  # the new one is complete nevertheless
             _log.error("older checkpoints could not be removed: %s", _reason(error))
 
 

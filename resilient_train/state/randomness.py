@@ -6,6 +6,8 @@ import logging
 import os
 import random
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -18,7 +20,7 @@ _MASK = (1 << 64) - 1
 
 
 class Purpose(IntEnum):
-    """What random numbers are for: the same place in a run draws others for each."""
+    """What random numbers are used for: the same place in a run has different ones for each purpose."""
 
     INITIAL_WEIGHTS = 1
     UPDATE = 2
@@ -30,7 +32,7 @@ class Purpose(IntEnum):
 
 
 def mix(purpose: Purpose, *parts: int) -> int:
-    """Hash a place in the run into 64 well-spread bits (splitmix64, chained): the same on every machine and version."""
+    """Hash a place in the run into 64 well-mixed bits (chained splitmix64), the same on all machines and versions."""
     state = int(purpose)
     for part in parts:
         state = (state + part + 0x9E3779B97F4A7C15) & _MASK
@@ -41,9 +43,9 @@ def mix(purpose: Purpose, *parts: int) -> int:
 
 
 def seed_host(seed: int) -> None:
-    """Seed Python, numpy and torch's CPU generator: 6 microseconds, so that every row can afford it.
+    """Seed Python, numpy and torch's CPU generator: it takes 6 microseconds, so it can be done for every row.
 
-    `torch.manual_seed` would also queue a call for every kind of accelerator, which costs 100.
+    `torch.manual_seed` would take 100, because it also queues a call for every kind of accelerator.
     """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
@@ -51,7 +53,7 @@ def seed_host(seed: int) -> None:
 
 
 def seed_all(seed: int, device: torch.device) -> None:
-    """Seed everything a forward and backward on `device` may draw from."""
+    """Seed all generators that a forward and backward on `device` may use."""
     seed_host(seed)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -73,7 +75,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(name: str, state: Any, device: torch.device) -> None:
-    """Put one generator back to a captured state."""
+    """Restore one generator to a captured state."""
     if name == "python":
         random.setstate(state)
     elif name == "numpy":
@@ -84,26 +86,23 @@ def restore(name: str, state: Any, device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
-class preserved:
-    """Leave every generator as it was found: what happens inside cannot change the training that follows."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def __enter__(self) -> None:
-        self._states = capture(self.device)
-
-    def __exit__(self, *exc: object) -> None:
-        for name, state in self._states.items():
-            restore(name, state, self.device)
+@contextmanager
+def preserved(device: torch.device) -> Iterator[None]:
+    """Restore every generator after the block: random numbers that it draws do not change the training."""
+    states = capture(device)
+    try:
+        yield
+    finally:
+        for name, state in states.items():
+            restore(name, state, device)
 
 
 def set_deterministic(enabled: bool) -> None:
-    """Make torch choose deterministic operations; where it has none, the log says so when the operation is met."""
+    """Make torch use deterministic operations; the log names each operation that has no deterministic form."""
     if enabled:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when CUDA's first matrix product runs
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product
         _log_nondeterministic_operations()
-    if torch.are_deterministic_algorithms_enabled() != enabled:  # the call imports torch's compiler: a second or more
+    if torch.are_deterministic_algorithms_enabled() != enabled:  # the call imports torch's compiler: a second
         torch.use_deterministic_algorithms(enabled, warn_only=True)
     torch.backends.cudnn.deterministic = enabled
     if enabled:
@@ -111,7 +110,7 @@ def set_deterministic(enabled: bool) -> None:
 
 
 def _log_nondeterministic_operations() -> None:
-    """Turn torch's warnings about them into one line in the log for each operation."""
+    """Replace torch's warnings by one line in the log for each operation."""
     if getattr(warnings.showwarning, "is_ours", False):
         return
     plain = warnings.showwarning
@@ -124,7 +123,7 @@ def _log_nondeterministic_operations() -> None:
         elif (operation := text.split(" does not have")[0]) not in logged:
             logged.add(operation)
             _log.warning(
-                "run.deterministic: torch has no deterministic form of %s here; results may differ in it", operation
+                "run.deterministic: torch has no deterministic form of %s here; its results may vary", operation
             )
 
     show.is_ours = True  # type: ignore[attr-defined]
