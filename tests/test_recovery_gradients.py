@@ -1,4 +1,4 @@
-"""Broken elements learn their way back: bounded, inward, and only they."""
+"""Broken elements get a gradient that leads them back: bounded, inward, and only they."""
 
 from __future__ import annotations
 
@@ -26,19 +26,10 @@ def test_a_power_on_its_pole_leaves_it() -> None:
     assert found.item() == pytest.approx(x.log().sum().item(), rel=1e-2)
 
 
-def test_what_overflows_keeps_its_order_and_is_led_back() -> None:
-    """As the nearest that did not; nothing takes it farther out."""
-    x = torch.tensor([1.0, 60.0, 95.0], requires_grad=True)
-    value = replacements.method("exp")(x)
+def test_what_overflows_keeps_its_order() -> None:
+    """Else a softmax by hand would choose the wrong one."""
+    value = replacements.method("exp")(torch.tensor([1.0, 60.0, 95.0]))
     assert value[2] >= value[1] > 2.0**48
-    share = value[2] / value.sum()
-    (down,) = torch.autograd.grad(share, x, retain_graph=True)
-    (up,) = torch.autograd.grad(-share, x)
-    assert down[2] > 0.1  # as of a softmax
-    assert up[2] == 0.0
-    pulled = slope(replacements.method("exp")(x)[2] / value[1].detach(), x)
-    assert pulled[:2] == [0.0, 0.0]
-    assert pulled[2] == pytest.approx(1.0, rel=1e-2)
 
 
 def test_beyond_the_border_of_a_domain_there_is_no_slope_unless_nothing_is_fine() -> None:

@@ -102,11 +102,6 @@ def instead_of(bare: Callable[..., Tensor]) -> Callable[[Callable[P, Tensor]], C
     return decorate
 
 
-def real(input: Tensor) -> Tensor:
-    """Convert integers to the default float type, as torch does."""
-    return input if input.is_floating_point() else input.to(torch.get_default_dtype())
-
-
 def _is_unsupported(value: Any) -> bool:
     if not isinstance(value, Tensor):
         return isinstance(value, complex)
@@ -114,27 +109,45 @@ def _is_unsupported(value: Any) -> bool:
     return is_tiny or value.is_complex() or value.layout is not torch.strided
 
 
-def _logarithm(bare: Callable[[Tensor], Tensor], scale: float) -> Callable[[Tensor], Tensor]:
-    """`scale` times the input is the reciprocal of the slope."""
+def _on_one(
+    bare: Callable[[Tensor], Tensor],
+    is_bad: Callable[[Tensor], Tensor],
+    nearest: Callable[[Tensor], Tensor | float],
+) -> Callable[[Tensor], Tensor]:
+    """An operation on one number that has its value at `nearest`, and no slope, where its input `is_bad`."""
 
     @instead_of(bare)
-    def logarithm(input: Tensor) -> Tensor:
-        x = real(input)
-        flatness = x if scale == 1.0 else x.detach() * scale
-        return bare(torch.where(flatness <= edge(x.dtype), eps(x.dtype), x))
+    def operation(input: Tensor) -> Tensor:
+        x = input if input.is_floating_point() else input.to(torch.get_default_dtype())
+        still = x.detach()
+        bad = is_bad(still)
+        return _settle(bad, bare(torch.where(bad, nearest(still), still)), bare, x)
 
-    return logarithm
-
-
-log = _logarithm(torch.log, 1.0)
-log2 = _logarithm(torch.log2, math.log(2))
-log10 = _logarithm(torch.log10, math.log(10))
+    return operation
 
 
-@instead_of(torch.log1p)
-def log1p(input: Tensor) -> Tensor:
-    x = real(input)
-    return torch.log1p(torch.where(x <= reach(x.dtype) - 1.0, eps(x.dtype) - 1.0, x))
+log = _on_one(torch.log, lambda x: x <= edge(x.dtype), lambda x: eps(x.dtype))
+log2 = _on_one(torch.log2, lambda x: x * math.log(2) <= edge(x.dtype), lambda x: eps(x.dtype))
+log10 = _on_one(torch.log10, lambda x: x * math.log(10) <= edge(x.dtype), lambda x: eps(x.dtype))
+log1p = _on_one(torch.log1p, lambda x: x <= reach(x.dtype) - 1.0, lambda x: eps(x.dtype) - 1.0)
+sqrt = _on_one(torch.sqrt, lambda x: x <= reach(x.dtype), lambda x: x.clamp(min=0.0))
+rsqrt = _on_one(
+    torch.rsqrt,
+    lambda x: (x <= reach(x.dtype)) | overflows(torch.rsqrt(x).pow(3).to(x.dtype)),  # the latter is its slope
+    lambda x: torch.where(x <= reach(x.dtype), eps(x.dtype), x),
+)
+reciprocal = _on_one(
+    torch.reciprocal,
+    lambda x: (x.abs() <= edge(x.dtype)) | overflows(torch.reciprocal(x).square().to(x.dtype)),
+    lambda x: torch.where(x.abs() <= edge(x.dtype), _away_from_zero(x), x),
+)
+acos = _on_one(torch.acos, lambda x: x.abs() >= 1.0 - reach(x.dtype), lambda x: x.clamp(-1.0, 1.0))
+asin = _on_one(torch.asin, lambda x: x.abs() >= 1.0 - reach(x.dtype), lambda x: x.clamp(-1.0, 1.0))
+atanh = _on_one(
+    torch.atanh,
+    lambda x: x.abs() >= 1.0 - reach(x.dtype),
+    lambda x: x.clamp(eps(x.dtype) - 1.0, 1.0 - eps(x.dtype)),
+)
 
 
 @instead_of(torch.exp)
@@ -144,54 +157,11 @@ def exp(input: Tensor) -> Tensor:
     Beyond it the slope is 1/eps. Where an exponential overflows, something else in the loss mostly pulls the other way
     (`exp(x) - t * x`, `exp(v) - v`): without a slope against it x would keep growing.
     """
-    x = real(input)
+    x = input if input.is_floating_point() else input.to(torch.get_default_dtype())
     limit = -math.log(eps(x.dtype)) if reach(x.dtype) else _EXP_LIMIT[x.dtype]
     beyond = x > limit
     pull = (finite(x) - finite(x).detach()) / eps(x.dtype)  # 0, with a slope
     return torch.where(beyond, pull + math.exp(limit), torch.exp(torch.where(beyond, 0.5, x)))
-
-
-@instead_of(torch.sqrt)
-def sqrt(input: Tensor) -> Tensor:
-    x = real(input)
-    return _settle(x <= reach(x.dtype), torch.sqrt(x.detach().clamp(min=0.0)), torch.sqrt, x)
-
-
-@instead_of(torch.rsqrt)
-def rsqrt(input: Tensor) -> Tensor:
-    x = real(input)
-    pole = x <= reach(x.dtype)
-    value = torch.rsqrt(torch.where(pole, eps(x.dtype), x.detach()))
-    return _settle(pole | overflows(value.pow(3).to(x.dtype)), value, torch.rsqrt, x)
-
-
-@instead_of(torch.reciprocal)
-def reciprocal(input: Tensor) -> Tensor:
-    x = real(input)
-    pole = x.detach().abs() <= edge(x.dtype)
-    value = torch.reciprocal(torch.where(pole, _away_from_zero(x), x.detach()))
-    return _settle(pole | overflows((value * value).to(x.dtype)), value, torch.reciprocal, x)
-
-
-def _arc(bare: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    @instead_of(bare)
-    def arc(input: Tensor) -> Tensor:
-        x = real(input)
-        return _settle(x.detach().abs() >= 1.0 - reach(x.dtype), bare(x.detach().clamp(-1.0, 1.0)), bare, x)
-
-    return arc
-
-
-acos = _arc(torch.acos)
-asin = _arc(torch.asin)
-
-
-@instead_of(torch.atanh)
-def atanh(input: Tensor) -> Tensor:
-    x = real(input)
-    limit = 1.0 - eps(x.dtype)
-    pole = x.detach().abs() >= 1.0 - reach(x.dtype)
-    return torch.atanh(torch.where(pole, x.detach().clamp(-limit, limit), x))
 
 
 @instead_of(torch.atan2)
@@ -271,5 +241,4 @@ def _alike(x: Tensor, value: Tensor) -> Tensor:
 
 
 def _away_from_zero(x: Tensor) -> Tensor:
-    still = x.detach()
-    return still.abs().clamp(min=eps(x.dtype)).copysign(still)
+    return x.abs().clamp(min=eps(x.dtype)).copysign(x)

@@ -127,17 +127,6 @@ def is_pointwise(name: str) -> bool:
 
 
 @_cached
-def rounds_exactly(name: str) -> bool:
-    """Say whether every element of the result is the number nearest to the true one, wherever it is computed."""
-    return family(name) in ("add", "sub", "mul", "div")
-
-
-@_cached
-def is_logarithm(name: str) -> bool:
-    return family(name) in ("log", "log2", "log10", "log1p")
-
-
-@_cached
 def computes(name: str) -> bool:
     """Say whether an operation makes new numbers: no view of its input, nothing for Python, nothing written into it."""
     if (name.endswith("_") and not name.startswith("__")) or name in _MAY_WRITE:
@@ -200,19 +189,6 @@ def substitute(op_name: str) -> Operation | None:
     return _SAFE.get(op_name)
 
 
-def _divided_by(self: Tensor, other: Any) -> Tensor:
-    result: Tensor = each.reciprocal(self) * other  # as torch computes it: a quotient would round differently
-    return result
-
-
-def _power_of(self: Tensor, other: Any) -> Tensor:
-    return each.pow(other, self)
-
-
-def _vector_norm(x: Tensor, ord: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
-    return along.norm(x, ord, *args, **kwargs)
-
-
 @instead_of(torch.linalg.norm)
 def _linalg_norm(
     A: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
@@ -222,15 +198,6 @@ def _linalg_norm(
         return along.norm(A, ord, dim, keepdim, dtype)
     values: Tensor = torch.linalg.norm(A, ord, dim, keepdim, dtype=dtype)  # of matrices: torch's own
     return values
-
-
-def _std(
-    input: Tensor, dim: Any = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None
-) -> Tensor:
-    """Both of torch's forms: the older one has `unbiased`, alone or after `dim`."""
-    if isinstance(dim, bool):
-        dim, unbiased = None, dim
-    return along.std(input, dim, correction=int(unbiased) if correction is None else correction, keepdim=keepdim)
 
 
 def _with_dim(safe: Operation) -> Operation:
@@ -244,19 +211,6 @@ def _with_dim(safe: Operation) -> Operation:
     return operation
 
 
-def _binary_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Tensor:
-    if size_average is not None or reduce is not None:  # torch's deprecated arguments
-        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
-    return along.binary_cross_entropy(input, target, weight, reduction)
-
-
 _SAFE: dict[str, Operation] = {
     "log": each.log,
     "log2": each.log2,
@@ -267,20 +221,23 @@ _SAFE: dict[str, Operation] = {
     "rsqrt": each.rsqrt,
     "reciprocal": each.reciprocal,
     **dict.fromkeys(("div", "divide", "true_divide", "__div__", "__truediv__"), each.div),
-    **dict.fromkeys(("__rdiv__", "__rtruediv__"), _divided_by),
+    # as torch computes it: a quotient would round differently
+    **dict.fromkeys(("__rdiv__", "__rtruediv__"), lambda self, other: each.reciprocal(self) * other),
     **dict.fromkeys(("pow", "__pow__"), each.pow),
-    "__rpow__": _power_of,
+    "__rpow__": lambda self, other: each.pow(other, self),
     **dict.fromkeys(("acos", "arccos"), each.acos),
     **dict.fromkeys(("asin", "arcsin"), each.asin),
     **dict.fromkeys(("atanh", "arctanh"), each.atanh),
     **dict.fromkeys(("atan2", "arctan2"), each.atan2),
     "norm": along.norm,
-    **dict.fromkeys(("vector_norm", "linalg_vector_norm"), _vector_norm),
+    **dict.fromkeys(
+        ("vector_norm", "linalg_vector_norm"), lambda x, ord=2.0, *args, **more: along.norm(x, ord, *args, **more)
+    ),
     "linalg_norm": _linalg_norm,
-    "std": _std,
+    "std": along.std,
     **dict.fromkeys(("softmax", "special_softmax"), _with_dim(along.softmax)),
     **dict.fromkeys(("log_softmax", "special_log_softmax"), _with_dim(along.log_softmax)),
     "cosine_similarity": along.cosine_similarity,
     "normalize": along.normalize,
-    "binary_cross_entropy": _binary_cross_entropy,
+    "binary_cross_entropy": along.binary_cross_entropy,
 }

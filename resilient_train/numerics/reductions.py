@@ -51,8 +51,13 @@ def norm(
 
 
 @instead_of(torch.std)
-def std(input: Tensor, dim: Dim = None, *, correction: float = 1, keepdim: bool = False) -> Tensor:
-    """A single number deviates by zero."""
+def std(
+    input: Tensor, dim: Dim = None, unbiased: bool = True, keepdim: bool = False, *, correction: float | None = None
+) -> Tensor:
+    """A single number deviates by zero. `unbiased` is torch's older form of `correction`: alone, or after `dim`."""
+    if isinstance(dim, bool):
+        return std(input, None, dim, keepdim, correction=correction)
+    correction = int(unbiased) if correction is None else correction
     dims = _dims(input, dim)
     count = math.prod([input.shape[d] for d in dims])
     if count <= correction:
@@ -105,12 +110,19 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
 
 @instead_of(functional.binary_cross_entropy)
 def binary_cross_entropy(
-    input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: str = "mean"
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
 ) -> Tensor:
     """A number outside [0, 1] counts as eps from its end, and a NaN gives a NaN; torch raises for both.
 
     It raises where torch does for another reason: for targets outside [0, 1], and under CUDA's autocast.
     """
+    if size_average is not None or reduce is not None:  # torch's deprecated arguments
+        reduction = "none" if reduce is False else "sum" if size_average is False else "mean"
     x, near = input.detach(), reach(input.dtype)
     fine = (x >= near) & (x <= 1.0 - near)
     if x.dtype is torch.float16:  # in which the 1e-12 that bounds torch's slope is zero

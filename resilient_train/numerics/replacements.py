@@ -1,7 +1,7 @@
 """What patched code calls instead of its operations.
 
-What they are is only known at run time: `x.norm(...)` is an operation if x is a tensor, and a module of the user's if x
-is `self`. Whatever is not torch's is called as it is.
+Which operation it is becomes known at run time only: `x.norm(...)` is one if x is a tensor, and a call of the user's
+module if x is `self`. Whatever is not torch's is called as it is.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from resilient_train.numerics.operations import (
 )
 from resilient_train.numerics.repair import Operation, call_and_repair, call_safe
 
-_PYTHONS: dict[str, tuple[Operation, Operation]] = {  # what Python calls for an operator, and for its in-place form
-    "div": (operator.truediv, operator.itruediv),
-    "mul": (operator.mul, operator.imul),
-    "add": (operator.add, operator.iadd),
-    "sub": (operator.sub, operator.isub),
-    "pow": (operator.pow, operator.ipow),
-    "matmul": (operator.matmul, operator.imatmul),
+_PYTHONS: dict[str, tuple[Operation, Operation, str]] = {  # an operator, its in-place form, and its special method
+    "div": (operator.truediv, operator.itruediv, "truediv"),
+    "mul": (operator.mul, operator.imul, "mul"),
+    "add": (operator.add, operator.iadd, "add"),
+    "sub": (operator.sub, operator.isub, "sub"),
+    "pow": (operator.pow, operator.ipow, "pow"),
+    "matmul": (operator.matmul, operator.imatmul, "matmul"),
 }
 # Torch computes the logarithm of these in one operation, finite where the value in between has rounded to zero.
 IN_ONE: dict[str, Operation] = {"softmax": torch.log_softmax, "sigmoid": functional.logsigmoid}
@@ -40,75 +40,62 @@ IN_ONE: dict[str, Operation] = {"softmax": torch.log_softmax, "sigmoid": functio
 
 def method(name: str) -> Operation:
     """What is called instead of `owner.name(...)`: a tensor's method, or whatever else the owner has of that name."""
-    if name.endswith("_") and not name.endswith("__"):
-        return _method_in_place(name)
-    safe = substitute(name)
-    is_operation = bool(overloads(name)) and computes(name)
 
-    def bare(owner: Tensor, /, *args: Any, **kwargs: Any) -> Any:
+    def bare(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         return getattr(owner, name)(*args, **kwargs)
+
+    if name.endswith("_") and not name.endswith("__"):
+        return _in_place(method(name[:-1]), bare)
+    is_operation = bool(overloads(name)) and computes(name)
 
     def armored_method(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(owner, Tensor):
             return armored_call(getattr(owner, name), *args, **kwargs)
-        if safe is not None and fits(safe, 1 + len(args), tuple(kwargs)):
-            return call_safe(safe, bare, name, (owner, *args), kwargs)
-        return call_and_repair(bare, name, (owner, *args), kwargs) if is_operation else bare(owner, *args, **kwargs)
+        return _armored(name, bare, (owner, *args), kwargs) if is_operation else bare(owner, *args, **kwargs)
 
     return armored_method
 
 
-def _method_in_place(name: str) -> Operation:
-    compute = method(name[:-1])
-
-    def armored_method_in_place(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(owner, Tensor) or not owner.is_floating_point():
-            return getattr(owner, name)(*args, **kwargs)
-        return owner.copy_(compute(owner.clone(), *args, **kwargs))  # a clone: backward needs the original input
-
-    return armored_method_in_place
-
-
 def operation(name: str) -> Operation:
     """What is called instead of `left / right` and the other operators."""
-    bare, _ = _PYTHONS[name]
+    bare, _, special = _PYTHONS[name]
 
     def reversed_bare(right: Any, left: Any) -> Any:
         return bare(left, right)
 
-    special = "truediv" if name == "div" else name
-    safe, reversed_safe = substitute(f"__{special}__"), substitute(f"__r{special}__")
-
     def armored_operation(left: Any, right: Any, /) -> Any:
-        if isinstance(left, Tensor):
-            if safe is not None and isinstance(right, (Tensor, float, int)):
-                return call_safe(safe, bare, name, (left, right), {})
-        elif not isinstance(right, Tensor):
-            return bare(left, right)
-        elif reversed_safe is not None and isinstance(left, (float, int)):
-            return call_safe(reversed_safe, reversed_bare, name, (right, left), {})
-        return call_and_repair(bare, name, (left, right), {})
+        if isinstance(left, Tensor) and isinstance(right, (Tensor, float, int)):
+            return _armored(f"__{special}__", bare, (left, right), {})
+        if isinstance(right, Tensor) and isinstance(left, (float, int)):
+            return _armored(f"__r{special}__", reversed_bare, (right, left), {})
+        if isinstance(left, Tensor) or isinstance(right, Tensor):
+            return call_and_repair(bare, name, (left, right), {})
+        return bare(left, right)
 
     return armored_operation
 
 
 def operation_in_place(name: str) -> Operation:
-    """What is called instead of `left /= right`: tensors that share memory with the left one change as well."""
-    compute, (_, bare) = operation(name), _PYTHONS[name]
+    """What is called instead of `left /= right`."""
+    return _in_place(operation(name), _PYTHONS[name][1])
 
-    def armored_operation_in_place(left: Any, right: Any, /) -> Any:
-        if not isinstance(left, Tensor) or not left.is_floating_point():
-            return bare(left, right)
-        return left.copy_(compute(left.clone(), right))
 
-    return armored_operation_in_place
+def _in_place(compute: Operation, bare: Operation) -> Operation:
+    """Write the result into its first input: tensors that share memory with it change as well."""
+
+    def armored_in_place(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(owner, Tensor) or not owner.is_floating_point():
+            return bare(owner, *args, **kwargs)
+        return owner.copy_(compute(owner.clone(), *args, **kwargs))  # a clone: backward needs the original input
+
+    return armored_in_place
 
 
 def logarithm(of: str) -> Operation:
     """What is called instead of `torch.log(owner.softmax(...))`.
 
-    Where the inner value has rounded to zero its slope is zero too, and no logarithm of it learns: there it takes what
-    torch computes for both in one. `owner` is a tensor, or has a function of torch's or a module of that name.
+    Where the inner value has rounded to zero its slope is zero too, and a logarithm of it could not learn: there it is
+    what torch computes for both in one. `owner` is a tensor, or has a function of torch's or a module of that name.
     """
     log = method("log")
 
@@ -136,7 +123,7 @@ def armored_call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
     if isinstance(called, nn.Module):
         is_torchs = is_torchs_own(type(called)) and all(is_torchs_own(type(part)) for part in called.modules())
     elif name := torchs_name(called):
-        return _by_name(name, called, args, kwargs)
+        return _armored(name, called, args, kwargs)
     else:
         is_torchs = is_torchs_code(called)
     if not is_torchs:
@@ -145,11 +132,11 @@ def armored_call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
         return called(*args, **kwargs)
 
 
-def _by_name(name: str, called: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _armored(name: str, bare: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     safe = substitute(name)
     if safe is not None and fits(safe, len(args), tuple(kwargs)):
-        return call_safe(safe, called, name, args, kwargs)
-    return call_and_repair(called, name, args, kwargs)
+        return call_safe(safe, bare, name, args, kwargs)
+    return call_and_repair(bare, name, args, kwargs)
 
 
 class _EveryOperation(TorchFunctionMode):
@@ -158,9 +145,8 @@ class _EveryOperation(TorchFunctionMode):
     def __torch_function__(
         self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        name = name_in_mode(func)
-        return _by_name(name, func, args, kwargs) if name else func(*args, **kwargs)
+        name, kwargs = name_in_mode(func), kwargs or {}
+        return _armored(name, func, args, kwargs) if name else func(*args, **kwargs)
 
 
 FORMS = {"method": method, "operation": operation, "in_place": operation_in_place, "logarithm": logarithm}
