@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from resilient_train.adapters.reporter import completed, finish_uploads, print_r
 from resilient_train.app.build import Run, assemble, validate
 from resilient_train.app.config.compose import Composed, describe_changes, is_fixed
 from resilient_train.app.hang import end_hung
+from resilient_train.app.notify import notify
 from resilient_train.app.terminal import Terminal
 from resilient_train.app.train import train
 from resilient_train.checkpoint import weights
@@ -47,6 +48,7 @@ from resilient_train.tracking.uploads import NullTracker, Tracker
 from resilient_train.wording import GOOD, IN_FILE_ONLY, ODD, log
 
 _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
+_NOT_WELL = {"unrecovered": "an incident has not recovered", "no_progress": "the loss is not below where it began"}
 _HOME = Path("runs")  # of MLflow's database, if no other store is configured
 
 
@@ -202,7 +204,11 @@ class _Session:
     def _end_hung(self, hang: Hang) -> int:
         code = end_hung(hang, self.world, self.directory, self.run, self._was_asked_for_another)
         if self.run is not None and self.world.is_main:
-            write(self._summary("preempted" if code == 75 else "failed", code), self.directory.path)
+            summary = self._summary("preempted" if code == 75 else "failed", code)
+            write(summary, self.directory.path)
+            if code != Stopped.exit_code:
+                hangs = f"no {hang.phase} was finished for {hang.seconds:.0f} s"
+                notify(self.config.notify, "hang", self.directory.path, asdict(summary), hangs)
         return code
 
     def end(self, error: BaseException | None, requests: StopRequests) -> Ending:
@@ -235,6 +241,8 @@ class _Session:
                 write(summary, directory.path)  # before the uploads, which take time
             elif "WORLD_SIZE" in os.environ:  # the run is unchanged, but a launcher hides the exit code
                 endings.note_refusal(directory.path, error.exit_code, str(error))
+            if self.has_begun:
+                self._notify(error, summary)
             if self.has_begun and summary.ticks:
                 print_review(directory.path, self.resumed_from)
             if summary.ticks:
@@ -252,6 +260,18 @@ class _Session:
         is_alone = self.world.size == 1 and "WORLD_SIZE" not in os.environ
         is_refused = isinstance(error, ConfigError) and directory.is_new and run is None and is_alone
         return Ending(summary.exit_code, None if error else loss, is_refused)
+
+    def _notify(self, error: BaseException | None, summary: Summary) -> None:
+        """Alert the user, unless the run ended well or was asked to stop."""
+        if isinstance(error, GaveUp):
+            event, message = "gave_up", str(error)
+        elif error is not None and summary.status == "failed" and not isinstance(error, ConfigError):
+            event, message = "error", short_message(error)
+        elif error is None and summary.verdict in ("unrecovered", "no_progress"):
+            event, message = "not_recovered", f"completed, but {_NOT_WELL[summary.verdict]}"
+        else:
+            return
+        notify(self.config.notify, event, self.directory.path, asdict(summary), message)
 
     def _summary(self, status: str, exit_code: int) -> Summary:
         seconds = time.monotonic() - self.started

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from resilient_train.app.notify import NotifyConfig
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.data.build import DataConfig
 from resilient_train.ranks.world import AccelerateConfig
@@ -56,5 +57,6 @@ class Config:
     recovery: dict[str, Any]
     checkpoint: CheckpointConfig
     tracking: TrackingConfig
+    notify: NotifyConfig
     drill: dict[str, Any]
     experiment: str | None = None

@@ -1,0 +1,77 @@
+"""notify.command: who is alerted, with what, and what a broken alert costs."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from command import command
+
+SMALL = ["model=mlp", "data=digits", "objective=classification", "run.steps=12", "run.name=one", "tracking=none"]
+NOTE = shlex.join([sys.executable, "-c", "import sys; open('alert.json', 'a').write(sys.stdin.read())"])
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def quoted(words: str) -> str:
+    """Write a command as Hydra reads it."""
+    return "notify.command='" + words.replace("'", "\\'") + "'"
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "event", "status"),
+    [
+        (["drill=nan_grad", "recovery=off"], 3, "gave_up", "gave_up"),
+        (["objective=custom", "objective._target_=mine.broken"], 1, "error", "failed"),
+        (["drill=hang", "drill.at=[6]", "run.step_timeout=2", "run.start_timeout=60"], 1, "hang", "failed"),
+        (["drill=nan_grad"], 0, None, "completed"),
+    ],
+    ids=["gave up", "error", "hang", "recovered"],
+)
+def test_a_run_that_needs_attention_runs_the_command(
+    more: list[str], code: int, event: str | None, status: str, monkeypatch: pytest.MonkeyPatch, run_command: command
+) -> None:
+    """With one line of JSON on its standard input, in which secrets are masked; a run that recovered does not."""
+    monkeypatch.setenv("ALERT_TOKEN", "s3cret-of-mine")
+    monkeypatch.syspath_prepend(Path.cwd())
+    Path("mine.py").write_text("def broken(model, batch):\n    raise RuntimeError('s3cret-of-mine is not here')\n")
+    outcome = run_command([*SMALL, *more, quoted(NOTE)])
+    assert outcome.code == code, outcome.stderr
+    assert Path("alert.json").exists() is (event is not None)
+    if event is not None:
+        (line,) = Path("alert.json").read_text().splitlines()
+        about = json.loads(line)
+        assert (about["event"], about["status"], about["exit_code"]) == (event, status, code)
+        assert Path(about["run_dir"]) == Path("runs/one").absolute()
+        assert about["message"]
+        assert "s3cret" not in line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("no-such-program --now", "notify.command could not be run"),
+        (f"{sys.executable} -c 'raise SystemExit(\"no network\")'", "notify.command exited with 1: no network"),
+    ],
+    ids=["not there", "fails"],
+)
+def test_a_failing_command_is_a_warning(words: str, said: str, run_command: command) -> None:
+    """It changes neither the exit code nor what the run leaves."""
+    outcome = run_command([*SMALL, "drill=nan_grad", "recovery=off", quoted(words)])
+    assert outcome.code == 3
+    assert said in outcome.stderr + outcome.stdout
+    assert outcome.summary("runs/one")["status"] == "gave_up"
+
+
+@pytest.mark.parametrize("words", ['a "b', "  "], ids=["open quote", "empty"])
+def test_a_command_that_is_none_is_refused(words: str, run_command: command) -> None:
+    """Before anything is trained."""
+    outcome = run_command([*SMALL, quoted(words)])
+    assert outcome.code == 2
+    assert "notify.command" in outcome.stderr
