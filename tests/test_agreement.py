@@ -18,8 +18,9 @@ from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.update.agreement import DIGESTS, Agreement, Flag
-from resilient_train.watch import replicas
 from resilient_train.watch.config import ReplicasConfig
+from resilient_train.watch.layout import digest
+from resilient_train.watch.scans import Replicas
 from resilient_train.watch.vitals import read_vitals
 from resilient_train.wording import rank_names
 
@@ -240,11 +241,11 @@ def flipped(tensor: torch.Tensor, place: int, bit: int) -> torch.Tensor:
 def test_any_flipped_bit_shows_in_the_digest(dtype: torch.dtype, size: int) -> None:
     """At the ends of a tensor and inside, from the lowest bit to the sign; the same bits have the same digest."""
     tensors = [torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype), torch.full((9,), math.nan)]
-    mine = replicas.digest(tensors, CPU)
-    assert mine == replicas.digest([one.clone() for one in tensors], CPU)
+    mine = digest(tensors, CPU)
+    assert mine == digest([one.clone() for one in tensors], CPU)
     for place in {0, size // 2, size - 1}:
         for bit in range(8 * tensors[0].element_size()):
-            assert mine != replicas.digest([flipped(tensors[0], place, bit), tensors[1]], CPU)
+            assert mine != digest([flipped(tensors[0], place, bit), tensors[1]], CPU)
 
 
 @pytest.mark.parametrize(
@@ -258,14 +259,14 @@ def test_any_flipped_bit_shows_in_the_digest(dtype: torch.dtype, size: int) -> N
 )
 def test_what_differs_though_its_sum_does_not(some: list[torch.Tensor], others: list[torch.Tensor]) -> None:
     """Places count, and so do the smallest differences."""
-    assert replicas.digest(some, CPU) != replicas.digest(others, CPU)
+    assert digest(some, CPU) != digest(others, CPU)
 
 
 def test_a_transposed_weight_and_none_at_all_have_a_digest() -> None:
     """Whatever a model has, nothing is refused."""
     weight = torch.randn(200, 100).t()
-    assert replicas.digest([weight], CPU) == replicas.digest([weight.clone()], CPU)
-    assert replicas.digest([], CPU) == 0
+    assert digest([weight], CPU) == digest([weight.clone()], CPU)
+    assert digest([], CPU) == 0
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,7 @@ def test_a_transposed_weight_and_none_at_all_have_a_digest() -> None:
 )
 def test_all_are_equal_where_the_largest_is_the_least(largest: list[int], is_equal: bool, clean: int) -> None:
     """A state that differs is not the newest one to be trusted."""
-    compared = replicas.Replicas(ReplicasConfig(every=20), frozenset())
+    compared = Replicas(ReplicasConfig(every=20), frozenset())
     compared.clean_step = 20
     assert [compared.is_due(step) for step in (0, 19, 20, 40)] == [False, False, True, True]
     assert compared.judge(40, largest) is is_equal
@@ -282,7 +283,7 @@ def test_all_are_equal_where_the_largest_is_the_least(largest: list[int], is_equ
 
 def test_where_there_are_no_replicas_none_are_compared() -> None:
     """One process, or weights of which each has a part: they hold no proof up."""
-    assert not replicas.Replicas(ReplicasConfig(every=20), None).every
+    assert not Replicas(ReplicasConfig(every=20), None).every
 
 
 @pytest.mark.parametrize("processes", [2, 3])

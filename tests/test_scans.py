@@ -27,7 +27,7 @@ from resilient_train.watch.config import (
     WeightsConfig,
 )
 from resilient_train.watch.scans import Scans
-from resilient_train.watch.weights import Path, Traveller, adam_stride, reach
+from resilient_train.watch.weights import GroupPath, Path, adam_stride, reach
 
 EVERY = 5
 NAN, INF = float("nan"), float("inf")
@@ -547,14 +547,14 @@ gradients = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=40)
 
 def follow(optimizer: Optimizer, kind: str, weight: nn.Parameter, pushes: list[tuple[float, float]]) -> None:
     """Give an optimizer these gradients, and see that the bound holds after every one of them."""
-    traveller = Traveller(kind)
+    group_path = GroupPath(kind)
     start = weight.detach().clone()
     for push in pushes:
         weight.grad = torch.tensor(push, dtype=torch.float64)
         optimizer.step()
-        traveller.landed(optimizer.param_groups[0], float(weight.grad.norm()))
+        group_path.landed(optimizer.param_groups[0], float(weight.grad.norm()))
         far = reach(
-            traveller.path, length=float(start.norm()), largest=float(start.abs().max()), root=len(start) ** 0.5
+            group_path.path, length=float(start.norm()), largest=float(start.abs().max()), root=len(start) ** 0.5
         )
         assert far is not None
         moved = (weight.detach() - start).norm(), (weight.detach() - start).abs().max()
@@ -603,7 +603,7 @@ def test_no_gradients_carry_rmsprop_and_adagrad_beyond_their_bounds(
 
 def test_paths_add_up() -> None:
     """Two stretches make the same path as one."""
-    whole, parts = Traveller("SGD"), Traveller("SGD")
+    whole, parts = GroupPath("SGD"), GroupPath("SGD")
     setting = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.1}
     path = Path()
     for norm in (1.0, 0.5, 2.0, 0.1):

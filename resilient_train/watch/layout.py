@@ -1,12 +1,12 @@
-"""Which tensors a run consists of, what they are called, and how many of them are measured at once.
+"""The tensors of a run, their names, and measurements of many of them at once. Nothing here waits for the device.
 
-Nothing here waits for the device. Which kernel is fast depends on it: the inf-norm of `_foreach_norm` is the best there
-is on a GPU and takes 15 times as long as `aminmax` on a CPU.
+Which kernel is fast depends on the device: the inf-norm of `_foreach_norm` is the fastest on a GPU, and takes 15 times
+as long as `aminmax` on a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import sqrt
 from operator import is_
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -24,10 +24,13 @@ Item = TypeVar("Item")
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _MEASURED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
 _COARSE = {torch.float16, torch.bfloat16}  # they round so roughly that sums of small changes are lost in them
+_DIGEST_COLUMNS, _DIGEST_ROWS = 1024, 8  # a tensor of more rows than that is first added up along its columns
+_DIGEST_FACTOR = -7046029254386353131  # 0x9E3779B97F4A7C15: odd, and its multiples are spread well
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size of an element
 
 
-def here(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process has, as real numbers, never empty."""
+def _here(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process has, as real numbers, never empty."""
     tensor = local_part(tensor) if is_sharded(tensor) else tensor
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
@@ -35,28 +38,26 @@ def here(tensor: Tensor) -> Tensor:
 
 
 class Gauge(Generic[Item]):
-    """A list of tensors that is measured again and again. All it returns are vectors with one value for each."""
+    """Measures a list of tensors, again and again. Each measurement is a vector with one value for each tensor."""
 
     def __init__(self, named: Sequence[tuple[Item, Tensor]], device: torch.device) -> None:
-        """`named` says of each tensor what it is, `device` is where the vectors are to be."""
+        """`named` says of each tensor what it is; the vectors are made on `device`."""
         self.items = [item for item, _ in named]
         self.tensors, self.device = [tensor for _, tensor in named], device
-        parts = [here(one) for one in self.tensors]
+        parts = [_here(one) for one in self.tensors]
         self._is_plain = all(part is one for part, one in zip(parts, self.tensors, strict=True))
         self._is_uniform = len({(one.dtype, one.device) for one in parts}) == 1
         self._coarse = sum(one.dtype in _COARSE for one in parts)
         self._on_cpu = all(one.device.type == "cpu" for one in parts)
 
     def _parts(self) -> list[Tensor]:
-        return self.tensors if self._is_plain else [here(one) for one in self.tensors]
+        return self.tensors if self._is_plain else [_here(one) for one in self.tensors]
 
     def lengths(self) -> Tensor:
-        """The L2 norm of each. It overflows on large finite values."""
+        """The L2 norm of each, which overflows on large finite values."""
         parts = self._parts()
-        if parts and not self._coarse:
-            return self._row(torch._foreach_norm(parts, 2))
-        if parts and self._coarse == len(parts):
-            return self._row(torch._foreach_norm(parts, 2, dtype=torch.float32))
+        if parts and self._coarse in (0, len(parts)):
+            return self._row(torch._foreach_norm(parts, 2, dtype=torch.float32 if self._coarse else None))
         return self._row([torch.linalg.vector_norm(one, dtype=_sum_dtype(one)) for one in parts])
 
     def largest(self) -> Tensor:
@@ -68,11 +69,10 @@ class Gauge(Generic[Item]):
         return torch.maximum(self._row([high for _, high in ends]), -self._row([low for low, _ in ends]))
 
     def sums(self) -> Tensor:
-        """The sum of each."""
         return self._row([one.sum(dtype=_sum_dtype(one)) for one in self._parts()])
 
     def depths(self) -> Tensor:
-        """How far each goes below zero, as a positive number, because ranks keep the largest of theirs."""
+        """How far each goes below zero, as a positive number, because the largest value over all ranks is kept."""
         return -self._row([one.amin() for one in self._parts()])
 
     def values(self) -> Tensor:
@@ -97,30 +97,27 @@ class State(NamedTuple):
     plain: Gauge[Moment]
     squares: Gauge[Moment]
     counts: Gauge[str]  # how often each of Adam's weights was updated
-    found: list[Any]  # what it was made from
+    found: list[Any]  # everything in the optimizers' states, to notice when it is replaced
 
 
 class Layout:
     """The weights, buffers and parameter groups of a run, in an order that is the same on every rank."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self.model, self.optimizers = model, list(optimizers)
-        self.skipped: list[str] = []  # not measured, being sparse or of a type without norms
+        self.optimizers = list(optimizers)
+        self.skipped: list[str] = []  # not measured: sparse, or of a type without norms
         groups = self.groups()
         self.kinds = [kind_of(optimizer) for optimizer in optimizers for _ in optimizer.param_groups]
         self._size = [len(group["params"]) for group in groups]
         owner = {weight: number for number, group in enumerate(groups) for weight in group["params"]}
         self.names: dict[Tensor, str] = {weight: _plain(name) for name, weight in model.named_parameters()}
-        named = [(self.names[weight], weight) for weight in model.parameters()]
-        for number, group in enumerate(groups):
+        for number, group in enumerate(groups):  # weights that the model does not have
             for place, weight in enumerate(group["params"]):
-                if weight not in self.names:
-                    self.names[weight] = f"weight {place} of parameter group {number}"
-                    named.append((self.names[weight], weight))
-        named = [(name, weight) for name, weight in named if self._is_measured(name, weight)]
+                self.names.setdefault(weight, f"weight {place} of parameter group {number}")
+        named = [(name, weight) for weight, name in self.names.items() if self._is_measured(name, weight)]
         named_modules = [(_plain(name), module) for name, module in model.named_modules()]
         self._own_buffers = [(f"{name}." if name else "", module._buffers) for name, module in named_modules]
-        self._buffers: tuple[Gauge[str], list[Any]] | None = None  # and what it was made from
+        self._buffers: tuple[Gauge[str], list[Any]] | None = None  # and the tensors that it was made from
         self._state: State | None = None
         self.device = named[0][1].device if named else torch.device("cpu")
         self.weights = Gauge([(_weight(name, one, owner.get(one)), one) for name, one in named], self.device)
@@ -132,30 +129,35 @@ class Layout:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def fits(self) -> bool:
-        """Whether the optimizers still have the weights they had."""
+        """Whether the optimizers still have as many weights as they had."""
         return [len(group["params"]) for group in self.groups()] == self._size
 
     def buffers(self) -> Gauge[str]:
-        """Those that can be not finite; looked up again, since forwards may put others in their place."""
-        found = [(prefix + name, one) for prefix, own in self._own_buffers if own for name, one in own.items()]
-        tensors = [one for _, one in found if one is not None]
+        """The buffers, looked up again, since a forward may replace them."""
+        found = [
+            (f"buffer {prefix}{name}", one)
+            for prefix, own in self._own_buffers
+            for name, one in own.items()
+            if one is not None
+        ]
+        tensors = [one for _, one in found]
         if self._buffers is None or not _same(tensors, self._buffers[1]):
-            named = [(f"buffer {name}", one) for name, one in found if one is not None]
-            named = [(name, one) for name, one in named if self._is_measured(name, one)]
+            named = [(name, one) for name, one in found if self._is_measured(name, one)]
             self._buffers = Gauge(named, self.device), tensors
         return self._buffers[0]
 
     def moments(self) -> State:
-        """Everything that the optimizers hold now. Its tensors are other ones after some ways of going back."""
-        held = [one for optimizer in self.optimizers for one in list(optimizer.state.values())]
-        found = [value for one in held if isinstance(one, dict) for value in one.values()]
+        """The state of the optimizers, looked up again, since a rewind may replace its tensors."""
+        states = [one for optimizer in self.optimizers for one in list(optimizer.state.values())]
+        found = [value for one in states if isinstance(one, dict) for value in one.values()]
         if self._state is None or not _same(found, self._state.found):
             self._state = self._sorted(found)
         return self._state
 
     def _sorted(self, found: list[Any]) -> State:
         """Sort the tensors of the optimizers' states by what they can be checked for."""
-        kept: list[tuple[Moment, Tensor]] = []
+        plain: list[tuple[Moment, Tensor]] = []
+        squares: list[tuple[Moment, Tensor]] = []
         counts: list[tuple[str, Tensor]] = []
         places = [(optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups]
         for number, (optimizer, group) in enumerate(places):
@@ -168,24 +170,22 @@ class Layout:
                     if kind in ADAMS and key == "step":
                         counts.append((name, value))
                     else:
-                        kept.append((Moment(name, number, key, bool(kind), value.dtype in _COARSE), value))
-        plain, squares = [one for one in kept if not one[0].is_square], [one for one in kept if one[0].is_square]
-        gauges = Gauge(plain, self.device), Gauge(squares, self.device), Gauge(counts, self.device)
-        return State(*gauges, found)
+                        moment = Moment(name, number, key, bool(kind), value.dtype in _COARSE)
+                        (squares if moment.is_square else plain).append((moment, value))
+        return State(Gauge(plain, self.device), Gauge(squares, self.device), Gauge(counts, self.device), found)
 
     def _is_measured(self, name: str, tensor: Tensor) -> bool:
-        """Whether it is dense, real data of a type that has norms. One that could be not finite is noted if not."""
-        is_number = tensor.is_floating_point() or tensor.is_complex()
+        """Whether a tensor is dense data of a type that has norms. Other numbers are noted as skipped."""
         is_dense = not (is_lazy(tensor) or tensor.is_meta) and tensor.layout == torch.strided
         if is_dense and tensor.dtype in _MEASURED:
             return True
-        if is_number and name not in self.skipped:
+        if (tensor.is_floating_point() or tensor.is_complex()) and name not in self.skipped:
             self.skipped.append(name)
         return False
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The name of one of torch's own optimizers; empty for any other, even one that is made from one of those."""
+    """The name of one of torch's own optimizers; empty for any other, also for a subclass of one of those."""
     own = type(optimizer)
     return own.__name__ if own.__module__.startswith("torch.optim.") else ""
 
@@ -200,5 +200,30 @@ def _plain(name: str) -> str:
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether it is the very same objects."""
+    """Whether these are the very same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
+
+
+def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return one 64-bit integer on `device`, which differs if a bit of the tensors does.
+
+    The bits are added up as integers, which neither round nor depend on an order; sums that overflow wrap around, and
+    each place has an odd factor of its own. So no single change is lost, and two are only if they cancel in the same
+    one of many columns.
+    """
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        real = _here(tensor.detach())
+        whole = _WHOLE[real.element_size()]
+        bits = real.view(whole).flatten()  # a copy only if it is not contiguous
+        rows = len(bits) // _DIGEST_COLUMNS
+        parts = [bits]
+        if rows >= _DIGEST_ROWS:
+            inside = rows * _DIGEST_COLUMNS
+            parts = [bits[:inside].view(rows, _DIGEST_COLUMNS).sum(0, dtype=whole), bits[inside:]]
+        by_type.setdefault(whole, []).extend(part.to(device, non_blocking=True) for part in parts)
+    if not by_type:
+        return torch.zeros((), dtype=torch.int64, device=device)
+    row = torch.cat([torch.cat(some).long() for some in by_type.values()])
+    factors = torch.arange(1, 2 * len(row), 2, device=device).mul_(_DIGEST_FACTOR)  # odd times odd
+    return (row * factors).sum()

@@ -1,11 +1,12 @@
-"""Scans: deeper looks at the state of a run, at intervals of their own. What they see is judged without torch."""
+"""Scans: measurements of the state of a run, each at its own interval. Their numbers are judged without torch."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,45 +14,44 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from resilient_train.types import Anomaly, Signal
-from resilient_train.watch.config import ChecksConfig
-from resilient_train.watch.layout import Layout, State
+from resilient_train.watch.config import ChecksConfig, ReplicasConfig
+from resilient_train.watch.layout import Layout, State, digest
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.moments import Moments
-from resilient_train.watch.replicas import Replicas
 from resilient_train.watch.weights import Found, Weights
 
 Settings = Sequence[Sequence[Mapping[str, Any]]]  # by optimizer, by parameter group
 
-_NOTED = 64  # updates at most that wait to be added up
-_OFTEN = 2  # times that the same finding at the same step is acted on; then it must be on purpose
-# What explains the others comes first: a negative moment makes weights NaN, and those make all else NaN.
+_PENDING = 64  # accepted updates, after which they are added up even if no measurement is due
+_OFTEN = 2  # times that the same finding at the same step leads to a rewind; the third time it must be on purpose
+# The first explains the others: a negative moment makes weights NaN, and these make everything else NaN.
 _FIRST = (Signal.OPTIMIZER_RANGE, Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER, Signal.WEIGHTS_JUMP)
 
 
 class _Kind(Enum):
-    """What a measured number is on several ranks."""
+    """How a measured number relates to those of other ranks."""
 
-    COPY = auto()  # every rank has the same, where nothing is sharded
-    SUM = auto()  # a sum, of which every rank has a share, where something is sharded
-    OWN = auto()  # of each rank by itself
+    COPY = auto()  # the same on every rank, unless the model is sharded
+    SUM = auto()  # the same, but of a sharded model each rank has its share of the sum
+    OWN = auto()  # each rank has its own
 
 
 @dataclass
 class _Pending:
-    """A measurement whose numbers are on their way, with what is needed to judge them."""
+    """A measurement whose numbers have not arrived yet, and what is needed to judge them."""
 
     step: int
-    buffers: list[str] | None = None  # the weights were measured, and these
-    state: State | None = None  # the optimizers were measured
+    buffers: list[str] | None = None  # names of the measured ones; None: weights and buffers were not measured
+    state: State | None = None  # None: the optimizers were not measured
     has_norms: bool = False
-    kinds: list[_Kind] = field(default_factory=list)  # of each number
+    rows: list[tuple[_Kind, int]] = field(default_factory=list)  # and how many numbers each has
 
 
 class Scans:
     """Looks at weights, buffers, optimizer state and the statistics of normalization layers, at their own intervals.
 
-    `measure` launches a few kernels and waits for nothing; `judge` takes the numbers later and is plain arithmetic.
-    Between them, and at every update, `landed` adds up how far the updates can have carried the state.
+    `measure` launches a few kernels and waits for nothing; `judge` gets the numbers later and is plain arithmetic.
+    `landed` is called at every update, and adds up how far the updates can have moved the state.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Scans:
     ) -> None:
         """`optimizers` are torch's or the user's own, without Accelerate's wrapper.
 
-        `own` names the weights that each rank has for itself, where all others are replicas; None: there are none.
+        `own` names the weights that differ between ranks, where all others are replicas; None: there are no replicas.
         """
         self.config, self.model, self.optimizers = config, model, list(optimizers)
         self._remarks: list[str] = []
         self._step = 0
         self._landed: list[tuple[Settings, float | None]] = []  # updates that were not added up yet
-        self._times_found: dict[tuple[int, str], int] = {}  # does not rewind: how often a finding came again
+        self._times_found: dict[tuple[int, str], int] = {}  # by step and subject; does not rewind
         self._pending: _Pending | None = None
         self._lay_out(clean_step=0)
         self.replicas = Replicas(config.replicas, own if self.layout.is_whole else None)
@@ -89,12 +89,12 @@ class Scans:
         return min((scan.clean_step for scan in scans if scan.every), default=self._step)
 
     def remarks(self) -> list[str]:
-        """Hand out what is worth a line in the log and no more."""
+        """Return new lines for the log."""
         remarks, self._remarks = self._remarks, []
         return remarks
 
     def rebase(self) -> None:
-        """Take the next measurement as it is, if only it is finite: something was changed on purpose."""
+        """Accept the next measurement if only it is finite: something was changed on purpose."""
         self._weights.rebase()
         self._moments.rebase()
         self._pending = None
@@ -104,18 +104,17 @@ class Scans:
     def landed(self, step: int, groups: Settings, clipped_norm: float | None) -> None:
         """Note an accepted update: the settings it was made with, and the norm of the clipped gradients if known."""
         self._step = step
-        self._landed.append((groups, clipped_norm))  # only noted: to add it up takes ten times as long
-        if len(self._landed) >= _NOTED:
+        self._landed.append((groups, clipped_norm))  # to add it up takes ten times as long
+        if len(self._landed) >= _PENDING:
             self._add_up()
 
     def _add_up(self) -> None:
-        """Add up how far the updates since the last time can have carried the state."""
         landed, self._landed = self._landed, []
         live = self.layout.groups()
         for groups, clipped_norm in landed:
             given = [setting for settings in groups for setting in settings]
             if len(live) != len(self.layout.kinds) or len(given) != len(live):
-                return  # groups were added: the next measurement starts again
+                return  # groups were added: the next measurement starts from scratch
             settings = [{**group, **setting} for group, setting in zip(live, given, strict=True)]
             if self._weights.every:
                 self._weights.landed(settings, clipped_norm)
@@ -123,11 +122,11 @@ class Scans:
                 self._moments.landed(settings, clipped_norm)
 
     def due(self, step: int) -> bool:
-        """Whether a state is to be measured, or hooks have something to report."""
+        """Whether the state after `step` has to be measured."""
         return self._norms.is_armed or _due(self._weights.every, step) or _due(self._moments.every, step)
 
     def arm(self, step: int) -> None:
-        """Put hooks on the model if the next forward is to be looked at; `step` updates were accepted before."""
+        """Put hooks on the model if the forward after `step` has to be measured."""
         if _due(self._norms.every, step):
             self._norms.arm()
 
@@ -135,10 +134,7 @@ class Scans:
 
     @torch.no_grad()
     def measure(self, *, everything: bool = False) -> Tensor:
-        """Measure what is due of the state as it is, or weights and optimizers if nothing is; waits for nothing.
-
-        `everything` is for after an alarm, when the answer is needed now.
-        """
+        """Measure what is due, or weights and optimizers if nothing is or `everything` is needed now."""
         self._add_up()
         self._reconcile()
         self._pending = pending = _Pending(step := self._step)
@@ -157,13 +153,14 @@ class Scans:
         if self._norms.is_armed:
             pending.has_norms = True
             rows.append((_Kind.OWN, self._norms.values()))
-        pending.kinds = [kind for kind, row in rows for _ in range(len(row))]
+        pending.rows = [(kind, len(row)) for kind, row in rows]
         return torch.cat([row for _, row in rows]) if rows else torch.zeros(0, device=self.layout.device)
 
     def _reconcile(self) -> None:
-        """Give back what a measurement took that was not judged, and notice weights that were added."""
+        """Put back a measurement that was not judged, and notice weights that were added."""
         if self._pending is not None:
-            self._put_back()
+            self._weights.put_back()
+            self._moments.put_back()
         if not self.layout.fits():
             self._norms.clean_step = clean_step = self.clean_step
             self._lay_out(clean_step)
@@ -172,25 +169,20 @@ class Scans:
             self._skipped_known = len(self.layout.skipped)
             self._remarks.append(f"not scanned, being sparse or of a type without norms: {', '.join(fresh)}")
 
-    def _put_back(self) -> None:
-        self._weights.put_back()
-        self._moments.put_back()
-        self._pending = None
-
     def are_copies(self) -> list[bool]:
-        """Say of each number that was measured last whether every rank has the same, unless one of them is damaged."""
-        kinds = self._pending.kinds if self._pending is not None else []
-        return [self.layout.is_whole and kind is not _Kind.OWN for kind in kinds]
+        """For each number of the last measurement: is it the same on every rank, unless one of them is damaged?"""
+        rows = self._pending.rows if self._pending is not None else []
+        return [self.layout.is_whole and kind is not _Kind.OWN for kind, length in rows for _ in range(length)]
 
     def are_shares(self) -> list[bool]:
-        """Say of each number that was measured last whether it is a sum of which every rank has a share."""
-        kinds = self._pending.kinds if self._pending is not None else []
-        return [not self.layout.is_whole and kind is _Kind.SUM for kind in kinds]
+        """For each number of the last measurement: has every rank a share of it, which have to be added up?"""
+        rows = self._pending.rows if self._pending is not None else []
+        return [not self.layout.is_whole and kind is _Kind.SUM for kind, length in rows for _ in range(length)]
 
     # An update later.
 
     def judge_each(self, step: int, tick: int, ranks: Sequence[Sequence[float]]) -> Anomaly | None:
-        """Judge the numbers of each rank by themselves, and name those on which there is something wrong."""
+        """Judge the numbers of each rank separately, and name the ranks with a finding."""
         pending, weights, moments, times = self._pending, self._weights, self._moments, self._times_found
         distinct: dict[tuple[float, ...], list[int]] = {}
         for rank, numbers in enumerate(ranks):
@@ -212,27 +204,27 @@ class Scans:
     def judge(self, step: int, tick: int, values: Sequence[float]) -> Anomaly | None:
         """Judge the numbers of the newest measurement, which was of `step`."""
         pending = self._pending
-        if pending is None:
-            return None
-        if pending.step != step or len(pending.kinds) != len(values):
-            self._put_back()
+        if pending is None or pending.step != step:
             return None
         self._pending = None
-        place = 0
-        findings: list[tuple[Found | None, int]] = []  # with the newest step that was clean
+        numbers = iter(values)
+        rows = iter([list(islice(numbers, length)) for _, length in pending.rows])
+        findings: list[tuple[Found | None, int]] = []  # each with the newest step that was clean before
         if pending.buffers is not None:
-            since, place = self._weights.clean_step, 2 * len(self.layout.weights.items) + len(pending.buffers)
-            findings.append((self._weights.judge(step, pending.buffers, values[:place]), since))
+            since = self._weights.clean_step
+            found = self._weights.judge(step, pending.buffers, next(rows), next(rows), next(rows))
+            findings.append((found, since))
         if (state := pending.state) is not None:
-            plain, squares, counts = state.plain.items, state.squares.items, state.counts.items
-            since, begin = self._moments.clean_step, place
-            place += len(plain) + 2 * len(squares) + len(counts)
-            findings.append((self._moments.judge(step, plain, squares, counts, values[begin:place]), since))
+            since = self._moments.clean_step
+            plain = list(zip(state.plain.items, next(rows), strict=True))
+            squares = list(zip(state.squares.items, next(rows), strict=True))
+            depths, counts = next(rows), dict(zip(state.counts.items, next(rows), strict=True))
+            findings.append((self._moments.judge(step, plain, squares, depths, counts), since))
             self._remarks += self._moments.remarks
             self._moments.remarks.clear()
         if pending.has_norms:
             since = self._norms.clean_step
-            findings.append((self._norms.judge(step, values[place:]), since))
+            findings.append((self._norms.judge(step, next(rows)), since))
         damage = [(found, since) for found, since in findings if found and not self._is_on_purpose(step, found)]
         if not damage:
             return None
@@ -240,7 +232,7 @@ class Scans:
         return Anomaly(first.signal, step, tick, since, first.evidence)
 
     def _is_on_purpose(self, step: int, found: Found) -> bool:
-        """What comes again at the same step however often the run is rewound is not damage: accept it."""
+        """Whether to accept a finding, because it came again at the same step after every rewind."""
         times = self._times_found[step, found.subject] = self._times_found.get((step, found.subject), 0) + 1
         if not found.acceptable or times <= _OFTEN:
             return False
@@ -252,30 +244,79 @@ class Scans:
     # What rewinds.
 
     def state_dict(self) -> dict[str, Any]:
-        """What is compared against, as plain data; with what was measured and not judged, as if it had not been."""
+        """Return what is compared against, as plain data; a measurement that was not judged counts as not made."""
         self._add_up()
         return {
             "step": self._step,
             "shares": self.layout.shares,
-            "weights": self._weights.state(),
-            "optimizer": self._moments.state(),
+            "weights": self._weights.state_dict(),
+            "optimizer": self._moments.state_dict(),
             "norms": self._norms.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Go back: comparisons start from the state that was. Return what another version kept nothing of."""
+        """Load it. Returns the scans that start empty, because another version saved nothing of them."""
         empty: dict[str, Any] = {"norms": [state["step"], {}]}
         lacking, state = [name for name in empty if name not in state], {**empty, **state}
         self._pending = None
         self._landed.clear()
         self._step = state["step"]
-        self._weights.load(state["weights"])
-        self._moments.load(state["optimizer"])
+        self._weights.load_state_dict(state["weights"])
+        self._moments.load_state_dict(state["optimizer"])
         self._norms.load_state_dict(state["norms"])
-        if state["shares"] != self.layout.shares:  # of what is spread, the largest share was measured
+        if state["shares"] != self.layout.shares:  # the bounds are those of the largest share of a sharded tensor
             self.rebase()
-        self.replicas.clean_step = self._step  # states that are gone back to are verified, or one for all ranks
+        self.replicas.clean_step = self._step  # the state was verified, or is the same file for all ranks
         return lacking
+
+
+class Replicas:
+    """Compares weights, and moments of torch's optimizers, between ranks: with the same gradients they stay the same.
+
+    A flipped bit that no other scan can see is still a difference. Buffers are left out, since those of BatchNorm
+    differ. So are sharded weights, and those that the replication is configured to ignore.
+    """
+
+    def __init__(self, config: ReplicasConfig, ignored: Collection[str] | None) -> None:
+        """`ignored` names the weights that are no replicas; None: there are no replicas."""
+        self.every = 0 if ignored is None else config.every
+        self._ignored = frozenset(ignored or ())
+        self.clean_step = 0
+
+    def is_due(self, step: int) -> bool:
+        return _due(self.every, step)
+
+    @torch.no_grad()
+    def measure(self, layout: Layout) -> Tensor:
+        """Return this rank's digest and its complement: the largest of both over all ranks show whether all agree."""
+        found = digest((tensor for _, tensor in self._replicated(layout)), layout.device)
+        return torch.stack([found, ~found])
+
+    def judge(self, step: int, largest: Sequence[int]) -> bool:
+        """Whether all ranks were equal at `step`."""
+        is_equal = largest[0] == ~largest[1]
+        if is_equal:
+            self.clean_step = step
+        return is_equal
+
+    @torch.no_grad()
+    def each(self, layout: Layout) -> tuple[list[str], Tensor]:
+        """Return the names of all tensors, and a digest of each, to find out which of them differ."""
+        replicated = list(self._replicated(layout))
+        digests = [digest([tensor], layout.device) for _, tensor in replicated]
+        return [name for name, _ in replicated], torch.stack(digests) if digests else torch.zeros(0, dtype=torch.int64)
+
+    def _replicated(self, layout: Layout) -> Iterable[tuple[str, Tensor]]:
+        if not layout.is_whole:
+            return
+        for weight, tensor in zip(layout.weights.items, layout.weights.tensors, strict=True):
+            if weight.name not in self._ignored:
+                yield weight.name, tensor
+        for gauge in layout.moments()[:2]:
+            for moment, tensor in zip(gauge.items, gauge.tensors, strict=True):
+                is_ignored = any(moment.name.endswith(f" of {name}") for name in self._ignored)
+                if moment.by_torch and not is_ignored:
+                    yield moment.name, tensor
 
 
 def _due(every: int, step: int) -> bool:

@@ -1,7 +1,7 @@
-"""The weights and buffers, judged by what was measured of them and by how far updates can carry them. Free of torch.
+"""The scan of weights and buffers: are they finite, and can the updates have moved them this far? Free of torch.
 
-Adam moves no element further in one update than `lr * c`, whatever the gradients are, SGD moves the whole tensor no
-further than its clipped gradients allow. A weight that went further was changed by something else.
+An update of Adam moves no element farther than `lr * c`, whatever the gradients are; an update of SGD moves a tensor
+no farther than its clipped gradients allow. A weight that moved farther was changed by something else.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 from resilient_train.types import Signal
 from resilient_train.watch.config import WeightsConfig
 
-_ROUNDING = 1e-4  # of a float32 norm, from one measurement to the next
-_COARSE_ROUNDING = 2**-8  # of bfloat16, in each update
-_ENOUGH = 4  # changes seen before a tensor is compared with its own past
-_FADES = 0.9  # what the largest change of the past counts for with every scan
-_REMARKABLE = 0.25  # the share of a tensor that must have changed before its past is looked at
-_FULL_SPEED = 0.5  # healthy tensors as a whole move at a fraction of lr an update, where Adam moves them
-_LEAP = 3  # times the highest rate of recent updates
+_ROUNDING = 1e-4  # relative error of a float32 norm, from one measurement to the next
+_COARSE_ROUNDING = 2**-8  # relative error of bfloat16, in each update
+_KNOWN_AFTER = 4  # changes of a tensor, before which it is not compared with its own past
+_FADES = 0.9  # factor for the largest past change, at each measurement
+_REMARKABLE = 0.25  # share of its size that a tensor must have changed by, to be compared with its past
+_FULL_SPEED = 0.5  # of `lr` per update: healthy tensors as a whole move by less with Adam
+_LEAP = 3  # times the highest rate of recent updates: weights may move far, and the loss shows what comes of it
 _LOUD = 100.0  # times the largest weight of the model
 _UPDATES = (*range(1, 65), *(2**power for power in range(7, 25)))
 
@@ -30,16 +30,16 @@ class Found(NamedTuple):
     """What a scan found wrong."""
 
     signal: Signal
-    subject: str  # the tensor, or what else it is about
+    subject: str  # the name of a tensor, mostly
     evidence: str
-    acceptable: bool = True  # it could be done on purpose: not if it is not finite
+    acceptable: bool = True  # it can be on purpose, as a value that is not finite cannot
 
 
 @lru_cache(maxsize=256)
 def adam_stride(beta1: float, beta2: float) -> float:
-    """The largest |change of a weight| / lr that an update of Adam can make: Cauchy-Schwarz on its two averages.
+    """Return the largest |change of a weight| / lr in an update of Adam: Cauchy-Schwarz on its two averages.
 
-    The largest of all updates from the first on, so it holds right after the moments were reset as well.
+    It is the largest of all updates from the first on, so it also holds right after the moments were reset.
     """
     ratio = beta1**2 / beta2 if beta2 else inf
     if not (0 <= beta1 < 1 and beta2 < 1 and ratio < 1):
@@ -51,95 +51,90 @@ def adam_stride(beta1: float, beta2: float) -> float:
 
 @dataclass(slots=True)
 class Path:
-    """What a group of weights was given to move with, over a number of updates."""
+    """How far a number of updates can have moved the weights of a parameter group."""
 
     updates: int = 0
     rate: float = 0.0  # the sum of the learning rates
-    element: float = 0.0  # how far one element can have gone, weight decay apart
-    whole: float = 0.0  # how far a tensor can have gone in L2 norm, weight decay apart
-    decay: float = 0.0  # the share of itself that weight decay can have taken
-    unknown: int = 0  # updates that could have gone anywhere
+    element: float = 0.0  # of one element, without weight decay
+    whole: float = 0.0  # of a tensor in L2 norm, without weight decay
+    decay: float = 0.0  # the share of a tensor that weight decay can have taken
+    unknown: int = 0  # updates without a bound
 
     def then(self, later: Path) -> Path:
-        """Both, one after the other."""
         return Path(*(getattr(self, name) + getattr(later, name) for name in self.__slots__))
 
 
-class Traveller:
-    """Adds up what the updates of one parameter group can reach, by the rule of its optimizer."""
+class GroupPath:
+    """Adds up the path of one parameter group, by the rule of its optimizer."""
 
     def __init__(self, kind: str) -> None:
         """`kind` is the name of one of torch's optimizers, or empty for any other."""
         self.kind = kind
         self.path = Path()  # since the last measurement
-        self.measured = Path()  # before that, up to a measurement that was not judged yet
-        self.momentum = -1.0  # the largest that SGD's momentum can be in L2 norm; negative: not known yet
-        self.lasting = 0.0  # what weight decay of 1 has put into SGD's momentum
+        self.measured = Path()  # before that, since the last measurement that was judged
+        self.momentum = -1.0  # bound of the L2 norm of SGD's momentum; negative: not known yet
+        self.decay_momentum = 0.0  # what a weight decay of 1 has put into SGD's momentum
 
     def landed(self, setting: Mapping[str, Any], norm: float | None) -> None:
-        path = self.path
+        """Add an update with the settings of the group. `norm` is that of the clipped gradients, if known."""
+        path, kind, lr = self.path, self.kind, setting.get("lr", 1.0)
         path.updates += 1
-        lr = setting.get("lr", 1.0)
         if not isinstance(lr, float | int) or not isfinite(lr):
             path.unknown += 1
             return
-        path.rate += abs(lr)
-        if not self._add(path, abs(lr), setting, norm):
-            path.unknown += 1
-
-    def _add(self, path: Path, lr: float, setting: Mapping[str, Any], norm: float | None) -> bool:
-        """Add one update; False where it could have gone anywhere."""
-        if self.kind in ("Adam", "AdamW"):
-            beta1, beta2 = setting["betas"]
-            if not isinstance(beta1, float | int) or not isinstance(beta2, float | int):
-                return False
-            path.element += lr * adam_stride(beta1, beta2)
-            if self.kind == "AdamW" or setting.get("decoupled_weight_decay"):
+        lr = abs(lr)
+        path.rate += lr
+        betas = setting.get("betas", ())
+        if kind in ("Adam", "AdamW") and all(isinstance(beta, float | int) for beta in betas):
+            path.element += lr * adam_stride(*betas)
+            if kind == "AdamW" or setting.get("decoupled_weight_decay"):
                 path.decay += lr * abs(setting["weight_decay"])  # coupled decay is a gradient, which the bound covers
-        elif self.kind == "SGD":
-            return self._add_sgd(path, lr, setting, norm)
-        elif self.kind == "RMSprop" and not setting.get("centered"):
+        elif kind == "SGD" and norm is not None and isfinite(norm) and 0 <= setting["momentum"] < 1:
+            self._add_sgd(lr, setting, norm)
+        elif kind == "RMSprop" and not setting.get("centered"):
             path.element += lr / sqrt(max(1 - setting["alpha"], 1e-12)) / max(1 - setting["momentum"], 1e-12)
-        elif self.kind == "Adagrad":
+        elif kind == "Adagrad":
             path.element += lr
         else:
-            return False
-        return True
-
-    def _add_sgd(self, path: Path, lr: float, setting: Mapping[str, Any], norm: float | None) -> bool:
-        mu = setting["momentum"]
-        if norm is None or not isfinite(norm) or not 0 <= mu < 1:
+            path.unknown += 1
             self.momentum = -1.0
-            return False
-        fresh = 1 - setting["dampening"]
+
+    def _add_sgd(self, lr: float, setting: Mapping[str, Any], norm: float) -> None:
+        mu, new_share = setting["momentum"], 1 - setting["dampening"]
         if not mu:
-            self.momentum, self.lasting = norm, 1.0
-        elif self.momentum < 0:  # it may have been filled before anything was watched
-            self.momentum, self.lasting = norm / (1 - mu), 1 / (1 - mu)
+            self.momentum, self.decay_momentum = norm, 1.0
+        elif self.momentum < 0:  # updates before the first one that was watched may have filled it
+            self.momentum, self.decay_momentum = norm / (1 - mu), 1 / (1 - mu)
         else:
-            self.momentum, self.lasting = mu * self.momentum + fresh * norm, mu * self.lasting + fresh
-        ahead = setting.get("nesterov")
-        path.whole += lr * (norm + mu * self.momentum if ahead else self.momentum)
-        path.decay += lr * abs(setting["weight_decay"]) * (1 + mu * self.lasting if ahead else self.lasting)
-        return True
+            self.momentum = mu * self.momentum + new_share * norm
+            self.decay_momentum = mu * self.decay_momentum + new_share
+        step, decay = self.momentum, self.decay_momentum
+        if setting.get("nesterov"):
+            step, decay = norm + mu * step, 1 + mu * decay
+        self.path.whole += lr * step
+        self.path.decay += lr * abs(setting["weight_decay"]) * decay
 
     def begin(self) -> None:
-        """A measurement is made: what was travelled is judged with it."""
+        """Note that a measurement is made, which covers the path so far."""
         self.measured, self.path = self.path, Path()
 
-    def state(self) -> list[float]:
-        path = self.measured.then(self.path)
-        return [*(getattr(path, name) for name in path.__slots__), self.momentum, self.lasting]
+    def put_back(self) -> None:
+        """Note that the last measurement is not judged: the next one covers its path, too."""
+        self.path, self.measured = self.measured.then(self.path), Path()
 
-    def load(self, state: Sequence[float]) -> None:
-        updates, rate, element, whole, decay, unknown, self.momentum, self.lasting = state
+    def state_dict(self) -> list[float]:
+        path = self.measured.then(self.path)
+        return [*(getattr(path, name) for name in path.__slots__), self.momentum, self.decay_momentum]
+
+    def load_state_dict(self, state: Sequence[float]) -> None:
+        updates, rate, element, whole, decay, unknown, self.momentum, self.decay_momentum = state
         self.path, self.measured = Path(int(updates), rate, element, whole, decay, int(unknown)), Path()
 
 
 def reach(path: Path, *, length: float, largest: float, root: float) -> tuple[float, float] | None:
-    """How far the L2 norm of a tensor, and its largest element, can have moved; None where it is not known.
+    """Return how far the L2 norm of a tensor, and its largest element, can have moved; None if that is not known.
 
-    `length` and `largest` are what they were before, `root` is that of the number of elements.
+    `length` and `largest` are these before the path, `root` is the square root of the number of elements.
     """
     if path.unknown:
         return None
@@ -151,136 +146,122 @@ def reach(path: Path, *, length: float, largest: float, root: float) -> tuple[fl
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of weights, as far as a judge has to know it."""
+    """What has to be known of one tensor of weights to judge it."""
 
     name: str
     group: int | None  # the parameter group that updates it, counted over all optimizers
-    root: float  # of the number of its elements
-    coarse: bool = False
+    root: float  # the square root of the number of its elements
+    coarse: bool = False  # it is of a dtype in which small changes are lost to rounding
 
 
-@dataclass
-class _Seen:
+class _Measured(NamedTuple):
     """One measurement of all weights."""
 
     step: int
-    length: list[float]  # L2 norms
+    lengths: list[float]  # L2 norms
     largest: list[float]
-
-
-@dataclass
-class _Past:
-    """The largest changes of each tensor, per unit of learning rate; what is long ago counts for less."""
-
-    length: list[float]
-    largest: list[float]
-    times: list[int]
 
 
 class Weights:
     """Compares each measurement with the one before and with what the updates in between can have done.
 
-    A tensor jumped when it went further than its optimizer can go; or when its norm changed by a large share of
-    itself and by far more than it did recently; or, where neither is known, when it dwarfs the whole model.
+    A tensor jumped if it moved farther than its optimizer can move it; or if its norm changed by a large share of
+    itself and by far more than it did recently; or, where neither is known, if it dwarfs the whole model.
     """
 
     def __init__(self, config: WeightsConfig, weights: Sequence[Weight], kinds: Sequence[str]) -> None:
-        """`kinds` names the optimizer of each parameter group, or is empty for one that torch does not have."""
+        """`kinds` names the optimizer of each parameter group; an empty name is one that torch does not have."""
         self.config, self.every, self.weights = config, config.every, list(weights)
-        self.travellers = [Traveller(kind) for kind in kinds]
-        self.base: _Seen | None = None
+        self.groups = [GroupPath(kind) for kind in kinds]
+        self.base: _Measured | None = None
         self.clean_step = 0
-        self._bounded: set[str] = set()  # buffers that were finite once; others hold inf or NaN on purpose
-        self._past = self._no_past()
+        self._bounded: set[str] = set()  # buffers that were finite once; others have inf or NaN on purpose
         self._usual_rate = 0.0  # the highest learning rate of recent updates
+        self._start_past()
 
-    def _no_past(self) -> _Past:
+    def _start_past(self) -> None:
+        # Of each tensor: the largest recent change of its norm and of its largest element, per unit of learning rate,
+        # and the number of changes.
         count = len(self.weights)
-        return _Past([0.0] * count, [0.0] * count, [0] * count)
+        self._past_length, self._past_largest, self._times = [0.0] * count, [0.0] * count, [0] * count
 
     def rebase(self) -> None:
-        """Take the next measurement as it is."""
+        """Accept the next measurement as it is."""
         self.base = None
-        for traveller in self.travellers:
-            traveller.measured = Path()
+        for group in self.groups:
+            group.measured = Path()
 
     def landed(self, settings: Sequence[Mapping[str, Any]], norm: float | None) -> None:
-        for traveller, setting in zip(self.travellers, settings, strict=True):
-            traveller.landed(setting, norm)
+        for group, setting in zip(self.groups, settings, strict=True):
+            group.landed(setting, norm)
 
     def begin(self) -> None:
-        """A measurement is made, of which `judge` gets the numbers later."""
-        for traveller in self.travellers:
-            traveller.begin()
+        """Note that a measurement is made, whose numbers `judge` gets later."""
+        for group in self.groups:
+            group.begin()
 
     def put_back(self) -> None:
-        """The last measurement is not judged: the next one is of all that was travelled."""
-        for traveller in self.travellers:
-            traveller.path, traveller.measured = traveller.measured.then(traveller.path), Path()
+        """Note that the last measurement is not judged."""
+        for group in self.groups:
+            group.put_back()
 
-    def judge(self, step: int, buffers: Sequence[str], values: Sequence[float]) -> Found | None:
-        """`values`: the L2 norms, the largest absolute values, then those of the buffers."""
-        paths = [traveller.measured for traveller in self.travellers]
-        for traveller in self.travellers:
-            traveller.measured = Path()
-        count = len(self.weights)
-        seen = _Seen(step, list(values[:count]), list(values[count : 2 * count]))
-        found = self._nonfinite(seen, dict(zip(buffers, values[2 * count :], strict=True)))
+    def judge(
+        self,
+        step: int,
+        buffers: Sequence[str],
+        lengths: list[float],
+        largest: list[float],
+        largest_of_buffers: Sequence[float],
+    ) -> Found | None:
+        """Judge the L2 norms and the largest absolute values of the weights, and those values of the named buffers."""
+        seen = _Measured(step, lengths, largest)
+        found = self._nonfinite(seen, dict(zip(buffers, largest_of_buffers, strict=True)))
         if found is None and self.base is not None:
-            found = self._jumped(self.base, seen, paths)
+            found = self._jumped(self.base, seen)
+        for group in self.groups:
+            group.measured = Path()
         if found is None:
             self.clean_step = step
         if found is None or found.acceptable:
             self.base = seen
         return found
 
-    def _nonfinite(self, seen: _Seen, buffers: Mapping[str, float]) -> Found | None:
+    def _nonfinite(self, seen: _Measured, buffers: Mapping[str, float]) -> Found | None:
         named = {weight.name: value for weight, value in zip(self.weights, seen.largest, strict=True)}
         free = {weight.name for weight in self.weights if weight.group is None} | set(buffers)
         named |= buffers
-        by_design = free - self._bounded
-        # Of several ranks the largest value is judged, and there a NaN counts as infinite: no difference is made.
-        bad = [(name, value) for name, value in named.items() if not isfinite(value) and name not in by_design]
-        self._bounded |= {name for name in by_design if isfinite(named[name])}
+        on_purpose = free - self._bounded
+        # NaN on one of several ranks arrives as inf, the largest value: so both are treated alike.
+        bad = [(name, value) for name, value in named.items() if not isfinite(value) and name not in on_purpose]
+        self._bounded |= {name for name in on_purpose if isfinite(named[name])}
         if not bad:
             return None
         more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         evidence = f"not finite: {bad[0][0]} holds {bad[0][1]}{more}, of {len(named)} tensors"
         return Found(Signal.NONFINITE_WEIGHTS, bad[0][0], evidence, acceptable=False)
 
-    def _jumped(self, base: _Seen, seen: _Seen, paths: Sequence[Path]) -> Found | None:
+    def _jumped(self, base: _Measured, seen: _Measured) -> Found | None:
+        """Find the tensor that moved farthest beyond what is possible; learn from the measurement if none did."""
         loudest = max((value for value in base.largest if isfinite(value)), default=0.0)
-        worst: tuple[float, Found] | None = None
+        worst, found = -1.0, None
         for number, weight in enumerate(self.weights):
-            path = None if weight.group is None else paths[weight.group]
-            if self._is_quiet(number, weight, base, seen, path):
-                continue
-            excess, evidence = self._excess(number, weight, base, seen, path, loudest)
-            if evidence and (worst is None or excess > worst[0]):
-                worst = excess, Found(Signal.WEIGHTS_JUMP, weight.name, f"weights jumped: {weight.name} {evidence}")
-        if worst is not None:
-            return worst[1]
-        self._learn(base, seen, paths)
-        return None
-
-    def _is_quiet(self, number: int, weight: Weight, base: _Seen, seen: _Seen, path: Path | None) -> bool:
-        """Whether nothing below could find anything: so it is with nearly all tensors."""
-        before, top = base.length[number], base.largest[number]
-        moved, topped = abs(seen.length[number] - before), abs(seen.largest[number] - top)
-        if not (moved <= _REMARKABLE * before and topped <= _REMARKABLE * top):
-            return False
-        if path is None or path.unknown:
-            return True
-        far = path.element + path.whole
-        return topped <= far and moved <= weight.root * far
+            excess, evidence = self._excess(number, weight, base, seen, loudest)
+            if evidence and excess > worst:
+                worst = excess
+                found = Found(Signal.WEIGHTS_JUMP, weight.name, f"weights jumped: {weight.name} {evidence}")
+        if found is None:
+            self._learn(base, seen)
+        return found
 
     def _excess(
-        self, number: int, weight: Weight, base: _Seen, seen: _Seen, path: Path | None, loudest: float
+        self, number: int, weight: Weight, base: _Measured, seen: _Measured, loudest: float
     ) -> tuple[float, str]:
-        """How many times further than possible a tensor went, and a line about it; an empty line if it did not."""
-        norm, top = (base.length[number], seen.length[number]), (base.largest[number], seen.largest[number])
+        """Return how many times farther than possible a tensor moved, and the evidence; no evidence if it did not."""
+        norm = base.lengths[number], seen.lengths[number]
+        top = base.largest[number], seen.largest[number]
         if not isfinite(top[0]) or not isfinite(top[1]):
             return 0.0, ""
+        path = self._path(weight)
         far = reach(path, length=norm[0], largest=top[0], root=weight.root) if path else None
         if path is not None and far is not None:
             slack, rounding = self.config.margin, _ROUNDING
@@ -293,19 +274,18 @@ class Weights:
                     evidence = f"{what} {before:.4g} -> {now:.4g} where {path.updates} updates can reach {bound}"
                     return moved / room if room else inf, evidence
         if path is not None and path.updates and path.rate / path.updates > _LEAP * self._usual_rate > 0:
-            return 0.0, ""  # what a leap of the rate does is no damage to the weights, and shows in the loss
+            return 0.0, ""
         has_bound = path is not None and not path.unknown
-        past = self._past
-        if past.times[number] < _ENOUGH:
+        if self._times[number] < _KNOWN_AFTER:
             if not has_bound and top[1] > _LOUD * loudest > 0:
                 evidence = f"max |w| {top[0]:.4g} -> {top[1]:.4g}, the model's largest was {loudest:.4g}"
                 return top[1] / loudest, evidence
             return 0.0, ""
-        has_lr_scale = path is not None and has_bound and path.element > 0
-        floor = _FULL_SPEED * weight.root * path.rate if path is not None and has_lr_scale else 0.0
-        sides = [("norm", norm, past.length[number], floor)]
-        if not has_lr_scale:  # the bound above is sharper for single elements
-            sides.append(("max |w|", top, past.largest[number], 0.0))
+        sides = [("norm", norm, self._past_length[number], 0.0)]
+        if path is not None and has_bound and path.element > 0:  # the bound above is sharper for single elements
+            sides = [("norm", norm, self._past_length[number], _FULL_SPEED * weight.root * path.rate)]
+        else:
+            sides.append(("max |w|", top, self._past_largest[number], 0.0))
         rate = _rate(path, base, seen)
         for what, (before, now), usual, least in sides:
             moved, room = abs(now - before), self.config.jump * usual * rate
@@ -314,45 +294,45 @@ class Weights:
                 return moved / room if room else inf, evidence
         return 0.0, ""
 
-    def _learn(self, base: _Seen, seen: _Seen, paths: Sequence[Path]) -> None:
+    def _path(self, weight: Weight) -> Path | None:
+        return None if weight.group is None else self.groups[weight.group].measured
+
+    def _learn(self, base: _Measured, seen: _Measured) -> None:
         """Remember the changes of a healthy interval."""
-        past = self._past
-        rates = [path.rate / path.updates for path in paths if path.updates]
+        rates = [group.measured.rate / group.measured.updates for group in self.groups if group.measured.updates]
         self._usual_rate = max([_FADES * self._usual_rate, *rates])
         for number, weight in enumerate(self.weights):
-            rate = _rate(None if weight.group is None else paths[weight.group], base, seen)
-            moved = abs(seen.length[number] - base.length[number])
-            topped = abs(seen.largest[number] - base.largest[number])
-            if rate > 0 and 0 < moved < inf and topped < inf:  # a tensor at rest learns nothing about how it moves
-                past.length[number] = max(_FADES * past.length[number], moved / rate)
-                past.largest[number] = max(_FADES * past.largest[number], topped / rate)
-                past.times[number] += 1
+            rate = _rate(self._path(weight), base, seen)
+            length = abs(seen.lengths[number] - base.lengths[number])
+            largest = abs(seen.largest[number] - base.largest[number])
+            if rate > 0 and 0 < length < inf and largest < inf:  # a tensor at rest does not show how it moves
+                self._past_length[number] = max(_FADES * self._past_length[number], length / rate)
+                self._past_largest[number] = max(_FADES * self._past_largest[number], largest / rate)
+                self._times[number] += 1
 
-    def state(self) -> dict[str, Any]:
-        base, past = self.base, self._past
+    def state_dict(self) -> dict[str, Any]:
         return {
             "clean_step": self.clean_step,
-            "base": None if base is None else [base.step, base.length, base.largest],
-            "past": [list(past.length), list(past.largest), list(past.times)],
+            "base": None if self.base is None else list(self.base),
+            "past": [list(self._past_length), list(self._past_largest), list(self._times)],
             "usual_rate": self._usual_rate,
             "bounded": sorted(self._bounded),
-            "travelled": [traveller.state() for traveller in self.travellers],
+            "travelled": [group.state_dict() for group in self.groups],
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.clean_step, self._usual_rate = state["clean_step"], state["usual_rate"]
-        self._bounded |= set(state["bounded"])  # what was finite once does not become infinite by a rewind
-        if len(state["past"][0]) != len(self.weights) or len(state["travelled"]) != len(self.travellers):
-            self.rebase()  # of a model with other parameters
-            self._past = self._no_past()
+        self._bounded |= set(state["bounded"])  # a buffer that was finite once does not become infinite by a rewind
+        if len(state["past"][0]) != len(self.weights) or len(state["travelled"]) != len(self.groups):
+            self.rebase()  # it is of a model with other parameters
+            self._start_past()
             return
-        base = state["base"]
-        self.base = None if base is None else _Seen(base[0], list(base[1]), list(base[2]))
-        self._past = _Past(*(list(values) for values in state["past"]))
-        for traveller, one in zip(self.travellers, state["travelled"], strict=True):
-            traveller.load(one)
+        self.base = None if state["base"] is None else _Measured(*state["base"])
+        self._past_length, self._past_largest, self._times = map(list, state["past"])
+        for group, one in zip(self.groups, state["travelled"], strict=True):
+            group.load_state_dict(one)
 
 
-def _rate(path: Path | None, base: _Seen, seen: _Seen) -> float:
-    """What changes are proportional to: the learning rates, or the time where there are none."""
+def _rate(path: Path | None, base: _Measured, seen: _Measured) -> float:
+    """Return what changes are proportional to: the learning rates, or the steps for weights that no group updates."""
     return path.rate if path is not None else float(seen.step - base.step)
