@@ -20,7 +20,7 @@ from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.state.ring import Snapshot
 from resilient_train.types import Anomaly, Diagnosis, Incident
-from resilient_train.watch.update_history import Leap
+from resilient_train.watch.vitals import Leap
 from resilient_train.wording import log
 
 _BEGINNING = 16  # accepted updates: what breaks so soon was wrong from the start

@@ -95,7 +95,7 @@ class EngineGuard:
         self.world, self.clock, self.samples, self.state = parts.world, parts.clock, parts.samples, parts.state
         self.stopped = False  # before its last update, because of a request
         self.newest: Vitals | None = None  # the newest update whose verdict is known
-        self.metrics = MetricsLog(self.world, self.world.device)
+        self.metrics = MetricsLog(self.world)
         self._parts, self._recovery = parts, recovery
         self._keeper, self._controls = recovery.keeper, recovery.controls
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans

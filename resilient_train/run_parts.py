@@ -14,7 +14,7 @@ from resilient_train.state.run_state import Clock, RunState
 from resilient_train.update.updater import Precision, Updater
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.scans import Scans
-from resilient_train.watch.update_history import UpdateHistory
+from resilient_train.watch.vitals import UpdateHistory
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.modes import AnomalyMode, EvaluationLoss
 from resilient_train.watch.scans import Scans
-from resilient_train.watch.update_history import UpdateHistory
+from resilient_train.watch.vitals import UpdateHistory
 from resilient_train.wording import log
 
 

@@ -31,7 +31,7 @@ from resilient_train.tracking.review import review, where_to_look
 from resilient_train.tracking.story import is_unrecovered, read_story
 from resilient_train.tracking.uploads import NullTracker, Tracker
 from resilient_train.types import Incident, Vitals
-from resilient_train.watch.update_history import UpdateHistory
+from resilient_train.watch.vitals import UpdateHistory
 from resilient_train.wording import duration, log
 
 REPORT_EVERY = 10  # accepted updates of a loop that the caller wrote

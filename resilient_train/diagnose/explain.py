@@ -25,7 +25,7 @@ from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import RunState
 from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Signal, Vitals, kind_of
 from resilient_train.watch.reference import Reference
-from resilient_train.watch.update_history import FEW, WILD, Leap, PastUpdate, UpdateHistory
+from resilient_train.watch.vitals import FEW, WILD, Leap, PastUpdate, UpdateHistory
 
 _KNOWN_AFTER, _KNOWN_FOR = 2, 50  # incidents and updates: one like the last two needs no search
 _BY_LIMIT = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)

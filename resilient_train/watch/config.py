@@ -1,4 +1,4 @@
-"""What is watched, how often, and how strictly. The defaults are in `conf/checks/`, each next to its meaning."""
+"""The configuration of the checks. `conf/checks/default.yaml` has the default of each key, its unit and its meaning."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from resilient_train.reader import limited, option, read
 
 
 @dataclass
-class LimitConfig:
-    """An update far above anything recent does not land."""
+class _Every:
+    every: int = limited(at_least=0)  # 0 turns the check off
 
-    every: int = limited(at_least=0)
+
+@dataclass
+class LimitConfig(_Every):
     window: int = limited(at_least=8)
     warmup: int = limited(at_least=2)
     grad_factor: float = limited(above=1)
@@ -23,10 +25,7 @@ class LimitConfig:
 
 
 @dataclass
-class OvershootConfig:
-    """The first updates threw the loss far above where it began."""
-
-    every: int = limited(at_least=0)
+class OvershootConfig(_Every):
     window: int = limited(at_least=1)
     watched: int = limited(at_least=1)
     updates: int = limited(at_least=1)
@@ -34,10 +33,7 @@ class OvershootConfig:
 
 
 @dataclass
-class JumpConfig:
-    """The loss leaves its recent range and stays out of it."""
-
-    every: int = limited(at_least=0)
+class JumpConfig(_Every):
     window: int = limited(at_least=16)
     warmup: int = limited(at_least=8)
     sigmas: float = limited(above=0)
@@ -47,10 +43,7 @@ class JumpConfig:
 
 
 @dataclass
-class CreepConfig:
-    """The loss climbs block by block, no block being a jump."""
-
-    every: int = limited(at_least=0)
+class CreepConfig(_Every):
     blocks: int = limited(at_least=4)
     lag: int = limited(at_least=0)
     share: float = limited(above=0)
@@ -59,10 +52,7 @@ class CreepConfig:
 
 
 @dataclass
-class SlowConfig:
-    """The loss has risen from its best by more than noise explains, however slowly."""
-
-    every: int = limited(at_least=0)
+class SlowConfig(_Every):
     window: int = limited(at_least=20)
     share: float = limited(above=0)
     sigmas: float = limited(above=0)
@@ -70,20 +60,14 @@ class SlowConfig:
 
 
 @dataclass
-class ProbationConfig:
-    """After damage the loss is not back where it was."""
-
-    every: int = limited(at_least=0)
+class ProbationConfig(_Every):
     window: int = limited(at_least=8)
     share: float = limited(above=0)
     sigmas: float = limited(above=0)
 
 
 @dataclass
-class RateConfig:
-    """The learning rate rose, and the loss is worse since."""
-
-    every: int = limited(at_least=0)
+class RateConfig(_Every):
     times: float = limited(above=1)
     earlier: int = limited(at_least=1)
     lately: int = limited(at_least=8)
@@ -95,52 +79,35 @@ class RateConfig:
 
 
 @dataclass
-class ScaleConfig:
-    """The loss scale of half precision falls without end."""
-
-    every: int = limited(at_least=0)
+class ScaleConfig(_Every):
     in_a_row: int = limited(at_least=1)
     lowest: float = limited(at_least=0)
 
 
 @dataclass
-class WeightsConfig:
-    """The weights themselves: finite, and moved no further than an optimizer can move them."""
-
-    every: int = limited(at_least=0)
+class WeightsConfig(_Every):
     margin: float = limited(at_least=1)
     jump: float = limited(above=1)
 
 
 @dataclass
-class OptimizerConfig:
-    """The state of the optimizer: finite, second moments not negative and grown as they must."""
-
-    every: int = limited(at_least=0)
+class OptimizerConfig(_Every):
     margin: float = limited(at_least=1)
     recursion: float = limited(above=0)
 
 
 @dataclass
-class ReplicasConfig:
-    """The replicas of several processes: the same to the last bit."""
-
-    every: int = limited(at_least=0)
+class ReplicasConfig(_Every):
+    pass
 
 
 @dataclass
-class NormsConfig:
-    """The running statistics of normalization layers: in the range of the batches they are made from."""
-
-    every: int = limited(at_least=0)
+class NormsConfig(_Every):
     factor: float = limited(above=1)
 
 
 @dataclass
-class EvaluationConfig:
-    """The loss of a batch in evaluation mode beside that in training mode: reported, never treated."""
-
-    every: int = limited(at_least=0)
+class EvaluationConfig(_Every):
     times: float = limited(above=1)
 
 

@@ -1,23 +1,46 @@
-"""What one update measured: sent to the host, read one update later, and made into vitals."""
+"""What updates measured: sent to the host, read one update later as vitals, and kept as the history of the run."""
 
 from __future__ import annotations
 
-import math
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from itertools import islice
+from math import isfinite, nan
+from statistics import fmean, median
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 
+from resilient_train.ranks.world import World
 from resilient_train.state.tree import leaves
-from resilient_train.types import Signal, Vitals
+from resilient_train.types import Anomaly, Signal, Vitals
+
+_KEPT = 10_000  # updates in memory
+_IN_CHECKPOINT = 2048  # updates: further back than the memory snapshots of a run reach
+_TREND = 32  # accepted updates that show a trend of losses and gradient norms
+_RECENT_STEPS = 64  # a rise of the learning rate within these may be the cause of trouble
+_FIRST_PACES = 8  # updates whose rate is the usual one where the run has no older ones
+_LEAP_AFTER = 2  # updates: the second update of a warm-up has twice the rate of the first
+_LEAP = 2.0  # times the highest rate before, at once or within the recent steps: far above what it was
+_RISE_BEGINS = 1.1  # times the usual rate: where a slow rise began
+_WARM_UP_STAGE = (
+    10.0  # times the highest rate before: too much for a stage of a warm-up, even below the configured rate
+)
+_LEAST_PACE = 1e-12  # with a smaller share of the configured rate nothing is learned
+_FIRST_LOSSES = 8  # accepted losses whose mean is the loss at the beginning of the run
+_LAST_LOSSES = 50  # accepted losses whose median is the final loss of the run
+WILD = 5.0  # ratio of the 90th to the 10th percentile of gradient norms from which norms differ wildly
+FEW = 5  # updates that a diagnosis replays or inspects
 
 
 class Sent:
-    """A small vector on its way to the host. Reading it waits for its own copy and for nothing queued after it."""
+    """A small vector on its way to the host. Reading it waits for its own copy, and for nothing queued after that."""
 
     def __init__(self, vector: torch.Tensor, numbers: list[float] | None = None) -> None:
-        self._numbers = numbers
-        self._vector = vector
+        """`numbers` is given where the host has them already."""
+        self._numbers, self._vector = numbers, vector
         self._arrived: torch.cuda.Event | None = None
         if numbers is None and vector.is_cuda:
             self._vector = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)  # torch caches pinned memory
@@ -26,7 +49,7 @@ class Sent:
             self._arrived.record()
 
     def read(self) -> list[float]:
-        """The numbers: the one place of a healthy update where the host may wait for the device."""
+        """Return the numbers: the one place of a healthy update where the host may wait for the device."""
         if self._numbers is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
@@ -48,22 +71,29 @@ def read_vitals(
     pace: float = 0.0,
     by_rank: Callable[[], Sequence[Sequence[float]]] = tuple,
 ) -> Vitals:
-    """Say what the numbers of an update mean, which passed the gate or not; `step` updates were accepted before it.
+    """Make the vitals of an update; `step` updates were accepted before it.
 
-    The numbers: loss, gradient norm, the loss scale if there is one; with ranks, whether one of them asks to stop,
-    whether one is busy, the largest and the least of their digests. `by_rank`, called where there was trouble, has a
-    row of each, which begins with its loss and gradient norm.
+    The numbers are its loss, its gradient norm and the loss scale if there is one; with several ranks also whether one
+    asks to stop, whether one is busy, and the largest and the least of their digests. `by_rank` is called after trouble
+    only, and returns a row for each rank, which begins with its loss and gradient norm.
     """
     loss, grad_norm, *rest = numbers
     scale = rest.pop(0) if has_scale else None
     stop_asked, any_busy, most, least = rest or (0.0, 0.0, 0.0, 0.0)
-    signal = _why_refused(loss, grad_norm, limits)
+    signal = None  # the reason for which the gate refused the update
+    if not isfinite(loss):
+        signal = Signal.NONFINITE_LOSS
+    elif not isfinite(grad_norm):
+        signal = Signal.NONFINITE_GRAD
+    elif loss > limits[0]:
+        signal = Signal.LOSS_SPIKE
+    elif grad_norm > limits[1]:
+        signal = Signal.GRAD_SPIKE
     overflowed = scale is not None and signal is Signal.NONFINITE_GRAD
-    refused = None if overflowed else signal
-    ranks = () if signal is None else _where_not_finite(by_rank())
     return Vitals(
-        *(tick, step + (signal is None), signal is None, loss, grad_norm, lr, start, stop, refused, overflowed),
-        *(scale, ranks),
+        *(tick, step + (signal is None), signal is None, loss, grad_norm, lr, start, stop),
+        *(None if overflowed else signal, overflowed, scale),
+        ranks=() if signal is None else _where_not_finite(by_rank()),
         stop_asked=stop_asked > 0,
         any_busy=is_busy or any_busy > 0,
         alike=most == least,
@@ -72,36 +102,25 @@ def read_vitals(
 
 
 def _where_not_finite(by_rank: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """The ranks that had trouble, without those that only received it; from the loss and gradient norm of each.
+    """Return the ranks on which trouble began, without those that only received it; none if that does not show.
 
-    A gradient that is not finite is on every rank once gradients were averaged, so the loss comes first.
+    The loss is looked at first, since a gradient with NaN is on every rank once gradients were averaged.
     """
     for place in (0, 1):
-        bad = tuple(rank for rank, row in enumerate(by_rank) if not math.isfinite(row[place]))
+        bad = tuple(rank for rank, row in enumerate(by_rank) if not isfinite(row[place]))
         if 0 < len(bad) < len(by_rank):
             return bad
     return ()
 
 
-def _why_refused(loss: float, grad_norm: float, limits: tuple[float, float]) -> Signal | None:
-    """Name what the gate refused an update for; None if it let it pass."""
-    if not math.isfinite(loss):
-        return Signal.NONFINITE_LOSS
-    if not math.isfinite(grad_norm):
-        return Signal.NONFINITE_GRAD
-    if loss > limits[0]:
-        return Signal.LOSS_SPIKE
-    return Signal.GRAD_SPIKE if grad_norm > limits[1] else None
-
-
 def all_finite(batches: Iterable[Any]) -> bool:
-    """Look through batches of any shape. Called after trouble only: batches with a masked NaN are no trouble."""
+    """Whether batches of any shape hold no NaN or infinity. Waits for the device."""
     tensors = [leaf for leaf in leaves(list(batches)) if isinstance(leaf, torch.Tensor)]
     return all(bool(one.isfinite().all()) for one in tensors if one.is_floating_point() or one.is_complex())
 
 
 def versions(batch: Any) -> list[int]:
-    """Count what was written into the tensors of a batch so far, to notice what is written later."""
+    """Return how often each tensor of a batch was written to, to notice later writes."""
     return [leaf._version for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
 
@@ -112,49 +131,175 @@ def mean(values: Sequence[torch.Tensor | float]) -> torch.Tensor:
 
 
 def mean_metrics(reported: Sequence[Mapping[str, torch.Tensor | float]]) -> Mapping[str, torch.Tensor | float]:
-    """Average what the micro-batches of an update reported, each name over those that have it."""
+    """Average the metrics of the micro-batches of an update, each over those that reported it."""
     if len(reported) < 2:
         return reported[0] if reported else {}
     names = sorted({name for one in reported for name in one})
     return {name: mean([one[name] for one in reported if name in one]) for name in names}
 
 
-class Ranks(Protocol):
-    """What reading metrics needs of the other processes."""
-
-    def mean(self, vector: torch.Tensor) -> torch.Tensor:
-        """Average over the ranks."""
-
-    def union(self, names: Iterable[str]) -> list[str]:
-        """Every name that any rank knows, in the same order everywhere."""
-
-
 class MetricsLog:
-    """Keeps the newest update's metrics as the tensors they are; reading costs one host read and one reduction."""
+    """Keeps the newest update's metrics as tensors; reading them costs one host read and one reduction."""
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self._ranks, self._device = ranks, device
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._newest: Mapping[str, torch.Tensor | float] = {}
-        self._names: list[str] = []  # as all ranks have agreed
+        self._names: list[str] = []  # the same on all ranks
 
     def note(self, metrics: Mapping[str, torch.Tensor | float]) -> None:
-        """Remember an update's metrics without waiting for them."""
         self._newest = metrics
 
     def read(self) -> dict[str, float]:
         """Return the newest metrics, averaged over the ranks that have them. Waits for the device."""
-        values, any_has_more = self._reduced(has_more=not self._newest.keys() <= set(self._names))
-        if any_has_more:  # known to every rank, so all come here: a metric may appear on one rank alone
-            self._names = self._ranks.union([*self._names, *self._newest])
-            values, _ = self._reduced(has_more=False)
+        values, any_has_more = self._reduce(has_more=not self._newest.keys() <= set(self._names))
+        if any_has_more:  # every rank knows this, so all come here, also for a metric that only one rank has
+            self._names = self._world.union([*self._names, *self._newest])
+            values, _ = self._reduce(has_more=False)
         pairs = zip(self._names, values[::2], values[1::2], strict=True)
-        return {name: total / share if share else math.nan for name, total, share in pairs}
+        return {name: total / share if share else nan for name, total, share in pairs}
 
-    def _reduced(self, *, has_more: bool) -> tuple[list[float], bool]:
+    def _reduce(self, *, has_more: bool) -> tuple[list[float], bool]:
         """Average over ranks, for each metric: its values, and the share of ranks that have it."""
         cells: list[torch.Tensor | float] = [float(has_more)]
         for name in self._names:
             cells += [self._newest.get(name, 0.0), float(name in self._newest)]
-        vector = torch.stack([torch.as_tensor(cell, dtype=torch.float32, device=self._device) for cell in cells])
-        flag, *values = self._ranks.mean(vector).tolist()
+        row = [torch.as_tensor(cell, dtype=torch.float32, device=self._world.device) for cell in cells]
+        flag, *values = self._world.mean(torch.stack(row)).tolist()
         return values, flag > 0
+
+
+class PastUpdate(NamedTuple):
+    """An attempted update: its step, the range of its samples, and what it measured."""
+
+    step: int
+    start: int
+    stop: int
+    accepted: bool
+    loss: float
+    norm: float
+    pace: float = 0.0  # its learning rate as a multiple of the configured one
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether it is known which samples it used."""
+        return self.stop > self.start
+
+
+class Leap(NamedTuple):
+    """A learning rate that rose far above what it was."""
+
+    step: int  # the first update that was made with it
+    factor: float
+    usual: float  # the rate before, as a multiple of the configured one
+    is_sudden: bool
+
+
+class UpdateHistory:
+    """Keeps the latest updates on the run's present course: a rewind removes those after its step."""
+
+    def __init__(self) -> None:
+        self._passed: deque[PastUpdate] = deque(maxlen=_KEPT)
+        self._first: dict[int, PastUpdate] = {}  # the first accepted updates of the run, by step
+
+    def add(self, vitals: Vitals) -> None:
+        step = vitals.step + (not vitals.accepted)
+        measured = vitals.loss, vitals.grad_norm, vitals.pace
+        self._append(PastUpdate(step, vitals.start, vitals.stop, vitals.accepted, *measured))
+
+    def _append(self, update: PastUpdate) -> None:
+        self._passed.append(update)
+        if update.accepted and update.step <= _FIRST_LOSSES:
+            self._first[update.step] = update
+
+    def rewound(self, step: int) -> None:
+        """Forget the updates after a step."""
+        while self._passed and self._passed[-1].step > step:
+            self._passed.pop()
+
+    def first_to_blame(self, anomaly: Anomaly, start: int) -> int:
+        """Return the first of the samples that may be the cause.
+
+        For a refused update these are its own, which begin at `start`; for damage that landed, those of all updates
+        since the newest trusted step.
+        """
+        starts = [one.start for one in self._passed if one.step > anomaly.since] if anomaly.landed else []
+        return min([*starts, start])
+
+    def around(self, since: int) -> tuple[list[PastUpdate], list[PastUpdate]]:
+        """Return the latest updates after step `since`, and the latest accepted ones up to it, a few of each."""
+        after = [one for one in self._passed if one.step > since and one.has_samples]
+        before = [one for one in self._passed if one.step <= since and one.accepted and one.has_samples]
+        return after[-FEW:], before[-FEW:]
+
+    def next_after(self, step: int) -> PastUpdate | None:
+        """Return the update made right after a step, if it was accepted."""
+        updates = (one for one in self._passed if one.step == step + 1 and one.accepted and one.has_samples)
+        return next(updates, None)
+
+    def recent(self) -> list[PastUpdate]:
+        """Return the latest updates, refused ones included."""
+        return [one for one in self._passed if one.has_samples][-_RECENT_STEPS:]
+
+    def wildest(self) -> tuple[list[PastUpdate], list[PastUpdate]]:
+        """Return the updates with the largest gradients, or none if gradients differ little; and all accepted ones."""
+        known = sorted((one for one in self._passed if one.accepted and one.has_samples), key=lambda one: one.norm)
+        if not known or not known[9 * len(known) // 10].norm > WILD * known[len(known) // 10].norm:
+            return [], known
+        return known[-FEW:], known
+
+    def recent_measurements(self) -> tuple[list[float], list[float]]:
+        """Return losses and gradient norms of the last accepted updates, followed by those of the newest update."""
+        recent = [*[one for one in self._passed if one.accepted][-_TREND:], self._passed[-1]]
+        return [one.loss for one in recent], [one.norm for one in recent]
+
+    def leap(self) -> Leap | None:
+        """Find a rise of the learning rate in the recent steps: sudden, or slow and beyond the configured rate."""
+        known = [one for one in self._passed if one.pace > _LEAST_PACE]
+        if len(known) <= _LEAP_AFTER:
+            return None
+        first_recent, highest = known[-1].step - _RECENT_STEPS + 1, 0.0
+        for place, one in enumerate(known):
+            is_candidate = one.step >= first_recent and place >= _LEAP_AFTER
+            if is_candidate and one.pace >= (_LEAP if one.pace > 1.0 else _WARM_UP_STAGE) * highest:
+                return Leap(one.step, max(other.pace for other in known[place:]) / highest, highest, True)
+            highest = max(highest, one.pace)
+        older = [one.pace for one in known if one.step < first_recent]
+        usual = max(older or [one.pace for one in known[:_FIRST_PACES]])
+        first = next((one.step for one in known if one.step >= first_recent and one.pace > usual * _RISE_BEGINS), None)
+        if first is None or highest < _LEAP * usual or highest <= 1.0:  # up to the configured rate it is a warm-up
+            return None
+        return Leap(first, highest / usual, usual, False)
+
+    def trace(self, step: int) -> int:
+        """Return a digest of the measurements after a step; it is equal only if each of them was, to the last bit."""
+        cells = [cell for one in self._passed if one.step > step for cell in (one.step, one.loss, one.norm)]
+        return crc32(array("d", cells).tobytes())
+
+    @property
+    def first_loss(self) -> float | None:
+        """The mean of the run's first accepted losses, earlier processes included."""
+        return fmean(one.loss for one in self._first.values()) if self._first else None
+
+    @property
+    def recent_loss(self) -> float | None:
+        """The median of the last accepted losses, earlier processes included."""
+        losses = list(islice((one.loss for one in reversed(self._passed) if one.accepted), _LAST_LOSSES))
+        return median(losses) if losses else None
+
+    def copy(self) -> UpdateHistory:
+        """Return a copy for another thread to read."""
+        copied = UpdateHistory()
+        copied._passed, copied._first = self._passed.copy(), self._first.copy()
+        return copied
+
+    def state_dict(self, step: int) -> list[list[float]]:
+        """Return the latest updates up to a step as plain data."""
+        latest = [one for one in self._passed if one.step <= step][-_IN_CHECKPOINT:]
+        first = [one for one in self._first.values() if one.step <= step and one not in latest]
+        return [list(map(float, one)) for one in (*first, *latest)]
+
+    def load_state_dict(self, state: Iterable[Sequence[float]]) -> None:
+        self._passed.clear()
+        for step, start, stop, accepted, *measured in state:
+            loss, norm, pace = (*map(float, measured), 0.0)[:3]
+            self._append(PastUpdate(int(step), int(start), int(stop), bool(accepted), loss, norm, pace))
