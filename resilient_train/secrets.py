@@ -1,9 +1,9 @@
-"""Secrets, masked in whatever is written, printed or sent.
+"""Masks secrets in everything that is written, printed or sent.
 
-Masked are: credentials in an address (`scheme://user:password@host`, `scheme://token@host`); values whose name says
-that they are a password or token (`?token=...`, `password=...`); tokens of well-known services, by their form; and,
-wherever they occur, the values of environment variables such as HF_TOKEN and DB_PASSWORD, and of settings whose names
-say that they are secret. Those may be plain words or numbers: they are masked where they stand as a whole word.
+These are: credentials in a URL (`scheme://user:password@host`, `scheme://token@host`); values named as a password or
+token (`?token=...`, `password=...`); tokens of well-known services, by their format; and, wherever they occur, values
+of environment variables such as HF_TOKEN and DB_PASSWORD, and of settings with such names. These may be plain words or
+numbers: they are masked as whole words only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 
 MASK = "***"
 
-_LEAST = 4  # characters: what is shorter occurs in ordinary text as well
+_LEAST = 4  # characters: shorter values occur in ordinary text as well
 _EVERYDAY = {"true", "false", "none", "null", "test", "auto", "default"}  # ordinary words, never masked
 
 _VARIABLES = (
@@ -28,21 +28,18 @@ _VARIABLES = (
 )
 _WHOLE_NAMES = ("KEY", "PIN")  # of variables
 
-# The tokens of services that training programs use, in the forms that the services document. There are packages with
-# such lists (detect-secrets): they bring an HTTP client, take 0.3 s to import, have expressions that some texts make
-# take for ever, and know neither Hugging Face's tokens nor the newer ones of GitHub and OpenAI.
+# The tokens of services that training programs use, in their documented formats. Packages with such lists, such as
+# detect-secrets, bring an HTTP client, take 0.3 s to import, have expressions that take forever on some texts, and lack
+# the tokens of Hugging Face and the newer ones of GitHub and OpenAI.
 _FORMATS = re.compile(
     r"""(?<![A-Za-z0-9])(?:
       hf_(?=[a-z]{0,40}+[A-Z0-9])[A-Za-z0-9]{16,200}+          # Hugging Face
-    | (?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}(?![A-Za-z0-9])       # AWS: key ids
-    | gh[oprsu]_[A-Za-z0-9]{20,255}+ | github_pat_[A-Za-z0-9_]{22,255}+
-    | gl(?:pat|dt|rt|ptt|soat|ft|imt|agent|oas)-[\w-]{20,300}+  # GitLab
-    | xox[a-z]-[A-Za-z0-9-]{10,300}+ | xapp-[A-Za-z0-9-]{20,300}+ | hooks\.slack\.com/services/[\w/]{20,200}+
     | sk-(?=[A-Za-z_-]{0,60}+\d)[\w-]{16,300}+                  # OpenAI, Anthropic and others
-    | [sr]k_(?:live|test)_[A-Za-z0-9]{16,200}+                  # Stripe
-    | AIza[\w-]{35} | ya29\.[\w-]{20,2000}+ | GOCSPX-[\w-]{20,100}+  # Google
-    | npm_[A-Za-z0-9]{36} | pypi-AgE[\w-]{30,1000}+ | dapi[0-9a-f]{32} | r8_[A-Za-z0-9]{37} | gsk_[A-Za-z0-9]{40,100}+
-    | nvapi-[\w-]{40,200}+ | wandb_v\d_[\w-]{20,200}+ | SG\.[\w-]{16,100}+\.[\w-]{16,100}+
+    | (?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}(?![A-Za-z0-9])       # AWS: key ids
+    | (?:gh[oprsu]|npm|gsk|r8|[sr]k_(?:live|test))_[A-Za-z0-9]{16,300}+  # GitHub, npm, Groq, Replicate, Stripe
+    | (?:github_pat_|gl(?:pat|dt|rt|ptt|soat|ft|imt|agent|oas)-|xox[a-z]-|xapp-|AIza|ya29\.|GOCSPX-|pypi-AgE|nvapi-
+        |wandb_v\d_)[\w-]{16,2000}+                            # GitHub, GitLab, Slack, Google, PyPI, NVIDIA, W&B
+    | hooks\.slack\.com/services/[\w/]{20,200}+ | dapi[0-9a-f]{32} | SG\.[\w-]{16,100}+\.[\w-]{16,100}+
     | eyJ[\w+/-]{20,8000}+(?:\.[\w-]{0,8000}+){0,4}+={0,2}      # JSON in base 64, as in a JWT
     )""",
     re.VERBOSE,
@@ -56,11 +53,11 @@ _PEM = re.compile(
 _USERINFO = re.compile(
     r"""://(?P<user>[^\s/@:?\#"'<>\\\[]{0,4096}+)
     (?: :(?!\d{1,5}[/?\#,;)\]}]) (?P<word>[^\s@"'<>]{0,4096}+) )?  # what begins like a port and a path is no password
-    @(?:[^\s@/?\#"'<>]{0,64}+@)*+""",  # up to the last of several @
+    @(?:[^\s@/?\#"'<>]{0,64}+@)*+""",  # to the last of several @
     re.VERBOSE,
 )
-_NO_SECRET = ("", "x-oauth-basic", MASK)  # in the place of a password, where the user's place holds the token
-_WITH_CONTAINER = ("wasb", "wasbs", "abfs", "abfss")  # Azure's storage: the name of a container before the @
+_NO_SECRET = ("", "x-oauth-basic", MASK)  # passwords next to a token in the place of the user
+_WITH_CONTAINER = ("wasb", "wasbs", "abfs", "abfss")  # Azure's storage: a container's name before the @
 
 _HEADER = re.compile(r"(?i)(authorization['\"]?\s*[:=]\s*['\"]?(?:basic|bearer|token)\s+)[^\s'\",]+")
 _QUOTED = re.compile(
@@ -76,7 +73,7 @@ _LINE = re.compile(r"(?m)^(\s*(?:- )*([\w.\-]++): )(\S.*)$")
 _SECRET = {"password", "passwd", "passphrase", "secret", "apikey", "accesskey", "secretkey", "privatekey"}
 _KEYS = {"api", "access", "private", "secret", "auth", "account", "signing", "encryption"}
 _IN_QUERIES = {"key", "pwd", "sig", "signature", "credential", "token"}
-_OF_A_VOCABULARY = {  # these tokens are pieces of text
+_OF_A_VOCABULARY = {  # `pad_token` is a piece of text
     *("pad", "bos", "eos", "unk", "sep", "cls", "mask", "start", "begin", "end", "stop", "special", "blank"),
     *("image", "audio", "video", "decoder", "space", "word", "boundary", "prefix", "suffix", "middle", "newline"),
     *("first", "last", "next", "per", "target", "source", "text", "class", "head", "tail", "context", "prompt"),
@@ -84,19 +81,19 @@ _OF_A_VOCABULARY = {  # these tokens are pieces of text
 }
 _LIKE_A_TOKEN = re.compile(r"[^\s<\[{|$][^\s]{7,}")
 
-_LONG = 12  # characters: what is shorter, or of letters alone, may be a part of another word
+_LONG = 12  # characters: shorter values, or ones of letters only, may be part of another word
 _SHORT = 8
 _MAY_BE_WORDS = re.compile(r"[A-Za-z _.\-]+|\d+")
 
-# Fields of our own files that programs read, such as the next process of the run: each holds one of a few words.
-_OF_OUR_OWN = {"kind", "status", "signal", "cause", "outcome", "phase", "op", "remedy", "doing"}
+# Fields of our own files that programs read, each with one of a few words.
+_OWN_FIELDS = {"kind", "status", "signal", "cause", "outcome", "phase", "op", "remedy", "doing"}
 
 _learned: set[str] = set()
-_looked_at: set[str] = set()  # values of the environment
+_seen: set[str] = set()  # values of the environment
 
 
 def masked(text: str) -> str:
-    """Return the text with its secrets masked; anything else stays as it is."""
+    """Return the text with its secrets masked."""
     if (known := _forms(_known())) is not None:
         text = known.sub(MASK, text)
     text = _FORMATS.sub(MASK, text)
@@ -111,26 +108,24 @@ def masked(text: str) -> str:
     return _HEADER.sub(rf"\1{MASK}", text)
 
 
-def masked_tree(tree: Any) -> Any:
-    """Return plain data with the secrets in its texts masked, and values whose key says that they are one."""
+def masked_tree(tree: Any, key: str = "") -> Any:
+    """Return plain data with secrets masked: in its texts, and values under the name of a secret."""
+    if key in _OWN_FIELDS and isinstance(tree, str) and tree.isidentifier() and tree.islower():
+        return tree
+    if is_secret(key, tree):
+        return MASK
     match tree:
         case str():
             return masked(tree)
         case Mapping():
-            return {key: _masked_value(key, value) for key, value in tree.items()}
+            return {name: masked_tree(value, str(name)) for name, value in tree.items()}
         case list() | tuple():
             return [masked_tree(one) for one in tree]
     return tree
 
 
-def _masked_value(key: Any, value: Any) -> Any:
-    if key in _OF_OUR_OWN and isinstance(value, str) and value.isidentifier() and value.islower():
-        return value
-    return MASK if is_secret(str(key), value) else masked_tree(value)
-
-
 def masked_override(word: str) -> str:
-    """Mask a word of the command line; of a secret setting the whole value."""
+    """Mask an argument of the command line; the whole value if it sets a secret."""
     key, equals, value = word.partition("=")
     return f"{key}={MASK}" if equals and is_secret(key, value) else masked(word)
 
@@ -141,7 +136,7 @@ def masked_yaml(text: str) -> str:
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Say whether a setting is one, by its name and by what it looks like: `pad_token` is a piece of text."""
+    """Say whether a setting is a secret, by its name and its looks."""
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value in ("", "null", "None", "???"):
         return False
     words, text = _words(name), str(value)
@@ -150,11 +145,11 @@ def is_secret(name: str, value: Any) -> bool:
     if words[-1] in ("token", "accesstoken", "authtoken") and not {*words[-2:-1]} & _OF_A_VOCABULARY:
         return isinstance(value, str) and _LIKE_A_TOKEN.fullmatch(value) is not None
     looks_random = len(text) >= _LEAST and any(map(str.isdigit, text)) and any(map(str.isalpha, text))
-    return _is_key_name(name) and looks_random  # else a word that a person chose to be read
+    return _is_key_name(name) and looks_random  # else a readable word, such as the name of a column
 
 
 def learn(tree: Any) -> None:
-    """Note the secrets in a configuration: from now on they are masked wherever they occur."""
+    """Mask the secrets of a configuration wherever they occur from now on."""
     _learned.update(filter(_can_be_hidden, _secrets_in(tree)))
 
 
@@ -169,7 +164,7 @@ class Masking(logging.Filter):
         if (hidden := masked(message)) != message:
             record.msg, record.args = hidden, None
         if record.exc_info and not record.exc_text:
-            record.exc_text = masked(logging.Formatter().formatException(record.exc_info))  # what every formatter takes
+            record.exc_text = masked(logging.Formatter().formatException(record.exc_info))  # every formatter uses this
         return True
 
 
@@ -177,20 +172,20 @@ logging.getLogger("resilient_train").addFilter(Masking())  # the logger of the w
 
 
 def _known() -> frozenset[str]:
-    """The secrets of the environment as it is now, and as it was when it was last looked at."""
+    """Return all known values, those of the environment included: a variable may be removed later."""
     for name in os.environ:
-        if is_secret_variable(name):
+        if _is_secret_variable(name):
             value = os.environ.get(name, "")
-            if value not in _looked_at:
-                _looked_at.add(value)
-                if _can_be_hidden(value) and not (os.sep in value and os.path.exists(value)):  # a file that holds it
+            if value not in _seen:
+                _seen.add(value)
+                if _can_be_hidden(value) and not (os.sep in value and os.path.exists(value)):  # the path of a file
                     _learned.add(value)
     return frozenset(_learned)
 
 
 @lru_cache(maxsize=4096)
-def is_secret_variable(name: str) -> bool:
-    """Say whether the value of an environment variable is secret, whatever it looks like."""
+def _is_secret_variable(name: str) -> bool:
+    """Say whether the value of an environment variable is secret, however it looks."""
     name = name.upper()
     words = _words(name)
     if words[-1] == "token" and {*words[-2:-1]} & _OF_A_VOCABULARY:
@@ -204,7 +199,7 @@ def _can_be_hidden(value: str) -> bool:
 
 @lru_cache(maxsize=4)
 def _forms(values: frozenset[str]) -> re.Pattern[str] | None:
-    """Each as it is and as it may be quoted, a word not within another; long ones first, as one may hold another."""
+    """Match each value as it is and as it may be quoted; long ones first, since one may contain another."""
     forms = {
         form
         for value in values
@@ -214,7 +209,7 @@ def _forms(values: frozenset[str]) -> re.Pattern[str] | None:
 
 
 def _as_a_word(form: str) -> str:
-    """The shorter and plainer it is, the clearer its ends have to be: 4711 is no part of 2.4711, 1,4711 or a_4711."""
+    """Match short and plain values as whole words only: 4711, but not in 2.4711, 1,4711 or a_4711."""
     escaped = re.escape(form)
     if len(form) < _SHORT and form.isdigit():
         return rf"(?<![\w.,]){escaped}(?!\w|[.,]\d)"
@@ -245,7 +240,7 @@ def _without_value(found: re.Match[str]) -> str:
         plain = value.strip("'\"")
         is_setting = "." in name or name.isupper() or _is_key_name(name)
         hidden = _words(name)[-1] in _SECRET or (is_setting and is_secret(name, plain))
-        hidden = hidden or (name.isupper() and is_secret_variable(name) and _can_be_hidden(plain))
+        hidden = hidden or (name.isupper() and _is_secret_variable(name) and _can_be_hidden(plain))
     else:
         hidden = is_secret(name, value)
     end = head[-1] if head[-1] in "'\"" else ""
@@ -253,14 +248,14 @@ def _without_value(found: re.Match[str]) -> str:
 
 
 def _is_key_name(name: str) -> bool:
-    """`account_key`, which may be the name of a column as well."""
+    """Say whether a name is like `api_key`, which may also be the name of a column."""
     words = _words(name)
     return len(words) > 1 and words[-1] == "key" and words[-2] in _KEYS
 
 
 @lru_cache(maxsize=1024)
 def _words(name: str) -> list[str]:
-    """The words of a name, in small letters: `data.train.apiKey` has four."""
+    """Return the words of a name in small letters: `data.train.apiKey` has four."""
     parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     return re.findall(r"[a-z0-9]+", parted) or [""]
 

@@ -162,9 +162,9 @@ def test_processes_that_would_each_be_a_run_of_their_own_are_refused(monkeypatch
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL says so in many lines, and Accelerate deals GPUs out twice without a word."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    launch.refuse_too_few_devices(4)
+    launch.refuse_devices(has_device=True, gpus=4)
     with pytest.raises(ConfigError, match="4 processes to a host were launched, and there are 2 GPUs"):
-        launch.refuse_too_few_devices(2)
+        launch.refuse_devices(has_device=True, gpus=2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One live process to a run directory."""
+"""The lock on a run directory: one live process at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from resilient_train.errors import DirectoryInUse
 from resilient_train.files import read_plain
 
 LOCK = ".lock"
-_PAUSES_S = (0.02, 0.05, 0.0)
 _LOOK_EVERY_S = 1.0
 
 _log = logging.getLogger("resilient_train")
@@ -26,7 +25,7 @@ _held: set[int] = set()  # descriptors of this process's locks
 
 
 def _release_in_child() -> None:
-    """A forked data worker inherits the descriptor, and with it the lock, which would outlive a run that is killed."""
+    """A forked data worker inherits the descriptor and would keep the lock after the run was killed."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
@@ -37,16 +36,16 @@ os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release,
 
 
 class DirectoryLock:
-    """A lock that the kernel releases when its process ends, however that ends: there is nothing to clean up.
+    """A lock that the kernel releases when the process ends, however it ends: there is nothing to clean up.
 
     It is on the directory itself, which cannot be replaced unnoticed, and on the file that names the process. On some
-    network file systems other hosts see only the lock on the file: a thread takes that again when the file is removed.
+    network file systems other hosts see only the lock on the file: a thread restores that when the file is removed.
     """
 
     def __init__(self, directory: Path) -> None:
         """Take the lock, or raise DirectoryInUse naming who holds it."""
         self._path = directory / LOCK
-        with contextlib.ExitStack() as opened:  # the directory first: who holds it may miss the file
+        with contextlib.ExitStack() as opened:  # the directory first: the holder may lack the file
             self._whole = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             opened.callback(os.close, self._whole)
             if not _taken(self._whole):
@@ -62,7 +61,7 @@ class DirectoryLock:
         threading.Thread(target=self._keep, name="lock", daemon=True).start()
 
     def release(self) -> None:
-        """Release it, once: closed descriptors are soon those of other files."""
+        """Release it, once: a closed descriptor may soon belong to another file."""
         with _changing:
             if self._over.is_set():
                 return
@@ -83,7 +82,7 @@ class DirectoryLock:
         os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def _keep(self) -> None:
-        """Take the file again where it was removed or replaced; two writers would ruin the run."""
+        """Lock the file again when it was removed or replaced: two writers would ruin the run."""
         while not self._over.wait(_LOOK_EVERY_S):
             with _changing, contextlib.suppress(OSError):
                 if self._over.is_set():
@@ -92,35 +91,30 @@ class DirectoryLock:
                     is_there = os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._file))
                 except FileNotFoundError:
                     is_there = False
-                if not is_there and any(self._path.parent.iterdir()):
-                    self._take_again()
-
-    def _take_again(self) -> None:
-        file = self._open()
-        if not _taken(file):
-            _log.error(
-                "%s was removed, and %s has the run now: this process ends and writes nothing more",
-                self._path,
-                _holder(self._path) or "another process",
-            )
-            os._exit(1)
-        _log.warning("%s was removed during the run: it is taken again", self._path)
-        _held.add(file)
-        _held.discard(self._file)
-        os.close(self._file)
-        self._file = file
-        self._sign()
+                if is_there or not any(self._path.parent.iterdir()):
+                    continue
+                file = self._open()
+                if not _taken(file):
+                    other = _holder(self._path) or "another process"
+                    _log.error("%s was removed, and %s has the run now: this process ends", self._path, other)
+                    os._exit(1)
+                _log.warning("%s was removed during the run: it is locked again", self._path)
+                _held.add(file)
+                _held.discard(self._file)
+                os.close(self._file)
+                self._file = file
+                self._sign()
 
 
 def _taken(descriptor: int) -> bool:
-    """Try more than once: `holder_of` takes it for a moment."""
-    for pause in _PAUSES_S:
+    """Try to lock it, more than once: `holder_of` takes the lock for a moment."""
+    for pause in (0.02, 0.05, 0.0):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(pause)
         except OSError:
-            if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # as on NFS: the lock on the file has to suffice
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):  # as on NFS: the lock on the file must do
                 return True
             raise
         else:
@@ -129,7 +123,7 @@ def _taken(descriptor: int) -> bool:
 
 
 def holder_of(directory: Path) -> str | None:
-    """Who holds the lock on a directory; None where it is free."""
+    """Return who holds the lock on a directory; None if it is free."""
     for path, flags in ((directory, os.O_DIRECTORY), (directory / LOCK, os.O_NOFOLLOW)):
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)

@@ -1,4 +1,4 @@
-"""How a process ends: requests to stop, exit codes for launchers, the end of its parent. Torch-free: it loads first."""
+"""How a process ends: requests to stop, exit codes for launchers, the end of its parent. Loads first, without torch."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from resilient_train.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-_ONE_REQUEST_S = 3.0  # a launcher and its group get the same Ctrl-C, and pass it on
-_NOT_TO_BE_RESTARTED = (2, 3, 75)  # they would end the same way again, or the end was requested
-_LAUNCH = "TORCHELASTIC_RUN_ID"  # that an elastic agent sets for its processes
-_LOOK_S = 1.0
-_STAYS_S = 3.0
+_ONE_REQUEST_S = 3.0  # within it, signals are one request: a launcher passes on the Ctrl-C that its group got, too
+_FINAL_CODES = (2, 3, 75)  # a restart would end the same way, or the end was requested
+_AGENT = "TORCHELASTIC_RUN_ID"  # an elastic agent sets it for its processes
 _PR_SET_PDEATHSIG = 1
 
 _listening: list[StopRequests] = []
 
 
 def _restore_in_child() -> None:
-    """A forked process, perhaps of a pool, ends at the first SIGTERM as any other process."""
+    """Let a forked process, perhaps of a pool, end at the first SIGTERM like any other."""
     for requests in _listening:
         requests.restore_handlers()
     _listening.clear()
@@ -43,8 +41,8 @@ os.register_at_fork(after_in_child=_restore_in_child)
 class StopRequests:
     """Notes requests to stop: SIGTERM, Ctrl-C, a scheduler's early signal, the hours that a run may take.
 
-    Inside the loop that is all: an update is finished first. Elsewhere Stopped is raised. A second Ctrl-C, some seconds
-    after the first request, is a KeyboardInterrupt at once; so is the first one where `may_interrupt`.
+    In the loop they are only noted, so that the update is finished first; elsewhere Stopped is raised. A second Ctrl-C
+    some seconds after the first request raises KeyboardInterrupt; so does the first one if `may_interrupt` is set.
     """
 
     def __init__(self, max_hours: float | None = None, *, is_in_loop: bool = True) -> None:
@@ -58,7 +56,7 @@ class StopRequests:
         self.may_interrupt = False  # nothing is lost by an interrupt now
 
     def __enter__(self) -> StopRequests:
-        if threading.current_thread() is threading.main_thread():  # no other gets signals, or may set handlers
+        if threading.current_thread() is threading.main_thread():  # only it gets signals and may set handlers
             self._read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             self._wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
             self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
@@ -86,7 +84,7 @@ class StopRequests:
         return self.since is not None
 
     def arrived(self) -> bool:
-        """Say whether a request has come, asked from another thread: also while the main thread handles no signals."""
+        """The same from another thread, also while the main thread runs C code and handles no signals."""
         if self.since is None and self._read >= 0:
             with suppress(OSError):
                 if numbers := {number for number in os.read(self._read, 64) if number in SIGNALS}:
@@ -105,18 +103,18 @@ class StopRequests:
 
 
 def code_for_agent(code: int) -> int:
-    """What to end with: an elastic agent with restarts left restarts whatever did not end with 0."""
-    made, allowed = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    has_restarts = made.isdigit() and allowed.isdigit() and int(made) < int(allowed)
-    return 0 if has_restarts and code in _NOT_TO_BE_RESTARTED else code
+    """Return the exit code to use: an elastic agent with restarts left restarts whatever did not end with 0."""
+    restarts, allowed = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    has_restarts = restarts.isdigit() and allowed.isdigit() and int(restarts) < int(allowed)
+    return 0 if has_restarts and code in _FINAL_CODES else code
 
 
 def exit_on_request() -> None:
-    """Let a request to stop end this process at once, as long as nothing has begun that would have to be finished."""
+    """Let a request to stop end this process at once, while nothing has begun that has to be finished."""
     mine = os.getpid()
 
     def leave(number: int, frame: FrameType | None) -> None:
-        if os.getpid() != mine:  # a forked worker: the signal means what it means to any process
+        if os.getpid() != mine:  # a forked worker ends like any process
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         with suppress(Exception):  # it may be in the middle of a line
@@ -128,13 +126,13 @@ def exit_on_request() -> None:
 
 
 def ignore_requests() -> None:
-    """From here on the process ends by itself: a request must not change how."""
+    """Ignore requests from here on: the process is ending, and they must not change how."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def warn_of_running_threads() -> None:
-    """Should the process not end within seconds, name the threads it waits for: mostly those of user code."""
+    """If the process does not end within seconds, name the threads it waits for: mostly those of user code."""
 
     def warn() -> None:
         running = [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
@@ -142,7 +140,7 @@ def warn_of_running_threads() -> None:
             names = ", ".join(one.name for one in running)
             print(f"the run has ended; its process waits for non-daemon threads: {names}", file=sys.stderr)
 
-    timer = threading.Timer(_STAYS_S, warn)
+    timer = threading.Timer(3.0, warn)
     timer.daemon = True
     with suppress(RuntimeError):  # no thread can be started
         timer.start()
@@ -152,7 +150,7 @@ def warn_of_running_threads() -> None:
 def exit_on_request_in_c() -> Iterator[None]:
     """Let a request end the process also while its main thread waits in C, where no Python handler can run.
 
-    An agent asks before it restarts the processes, and kills those that are still there half a minute later.
+    An agent sends one before it restarts the processes, and kills those that are left half a minute later.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -178,23 +176,34 @@ def exit_on_request_in_c() -> Iterator[None]:
 
 
 def exit_with_agent() -> None:
-    """Let the kernel end this process as soon as the elastic agent that started it has gone, however it went.
+    """Let the kernel end this process as soon as the elastic agent that started it has ended, however it did.
 
-    Only under an agent: others may start a run from a thread that ends before it, or may mean it to stay.
+    Only under an agent: other parents may start a run from a thread that ends before it, or may want it to stay.
     """
-    if _LAUNCH not in os.environ:
+    if _AGENT not in os.environ:
         return
     parent = os.getppid()
     is_sure = exit_with_parent()
-    if os.getppid() != parent or _is_orphan(parent):  # the agent had gone before the kernel was asked
+    if os.getppid() != parent or (parent == 1 and _adopts_orphans()):  # it had ended before the kernel was asked
         os._exit(1)
-    ancestors = _up_to_agent()
+    ancestors = [os.getpid(), parent]  # those that the agent has started as well, and last the agent itself
+    with suppress(psutil.Error, OSError):
+        while ancestors[-1] > 1 and _AGENT in psutil.Process(ancestors[-1]).environ():
+            ancestors.append(psutil.Process(ancestors[-1]).ppid())
     if not is_sure or len(ancestors) > 2:  # a script between the two would stay, and this process with it
-        threading.Thread(target=_watch, args=(ancestors,), name="agent", daemon=True).start()
+        threading.Thread(target=_exit_with_ancestors, args=(ancestors,), name="agent", daemon=True).start()
+
+
+def _adopts_orphans() -> bool:
+    """Say whether process 1 is the system's. In a container it may be the agent."""
+    try:
+        return "python" not in os.readlink("/proc/1/exe")
+    except OSError:  # another user's: no agent that could have started this
+        return True
 
 
 def exit_with_parent() -> bool:
-    """Let the kernel end this process as soon as the thread that started it has gone; False where it cannot."""
+    """Let the kernel end this process as soon as the thread that started it has ended; False if it cannot."""
     try:
         return ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0  # type: ignore[no-any-return]
     except (AttributeError, OSError, TypeError):
@@ -202,12 +211,12 @@ def exit_with_parent() -> bool:
 
 
 def has_lost_sibling() -> bool:
-    """Say whether fewer processes are left on this host than its agent has started: then that is why it asks to stop.
+    """Say whether fewer processes are left on this host than the agent started: that is why it asks to stop.
 
-    Known only of children that the agent itself has started.
+    Only the agent's own children are counted.
     """
     started = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if _LAUNCH not in os.environ or not started.isdigit():
+    if _AGENT not in os.environ or not started.isdigit():
         return False
     alive = 0
     with suppress(psutil.Error, OSError):
@@ -217,29 +226,10 @@ def has_lost_sibling() -> bool:
     return 0 < alive < int(started)
 
 
-def _is_orphan(parent: int) -> bool:
-    """Say whether the parent is the process that adopts orphans. In a container an agent may be the first process."""
-    if parent != 1:
-        return False
-    try:
-        return "python" not in os.readlink("/proc/1/exe")
-    except OSError:  # another user's: no agent that could have started this
-        return True
-
-
-def _up_to_agent() -> list[int]:
-    """This process, those above it that the agent has started as well, and last the agent itself."""
-    line = [os.getpid(), os.getppid()]
-    with suppress(psutil.Error, OSError):
-        while line[-1] > 1 and _LAUNCH in psutil.Process(line[-1]).environ():
-            line.append(psutil.Process(line[-1]).ppid())
-    return line
-
-
-def _watch(line: Sequence[int]) -> None:
-    """Kill this process when one above it has gone: the next one below has another parent then."""
+def _exit_with_ancestors(ancestors: Sequence[int]) -> None:
+    """Kill this process when an ancestor has ended: the one below it has another parent then."""
     while True:
-        for process, parent in pairwise(line):
+        for process, parent in pairwise(ancestors):
             is_broken = False
             with suppress(OSError, psutil.AccessDenied):  # such as no descriptor left
                 try:
@@ -248,4 +238,4 @@ def _watch(line: Sequence[int]) -> None:
                     is_broken = True
             if is_broken:
                 os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(_LOOK_S)
+        time.sleep(1.0)

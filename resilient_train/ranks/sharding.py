@@ -15,7 +15,7 @@ from resilient_train.errors import ConfigError
 
 
 def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, world: int) -> str:
-    """Shard the weights over all ranks, block by block, so that one block at a time is full. Returns what was done.
+    """Shard the weights over all ranks block by block, so that one block at a time is whole. Returns what was done.
 
     By torch's own `fully_shard`: Accelerate silently does nothing on a CPU.
     """
@@ -37,7 +37,7 @@ def shard(model: nn.Module, names: Sequence[str] | None, device: torch.device, w
 def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
     """Let the backward recompute the activations of each block instead of keeping them. Returns what was done."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
-    if names is None and callable(enable):  # a model of transformers knows how it is done best
+    if names is None and callable(enable):  # a model of transformers knows best how
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return "activations are recomputed in the backward, as the model itself does it"
     found = blocks(model, names)
@@ -50,10 +50,10 @@ def recompute(model: nn.Module, names: Sequence[str] | None) -> str:
 
 
 def blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
-    """The parts that a model repeats: those of the named classes, or else what is found.
+    """Return the parts that a model repeats, none within another: by default those that are found.
 
-    That is what a model of transformers says itself, or the layers of its lists and sequences that occur at least
-    twice and consist of several modules. None lies within another.
+    A model of transformers names them itself. Otherwise they are layers of a ModuleList or Sequential that consist of
+    several modules, and whose class occurs at least twice.
     """
     named = set(names if names is not None else getattr(model, "_no_split_modules", None) or ())
     kinds = {type(one).__name__ for one in model.modules()}

@@ -25,10 +25,10 @@ from resilient_train.ranks.process_exit import StopRequests, code_for_agent
 _log = logging.getLogger("resilient_train")
 
 _LOOK_S = 0.5
-_REPORT_S = 3.0  # to write down where it hung, and to begin to save what can be saved
-_BACKSTOP_S = 4.0  # after the limit: for code that never lets another thread run
-_TICKS = 4  # seconds after that, in which the process itself has to run
-_LEAP_S = 1.0  # that a look comes later than planned
+_REPORT_S = 3.0  # to write down where it hangs, and to begin to save what can be saved
+_BACKSTOP_S = 4.0  # after the limit the backstop in C acts: some code never lets another thread run
+_TICKS = 4  # seconds after that in which the process has to be running, not stopped
+_LATE_S = 1.0  # a look that comes so much later than planned: the process may have been stopped
 _SWITCHES = 4  # of this thread in a second: one that waits for Python's lock is woken 200 times, a stopped one never
 
 
@@ -52,7 +52,7 @@ class Hang:
 
 
 class Watchdog:
-    """A thread that looks at the clock. The run calls `beat` whenever it has made progress; a limit of 0 is none."""
+    """A thread that ends the process if the run does not call `beat` within a limit in seconds; 0 is no limit."""
 
     def __init__(
         self,
@@ -87,30 +87,30 @@ class Watchdog:
         self._disarm_backstop()
 
     def beat(self, phase: Phase = Phase.STEP) -> None:
-        """The run made progress."""
-        is_other, self._phase, self._since = phase is not self._phase, phase, time.monotonic()
-        if is_other:
+        """Note that the run made progress."""
+        is_new, self._phase, self._since = phase is not self._phase, phase, time.monotonic()
+        if is_new:
             self._arm_backstop()
 
     def _watch(self) -> None:
         before, switches = time.monotonic(), _switches()
         while not self._over.wait(_LOOK_S):
-            leap = time.monotonic() - before - _LOOK_S
-            if leap > _LEAP_S and _switches() - switches < _SWITCHES * leap:
-                self._stops.append((before + leap, leap))  # by SIGSTOP, `docker pause`, a scheduler
-                _log.info("the process was stopped for %.0f s: that is no hang", leap)
+            late = time.monotonic() - before - _LOOK_S
+            if late > _LATE_S and _switches() - switches < _SWITCHES * late:
+                self._stops.append((before + late, late))  # by SIGSTOP, `docker pause`, a scheduler
+                _log.info("the process was stopped for %.0f s: that is no hang", late)
             before, switches = time.monotonic(), _switches()
             self._arm_backstop()
             if (hang := self._hang()) is not None and not self._over.is_set():
                 self._end(hang)
 
     def _passed(self, since: float) -> float:
-        """How long the process has been running since a moment."""
+        """Return how long the process has been running since a moment, not counting when it was stopped."""
         return time.monotonic() - since - sum(seconds for until, seconds in self._stops if until > since)
 
     def _hang(self) -> Hang | None:
         waiting = at_disk_since(self._main)
-        if waiting is not None:  # the disk has a limit of its own, and the time is not an update's
+        if waiting is not None:  # it has its own limit below, and does not count for an update
             self._since = time.monotonic()
         phase, since = self._phase, self._since
         limit = self._limits[phase]
@@ -142,7 +142,7 @@ class Watchdog:
         return Hang(phase, seconds, frames, "\n".join(stacks), stop_asked)
 
     def _end(self, hang: Hang) -> None:
-        """Exit, even if the report hangs as well; a state that it saves is waited for."""
+        """Exit, even if the report hangs as well. A state that it saves is waited for."""
         code: list[int] = []
         reporting = threading.Thread(target=lambda: code.append(self._report(hang)), daemon=True)
         reporting.start()
@@ -155,11 +155,11 @@ class Watchdog:
         os._exit(code_for_agent(code[0]) if code else 1)
 
     def _arm_backstop(self) -> None:
-        """Have C end the process should this thread never run again: some code keeps Python's lock."""
+        """Let C end the process if this thread never runs again, as some code keeps Python's lock."""
         if self._log is None:
             return
         if not (limit := self._limits[self._phase]):
-            self._disarm_backstop()  # that of the phase before
+            self._disarm_backstop()  # of the previous phase
             return
         left = max(limit - self._passed(self._since), 0.0) + _BACKSTOP_S
         faulthandler.dump_traceback_later(left, exit=self._exit_timer is None, file=self._log)
@@ -174,7 +174,7 @@ class Watchdog:
 
 
 def _switches() -> int:
-    """How often this thread has gone to sleep by itself, which it does not while the process is stopped."""
+    """Return how often this thread went to sleep by itself, which it does not while the process is stopped."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if hasattr(resource, "RUSAGE_THREAD") else 0
 
 
@@ -182,9 +182,9 @@ class _ExitTimer:
     """Ends the process from C after `_TICKS` seconds in which it was running, unless it is started again before.
 
     `faulthandler.dump_traceback_later(exit=True)` is not enough: it ends a process that was stopped (SIGSTOP, `docker
-    pause`) as soon as that continues, since its time is over then. But a timer that repeats expires only once for all
-    the time that was missed. So each expiry reads one byte of a stream by `getc`, and when the bytes are used up the
-    stream calls `_exit` as its function to read more. All of that is done by glibc, whatever keeps Python's lock.
+    pause`) as soon as that continues, since its time is over by then. A timer that repeats, however, expires only once
+    for all the time it missed. So each expiry reads one byte of a stream by `getc`, and when the bytes are used up the
+    stream calls `_exit` as its function to read more. glibc does all of that, also while code keeps Python's lock.
     """
 
     def __init__(self) -> None:
@@ -197,13 +197,13 @@ class _ExitTimer:
         functions = _StreamFunctions(read=ctypes.cast(library._exit, ctypes.c_void_p))
         self._stream = library.fopencookie(1, b"r", functions)  # the 1 is what `_exit` is called with
         getc = ctypes.cast(library.getc, ctypes.c_void_p).value
-        event = struct.pack("PiiP40x", self._stream or 0, 0, _SIGEV_THREAD, getc)  # struct sigevent
+        event = struct.pack("PiiP40x", self._stream or 0, 0, 2, getc)  # struct sigevent; 2 is SIGEV_THREAD
         if not self._stream or library.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(self._timer)):
             raise OSError("no timer")
         self._fill()
 
     def start_in(self, seconds: float) -> None:
-        """Start to count so much later, instead of when it was to start before; 0: never."""
+        """Start to count in so many seconds, replacing an earlier start; 0: never."""
         times = (ctypes.c_long * 4)(1, 0, int(seconds), int(seconds % 1 * 1e9))  # how often, and first
         self._library.timer_settime(self._timer, 0, ctypes.byref(times), None)
         now = time.monotonic()
@@ -218,6 +218,3 @@ class _ExitTimer:
 
 class _StreamFunctions(ctypes.Structure):  # cookie_io_functions_t
     _fields_ = [(name, ctypes.c_void_p) for name in ("read", "write", "seek", "close")]
-
-
-_SIGEV_THREAD = 2

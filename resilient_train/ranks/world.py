@@ -31,7 +31,7 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.optim import Optimizer
 
-from resilient_train.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of
+from resilient_train.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of, unusable
 from resilient_train.ranks import launch
 from resilient_train.ranks.process_exit import exit_on_request_in_c
 
@@ -41,7 +41,7 @@ _GONE = re.compile(  # gloo, NCCL and the store
     r"closed by peer|reset by peer|Broken pipe|Socket closed|Connection refused|Connection timed out|got 0 bytes"
     r"|Timed out waiting|remote process exit|ncclRemoteError|ncclSystemError|communicator was aborted|Watchdog caught"
 )
-_DONE, _FOR_MAIN_S = "resilient_train/main_is_done", 120.0  # a key of the group's store
+_DONE, _WAIT_FOR_MAIN_S = "resilient_train/main_is_done", 120.0  # a key of the group's store
 
 
 @dataclass
@@ -59,7 +59,7 @@ class AccelerateConfig:
 def is_lost_peer(error: BaseException) -> bool:
     """Say whether an error only shows that another process has ended: a lost connection, as torch reports it.
 
-    User code may use such words in errors of its own: those are not meant.
+    Errors of user code may use such words, too: they do not count.
     """
     if not isinstance(error, torch.distributed.DistError | RuntimeError) or not _GONE.search(text_of(error)):
         return False
@@ -79,9 +79,9 @@ class World:
 
     @classmethod
     def joined(cls, config: AccelerateConfig, *, start_timeout: float = 0.0, limit: float = 0.0) -> World:
-        """Join the group that the launcher made; alone, be a group of one.
+        """Join the group that the launcher made; without a launcher, be a group of one.
 
-        `limit` is that of any collective, in seconds, and `start_timeout` that of waiting for the others; 0: torch's.
+        `limit` is the timeout of any collective in seconds, `start_timeout` that of waiting for the others; 0: torch's.
         """
         launch.refuse_what_is_not_supported()
         if "WORLD_SIZE" not in os.environ:  # a sweep runs its jobs one after the other in this process
@@ -94,10 +94,8 @@ class World:
             raise ConfigError("accelerate.ddp", config.ddp, why) from error
         cpu = config.cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
         if not cpu:  # on a Mac processes cannot share the one device
-            has_devices = torch.accelerator.is_available() and not torch.backends.mps.is_available()
-            launch.refuse_what_would_be_single(has_device=has_devices)
-        if not cpu and torch.cuda.is_available():
-            launch.refuse_too_few_devices(torch.cuda.device_count())
+            has_device = torch.accelerator.is_available() and not torch.backends.mps.is_available()
+            launch.refuse_devices(has_device=has_device, gpus=torch.cuda.device_count())
         limit_of_collectives = timedelta(seconds=limit) if limit else None
         try:
             with exit_on_request_in_c() if "WORLD_SIZE" in os.environ else nullcontext():
@@ -110,7 +108,9 @@ class World:
                 )
         except Exception as error:  # a rendezvous that fails, a device that is not there
             raise TrainError(f"the processes of the run cannot be joined: {in_one_line(error)}") from error
-        launch.refuse_what_became_single(accelerator.num_processes)
+        if accelerator.num_processes != (launched := int(os.environ.get("WORLD_SIZE", "1"))):
+            why = f"{launched} processes were launched, but the run has {accelerator.num_processes}"
+            raise unusable("WORLD_SIZE", f"{why}: start them with torchrun")
         # `accelerate launch` sets its own number in the environment, which would silently take precedence.
         accelerator.gradient_accumulation_steps = config.gradient_accumulation_steps
         if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
@@ -119,7 +119,7 @@ class World:
         return cls(accelerator)
 
     def prepared(self, model: nn.Module, optimizers: Iterable[Optimizer], *, is_sharded: bool) -> nn.Module:
-        """Let Accelerate put a model on its device and in its precision; and on all ranks, unless it is sharded."""
+        """Let Accelerate move a model to its device and precision, and wrap it in DDP unless it is sharded."""
         if is_sharded:
             return self.accelerator.prepare_model(model, evaluation_mode=True)  # type: ignore[no-any-return]
         prepared, *_ = self.accelerator.prepare(model, *optimizers)
@@ -130,7 +130,7 @@ class World:
         return batch if self.device.type == "cpu" else send_to_device(batch, self.device, non_blocking=True)
 
     def mean(self, vector: torch.Tensor) -> torch.Tensor:
-        """Average a vector over the ranks: the one reduction that vitals take."""
+        """Average a vector over the ranks."""
         return self.accelerator.reduce(vector, "mean") if self.size > 1 else vector
 
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ class World:
         return self.accelerator.reduce(vector, "sum") if self.size > 1 else vector
 
     def gather(self, vector: torch.Tensor) -> torch.Tensor | None:
-        """Collect a vector from every rank, one row each; None where there is only one."""
+        """Collect a vector from every rank, one row each; None if there is only one rank."""
         if self.size == 1:
             return None
         table = torch.zeros((self.size, vector.numel()), dtype=vector.dtype, device=vector.device)
@@ -167,7 +167,7 @@ class World:
         return sorted(set(gather_object(list(names)) if self.size > 1 else names))
 
     def all_of(self, mine: T) -> list[T]:
-        """Return what every rank has, in order of the ranks: small things, after an incident."""
+        """Return what every rank has, in the order of the ranks. It pickles: for small objects, after an incident."""
         return gather_object([mine]) if self.size > 1 else [mine]
 
     def on_main(self, decide: Callable[[], T]) -> T:
@@ -186,16 +186,16 @@ class World:
         return result[0]  # type: ignore[no-any-return]
 
     def main_before_others(self, do: Callable[[], None]) -> None:
-        """Do something on rank 0 while the others wait a while: a launcher ends all soon after the first.
+        """Do something on rank 0 while the others wait a while, since a launcher ends all soon after the first.
 
-        Not by a collective, since the ranks that come here may not agree. What fails has to log it itself.
+        It uses no collective: the ranks may not agree on what to do. `do` has to log its own failures.
         """
         if self.size == 1:
             return do()
         store = torch.distributed.distributed_c10d._get_default_store()
         if not self.is_main:
             with contextlib.suppress(torch.distributed.DistError, RuntimeError):
-                store.wait([_DONE], timedelta(seconds=_FOR_MAIN_S))
+                store.wait([_DONE], timedelta(seconds=_WAIT_FOR_MAIN_S))
             return None
         try:
             do()
@@ -203,9 +203,9 @@ class World:
             store.set(_DONE, "1")
 
     def leave(self) -> None:
-        """Leave the group after a successful run; a rank that failed just ends, and its launcher ends the others.
+        """Leave the group after a successful run. A rank that failed just ends, and its launcher ends the others.
 
-        All leave together, and nothing may still hold the group: gloo's threads abort a process that exits before them.
+        All leave together, and nothing may keep the group alive: gloo's threads would abort a process that exits first.
         """
         if self.size > 1:
             self.accelerator.free_memory()
@@ -216,17 +216,16 @@ class World:
     def __str__(self) -> str:
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
-        hosts = f"{self.hosts} hosts" if self.hosts > 1 else "1 host"
-        several = f"{self.size} processes on {hosts}, each"
-        processes = several if self.size > 1 else "1 process"
+        hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
+        processes = f"{self.size} processes on {hosts}, each" if self.size > 1 else "1 process"
         return f"{processes} on {kind}{threads}, {self.accelerator.mixed_precision or 'no'} mixed precision"
 
 
-# Joining. An elastic agent keeps one store over all restarts, and with it what earlier processes left there, their
-# addresses among it: later ones would connect to those, and fail or wait. Restart counts do not tell attempts apart,
-# because each agent counts its own, and hosts that come and go are not counted. So rank 0 chooses a name for the
-# attempt, and answers with it whoever asks with a word of its own, to which no earlier process can have an answer. An
-# agent ends all its processes before it takes part in another attempt: whoever answers belongs to this one.
+# Joining. An elastic agent keeps one store over all restarts, and in it what earlier processes left, such as their
+# addresses: later processes would connect to those, and fail or wait. Restart counts do not tell attempts apart: each
+# agent has its own count, and hosts that come and go are not counted. So rank 0 chooses a name for the attempt, and
+# answers each rank that asks with a word of its own; no earlier process can have answered that word. An agent ends all
+# its processes before it takes part in another attempt, so whoever answers belongs to this one.
 
 _PREFIX = "resilient_train"  # of our keys in the agent's store
 _CONNECT = timedelta(seconds=300)  # the agent's store is there before any of its processes
@@ -236,7 +235,7 @@ _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join(*, cpu: bool = False, patience: timedelta = timedelta(minutes=30), limit: timedelta | None = None) -> bool:
-    """Make the process group, as Accelerate would but for the store; False where it is left to Accelerate.
+    """Make the process group like Accelerate, but with a store for this attempt; False if it is left to Accelerate.
 
     A training loop calls it before it makes its Accelerator, so that the processes of an agent's restart find each
     other. `cpu` is that of the Accelerator; `patience` limits the wait for the others, `limit` every later collective.
@@ -262,7 +261,7 @@ def join(*, cpu: bool = False, patience: timedelta = timedelta(minutes=30), limi
 
 
 def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> str:
-    """Agree on a name that no attempt had before, on a store that all attempts have in common."""
+    """Agree on a name that no earlier attempt had, through a store that all attempts share."""
     if rank > 0:
         word = uuid.uuid4().hex
         agents.set(f"{_PREFIX}/asks/{rank}", word)
@@ -276,7 +275,7 @@ def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> st
             if not agents.check([f"{_PREFIX}/asks/{other}"]):
                 continue
             word_of_other = agents.get(f"{_PREFIX}/asks/{other}")
-            if word_of_other != answered.get(other):  # perhaps an earlier process's: then this rank will ask again
+            if word_of_other != answered.get(other):  # if it is an earlier process's, this rank will ask again
                 answered[other] = word_of_other
                 agents.set(f"{_PREFIX}/answer/{word_of_other.decode()}", name)
         if time.monotonic() > deadline:
@@ -286,7 +285,7 @@ def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> st
 
 
 def odd_ones(said: Sequence[Hashable]) -> tuple[int, ...]:
-    """The ranks that say something else than most; all of them where no two agree, or two camps are of one size."""
+    """Return the ranks that differ from most; all of them if no two agree, or two groups are the same size."""
     (most, count), *others = Counter(said).most_common(2) if said else [(None, 0)]
     if others and (count == 1 or others[0][1] == count):
         return tuple(range(len(said)))
