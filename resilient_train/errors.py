@@ -1,14 +1,14 @@
-"""What can end a run, as exceptions that carry one clear line and an exit code.
+"""Exceptions that end a run, each with a one-line message and an exit code.
 
-TrainError               1  printed in one line; the traceback is in train.log
-├── DirectoryInUse       1  another live process trains there: later the same command works
-├── StorageFailed        1  the data cannot be read, again and again: later the same command resumes
-├── RanksDiffer          1  the ranks did not decide alike: the same command resumes from the newest verified state
-├── PeerEnded            1  another rank failed or is gone: this one only lost its connection
+TrainError               1  the message is printed; the traceback is in train.log
+├── DirectoryInUse       1  another live process trains there: the same command works later
+├── StorageFailed        1  the data cannot be read, after retries: the same command resumes later
+├── RanksDiffer          1  the ranks decided differently: the same command resumes from the newest verified state
+├── PeerEnded            1  another rank failed or ended: this one only lost its connection
 ├── GaveUp               3  the policy has nothing left to try: the newest verified state is on disk
 └── ConfigError          2  the configuration is wrong: names the key, the value, and what is allowed
 
-Stopped                 75  no error, a request; the state is on disk, and the same command resumes
+Stopped                 75  not an error, but a request; the state is on disk, and the same command resumes
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DirectoryInUse(TrainError):
     """Another live process holds the run directory."""
 
     def __init__(self, directory: object, holder: str, advice: str) -> None:
-        super().__init__(str(directory), holder, advice)  # what it is unpickled from, on other ranks
+        super().__init__(str(directory), holder, advice)  # to unpickle it on other ranks
         self.directory, self.holder, self.advice = str(directory), holder, advice
 
     def __str__(self) -> str:
@@ -53,15 +53,15 @@ class StorageFailed(TrainError):
 
 
 class RanksDiffer(TrainError):
-    """The ranks of a run did not decide alike, or do not hold the same weights. All of them raise it at one place."""
+    """The ranks of a run decided differently, or have different weights. All ranks raise it at the same point."""
 
 
 class PeerEnded(TrainError):
-    """Another process of the run failed, or is gone; this one was healthy."""
+    """Another process of the run failed or ended; this one was healthy."""
 
 
 class Stopped(BaseException):
-    """A run ends because it was asked to: no error, so that no `except Exception` catches it."""
+    """A run ends on request. A BaseException, so that no `except Exception` catches it."""
 
     exit_code = 75
 
@@ -96,12 +96,12 @@ def named_type(value: Any) -> str:
 
 
 def unusable(key: str, why: str) -> ConfigError:
-    """Build a ConfigError about a key whose value does not help in the message."""
+    """Build a ConfigError that does not show the value."""
     return ConfigError(key, ..., why)
 
 
 def require_finite(key: str, value: Any) -> None:
-    """Refuse NaN and infinities at any depth, except in the arguments of a user's own target."""
+    """Refuse NaN and infinities at any depth, except in the arguments of a custom target."""
     match value:
         case float() if not math.isfinite(value):
             raise ConfigError(key, value, "must be a finite number")
@@ -130,7 +130,7 @@ def in_one_line(error: BaseException) -> str:
     """Describe any error in one line, with the place in the user's code where it was raised."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     kind, text = type(error).__name__, text_of(error)
-    if "Original Traceback" in text:  # of a data worker, whose frames torch hands over as text
+    if "Original Traceback" in text:  # of a data worker: torch passes its frames on as text
         frames = [(name, int(line)) for name, line in re.findall(r'File "(.+?)", line (\d+)', text)]
         kind, _, text = text.strip().splitlines()[-1].partition(": ")
     if isinstance(error, SyntaxError) and error.filename:
@@ -140,7 +140,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def short_message(error: BaseException) -> str:
-    """Describe any error in one line: those of this module are one already."""
+    """Describe any error in one line; the messages of this module are one line already."""
     return str(error) if isinstance(error, TrainError | Stopped) else in_one_line(error)
 
 
@@ -153,5 +153,5 @@ def is_plumbing(filename: str) -> bool:
 
 def _short(value: Any, limit: int = 200) -> str:
     text = "null" if value is None else str(value)
-    text = " ".join(masked(text).split())  # before it is cut: half a secret is not recognised
+    text = " ".join(masked(text).split())  # first: half a secret would not be recognized
     return text if len(text) <= limit else text[: limit - 3] + "..."

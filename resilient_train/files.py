@@ -1,4 +1,4 @@
-"""Files that are either the old one or the new one, whatever happens in between."""
+"""Reads and writes files so that a crash leaves either the old file or the new one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ _MOST, _MOST_JSON, _MOST_YAML = 2**29, 2**26, 2**18  # bytes: no run writes more
 _DEEPEST, _MOST_NODES = 64, 100_000  # levels and values of YAML
 _TEMPORARY = ".resilient-tmp"
 _log = logging.getLogger("resilient_train")
-
-
-_at_disk: dict[int, float] = {}  # by thread: since when it waits, on the monotonic clock
+_at_disk: dict[int, float] = {}  # by thread: since when it waits for the disk, on the monotonic clock
 
 
 @contextlib.contextmanager
 def at_disk() -> Iterator[None]:
-    """Let the watchdog know that this thread waits for the disk, which may be slow, and does not hang."""
+    """Tell the watchdog that this thread waits for the disk, which may be slow, and does not hang."""
     thread = threading.get_ident()
     if thread in _at_disk:
         yield
@@ -42,25 +40,25 @@ def at_disk() -> Iterator[None]:
 
 
 def conf() -> Path:
-    """The folder of the YAML files: inside an installed package, next to it in a checkout."""
+    """Return the folder of the YAML files: inside an installed package, next to it in a checkout."""
     inside = Path(__file__).parent / "conf"
     return inside if inside.is_dir() else Path(__file__).parent.parent / "conf"
 
 
 def at_disk_since(thread: int | None) -> float | None:
-    """Since when a thread waits for the disk; None if it does not."""
+    """Return since when a thread waits for the disk; None if it does not."""
     return _at_disk.get(thread or 0)
 
 
 class Disk:
-    """All calls that change the disk: tests replace them, to cut the power at any one."""
+    """All calls that change the disk. Tests replace them to simulate a power cut at each one."""
 
     def create(self, path: Path) -> int:
         """Open a new file for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
 
     def open(self, path: Path) -> int:
-        """Open a file for reading and writing; made if it is not there."""
+        """Open a file for reading and writing; create it if needed."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
     @at_disk()
@@ -99,7 +97,7 @@ class Written(NamedTuple):
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-    """Write a new file and sync it; its name is only durable once its directory is synced, too."""
+    """Write a new file and sync it. Its name is durable only when its directory is synced, too."""
     digest, size = hashlib.sha256(), 0
     descriptor = disk.create(path)
     try:
@@ -113,7 +111,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
 
 
 def write_all(descriptor: int, data: bytes | memoryview, at: int) -> int:
-    """Write all bytes: the kernel may write fewer at a time on a disk that is nearly full."""
+    """Write all bytes: on a disk that is nearly full, the kernel may write fewer at a time."""
     view, done = memoryview(data), 0
     while done < len(view):
         done += disk.write(descriptor, view[done:], at + done)
@@ -121,7 +119,7 @@ def write_all(descriptor: int, data: bytes | memoryview, at: int) -> int:
 
 
 def commit(path: Path, chunks: Iterable[bytes | memoryview]) -> Written:
-    """Write next to `path`, sync, rename, sync the directory."""
+    """Replace a file durably: write next to it, sync, rename, sync the directory."""
     new = temporary(path)
     try:
         written = write_file(new, chunks)
@@ -139,7 +137,7 @@ def commit_text(path: Path, text: str) -> None:
 
 
 def commit_directory(new: Path, path: Path) -> None:
-    """Give a directory, whose files are synced, its name."""
+    """Rename a directory, whose files are synced, durably."""
     sync_directory(new)
     disk.rename(new, path)
     sync_directory(path.parent)
@@ -155,7 +153,7 @@ def sync_directory(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a directory with its contents; links are removed, not followed."""
+    """Remove a file, or a directory with its contents. Links are not followed."""
     if stat.S_ISDIR(path.lstat().st_mode):
         for one in path.iterdir():
             remove(one)
@@ -165,17 +163,17 @@ def remove(path: Path) -> None:
 
 
 def temporary(path: Path) -> Path:
-    """The path at which a file or directory is written before it gets its name."""
+    """Return the path where a file or directory is written before it is renamed."""
     return path.with_name(f".{path.name}{_TEMPORARY}")
 
 
 def is_left_over(name: str) -> bool:
-    """Say whether a file is what a kill in the middle of a commit leaves behind."""
+    """Say whether a file was left behind by a kill in the middle of a commit."""
     return name.startswith(".") and name.endswith(_TEMPORARY)
 
 
 def own_directory(path: Path) -> None:
-    """Make a directory to write to. A symbolic link in its place is removed: its target belongs to others."""
+    """Create a directory. A symbolic link in its place is removed, as its target may belong to something else."""
     if path.is_symlink():
         _log.warning("%s was a symbolic link to %s: it is removed, and nothing is written there", path, path.readlink())
         disk.unlink(path)
@@ -185,7 +183,7 @@ def own_directory(path: Path) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Remove temporary files that kills have left behind; those that cannot be removed do no harm."""
+    """Remove temporary files that kills have left behind, as far as they can be removed."""
     with contextlib.suppress(OSError):
         for path in [one for one in directory.iterdir() if is_left_over(one.name) and not directory.is_symlink()]:
             with contextlib.suppress(OSError):
@@ -193,7 +191,7 @@ def sweep(directory: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if there is no such file or it is no JSON."""
+    """Return the content of a JSON file; None if it is missing or damaged."""
     try:
         return json.loads(read_plain(path, most=_MOST_JSON).decode("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -201,7 +199,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_plain(path: Path, last: int | None = None, most: int = _MOST) -> bytes:
-    """Read a regular file of at most so many bytes, or its last bytes."""
+    """Read a regular file of at most `most` bytes, or its `last` bytes."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if last is not None:
@@ -212,9 +210,9 @@ def read_plain(path: Path, last: int | None = None, most: int = _MOST) -> bytes:
 
 
 def read_yaml_text(path: Path) -> str:
-    """Read a file of YAML that takes no longer than a moment to parse. Raises OSError, ValueError or YAMLError."""
+    """Read a YAML file if it is cheap to parse. Raises OSError, ValueError or YAMLError."""
     text = read_plain(path, most=_MOST_YAML).decode("utf-8")
-    named: dict[str, tuple[int, int]] = {}  # how many nodes and levels an anchor stands for: aliases unfold to any size
+    named: dict[str, tuple[int, int]] = {}  # nodes and levels of an anchor: aliases unfold to any size
     open_nodes: list[tuple[str | None, int, int]] = [(None, 0, 0)]
     for event in yaml.parse(text, yaml.SafeLoader):
         if isinstance(event, yaml.CollectionStartEvent):
@@ -225,7 +223,7 @@ def read_yaml_text(path: Path) -> str:
             named |= {anchor: (nodes, levels)} if anchor else {}
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor not in named:
-                raise ValueError(f"*{event.anchor} stands inside of itself, or before what it names")
+                raise ValueError(f"*{event.anchor} is used inside of itself, or before it is defined")
             nodes, levels = named[event.anchor]
         elif isinstance(event, yaml.ScalarEvent):
             nodes, levels = 1, 0
@@ -240,20 +238,17 @@ def read_yaml_text(path: Path) -> str:
 
 
 def open_plain(path: Path, *, follow: bool = True) -> BufferedReader:
-    """Open a regular file for reading: a pipe in its place would be waited for, and a device never ends.
-
-    `follow`: where the path is a link, open what it leads to.
-    """
+    """Open a regular file for reading: a pipe in its place would block, a device never ends. Follows links if asked."""
     return open(_regular(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW)), "rb")
 
 
 def open_to_append(path: Path) -> int:
-    """Open a regular file to append to it; made if it is not there. Links are not followed."""
+    """Open a regular file to append to it; create it if needed. Links are not followed."""
     return _regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
 
 
 def _regular(path: Path, flags: int) -> int:
-    """Open a file that is no pipe: opening one without a reader or writer at its other end would block."""
+    """Open a regular file. Opening a pipe with no process at its other end would block."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -262,4 +257,4 @@ def _regular(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.ENXIO:  # a pipe without a reader
             raise
-    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))

@@ -1,4 +1,4 @@
-"""Imports by dotted path, and suggestions for misspelt names."""
+"""Imports by dotted path, and suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from resilient_train.errors import in_one_line
 
 
 class Unimportable(Exception):
-    """A path names nothing that can be imported; the message says which part of it is missing."""
+    """A dotted path cannot be imported; the message says which part of it is missing."""
 
 
 def find(path: str) -> Any:
-    """Import what a dotted path names, or say which part of it does not exist."""
+    """Import the object at a dotted path. Raises Unimportable with the part that does not exist."""
     parts = path.split(".")
     for count in range(len(parts), 0, -1):
         name = ".".join(parts[:count])
@@ -37,6 +37,6 @@ def find(path: str) -> Any:
 
 
 def similar(name: object, known: Iterable[str]) -> str:
-    """Suggest the known name that is closest, if one is."""
+    """Suggest the closest known name, if one is close."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""

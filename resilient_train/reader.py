@@ -1,4 +1,4 @@
-"""One reader for what people write by hand: policies, checks and drills, from YAML or from a program.
+"""Reads what people write by hand: policies, checks and drills, from YAML or from a program.
 
 The types of a dataclass's fields and the limits in their metadata say what is allowed. A mistake is a ConfigError: one
 line with the key, its value and what is allowed there.
@@ -52,12 +52,12 @@ def read(kind: type[T], tree: Any, key: str) -> T:
             raise unusable(f"{key}.{field.name}", "has to be given")
     try:
         return kind(**values)
-    except ConfigError as error:  # of its own `__post_init__`, which does not know where it stands
+    except ConfigError as error:  # from its `__post_init__`, which does not know the key
         raise type(error)(f"{key}.{error.key}", error.value, error.why) from error
 
 
 def check(instance: Any, key: str = "") -> None:
-    """Check the values that a dataclass was made with, nested ones too; lists become what their types say."""
+    """Check the values of a dataclass, nested ones too; lists become what their types say."""
     hints = _hints(type(instance))  # type: ignore[arg-type]
     for field in dataclasses.fields(instance):
         where, value = f"{key}{field.name}", getattr(instance, field.name)
@@ -78,12 +78,12 @@ def mapping(node: Any, key: str, known: Collection[str], what: str = "key") -> d
 
 
 def is_list(node: Any) -> bool:
-    """Say whether a node is a list; a text is none."""
+    """Say whether a node is a list, and not a text."""
     return isinstance(node, Sequence) and not isinstance(node, str)
 
 
 def no_such(what: str, name: Any, known: Iterable[str], *, at: str, value: Any = None, hint: str = "") -> ConfigError:
-    """Say that there is no such thing, what may have been meant, and what there is."""
+    """Build an error that suggests what may have been meant, and lists what there is."""
     names = list(known)
     meant = similar(name, names)
     there = f"{' There' if meant else '; there'} {'is' if len(names) < 2 else 'are'} {', '.join(names) or 'none'}"
@@ -94,10 +94,10 @@ def checked(key: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
     """Return a value as one of the type `kind` and within `limits`, or say what is allowed."""
     if value is None and "null" in limits:
         return limits["null"]
-    taken = _taken(value, kind, limits)
-    if taken is _REFUSED:
+    converted = _converted(value, kind, limits)
+    if converted is _REFUSED:
         raise ConfigError(key, value, f"must be {_allowed(kind, limits)}")
-    return taken
+    return converted
 
 
 def option(group: str, name: str, hint: str = "") -> Any:
@@ -117,17 +117,17 @@ def _merged(base: Any, changes: Any) -> Any:
     return {**base, **{name: _merged(base.get(name), value) for name, value in changes.items()}}
 
 
-def _taken(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
-    """Return a value as one of the type, or _REFUSED. Of a type that no YAML has anything is taken."""
+def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
+    """Convert a value to a type, or return _REFUSED. Types that YAML does not have accept anything."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
-        taken = (_taken(value, one, limits) for one in inner)
-        return next((one for one in taken if one is not _REFUSED), _REFUSED)
+        converted = (_converted(value, one, limits) for one in inner)
+        return next((one for one in converted if one is not _REFUSED), _REFUSED)
     if origin is Literal:
         value = str(value) if isinstance(value, float) else value  # Hydra reads nan and inf as numbers
         return value if value in inner else _REFUSED
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        every = [_taken(one, inner[0], limits) for one in value] if is_list(value) else [_REFUSED]
+        every = [_converted(one, inner[0], limits) for one in value] if is_list(value) else [_REFUSED]
         return _REFUSED if _REFUSED in every else every if origin is list else tuple(every)
     if kind is float and isinstance(value, str):
         value = _number(value)
@@ -140,7 +140,7 @@ def _taken(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
 
 
 def _number(text: str) -> Any:
-    """YAML takes 1e-4 for a text: it asks for a dot."""
+    """Read a number that YAML reads as a text, such as 1e-4 without a dot."""
     try:
         return float(text)
     except ValueError:
@@ -154,7 +154,7 @@ def _is_within(value: float, limits: Mapping[str, Any]) -> bool:
 
 
 def _allowed(kind: Any, limits: Mapping[str, Any]) -> str:
-    """Say what `_taken` takes."""
+    """Describe the values that `_converted` accepts."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if "null" in limits:
         return f"{_allowed(kind, {name: one for name, one in limits.items() if name != 'null'})} or null"
@@ -165,8 +165,8 @@ def _allowed(kind: Any, limits: Mapping[str, Any]) -> str:
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return f"a list, each {_allowed(inner[0], limits)}"
-    told = [f"{name} {limits[key]}" for key, name in _LIMITS.items() if key in limits] if kind in (int, float) else []
-    return _NAMES.get(kind, "a value") + (f" ({', '.join(told)})" if told else "")
+    bounds = [f"{name} {limits[key]}" for key, name in _LIMITS.items() if key in limits] if kind in (int, float) else []
+    return _NAMES.get(kind, "a value") + (f" ({', '.join(bounds)})" if bounds else "")
 
 
 _LIMITS = {"at_least": "at least", "above": "greater than", "at_most": "at most"}
@@ -176,5 +176,5 @@ _LIMITS = {"at_least": "at least", "above": "greater than", "at_most": "at most"
 def _hints(kind: Any) -> dict[str, Any]:
     try:
         return typing.get_type_hints(kind)
-    except Exception:  # an annotation that cannot be resolved is no reason to refuse its owner
+    except Exception:  # an annotation that cannot be resolved is not a mistake of the configuration
         return {}

@@ -1,4 +1,4 @@
-"""The parts of a run that recovery, checkpoints and controls reach into."""
+"""The parts of a run that recovery, checkpoints and controls share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from resilient_train.watch.vitals import UpdateHistory
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a run is made of. Nothing here knows a policy, an incident or a file."""
+    """The parts of a run. None of them knows a policy, an incident or a file."""
 
     world: World
     clock: Clock
@@ -31,13 +31,13 @@ class RunParts:
     scans: Scans
     precision: Precision
     updates: UpdateHistory
-    search: Search | None  # None where a step cannot be replayed
-    beat: Callable[[], None]  # called whenever something that takes long gets further
+    search: Search | None  # None if a step cannot be replayed
+    beat: Callable[[], None]  # called during long work, to show the watchdog its progress
 
     def statistics(self) -> dict[str, Any]:
-        """What checks and scans have learned, as a snapshot keeps it."""
+        """Return what checks and scans have learned, for a snapshot."""
         return {"panel": self.checks.state_dict(), "scans": self.scans.state_dict()}
 
     def restore_statistics(self, statistics: Mapping[str, Any]) -> list[str]:
-        """Let checks and scans know what they knew then; return those that another version kept nothing of."""
+        """Restore what checks and scans had learned; return those that another version did not save."""
         return self.checks.load_state_dict(statistics["panel"]) + self.scans.load_state_dict(statistics["scans"])

@@ -1,4 +1,4 @@
-"""Immutable records that subpackages pass to each other; no torch."""
+"""Immutable records that subpackages pass to each other. Without torch."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class Cause(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What became of an incident."""
+    """How an incident ended."""
 
     RECOVERED = "recovered"
     RECURRED = "recurred"
-    UNRECOVERED = "unrecovered"  # the loss did not come back to where it was, or saving failed to the end
+    UNRECOVERED = "unrecovered"  # the loss did not come back, or saving failed until the end
     GAVE_UP = "gave_up"
 
 
 class Vitals(NamedTuple):
-    """What one update measured, read back from the device. A tuple: one is made for every update."""
+    """The measurements of one update. A tuple, since one is made for every update."""
 
     tick: int  # attempted updates, never goes back
     step: int  # accepted updates, this one included if it was accepted
@@ -66,42 +66,42 @@ class Vitals(NamedTuple):
     loss: float  # fp32 mean over ranks and micro-batches, before any scaling
     grad_norm: float  # before clipping
     lr: float  # of the first parameter group
-    start: int = 0  # it was made of the samples at positions [start, stop) of the stream
+    start: int = 0  # its samples are at positions [start, stop) of the stream
     stop: int = 0
-    refused: Signal | None = None  # what the gate refused it for
-    overflowed: bool = False  # refused by the loss scale of half precision, in the ordinary course of things
+    refused: Signal | None = None  # why the gate refused it
+    overflowed: bool = False  # refused by the loss scale of half precision, as usual
     loss_scale: float | None = None
-    ranks: tuple[int, ...] = ()  # where it began, if only some ranks had it
-    stop_asked: bool = False  # on some rank: all stop together
-    any_busy: bool = False  # on some rank a checkpoint is being written
-    alike: bool = True  # all ranks have decided alike until it
-    pace: float = 0.0  # the learning rate it was made with, as a multiple of the configured one; 0: not known
+    ranks: tuple[int, ...] = ()  # where it began, if only on some ranks
+    stop_asked: bool = False  # on any rank: all stop together
+    any_busy: bool = False  # a checkpoint is being written on any rank
+    alike: bool = True  # all ranks made the same decisions before it
+    pace: float = 0.0  # its learning rate as a multiple of the configured one; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Anomaly:
-    """Trouble that something has to be done about."""
+    """A fault that was noticed and needs treatment."""
 
     signal: Signal
-    step: int  # the update it was noticed at, counted from 1: accepted ones and itself
+    step: int  # the update it was noticed at: the number of accepted ones, and itself
     tick: int
-    since: int  # the newest step whose state is still to be trusted
-    evidence: str  # for a person: "loss 8.12 where 2.9 to 3.4 was usual"
-    landed: bool = True  # the weights hold it already
+    since: int  # the newest step whose state can be trusted
+    evidence: str  # in words: "loss 8.12 where 2.9 to 3.4 was usual"
+    landed: bool = True  # the weights contain it already
     ranks: tuple[int, ...] = ()
 
     @property
     def reached_weights(self) -> bool:
-        """Say whether updates have landed that are not to be trusted: this one, or some before it."""
+        """Say whether untrusted updates have landed: this one, or some before it."""
         return self.landed or self.since < self.step - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """The line of code where it began."""
+    """The line of code where a fault began."""
 
     phase: str  # forward, backward
-    op: str  # as torch names the function: log, div, softmax
+    op: str  # the name of torch's function: log, div, softmax
     module: str
     file: str
     line: int
@@ -110,15 +110,15 @@ class Culprit:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why it happened, as far as it could be told."""
+    """The cause of an anomaly, as far as it is known."""
 
     cause: Cause
-    advice: str  # one sentence a person can act on
+    advice: str  # one sentence: what to do
     culprit: Culprit | None = None
     rows: tuple[int, ...] = ()
     patchable: bool = False  # where it broke: not a sum that overflows, which has nothing left to learn from
-    reasons: Mapping[int, str] = field(default_factory=dict, compare=False)  # of rows, where each has its own
-    ranks: tuple[int, ...] = ()  # where it came again, if only on some
+    reasons: Mapping[int, str] = field(default_factory=dict, compare=False)  # of rows, if each has a different one
+    ranks: tuple[int, ...] = ()  # where a replay showed it, if only on some
     symptom: Culprit | None = None  # what broke this time, where that only follows from the culprit in its armor
 
     @property
@@ -137,7 +137,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a policy prescribes: remedies that are done together, or the end of the run and why."""
+    """What a policy prescribes: remedies that are applied together, or the end of the run and why."""
 
     actions: tuple[Action, ...] = ()
     rung: int = 0  # of the ladder, from 0
@@ -146,9 +146,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """One trouble from its first sign to its outcome."""
+    """A fault from its first sign to its outcome."""
 
-    id: int  # from 1, in the order they were met
+    id: int  # from 1, in the order in which they occurred
     anomaly: Anomaly
     diagnosis: Diagnosis
     decision: Decision
@@ -156,14 +156,14 @@ class Incident:
     steps_lost: int = 0
     seconds: float = 0.0
     outcome: Outcome | None = None  # None while it is open
-    drill: str = ""  # the faults on purpose that made it: there is nothing to advise
-    trace: int = 0  # digest of the updates since the last rewind: two attempts with the same one were the same
+    drill: str = ""  # the injected faults that caused it: no advice is given
+    trace: int = 0  # digest of the updates that a rewind undid: attempts with the same digest were the same
 
     @property
     def left_damage(self) -> bool:
-        """Say whether it is over only when the loss is back: bad updates landed.
+        """Say whether it is over only when the loss is back, because bad updates landed.
 
-        What was changed outside of an update is gone with a rewind.
+        Damage from outside of an update is undone by a rewind.
         """
         if self.diagnosis.cause is Cause.PROCESS:
             return False
@@ -174,7 +174,7 @@ class Incident:
 
 @dataclass(frozen=True, slots=True)
 class ProcessIncident:
-    """Something that happened to the process, the disk or the files of a run, and what was done about it."""
+    """A fault of the process, the disk or the files of a run, and the remedy that was applied."""
 
     signal: Signal
     step: int
@@ -189,9 +189,9 @@ class ProcessIncident:
 
 
 def kind_of(anomaly: Anomaly, diagnosis: Diagnosis) -> tuple[object, ...]:
-    """What makes two incidents the same trouble: the cause, and the line or the rows, not the values met there.
+    """Return what two incidents of the same kind share: the cause, and the line or the rows.
 
-    If the cause is unknown or the process, it takes the same signal too.
+    If the cause is unknown or the process, also the signal.
     """
     culprit = diagnosis.culprit
     line = culprit and (culprit.phase, culprit.op, culprit.module, culprit.file, culprit.line)

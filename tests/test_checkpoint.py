@@ -160,7 +160,7 @@ def test_weights_are_not_waited_for(tmp_path: Path) -> None:
     """A pipe in place of a file is refused, also where it lies in a directory."""
     os.mkfifo(tmp_path / WEIGHTS)
     for source in (tmp_path / WEIGHTS, tmp_path, Path("/dev/zero")):
-        with pytest.raises(ConfigError, match="no regular file"):
+        with pytest.raises(ConfigError, match="not a regular file"):
             load_into(torch.nn.Linear(1, 1), source)
 
 

@@ -524,10 +524,10 @@ BOMB = "ladders: &a [x,x,x,x,x,x,x,x]\n" + "".join(
 CHAIN = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 99))
 NO_POLICIES = {
     "unfolds": (BOMB, "unfolds to more than 100,000 values"),
-    "holds itself": ("ladders: &a {default: *a}", r"\*a stands inside of itself"),
+    "holds itself": ("ladders: &a {default: *a}", r"\*a is used inside of itself"),
     "is deep": ("ladders: " + "[" * 5000 + "]" * 5000, "more than 64 levels"),
     "is deep by aliases": (CHAIN, "more than 64 levels"),
-    "names what is not there": ("ladders: *a", "before what it names"),
+    "names what is not there": ("ladders: *a", "before it is defined"),
     "has a tag": ("ladders: !!python/name:os.system", "could not determine a constructor"),
     "is binary": ("\0\1", "special characters are not allowed"),
     "is a number": ("7", "must be a mapping"),

@@ -1,4 +1,4 @@
-"""The cause that a signal suggests by itself, and advice: what a diagnosis falls back on."""
+"""The cause that a signal suggests by itself, with advice: used when a diagnosis finds nothing better."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _SPIKE_REFUSED = (
 
 
 def by_rate(factor: float, step: int, *, is_sudden: bool) -> Diagnosis:
-    """Return the diagnosis of what follows a learning rate that rose."""
+    """Return the diagnosis of an anomaly that followed a rise of the learning rate."""
     times = f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"
     since = f"{'at' if is_sudden else 'since'} step {step:,}"
     return Diagnosis(
@@ -95,7 +95,7 @@ def by_rate(factor: float, step: int, *, is_sudden: bool) -> Diagnosis:
 
 
 def by_signal(anomaly: Anomaly) -> Diagnosis:
-    """Return the cause that a signal suggests by itself, and what to do about it."""
+    """Return the diagnosis that a signal suggests by itself."""
     if anomaly.signal is not Signal.LOSS_SPIKE:
         return _BY_SIGNAL[anomaly.signal]
     return Diagnosis(Cause.EXPLOSION, _SPIKE_LANDED) if anomaly.landed else Diagnosis(Cause.UNKNOWN, _SPIKE_REFUSED)
