@@ -28,8 +28,8 @@ from resilient_train.app import incidents
 from resilient_train.app.config import CONF
 from resilient_train.app.config.meanings import Option, meanings, nodes
 from resilient_train.app.config.schema import Config
+from resilient_train.app.directory import Launcher, launcher_of
 from resilient_train.ranks.lock import DirectoryLock
-from resilient_train.record.directory import Launcher, launcher_of
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import seal

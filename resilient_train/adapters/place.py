@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from resilient_train.errors import ConfigError, DirectoryInUse, named_type, unusable
-from resilient_train.ranks.lock import DirectoryLock
+from resilient_train.ranks.lock import DirectoryLock, refuse_dangling_link
 from resilient_train.ranks.world import World
-from resilient_train.record.directory import require_no_dangling_link
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.journal import JOURNAL
 from resilient_train.tracking.store import locate
@@ -46,7 +45,7 @@ def place(run_dir: str | Path | None, world: World, goes_on: bool = False, track
     asked = world.on_main(lambda: _tracking(tracking, Path(run_dir).absolute()))  # all gather what rank 0 then tells
     locks: list[DirectoryLock] = []
     claimed = _locked if goes_on else _claimed
-    world.on_main(lambda: require_no_dangling_link("run_dir", Path(run_dir).absolute()))
+    world.on_main(lambda: refuse_dangling_link("run_dir", Path(run_dir).absolute()))
     path = world.on_main(lambda: claimed(Path(run_dir).absolute(), locks))
     if path != Path(run_dir).absolute():
         log.info("%s holds another run: this one writes to %s", run_dir, path)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from resilient_train.app.build import Run
+from resilient_train.app.directory import RunDirectory
 from resilient_train.diagnose.frames import called_by_us, is_users
 from resilient_train.ranks.watchdog import Hang, Phase
 from resilient_train.ranks.world import World
 from resilient_train.record import endings, notes
-from resilient_train.record.directory import RunDirectory
 from resilient_train.wording import IN_FILE_ONLY, log
 
 _LOADER = "torch/utils/data/dataloader.py"

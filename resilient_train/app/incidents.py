@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from resilient_train.app.block import OUTCOMES, show_block
+from resilient_train.app.directory import launcher_of
 from resilient_train.app.page import Page
 from resilient_train.app.status import Status, status_of
 from resilient_train.errors import TrainError
-from resilient_train.record.directory import launcher_of
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.journal import JOURNAL, damaged_lines, read
 from resilient_train.tracking.review import began_ms, next_start, verdict

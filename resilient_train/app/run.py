@@ -13,6 +13,7 @@ from resilient_train import __version__
 from resilient_train.adapters.reporter import completed, finish_uploads, print_review, status_of, write
 from resilient_train.app.build import Run, assemble, validate
 from resilient_train.app.config.compose import Composed, describe_changes, is_fixed
+from resilient_train.app.directory import RunDirectory, claim
 from resilient_train.app.hang import end_hung
 from resilient_train.app.notify import notify
 from resilient_train.app.terminal import Terminal
@@ -36,7 +37,6 @@ from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings
-from resilient_train.record.directory import RunDirectory, claim
 from resilient_train.record.endings import Summary
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.state.randomness import set_deterministic

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from resilient_train.errors import DirectoryInUse
+from resilient_train.errors import ConfigError, DirectoryInUse
 from resilient_train.files import read_plain
 
 LOCK = ".lock"
@@ -33,6 +33,12 @@ def _release_in_child() -> None:
 
 
 os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_release_in_child)
+
+
+def refuse_dangling_link(key: str, path: Path) -> None:
+    """Refuse a link whose target does not exist: `mkdir` would say only that a file exists."""
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(key, path, f"is a link to {path.readlink()}, which does not exist")
 
 
 class DirectoryLock:

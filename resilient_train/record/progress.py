@@ -12,7 +12,7 @@ import logging
 import os
 import struct
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 
@@ -42,24 +42,22 @@ class Position:
     doing: Doing = Doing.ENDED
     tick: int = 0
     step: int = 0  # accepted updates
-    start: int = 0  # of the samples at work
+    start: int = 0  # of the samples in use
     stop: int = 0
 
 
 class Progress:
-    """The one record of a run; on ranks without the run directory it is written nowhere."""
+    """The position of this process; without a run directory it is written nowhere."""
 
     def __init__(self, directory: Path | None) -> None:
-        self.last = Position()  # of the previous process
-        self._position = Position()
-        self._number, self._file, self._is_failing = 0, -1, False
-        self._first: int | None = None  # tick of this process
         self._path = None if directory is None else directory / PROGRESS
-        if self._path is None:
-            return
-        with contextlib.suppress(OSError):
-            self._recall(read_plain(self._path))
+        self._number, self.last = 0, Position()  # of the previous process
+        if directory is not None:
+            with contextlib.suppress(OSError):
+                self._number, self.last = _read(directory)
         self._position = self.last
+        self._file, self._is_failing = -1, False
+        self._first: int | None = None  # tick of this process
 
     def updating(self, tick: int, step: int, start: int, stop: int) -> None:
         """Note the update that is about to be attempted, and its samples."""
@@ -67,21 +65,13 @@ class Progress:
         self._note(Position(Doing.FIRST if tick == self._first else Doing.UPDATING, tick, step, start, stop))
 
     def turned_to(self, doing: Doing, tick: int | None = None) -> None:
-        """Note that the process does something else now; `tick` updates were attempted."""
-        position = self._position
-        tick = position.tick if tick is None else tick
-        self._note(Position(doing, tick, position.step, position.start, position.stop))
+        """Note that the process does something else now, after `tick` attempted updates if that changed."""
+        self._note(replace(self._position, doing=doing, tick=self._position.tick if tick is None else tick))
 
     @property
     def is_updating(self) -> bool:
-        """Say whether an update is under way."""
+        """Say whether an update is being made."""
         return self._position.doing in (Doing.UPDATING, Doing.FIRST)
-
-    def close(self) -> None:
-        """Let go of the file."""
-        if self._file >= 0:
-            os.close(self._file)
-        self._file, self._path = -1, None
 
     def _note(self, position: Position) -> None:
         self._position = position
@@ -91,8 +81,13 @@ class Progress:
         record = _RECORD.pack(self._number, position.doing, position.tick, position.step, position.start, position.stop)
         slot = (record + zlib.crc32(record).to_bytes(4, "little")).ljust(_SLOT, b"\0")
         try:
-            if self._file < 0 or not os.fstat(self._file).st_nlink:  # it was removed
-                self._open(self._path)
+            if self._file >= 0 and not os.fstat(self._file).st_nlink:  # it was removed
+                os.close(self._file)
+                self._file = -1
+            if self._file < 0:
+                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+                if os.fstat(self._file).st_size > 2 * _SLOT:  # it was no record
+                    os.ftruncate(self._file, 2 * _SLOT)
             os.pwrite(self._file, slot, self._number % 2 * _SLOT)
             self._is_failing = False
         except OSError as error:
@@ -100,30 +95,22 @@ class Progress:
                 _log.warning("%s cannot be written: %s", self._path, error.strerror)
             self._is_failing = True
 
-    def _open(self, path: Path) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        if os.fstat(self._file).st_size > 2 * _SLOT:  # of something else
-            os.ftruncate(self._file, 2 * _SLOT)
-
-    def _recall(self, content: bytes) -> None:
-        for slot in (content[:_SLOT], content[_SLOT : 2 * _SLOT]):
-            record = slot[: _RECORD.size]
-            if len(slot) < _RECORD.size + 4 or zlib.crc32(record) != int.from_bytes(slot[_RECORD.size :][:4], "little"):
-                continue
-            number, doing, *rest = _RECORD.unpack(record)
-            if number > self._number and doing in set(Doing):
-                self._number, self.last = number, Position(Doing(doing), *rest)
-
 
 def position_of(run_dir: Path) -> Position | None:
-    """Return where the newest process of a run is or was; None where it is not known."""
+    """Return where the newest process of a run is or was; None if that is not known."""
     try:
-        content = read_plain(run_dir / PROGRESS)
+        return _read(run_dir)[1]
     except OSError:
         return None
-    progress = Progress(None)
-    progress._recall(content)
-    return progress.last
+
+
+def _read(run_dir: Path) -> tuple[int, Position]:
+    """Return the newer of the two records, and its number; 0 if both are damaged. Raises OSError."""
+    newest, position, content = 0, Position(), read_plain(run_dir / PROGRESS)
+    for slot in (content[:_SLOT], content[_SLOT : 2 * _SLOT]):
+        record, crc = slot[: _RECORD.size], slot[_RECORD.size : _RECORD.size + 4]
+        if len(crc) == 4 and zlib.crc32(record) == int.from_bytes(crc, "little"):
+            number, doing, *rest = _RECORD.unpack(record)
+            if number > newest and doing in set(Doing):
+                newest, position = number, Position(Doing(doing), *rest)
+    return newest, position

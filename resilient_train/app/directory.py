@@ -1,0 +1,171 @@
+"""The run directory of the command: named, chosen, locked, and never overwritten."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from resilient_train.errors import ConfigError, DirectoryInUse
+from resilient_train.files import commit_text, is_left_over, read_json, read_plain, remove, sync_directory
+from resilient_train.ranks.lock import LOCK, DirectoryLock, refuse_dangling_link
+from resilient_train.record.endings import CHECKPOINTS, CONFIG, SUMMARY
+from resilient_train.record.journal import JOURNAL, read
+from resilient_train.secrets import masked
+
+_LAUNCH = ".launch"
+_OF_A_START = (  # the lock last
+    *(CONFIG, "train.log", JOURNAL, "incidents.jsonl", "progress", SUMMARY, "mlflow.json", ".place"),
+    *(_LAUNCH, LOCK),
+)
+
+
+@dataclass
+class RunDirectory:
+    """A directory that only one run writes to."""
+
+    path: Path
+    finished: dict[str, Any] | None = None  # the summary of a run that is complete already, or gave up
+    resumes: bool = False  # a run that began there
+    changes: dict[str, str] = field(default_factory=dict)  # of its configuration since then, by key
+    is_new: bool = False  # it was empty
+    is_made: bool = False  # it did not exist
+
+    @property
+    def config(self) -> Path:
+        return self.path / CONFIG
+
+    def log(self, rank: int) -> Path:
+        return self.path / ("train.log" if rank == 0 else f"train.rank{rank}.log")
+
+    def remove_start(self) -> None:
+        """Remove the files of a start that was refused, unless there are other files."""
+        with contextlib.suppress(OSError):
+            if set(os.listdir(self.path)) - set(_OF_A_START):
+                return
+        for name in _OF_A_START:
+            with contextlib.suppress(OSError):
+                remove(self.path / name)
+        if self.is_made:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
+
+
+def claim(
+    path: Path, *, steps: int, resume: str, is_unchanged: Callable[[Path], bool]
+) -> tuple[RunDirectory, DirectoryLock]:
+    """Lock `path` for a run of `steps` updates. With `resume` never, lock the next sibling that is free.
+
+    A directory without any update is reused. One that holds the complete run is returned with its summary, and so is
+    one that gave up if its config.yaml `is_unchanged`: it would give up again. Any other run resumes.
+    """
+    path = path.absolute()
+    siblings = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    for candidate in itertools.chain([path], siblings):
+        try:
+            directory, lock = _locked(candidate)
+        except DirectoryInUse:
+            if resume == "never":
+                continue
+            raise
+        node = read_json(directory.path / SUMMARY)
+        summary = node if isinstance(node, dict) else {}
+        directory.is_new = not directory.config.exists()
+        has_no_update = summary.get("ticks") == 0 and not (directory.path / CHECKPOINTS).exists()
+        if not directory.is_new and (resume == "never" or not has_no_update):
+            if resume == "never" and not _was_launched_by_this(directory.path):
+                lock.release()
+                continue
+            if resume != "never":
+                done, status = summary.get("steps"), summary.get("status")
+                is_complete = isinstance(done, int) and done >= steps and status == "completed"
+                is_finished = is_complete or (status == "gave_up" and is_unchanged(directory.config))
+                if is_finished and (resume == "auto" or masked(resume) in _sources(directory.path)):
+                    directory.finished = summary
+                    return directory, lock
+            directory.resumes = True
+        if (launch := _launch()) is not None:  # so that its restarts are recognized, and can be waited for
+            commit_text(directory.path / _LAUNCH, launch + "\n")
+        return directory, lock
+    raise AssertionError("there is always another name")
+
+
+def _locked(path: Path) -> tuple[RunDirectory, DirectoryLock]:
+    try:
+        refuse_dangling_link("run.dir", path)
+        is_made = not path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # so that a power cut does not lose the directory itself
+            sync_directory(path.parent)
+        names = [] if (path / CONFIG).exists() else sorted(one.name for one in path.iterdir())
+        if unexpected := [name for name in names if name != LOCK and not is_left_over(name)]:
+            why = f"holds files that are not a run ({', '.join(unexpected[:3])}): choose another directory"
+            if JOURNAL in unexpected:
+                why = f"holds a run whose {CONFIG} is missing: put it back, or choose another directory"
+            raise ConfigError("run.dir", path, why)
+        lock = DirectoryLock(path)
+        for file in path.iterdir():
+            if is_left_over(file.name):
+                remove(file)
+        return RunDirectory(path, is_made=is_made), lock
+    except OSError as error:
+        raise ConfigError("run.dir", path, f"cannot be written: {error.strerror or error}") from error
+
+
+def _sources(run_dir: Path) -> set[str]:
+    """Return the checkpoints that the user told the run to resume from."""
+    try:
+        return {str(entry.get("source")) for entry in read(run_dir / JOURNAL) if entry["kind"] == "taken_up_from"}
+    except OSError:
+        return set()
+
+
+# ----------------------------------------------------------------------------------------------- what may restart a run
+
+
+def _launch() -> str | None:
+    """Name what all restarts of one launch share; None if nothing restarts this process."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return f"agent {os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {os.getppid()}"
+    return f"slurm {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else None
+
+
+def _was_launched_by_this(run_dir: Path) -> bool:
+    """Say whether this process is a restart by the launcher that started the run there."""
+    restarts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    launch = _launch()
+    if launch is None or restarts == ["0", "0"]:
+        return False
+    try:
+        return read_plain(run_dir / _LAUNCH).decode(errors="replace").strip() == launch
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What may restart a run."""
+
+    name: str
+    is_seen: bool  # alive; a process of another host or a queue cannot be seen from here
+
+
+def launcher_of(run_dir: Path) -> Launcher | None:
+    """Return what may restart the newest process of a run; None if nothing would."""
+    try:
+        words = read_plain(run_dir / _LAUNCH).decode(errors="replace").split()
+    except OSError:
+        return None
+    match words:
+        case ["agent", *_, host, process] if process.isdigit() and host == socket.gethostname():
+            return Launcher(f"its launcher, process {process},", True) if Path("/proc", process).exists() else None
+        case ["agent", *_, host, _]:
+            return Launcher(f"its launcher on {host}", False)
+        case ["slurm", job]:
+            return Launcher(f"SLURM's job {job}", False)
+    return None
