@@ -104,11 +104,11 @@ def test_a_later_run_can_be_given_the_list(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("here", "said"),
     [
-        ({"dataset": "Texts"}, "lists rows of Images (50 rows), and this data set is Texts (50 rows)"),
-        ({"rows": 1500}, "lists rows of Images (50 rows), and this data set is Images (1,500 rows)"),
+        ({"dataset": "Texts"}, "lists rows of Images (50 rows), but this data set is Texts (50 rows)"),
+        ({"rows": 1500}, "lists rows of Images (50 rows), but this data set is Images (1,500 rows)"),
         (
             {"digests": {"0": "aa", "49": "xx"}},
-            "lists rows of other data: row 49 of Images (50 rows) is not what it was",
+            "lists rows of other data: row 49 of Images (50 rows) has changed",
         ),
     ],
 )
@@ -214,7 +214,7 @@ def test_a_full_disk_costs_the_list_not_the_run(
         one.add([4], "it raises", 5, 6)
     assert list(one.rows) == [3, 4]
     (line,) = caplog.messages
-    assert "quarantine.json could not be written, and is tried again with the next row" in line
+    assert "quarantine.json could not be written, which is retried with the next row" in line
     one.add([4], "it raises", 7, 8)
     assert Quarantine(tmp_path, same).rows == one.rows
 

@@ -239,10 +239,10 @@ def hangs_itself(rank: int) -> Hung:
     [
         ([waits(0), waits(1)], 2, "waits"),
         ([waits(0), hangs_itself(1)], 2, "rank 1: stands in mine.py:3"),
-        ([waits(0)], 2, "rank 1 gave no sign of life, and the others waited: waits"),
-        ([waits(1), waits(3)], 4, "ranks 0 and 2 gave no sign of life, and the others waited: waits"),
+        ([waits(0)], 2, "rank 1 did not respond, and the others waited: waits"),
+        ([waits(1), waits(3)], 4, "ranks 0 and 2 did not respond, and the others waited: waits"),
         ([hangs_itself(0)], 2, "rank 0: stands in mine.py:3"),
-        ([waits(0)], 12, "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more gave no sign of life, and the others waited: waits"),
+        ([waits(0)], 12, "ranks 1, 2, 3, 4, 5, 6, 7, 8 and 3 more did not respond, and the others waited: waits"),
     ],
 )
 def test_who_is_to_blame_for_a_hang(noted: list[Hung], size: int, told: str) -> None:
@@ -280,7 +280,7 @@ def test_a_rank_that_does_not_go_on_is_noticed_and_the_run_is_started_again(rank
     assert summary(run_dir)["exit_code"] == 75
     assert [one["signal"] for one in incidents(run_dir)] == ["hang"]
     (opened,) = in_journal(run_dir, "incident_opened")
-    assert f"rank {rank} gave no sign of life" in opened["incident"]["evidence"]
+    assert f"rank {rank} did not respond" in opened["incident"]["evidence"]
     assert left_overs(run_dir) == []
     assert not list(run_dir.glob("hung.*"))
 

@@ -12,7 +12,7 @@ from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Dia
 
 
 def as_line(incident: Incident) -> dict[str, Any]:
-    """Return an incident as incidents.jsonl and the journal hold it: the contract's keys first, then the rest of it.
+    """Return an incident as incidents.jsonl and the journal hold it: first the documented keys, then the others.
 
     `rank` is the first of the ranks it began on, and null if it began on all of them at once.
     """
@@ -47,13 +47,12 @@ def as_line(incident: Incident) -> dict[str, Any]:
 
 
 def from_line(line: Any) -> Incident:
-    """Return the incident of a line; ValueError says which field is not what it should be.
-
-    Keys that are unknown are passed over. Nothing is looked up, imported or built but what `events` defines.
-    """
+    """Return the incident of a line; ValueError says which field is not what it should be. Unknown keys are ignored."""
     if not isinstance(line, Mapping):
         raise ValueError(f"an incident cannot be {line!r:.60}")
-    step = _whole(line, "step")
+    step, seconds, outcome = _whole(line, "step"), _take(line, "seconds", int, float), _take(line, "outcome", str, None)
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"an incident cannot have seconds={seconds}")
     anomaly = Anomaly(
         signal=Signal(_take(line, "signal", str)),
         step=step,
@@ -63,23 +62,18 @@ def from_line(line: Any) -> Incident:
         landed=_take(line, "landed", bool, default=True),
         ranks=_wholes(line, "ranks"),
     )
-    culprit, symptom = _take(line, "culprit", dict, None), _take(line, "symptom", dict, default=None)
     diagnosis = Diagnosis(
         cause=Cause(_take(line, "cause", str)),
         advice=_take(line, "advice", str),
-        culprit=None if culprit is None else _culprit(culprit),
+        culprit=_culprit(_take(line, "culprit", dict, None)),
         rows=_wholes(line, "rows"),
-        symptom=None if symptom is None else _culprit(symptom),
+        symptom=_culprit(_take(line, "symptom", dict, default=None)),
     )
     decision = Decision(
-        actions=tuple(_action(action) for action in _dicts(line, "actions")),
+        actions=tuple(_action(one) for one in _dicts(line, "actions")),
         rung=_whole(line, "rung", 0),
         gave_up=_take(line, "gave_up", str, None, default=None),
     )
-    outcome = _take(line, "outcome", str, None)
-    seconds = _take(line, "seconds", int, float)
-    if not 0 <= seconds < math.inf:
-        raise ValueError(f"an incident cannot have seconds={seconds}")
     return Incident(
         id=_whole(line, "id"),
         anomaly=anomaly,
@@ -98,7 +92,9 @@ def _line_of(culprit: Culprit | None) -> dict[str, Any] | None:
     return None if culprit is None else {name: getattr(culprit, name) for name in Culprit.__slots__}
 
 
-def _culprit(line: Mapping[str, Any]) -> Culprit:
+def _culprit(line: Mapping[str, Any] | None) -> Culprit | None:
+    if line is None:
+        return None
     words = {name: _take(line, name, str) for name in ("phase", "op", "module", "file")}
     return Culprit(**words, line=_whole(line, "line"), inputs=_dicts(line, "inputs"))
 
@@ -111,7 +107,7 @@ _NEEDED = object()
 
 
 def _take(line: Mapping[str, Any], name: str, *kinds: type | None, default: Any = _NEEDED) -> Any:
-    """Return a field that is exactly of one of `kinds`, where None stands for null; a bool is no whole number."""
+    """Return a field whose type is exactly one of `kinds`, where None stands for null: a bool is not an int here."""
     value = line.get(name, default)
     if value is _NEEDED:
         raise ValueError(f"an incident lacks {name}")
@@ -128,10 +124,8 @@ def _whole(line: Mapping[str, Any], name: str, default: Any = _NEEDED) -> int:
 
 
 def _wholes(line: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    values = _take(line, name, list, default=[])
-    return tuple(_whole({name: value}, name) for value in values)
+    return tuple(_whole({name: value}, name) for value in _take(line, name, list, default=[]))
 
 
 def _dicts(line: Mapping[str, Any], name: str) -> tuple[dict[str, Any], ...]:
-    values = _take(line, name, list, default=[])
-    return tuple(_take({name: value}, name, dict) for value in values)
+    return tuple(_take({name: value}, name, dict) for value in _take(line, name, list, default=[]))

@@ -1,11 +1,11 @@
-"""What is to be uploaded to an experiment tracker, written to disk first, whether the tracker can be reached or not.
+"""What to upload to an experiment tracker, written to disk first, whether the tracker can be reached or not.
 
-Each line is an entry, sealed as in the journal:
+Each line is an entry with a checksum, as in the journal:
 
     {"n": 17, "at": 1767225600000, "kind": "metrics", "tick": 400, "values": {"loss": 2.31}, "crc": "5f3a9c01"}
 
-The first one, `opened`, holds a key of its own; `began` and `ended` mark the processes of a run; `metrics`,
-`params` and `artifact` are what there is to show. A process of its own uploads it, now or another day.
+The first one, `opened`, holds a unique key; `began` and `ended` mark the processes of a run; `metrics`, `params` and
+`artifact` are what to show. A separate process uploads them, now or later.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _log = logging.getLogger("resilient_train")
 class Outbox:
     """Takes entries in a microsecond, and writes them in a thread a few times a second.
 
-    Not in the calling thread: a write waits for the disk whenever a checkpoint is being synced on it. And not for each
-    entry: on a busy machine a thread that is woken keeps the interpreter from the one that trains.
+    The calling thread would wait for the disk whenever a checkpoint is being synced. Waking a thread for each entry
+    would keep the training thread from the interpreter on a busy machine.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class Outbox:
         self._waiting: deque[Entry] = deque()
         self._sealed: list[bytes] = []  # lines that are not on disk yet
         self._wake, self._is_closing = threading.Event(), False
-        self._end = -1  # where the next line goes; not known before the file was looked at
+        self._end = -1  # where the next line goes; unknown before the file is read
         self._number = 0  # of the last entry
         self._synced_at = 0.0
         self._is_failing = False
@@ -59,7 +59,7 @@ class Outbox:
         self._thread.start()
 
     def put(self, kind: str, /, **fields: Any) -> None:
-        """Note something; it never waits and never raises."""
+        """Add an entry. It never waits and never raises."""
         waiting = len(self._waiting) + len(self._sealed)
         if waiting < MOST_WAITING or kind == ENDED:
             self._waiting.append({"at": time.time_ns() // 1_000_000, "kind": kind, **fields})
@@ -69,7 +69,7 @@ class Outbox:
             self.dropped += 1
 
     def close(self, within_s: float) -> bool:
-        """Say whether everything is on disk, after no more than `within_s`."""
+        """Write the rest in at most `within_s`; say whether everything is on disk."""
         self._is_closing = True
         self._wake.set()
         self._thread.join(within_s)
@@ -91,25 +91,25 @@ class Outbox:
             self._write(is_last)
         except OSError as error:
             if not self._is_failing:
-                what = "what MLflow is to show waits in memory, and a kill would lose it"
+                what = "what MLflow is to show is kept in memory, and a kill would lose it"
                 _log.warning("%s cannot be written (%s): %s", self.path, error.strerror or error, what)
             self._is_failing = True
         else:
             self._is_failing = False
 
     def _write(self, is_last: bool) -> None:
-        """Write what waits after the last whole entry."""
+        """Write the waiting entries after the last complete one."""
         file = files.disk.open(self.path)
         try:
             size = os.fstat(file).st_size
-            if self._end < 0 or size < self._end:  # not looked at yet, or it was removed
+            if self._end < 0 or size < self._end:  # not read yet, or it was removed
                 self._number, self._end = _last(file, size)
             if self._end == 0 and not self._sealed:
-                began = self._waiting[0]["at"]  # not after what it holds
+                began = self._waiting[0]["at"]  # not later than the first entry
                 self._waiting.appendleft({"at": began, "kind": OPENED, "key": uuid.uuid4().hex})
-            if size > self._end:  # what a kill, or a full disk, left half written
+            if size > self._end:  # a kill or a full disk left it half written
                 files.disk.truncate(file, self._end)
-            # One by one: the thread that trains may add to them meanwhile. Each is sealed once, however full a disk is.
+            # One by one: the training thread may add to them meanwhile. Each is sealed once, however full the disk is.
             for _ in range(len(self._waiting)):
                 self._number += 1
                 self._sealed.append(seal(json.dumps(plain({"n": self._number, **self._waiting.popleft()}))))
@@ -123,7 +123,7 @@ class Outbox:
 
 
 def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
-    """Yield the entries after byte `start`, each with where it ends; None for a line that is damaged."""
+    """Yield the entries after byte `start`, each with where it ends; None for a damaged line."""
     with open_plain(path) as file:
         end = start if start <= os.fstat(file.fileno()).st_size else 0
         file.seek(end)
@@ -135,7 +135,7 @@ def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
 
 
 def seal_before(path: Path, end: int) -> str | None:
-    """Return the checksum of the line that ends at byte `end`; None where none does."""
+    """Return the checksum of the line that ends at byte `end`; None if no line does."""
     try:
         with open_plain(path) as file:
             start = max(0, end - _TAIL_BYTES)
@@ -148,15 +148,12 @@ def seal_before(path: Path, end: int) -> str | None:
 
 
 def _last(file: int, size: int) -> tuple[int, int]:
-    """Return the number of the last whole entry, and where it ends."""
+    """Return the number of the last complete entry, and where it ends."""
     start = max(0, size - _TAIL_BYTES)
-    end = size
-    tail = os.pread(file, size - start, start)
-    while (newline := tail.rfind(b"\n")) >= 0:
-        end = start + newline + 1
-        tail = tail[:newline]
-        entry = unseal(tail[tail.rfind(b"\n") + 1 :])
-        if entry is not None:
+    *lines, rest = os.pread(file, size - start, start).split(b"\n")
+    end = size - len(rest)
+    for line in reversed(lines):
+        if (entry := unseal(line)) is not None:
             return entry["n"], end
-        tail = tail[: tail.rfind(b"\n") + 1]
-    return 0, end if start else 0  # a longer stretch that cannot be read is kept
+        end -= len(line) + 1
+    return 0, size - len(rest) if start else 0  # what is longer and cannot be read is kept

@@ -1,4 +1,4 @@
-"""quarantine.json: the rows that a run has taken out of its data, and why."""
+"""quarantine.json: the rows that a run took out of its data, and why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from resilient_train.errors import ConfigError, unusable
@@ -34,59 +33,53 @@ class Quarantined:
 
 
 class Quarantine:
-    """The rows in quarantine, and the file that lists them; on ranks without the run directory only in memory."""
+    """The rows in quarantine, and the file that lists them. Without a run directory they are in memory only."""
 
     def __init__(
         self, directory: Path | None, fingerprint: Callable[[], Mapping[str, Any]], *, data_may_differ: bool = False
     ) -> None:
-        """Recall what the directory lists. Raises ConfigError where those are rows of another data set.
+        """Read the list of the directory. Raises ConfigError if it is of another data set.
 
-        Unless they may differ: then the rows keep their numbers, as far as there are as many.
-
-        The fingerprint is asked for only where there is something to list: it costs fetching some rows.
+        If `data_may_differ` the rows keep their numbers instead, as far as there are as many. The fingerprint costs
+        fetching some rows, so it is made only if there is something to list.
         """
         self._file = None if directory is None else directory / QUARANTINE
         self._fingerprint = functools.cache(fingerprint)
-        self._rows: dict[int, Quarantined] = {}
-        self.given = 0  # of the rows were another run's
+        self.rows: dict[int, Quarantined] = {}  # by their indices, in the order in which they were added
+        self.given = 0  # how many of them another run listed
         self._is_behind = False  # the file, because it could not be written
         if self._file is not None and self._file.exists():
             self._recall(self._file, data_may_differ=data_may_differ)
 
-    @property
-    def rows(self) -> Mapping[int, Quarantined]:
-        """The rows by their indices, in the order in which they were added."""
-        return MappingProxyType(self._rows)
-
     def add(self, rows: Iterable[int], reason: str, step: int, incident: int) -> None:
-        """List rows, and write the list. One that is listed already stays as it is."""
+        """List rows for one reason, and write the list. A row that is listed already keeps its reason."""
         self.adopt({row: Quarantined(reason, step, incident) for row in rows})
 
     def adopt(self, rows: Mapping[int, Quarantined]) -> None:
-        """List rows as another rank, the journal or another run knows them."""
-        new = {row: why for row, why in rows.items() if row not in self._rows}
-        self._rows |= new
+        """List rows with their reasons, and write the list. A row that is listed already keeps its reason."""
+        new = {row: why for row, why in rows.items() if row not in self.rows}
+        self.rows |= new
         if new or self._is_behind:
             self._write()
 
     def load(self, path: Path, key: str = "quarantine") -> None:
-        """Adopt the list of another run. Raises ConfigError where it is damaged, or of another data set."""
+        """Adopt the list of another run. Raises ConfigError if it is damaged or of another data set."""
         try:
             rows = _read(path, self._fingerprint())
         except OSError as error:
             raise ConfigError(key, path, f"cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise ConfigError(key, path, str(error)) from error
-        before = len(self._rows)
+        before = len(self.rows)
         self.adopt(rows)
-        self.given += len(self._rows) - before
+        self.given += len(self.rows) - before
 
     def _recall(self, file: Path, *, data_may_differ: bool) -> None:
-        """Read the run's own list; a damaged one does not stop the run."""
+        """Read the list of this run; a damaged one does not stop the run."""
         here = self._fingerprint()
         try:
             listed = _read(file, None if data_may_differ else here)
-            self._rows = {row: why for row, why in listed.items() if row < here["rows"]}
+            self.rows = {row: why for row, why in listed.items() if row < here["rows"]}
             if data_may_differ:
                 self._write()
         except Foreign as error:
@@ -100,21 +93,21 @@ class Quarantine:
     def _write(self) -> None:
         if self._file is None:
             return
-        rows = masked_tree([{"row": row, **asdict(why)} for row, why in self._rows.items()])
+        rows = masked_tree([{"row": row, **asdict(why)} for row, why in self.rows.items()])
         content = {"format": _FORMAT, "data": dict(self._fingerprint()), "rows": rows}
         content["sha256"] = _digest(content)
         try:
             commit_text(self._file, json.dumps(content, indent=2) + "\n")
         except OSError as error:
             if not self._is_behind:
-                _log.error("%s could not be written, and is tried again with the next row: %s", self._file, error)
+                _log.error("%s could not be written, which is retried with the next row: %s", self._file, error)
             self._is_behind = True
         else:
             self._is_behind = False
 
 
 def reasons(run_dir: Path) -> dict[int, str]:
-    """Return the rows in quarantine, and why, for a person to read; of what is damaged, nothing."""
+    """Return the rows in quarantine and their reasons, for a person to read. Damaged entries are left out."""
     content = read_json(run_dir / QUARANTINE)
     rows = content.get("rows") if isinstance(content, dict) else None
     listed = [one for one in rows if isinstance(one, dict)] if isinstance(rows, list) else []
@@ -130,7 +123,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def _read(file: Path, fingerprint: Mapping[str, Any] | None) -> dict[int, Quarantined]:
-    """Read a list of rows of this data set. Raises ValueError where anything in it is not what it should be."""
+    """Read a list of rows of this data set. Raises ValueError if anything in it is not what it should be."""
     try:
         content = json.loads(read_plain(file).decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -138,40 +131,37 @@ def _read(file: Path, fingerprint: Mapping[str, Any] | None) -> dict[int, Quaran
     form = content.get("format") if isinstance(content, dict) else None
     if type(form) is int and form != _FORMAT:
         raise ValueError(f"is of format {form}, where this version reads {_FORMAT}")
-    # Lists of earlier versions have none, nor has one whose reader took it out to edit the rest.
+    # Lists of earlier versions have no sha256, nor has one from which a user removed it to edit the list.
     if isinstance(content, dict) and "sha256" in content and content.pop("sha256") != _digest(content):
         raise ValueError("is damaged: it is not what was written (its sha256 is that of another list)")
     if not _fits(content, {"format": int, "data": dict, "rows": list}) or not _is_fingerprint(content["data"]):
-        raise ValueError("is damaged: it is no list of rows in quarantine")
-    wanted = {"row": int, "reason": str, "step": int, "incident": int}
-    count = content["data"]["rows"]
+        raise ValueError("is damaged: it is not a list of rows in quarantine")
+    types = {"row": int, "reason": str, "step": int, "incident": int}
     for entry in content["rows"]:
-        if not _fits(entry, wanted) or not 0 <= entry["row"] < count:
-            raise ValueError(f"is damaged: {json.dumps(entry)[:100]} is no row in quarantine")
+        if not _fits(entry, types) or not 0 <= entry["row"] < content["data"]["rows"]:
+            raise ValueError(f"is damaged: {json.dumps(entry)[:100]} is not a row in quarantine")
     if fingerprint is not None and (why := _other(content["data"], fingerprint)):
         raise Foreign(why)
     return {entry.pop("row"): Quarantined(**entry) for entry in content["rows"]}
 
 
-def _fits(node: Any, wanted: Mapping[str, type]) -> bool:
-    """Say whether a node has just these keys, with values of just these types: True is no whole number."""
-    return isinstance(node, dict) and {key: type(value) for key, value in node.items()} == wanted
+def _fits(node: Any, types: Mapping[str, type]) -> bool:
+    """Say whether a node has exactly these keys, with values of exactly these types: a bool is not an int here."""
+    return isinstance(node, dict) and {key: type(value) for key, value in node.items()} == types
 
 
 def _is_fingerprint(node: dict[str, Any]) -> bool:
-    digests = node.get("digests")
-    return _fits(node, {"dataset": str, "rows": int, "digests": dict}) and all(
-        digest is None or isinstance(digest, str) for digest in (digests or {}).values()
-    )
+    fits = _fits(node, {"dataset": str, "rows": int, "digests": dict})
+    return fits and all(isinstance(digest, str | None) for digest in node["digests"].values())
 
 
 def _other(listed: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """Say how the data set of a list differs from this one; rows that differ at each fetch prove nothing."""
+    """Say how the data set of a list differs from this one. Rows that differ at each fetch prove nothing."""
     theirs, ours = (f"{one['dataset']} ({one['rows']:,} rows)" for one in (listed, here))
     if theirs != ours:
-        return f"lists rows of {theirs}, and this data set is {ours}"
+        return f"lists rows of {theirs}, but this data set is {ours}"
     known, now = listed["digests"], here["digests"]
     changed = [row for row in known.keys() & now.keys() if known[row] and now[row] and known[row] != now[row]]
     if changed:
-        return f"lists rows of other data: row {min(changed, key=int)} of {ours} is not what it was"
+        return f"lists rows of other data: row {min(changed, key=int)} of {ours} has changed"
     return None
