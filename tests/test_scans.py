@@ -640,7 +640,7 @@ def test_a_state_is_not_changed_by_what_follows() -> None:
     assert json.dumps(state) == written
 
 
-def test_a_measurement_that_nobody_read_is_no_loss() -> None:
+def test_a_measurement_that_was_not_judged_is_no_loss() -> None:
     """A snapshot between measuring and judging compares with the last judged state, over the whole way since."""
     run = trained("SGD nesterov")
     assert run.updates(3) is None  # measured at 205, not judged

@@ -120,7 +120,11 @@ class Layout:
         self._buffers: tuple[Gauge[str], list[Any]] | None = None  # and the tensors that it was made from
         self._state: State | None = None
         self.device = named[0][1].device if named else torch.device("cpu")
-        self.weights = Gauge([(_weight(name, one, owner.get(one)), one) for name, one in named], self.device)
+        weights = []
+        for name, one in named:
+            count = max(1, largest_share(one) * (2 if one.is_complex() else 1))
+            weights.append((Weight(name, owner.get(one), sqrt(count), one.dtype in _COARSE), one))
+        self.weights = Gauge(weights, self.device)
         self.is_whole = not any(is_sharded(weight) for _, weight in named)
         self.shares = 1 if self.is_whole else torch.distributed.get_world_size()
 
@@ -188,11 +192,6 @@ def kind_of(optimizer: Optimizer) -> str:
     """The name of one of torch's own optimizers; empty for any other, also for a subclass of one of those."""
     own = type(optimizer)
     return own.__name__ if own.__module__.startswith("torch.optim.") else ""
-
-
-def _weight(name: str, tensor: Tensor, group: int | None) -> Weight:
-    count = max(1, largest_share(tensor) * (2 if tensor.is_complex() else 1))
-    return Weight(name, group, sqrt(count), tensor.dtype in _COARSE)
 
 
 def _plain(name: str) -> str:

@@ -183,9 +183,10 @@ class Jump(PlainState):
         return rise > _YOUNG_MARGIN * config.sigmas * spread and rise > _YOUNG_MARGIN * size
 
     def see(self, step: int, loss: float, outside: bool) -> Alarm | None:
-        """Judge the loss of an update. Damage may grow for a while before a loss is outside, so trust ends earlier:
+        """Judge the loss of an update.
 
-        at the state that produced the last loss below the median.
+        Damage may grow for a while before a loss is outside. So the newest trusted state is the one that produced the
+        last loss below the median.
         """
         if self._quiet:
             self._quiet -= 1
@@ -230,31 +231,29 @@ class Creep(PlainState):
         self._since = 0  # the newest step at which no climb showed
 
     def see(self, step: int, loss: float) -> Alarm | None:
-        if not self.config.every:
+        config = self.config
+        if not config.every:
             return None
         self._block.append(loss)
-        if len(self._block) < self.config.every:
+        if len(self._block) < config.every:
             return None
         mean = _mean_without_top(self._block)[1]
         self._block.clear()
         if len(self._means) == self._means.maxlen:
-            self._add(step, mean)
+            usual = sorted(list(self._means)[: config.blocks])
+            middle = usual[len(usual) // 2]
+            spread = max(
+                _MAD_TO_SIGMA * deviation(usual, middle),
+                (usual[-1] - middle) / 2,  # skewed losses have skewed blocks
+                config.share * self.level.scale,
+            )
+            z = (mean - middle) / spread if spread else 0.0  # the spread of a loss that is always 0 is 0
+            z = max(-_MOST_PER_BLOCK, min(_MOST_PER_BLOCK, z))
+            if z <= _NORMAL_BLOCK:
+                self._since = step - 2 * config.every  # the climb may have begun within this block
+            self._sum = max(0.0, self._sum + z - config.slack)
         self._means.append(mean)
-        return _rise(self._since, loss, self.level) if self._sum > self.config.alarm else None
-
-    def _add(self, step: int, mean: float) -> None:
-        usual = sorted(list(self._means)[: self.config.blocks])
-        middle = usual[len(usual) // 2]
-        spread = max(
-            _MAD_TO_SIGMA * deviation(usual, middle),
-            (usual[-1] - middle) / 2,  # skewed losses have skewed blocks
-            self.config.share * self.level.scale,
-        )
-        z = (mean - middle) / spread if spread else 0.0  # the spread of a loss that is always 0 is 0
-        z = max(-_MOST_PER_BLOCK, min(_MOST_PER_BLOCK, z))
-        if z <= _NORMAL_BLOCK:
-            self._since = step - 2 * self.config.every  # the climb may have begun within this block
-        self._sum = max(0.0, self._sum + z - self.config.slack)
+        return _rise(self._since, loss, self.level) if self._sum > config.alarm else None
 
     def forget(self) -> None:
         self._block.clear()

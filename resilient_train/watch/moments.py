@@ -102,11 +102,6 @@ class Moments:
         """Note that a measurement is made, whose numbers `judge` gets later."""
         self.measured, self.faded = self.faded, self._nothing()
 
-    def put_back(self) -> None:
-        """Note that the last measurement is not judged: the next one covers its updates, too."""
-        if self.measured is not None:
-            self.faded, self.measured = self.measured.then(self.faded), None
-
     def judge(
         self,
         step: int,

@@ -136,7 +136,15 @@ class Scans:
     def measure(self, *, everything: bool = False) -> Tensor:
         """Measure what is due, or weights and optimizers if nothing is or `everything` is needed now."""
         self._add_up()
-        self._reconcile()
+        if self._pending is not None:  # it was not judged, as something raised in between
+            self.rebase()
+        if not self.layout.fits():
+            self._norms.clean_step = clean_step = self.clean_step
+            self._lay_out(clean_step)
+            self._remarks.append("the optimizers have other weights than before: scans start again")
+        if fresh := self.layout.skipped[self._skipped_known :]:
+            self._skipped_known = len(self.layout.skipped)
+            self._remarks.append(f"not scanned, being sparse or of a type without norms: {', '.join(fresh)}")
         self._pending = pending = _Pending(step := self._step)
         rows: list[tuple[_Kind, Tensor]] = []
         everything = everything or not self.due(step)
@@ -155,19 +163,6 @@ class Scans:
             rows.append((_Kind.OWN, self._norms.values()))
         pending.rows = [(kind, len(row)) for kind, row in rows]
         return torch.cat([row for _, row in rows]) if rows else torch.zeros(0, device=self.layout.device)
-
-    def _reconcile(self) -> None:
-        """Put back a measurement that was not judged, and notice weights that were added."""
-        if self._pending is not None:
-            self._weights.put_back()
-            self._moments.put_back()
-        if not self.layout.fits():
-            self._norms.clean_step = clean_step = self.clean_step
-            self._lay_out(clean_step)
-            self._remarks.append("the optimizers have other weights than before: scans start again")
-        if fresh := self.layout.skipped[self._skipped_known :]:
-            self._skipped_known = len(self.layout.skipped)
-            self._remarks.append(f"not scanned, being sparse or of a type without norms: {', '.join(fresh)}")
 
     def are_copies(self) -> list[bool]:
         """For each number of the last measurement: is it the same on every rank, unless one of them is damaged?"""

@@ -114,14 +114,6 @@ class GroupPath:
         self.path.whole += lr * step
         self.path.decay += lr * abs(setting["weight_decay"]) * decay
 
-    def begin(self) -> None:
-        """Note that a measurement is made, which covers the path so far."""
-        self.measured, self.path = self.path, Path()
-
-    def put_back(self) -> None:
-        """Note that the last measurement is not judged: the next one covers its path, too."""
-        self.path, self.measured = self.measured.then(self.path), Path()
-
     def state_dict(self) -> list[float]:
         path = self.measured.then(self.path)
         return [*(getattr(path, name) for name in path.__slots__), self.momentum, self.decay_momentum]
@@ -198,12 +190,7 @@ class Weights:
     def begin(self) -> None:
         """Note that a measurement is made, whose numbers `judge` gets later."""
         for group in self.groups:
-            group.begin()
-
-    def put_back(self) -> None:
-        """Note that the last measurement is not judged."""
-        for group in self.groups:
-            group.put_back()
+            group.measured, group.path = group.path, Path()
 
     def judge(
         self,
