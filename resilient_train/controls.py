@@ -171,7 +171,7 @@ class Controls:
         state = {
             "tick": self._parts.clock.tick,
             "knobs": self.knobs.state_dict(),
-            "skipped": [list(span) for span in self._parts.samples.skipped_spans()],
+            "skipped": [list(span) for span in self._parts.samples.skipped.spans],
             "quarantined": sorted(self.quarantined.rows),
             "armor": [asdict(patch) for patch in self._armor.lines],  # recognizes its line also when it is masked
             "armored": sorted(map(list, self._tried)),
@@ -237,7 +237,7 @@ class Controls:
         parts = self._parts
         if self._decisions is None:  # they change with an incident only
             in_effect = {
-                "skipped": parts.samples.skipped_spans(),
+                "skipped": parts.samples.skipped.spans,
                 "quarantined": sorted(self.quarantined.rows),
                 "armor": [(patch.function, patch.text, patch.count, patch.op) for patch in self._armor.lines],
                 "mends_eps": parts.updater.mends_eps,

@@ -132,7 +132,7 @@ def test_a_hot_stretch_leaves_no_trace(times: float, start: int, steps: int, han
     assert {outcome for *_, outcome in hot.told()} <= {"recovered", "recurred"}
     assert f"rose x{times:,g} at step {start + 1}, by the schedule" in hot.guard.incidents[0].diagnosis.advice
     assert "expect" not in hot.guard.incidents[0].diagnosis.advice
-    assert hot.guard.samples.skipped_spans() == [], "the samples are innocent"
+    assert hot.guard.samples.skipped.spans == [], "the samples are innocent"
 
 
 def test_a_rate_that_rises_for_good_is_limited_for_good() -> None:

@@ -21,13 +21,13 @@ class MapEvaluation:
     """Evaluation over a map-style data set, in order, with the same random numbers every time."""
 
     def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate, num_workers: int) -> None:
-        keys = [Key(seed, 0, index) for index in range(len(dataset))]
-        self._plan, self._weights = _split(_chunks(keys, slicing.batch_size), slicing)
+        keys = [Key(seed, 0, row) for row in range(len(dataset))]
+        self._plan, self._weights = _split(keys, slicing)
         self._loader = loader(dataset, self._plan, collate, num_workers=num_workers, pin_memory=False)
         self._here = RepeatableBatches(dataset, collate)
 
     def batches(self, beat: Callable[[], None] = no_watchdog) -> Iterator[Weighted]:
-        """Yield every batch; one that fails for a moment is fetched again, and `beat` called meanwhile."""
+        """Yield every batch. One that fails for a moment is fetched again, with calls of `beat`."""
         batches = iter(self._loader)
         for keys, weight in zip(self._plan, self._weights, strict=True):
             try:
@@ -36,19 +36,20 @@ class MapEvaluation:
                 if not may_pass(error):
                     raise
                 rows, raised = fetched_again(keys, self._here, Retries(beat))
-                for why in raised.values():
+                if raised:
+                    why = next(iter(raised.values()))
                     what = f"{len(raised)} of {len(keys)} rows of an evaluation could not be fetched"
                     raise StorageFailed(what, in_one_line(why)) from why
                 batch = self._here.of_rows(rows, keys)
             yield batch, weight
 
     def close(self) -> None:
-        """Let go of worker processes."""
+        """Stop worker processes."""
         del self._loader
 
 
 class IterableEvaluation:
-    """Evaluation over an iterable data set: every rank reads all of it, from its start, and works on its share."""
+    """Evaluation over an iterable data set: every rank reads all of it, from its start, and evaluates its share."""
 
     def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate) -> None:
         self.dataset, self.slicing, self.seed, self.collate = dataset, slicing, seed, collate
@@ -60,18 +61,17 @@ class IterableEvaluation:
         if self._can_rewind:
             self.dataset.load_state_dict(copy.deepcopy(self._pristine))
         rows = self._seeded()
-        number = 0
+        number = self.slicing.rank
         while group := list(islice(rows, self.slicing.batch_size * self.slicing.world)):
-            batches, weights = _split(_chunks(group, self.slicing.batch_size), self.slicing)
-            for batch, weight in zip(batches, weights, strict=True):
-                seed_host(mix(Purpose.COLLATE, self.seed, number * self.slicing.world + self.slicing.rank))
+            for batch, weight in zip(*_split(group, self.slicing), strict=True):
+                seed_host(mix(Purpose.COLLATE, self.seed, number))
                 yield self.collate(list(batch)), weight
-            number += 1
-        if not number:
+            number += self.slicing.world
+        if number < self.slicing.world:
             raise TrainError("data.eval: the iterable data set gave no rows: it is empty, or can be read only once")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no workers."""
 
     def _seeded(self) -> Iterator[Any]:
         iterator = iter(self.dataset)
@@ -83,12 +83,9 @@ class IterableEvaluation:
                 return
 
 
-def _chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    return [items[start : start + size] for start in range(0, len(items), size)]
-
-
-def _split(batches: list[Sequence[Any]], slicing: Slicing) -> tuple[list[Sequence[Any]], list[int]]:
-    """Give every rank the same number of batches: a forward with collectives hangs when one rank has fewer."""
+def _split(items: Sequence[Any], slicing: Slicing) -> tuple[list[Sequence[Any]], list[int]]:
+    """Give every rank the same number of batches: a forward with collectives hangs if one rank has fewer."""
+    batches = [items[start : start + slicing.batch_size] for start in range(0, len(items), slicing.batch_size)]
     mine = batches[slicing.rank :: slicing.world]
     weights = [len(batch) for batch in mine]
     if len(mine) < -(-len(batches) // slicing.world):

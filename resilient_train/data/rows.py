@@ -1,4 +1,4 @@
-"""Rows that come out the same every time they are fetched, random numbers included, and what a data set is known by."""
+"""Rows that come out the same every time they are fetched, random numbers included, and the identity of a data set."""
 
 from __future__ import annotations
 
@@ -19,26 +19,22 @@ Collate = Callable[[list[Any]], Any]
 class RepeatableBatches:
     """Fetches and collates the rows of one micro-batch, each with the random numbers that belong to it.
 
-    Seeding three generators for every row costs more than many a row, and most data sets never draw. So the first
-    batch is watched: if it draws no random numbers, later ones are fetched without seeding, and fetched again row by
-    row if one draws after all. From the first draw on every row is seeded. Leaves the process's generators anywhere:
-    each update seeds them afterwards.
+    Seeding three generators for every row costs more than many a row, and most data sets draw no random numbers. So
+    rows are fetched without seeding until a batch draws numbers. That batch is fetched again, and from then on every
+    row is seeded. The process's generators are left in any state: each update seeds them afterwards.
     """
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
-        self._draws: bool | None = None  # not known before the first batch
+        self._draws = False
         self._probe: _Probe | None = None
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
-        """Torch's fetcher asks for a list of rows and collates it; ours holds one batch, collated already."""
+        """Return a list of one batch: torch's fetcher asks for a list of rows and collates it."""
         return [self.collated(keys)]
 
     def collated(self, keys: Sequence[Key]) -> Any:
         """Make one micro-batch."""
-        if self._draws is None:
-            batch, self._draws = self._watched(keys)
-            return batch
         if not self._draws:
             self._probe = self._probe or _Probe(mix(Purpose.PROBE, keys[0].seed))
             seed_host(self._probe.seed)
@@ -54,36 +50,24 @@ class RepeatableBatches:
         return self.collate(rows)
 
     def fetch(self, key: Key) -> Any:
-        """Fetch one row, on the way that a batch would take."""
+        """Fetch one row, in the way in which a batch is fetched."""
         seed_host(mix(Purpose.ROW, *key))
-        return self.dataset[key.row] if self._draws is not False else self._plain([key])[0]
+        return self.dataset[key.row] if self._draws else self._plain([key])[0]
 
     def _plain(self, keys: Sequence[Key]) -> list[Any]:
-        indices = [key.row for key in keys]
-        many = getattr(self.dataset, "__getitems__", None)
-        return list(many(indices)) if many else [self.dataset[index] for index in indices]
-
-    def _watched(self, keys: Sequence[Key]) -> tuple[Any, bool]:
-        rows: list[Any] = []
-        draws = False
-        for key in keys:
-            probe = _Probe(mix(Purpose.ROW, *key))
-            rows.append(self.dataset[key.row])
-            draws = not probe.is_untouched() or draws
-        probe = _Probe(mix(Purpose.COLLATE, *keys[0]))
-        batch = self.collate(rows)
-        return batch, not probe.is_untouched() or draws
+        rows = [key.row for key in keys]
+        fetch_many = getattr(self.dataset, "__getitems__", None)
+        return list(fetch_many(rows)) if fetch_many else [self.dataset[row] for row in rows]
 
 
 class _Probe:
-    """Seeds the generators, and says later whether numbers were drawn from them."""
+    """Says whether numbers were drawn from the generators since they were seeded."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         seed_host(seed)
         self.first = random.random(), np.random.random()
         self.state = torch.get_rng_state()
-        seed_host(seed)
 
     def is_untouched(self) -> bool:
         """Draw once more: the numbers are the first ones after the seed only if none were drawn before."""
@@ -95,31 +79,25 @@ _LASTING = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
 def fingerprint(dataset: Any) -> dict[str, Any]:
-    """Return a map-style data set's class, its number of rows, and digests of a few: `{"dataset", "rows", "digests"}`.
-
-    A digest is None, and nothing to go by, where a row raises or is another one every time it is fetched.
-    """
+    """Return the class of a map-style data set, its number of rows, and digests of a few."""
     rows = len(dataset)
-    compared = sorted({(rows - 1) * number // (_COMPARED - 1) for number in range(_COMPARED)})
-    with preserved(torch.device("cpu")):
-        digests = {str(row): _digest(dataset, row) for row in compared}
-    return {"dataset": type(dataset).__name__, "rows": rows, "digests": digests}
+    compared = {(rows - 1) * number // (_COMPARED - 1) for number in range(_COMPARED)}
+    return {"dataset": type(dataset).__name__, "rows": rows, "digests": _digests(dataset, compared)}
 
 
 def sampled(dataset: Any, rows: Iterable[int]) -> dict[str, Any]:
-    """Return what a data set is compared with when the run resumes: its number of rows, and digests of these.
+    """Return the data set's number of rows and digests of some of these, to compare with when the run resumes.
 
-    They are rows that training has fetched already: to read others might end the process, or never return.
+    They are rows that training has fetched already: other rows might end the process, or never return.
     """
     some = sorted(set(rows))
     compared = {some[len(some) * number // _COMPARED] for number in range(_COMPARED)} if some else set()
-    with preserved(torch.device("cpu")):
-        digests = {str(row): (_digest(dataset, row) or "")[:16] or None for row in sorted(compared)}
+    digests = {row: digest and digest[:16] for row, digest in _digests(dataset, compared).items()}
     return {"rows": len(dataset), "digests": digests}
 
 
 def change(known: Mapping[str, Any], dataset: Any) -> str:
-    """Say how a data set differs from what it was when it was sampled; empty where it does not."""
+    """Say how a data set differs from an earlier sample of it; empty if it does not."""
     if len(dataset) != known["rows"]:
         return f"it has {len(dataset):,} rows, and had {known['rows']:,}"
     now = sampled(dataset, map(int, known["digests"]))["digests"]
@@ -127,20 +105,24 @@ def change(known: Mapping[str, Any], dataset: Any) -> str:
     return f"row {min(odd, key=int)} is not what it was" if odd else ""
 
 
-def _digest(dataset: Any, row: int) -> str | None:
-    """Hash a row, fetched twice: some data sets have a generator of their own, or read a clock."""
-    digests = set()
-    for _ in range(2):
-        seed_host(mix(Purpose.ROW, 0, 0, row))
-        try:
-            digests.add(sha256(_lasting(dataset[row])))
-        except Exception:
-            return None
-    return digests.pop() if len(digests) == 1 else None
+def _digests(dataset: Any, rows: Iterable[int]) -> dict[str, str | None]:
+    """Hash rows, each fetched twice. The digest of a row that raises, or that differs the second time, is None."""
+    digests: dict[str, str | None] = {}
+    with preserved(torch.device("cpu")):
+        for row in sorted(rows):
+            seen: set[str | None] = set()
+            for _ in range(2):
+                seed_host(mix(Purpose.ROW, 0, 0, row))
+                try:
+                    seen.add(sha256(_lasting(dataset[row])))
+                except Exception:
+                    seen.add(None)
+            digests[str(row)] = seen.pop() if len(seen) == 1 else None
+    return digests
 
 
 def _lasting(node: Any) -> Any:
-    """What of a row is the same in the next process: of objects other than data only their class."""
+    """Return what is the same in the next process: the data of a row, but only the class of other objects."""
     if isinstance(node, Mapping):
         return {str(key): _lasting(value) for key, value in node.items()}
     if isinstance(node, list | tuple):

@@ -1,4 +1,4 @@
-"""The samples of a run and the cursor in them: one update's worth at a time, and back to any position."""
+"""The samples of a run: one update's worth at a time, from any position."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from resilient_train.ranks.process_exit import exit_with_parent
 
 _log = logging.getLogger("resilient_train")
 
-
 _MOST = 2**24  # samples of one process in an update
-_STORM_UPDATES, _STORM_ROWS = 16, 8  # so many rows of so few updates fail: the storage is to blame, not the rows
+_STORM_UPDATES, _STORM_ROWS = 16, 8  # if so many rows fail in so few updates, the storage is to blame, not the rows
+_NO_INDEX = "the rows of this data have no index"
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,13 @@ class Slicing:
         return self.batch_size * self.accumulation * self.world
 
     def halved(self) -> Slicing | None:
-        """The same samples in micro-batches of half the size; None where they cannot be halved."""
+        """Split the same samples into micro-batches of half the size; None if that size is odd."""
         if self.batch_size % 2:
             return None
         return replace(self, batch_size=self.batch_size // 2, accumulation=2 * self.accumulation)
 
     def for_samples(self, samples: int) -> Slicing | None:
-        """Split so many samples per update over these ranks, in micro-batches no larger than now.
-
-        None where they do not divide.
-        """
+        """Split another number of samples, into micro-batches no larger than now; None if they do not divide."""
         mine, rest = divmod(samples, self.world)
         if rest or not 0 < mine <= _MOST:
             return None
@@ -76,85 +73,81 @@ class Update:
     start: int
     stop: int
     batches: list[Any]
-    keys: list[Sequence[Key]] = field(default_factory=list)  # what the batches were made of; empty without an index
-    failed: tuple[FailedRow, ...] = ()  # rows that raised; this update has others in their places
+    keys: list[Sequence[Key]] = field(default_factory=list)  # of each batch; empty if rows have no index
+    failed: tuple[FailedRow, ...] = ()  # rows that raised, and were replaced by others
 
 
 class Samples(Protocol):
-    """A cursor over training data. Its state is the position and whatever else finding it again takes.
+    """A cursor over training data.
 
-    Those whose rows have no index inherit what says so: nothing else than `rows` may be asked of their rows.
+    Rows may have an index, by which they can be fetched again and put in quarantine. If they have none, `rows` is 0 and
+    the methods that need an index raise TypeError.
     """
 
     position: int
-    slicing: Slicing  # how an update's samples are cut up
-    skipped: Ranges  # positions that are passed over
-    rows: int = 0  # that have an index, by which they can be fetched again and put in quarantine; 0: none has
+    slicing: Slicing
+    skipped: Ranges
+    rows: int = 0
 
     @property
     def next_start(self) -> int:
-        """Where the next update's samples begin."""
+        """The position at which the next update begins."""
 
     def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
         """Fetch the next update's samples and move past them. `beat` is called while fetches are retried."""
 
     def go_back(self, update: Update) -> None:
-        """Fetch this update, one of the last two, once more."""
+        """Move back to this update, one of the last two."""
 
     def skip(self, start: int, stop: int) -> None:
-        """Pass over these positions from now on, after rewinds too."""
+        """Skip these positions from now on, after rewinds too."""
 
     def slice_as(self, slicing: Slicing) -> bool:
-        """Slice the same samples of an update into other micro-batches from the next one on, if that is possible."""
+        """Slice the same samples of an update into other micro-batches from now on; return whether that is possible."""
         return False
 
-    def skipped_spans(self) -> list[tuple[int, int]]:
-        """Return the positions that are passed over."""
-        return list(self.skipped)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return where the cursor is."""
+        """Return the position, and what else it takes to find it again."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Move the cursor; the next update starts there."""
+        """Move to the position of a state."""
 
     def close(self) -> None:
-        """Let go of worker processes."""
+        """Stop worker processes."""
+
+    # With an index.
 
     def quarantine(self, rows: Iterable[int]) -> None:
         """Put others in the places of these rows from now on, after rewinds too."""
-        raise self._no_index()
+        raise TypeError(_NO_INDEX)
 
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
-        """Return the rows at these positions, as far as rows have an index."""
+        """Return the rows at these positions; nothing if they have no index."""
         return ()
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
-        """Return what the update at this position is made of on this rank."""
-        raise self._no_index()
+        """Return the keys of this rank's micro-batches in the update at this position."""
+        raise TypeError(_NO_INDEX)
 
     def starts(self, after: int, samples: int) -> list[int]:
-        """Return where the next updates begin that use so many samples, from the update at `after` on."""
-        raise self._no_index()
+        """Return where the updates after the one at `after` begin, as long as fewer than `samples` lie between."""
+        raise TypeError(_NO_INDEX)
 
     def collated(self, keys: Sequence[Key]) -> Any:
-        """Make one micro-batch of these rows as training makes it. Leaves the host's generators anywhere."""
-        raise self._no_index()
+        """Make one micro-batch of these rows as training makes it. Leaves the host's generators in any state."""
+        raise TypeError(_NO_INDEX)
 
     def fetched(self, key: Key) -> Any:
-        """Fetch one row as it comes from the data set. Leaves the host's generators anywhere."""
-        raise self._no_index()
+        """Fetch one row as it comes from the data set. Leaves the host's generators in any state."""
+        raise TypeError(_NO_INDEX)
 
     def others(self, keys: Sequence[Key], draw: int) -> list[Key]:
         """Return as many other healthy rows, for comparison: the same ones for the same draw."""
-        raise self._no_index()
-
-    def _no_index(self) -> TypeError:
-        return TypeError(f"the rows of {type(self).__name__} have no index")
+        raise TypeError(_NO_INDEX)
 
 
 class MapSamples(Samples):
-    """Samples of a map-style data set: any position is one jump away."""
+    """Samples of a map-style data set: it can jump to any position."""
 
     def __init__(
         self,
@@ -174,24 +167,24 @@ class MapSamples(Samples):
         self._plan = _Plan(stream, slicing)
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
-        self._trouble_until: int | None = None  # where the last update ended that could be fetched at a second try only
-        self._failed: dict[int, int] = {}  # rows that the storage failed to give, and the positions of their updates
+        self._trouble_until: int | None = None  # the end of the last update that took a second try
+        self._failed: dict[int, int] = {}  # rows that the storage failed to return, and the positions of their updates
 
     @property
     def next_start(self) -> int:
         return self.skipped.end_at(self.position)
 
     def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
-        """Fetch the next update's samples and move past them; others replace rows that raise, which are named.
+        """Fetch the next update's samples and move past them. Others replace rows that raise, which are named.
 
-        An error that a worker passes on no longer says which rows raised it: that one update is made again here.
+        An error from a worker does not say which row raised it: the update is made again in this process.
         """
         try:
             if self._batches is None:
                 self._batches = self._start()
             batches = [next(self._batches) for _ in range(self.slicing.accumulation)]
         except Exception as error:
-            trouble = in_one_line(error)  # not the error itself: it would keep workers alive that are to go
+            trouble = in_one_line(error)  # not the error itself, which would keep the workers alive
             workers = getattr(self._batches, "_workers", [])
             is_of_rows = may_pass(error) and all(one.is_alive() for one in workers)
         else:
@@ -218,8 +211,7 @@ class MapSamples(Samples):
         self._batches = None
 
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
-        skipped = {at for low, high in self.skipped for at in range(max(low, start), min(high, stop))}
-        places = [at for at in range(start, stop) if at not in skipped]
+        places = [at for at in range(start, stop) if self.skipped.end_at(at) == at]
         return tuple(sorted({key.row for at in places for key in self.stream.take(at, 1).keys}))
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
@@ -245,7 +237,7 @@ class MapSamples(Samples):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
-        self._batches = None  # what workers have fetched ahead belongs to another place
+        self._batches = None  # what workers have fetched ahead belongs to another position
 
     def close(self) -> None:
         self._batches = self._loader = None
@@ -253,22 +245,23 @@ class MapSamples(Samples):
     def _start(self) -> Iterator[Any]:
         self._plan.start = self.position
         self._plan.ahead.clear()
-        if not self.num_workers:
-            return _fetched(self._here, self._plan, self.pin_memory)
+        if not self.num_workers:  # a loader without workers does the same, and costs 70 us a batch
+            batches = map(self._here.collated, self._plan)
+            return map(pin_memory, batches) if self.pin_memory else batches
         if self._loader is None:
             self._loader = loader(
                 *(self.dataset, self._plan, self.collate), num_workers=self.num_workers, pin_memory=self.pin_memory
             )
-        batches: Any = iter(self._loader)
-        if batches._worker_pids_set:
-            # Else torch raises the death of a worker in a signal handler, wherever the training is at the time, and
-            # not only where its batch is waited for.
-            torch._C._remove_worker_pids(id(batches))
-            batches._worker_pids_set = False
-        return batches  # type: ignore[no-any-return]
+        fetching: Any = iter(self._loader)
+        if fetching._worker_pids_set:
+            # Otherwise torch raises the death of a worker in a signal handler, wherever the training is at the time,
+            # and not only where its batch is waited for.
+            torch._C._remove_worker_pids(id(fetching))
+            fetching._worker_pids_set = False
+        return fetching  # type: ignore[no-any-return]
 
     def _fetched_here(self, trouble: str, retries: Retries, *, is_of_rows: bool) -> Update:
-        """Make the next update in this process, row by row if need be; workers start again after it."""
+        """Make the next update in this process, row by row if necessary. Workers start again after it."""
         self._batches = None
         span = self.stream.take(self.position, self.slicing.samples)
         batches, keys, failed = [], [], dict[int, FailedRow]()
@@ -278,13 +271,22 @@ class MapSamples(Samples):
             keys.append(mixed)
             failed |= {row.row: row for row in bad}
         self._require_storage([row for row in failed.values() if row.may_pass], span.start)
-        if not failed:
-            self._note_trouble(trouble, span.start, span.stop, retries.pauses, is_of_rows=is_of_rows)
+        if not failed:  # a worker that died, a disk that was away for a moment
+            if self._trouble_until is None or retries.pauses:
+                attempt = f"try {retries.pauses + 2}" if retries.pauses else "the second try"
+                _log.warning("data: %s; the same rows came at %s, and training continues", trouble, attempt)
+            is_again, self._trouble_until = self._trouble_until == span.start, span.stop
+            if not is_of_rows:
+                self._loader = None  # a loader that has lost a worker cannot be iterated again
+                if is_again and self.num_workers:
+                    self.num_workers = 0
+                    why = "workers fail at once, for example because shared memory is missing"
+                    _log.warning("data: %s: rows are fetched without them", why)
         self.position = span.stop
         return Update(span.start, span.stop, batches, keys, tuple(failed.values()))
 
     def _require_storage(self, failed: Sequence[FailedRow], start: int) -> None:
-        """Raise where so many rows fail within a few updates that the rows are not to blame."""
+        """Raise if so many rows fail within a few updates that the storage is to blame."""
         first = start - _STORM_UPDATES * self.slicing.samples
         self._failed = {row: at for row, at in self._failed.items() if first < at <= start}
         self._failed |= {row.row: start for row in failed}
@@ -292,30 +294,17 @@ class MapSamples(Samples):
             what = f"{len(self._failed)} rows could not be fetched within {_STORM_UPDATES} updates"
             raise StorageFailed(what, failed[0].error)
 
-    def _note_trouble(self, trouble: str, start: int, stop: int, pauses: int, *, is_of_rows: bool) -> None:
-        """Continue after trouble that no row is to blame for: a worker that died, a disk that was away for a moment."""
-        if self._trouble_until is None or pauses:
-            attempt = f"try {pauses + 2}" if pauses else "the second try"
-            _log.warning("data: %s; the same rows came at %s, and training goes on", trouble, attempt)
-        is_again, self._trouble_until = self._trouble_until == start, stop
-        if is_of_rows:
-            return
-        self._loader = None  # one that has lost a worker cannot be iterated again
-        if is_again and self.num_workers:
-            self.num_workers = 0
-            _log.warning("data: workers fail at once, such as for want of shared memory: rows are fetched without them")
-
 
 class _Plan:
-    """The endless list of this rank's micro-batches from `start` on: the sampler that workers are fed from.
+    """The endless list of this rank's micro-batches from `start` on: the sampler of the workers.
 
-    A function of nothing but the position. It never draws, unlike torch's samplers, so it can begin anywhere.
+    Unlike torch's samplers it draws no random numbers, so it can begin anywhere.
     """
 
     def __init__(self, stream: Stream, slicing: Slicing) -> None:
         self.stream, self.slicing = stream, slicing
         self.start = 0
-        self.ahead: deque[Span] = deque()  # updates planned ahead for the workers, not trained on yet
+        self.ahead: deque[Span] = deque()  # updates planned for the workers, not trained on yet
 
     def __iter__(self) -> Iterator[Sequence[Key]]:
         position = self.start
@@ -326,29 +315,22 @@ class _Plan:
             position = span.stop
 
 
-def _fetched(rows: RepeatableBatches, plan: _Plan, pinned: bool) -> Iterator[Any]:
-    """Fetch the micro-batches of a plan here: a loader without workers costs 70 us a batch and does the same."""
-    for keys in plan:
-        batch = rows.collated(keys)
-        yield pin_memory(batch) if pinned else batch  # type: ignore[no-untyped-call]
-
-
 def loader(dataset: Any, plan: Any, collate: Collate, *, num_workers: int, pin_memory: bool) -> DataLoader[Any]:
     """Build a loader over micro-batches of keys that never touches the global generators."""
-    # What the kernel looks at is the thread: any other may end while its process lives on.
-    is_of_process = threading.current_thread() is threading.main_thread()
+    # Workers of any other thread would end with that thread while the process continues.
+    is_main_thread = threading.current_thread() is threading.main_thread()
     return DataLoader(
-        RepeatableBatches(dataset, collate),  # type: ignore[arg-type]  # has __getitems__, which is all that is asked
+        RepeatableBatches(dataset, collate),  # type: ignore[arg-type]  # torch only calls its __getitems__
         batch_sampler=plan,
         collate_fn=itemgetter(0),  # the one batch, collated already
         num_workers=num_workers,
         pin_memory=pin_memory,
         persistent_workers=num_workers > 0,
         generator=torch.Generator(),  # iter() would draw a seed from the global one
-        worker_init_fn=_exit_with_parent if is_of_process else None,
+        worker_init_fn=_exit_with_parent if is_main_thread else None,
     )
 
 
 def _exit_with_parent(worker: int) -> None:
-    """Torch lets a worker notice by itself that its process has ended: not while it is busy with a row."""
+    """End a worker with its process at once. Torch's workers notice that only between two rows."""
     exit_with_parent()

@@ -21,17 +21,17 @@ from resilient_train.state.tree import rebuilt, sha256
 
 _log = logging.getLogger("resilient_train")
 
-_COMPARED = 4  # first rows of an update, whose digests with the last one's show whether its place was found again
-_REMEMBERED = 10_000  # updates whose first rows are remembered: further back than any rewind
+_COMPARED = 4  # first rows of an update; with the last one they show whether the same place was found again
+_REMEMBERED = 10_000  # updates whose digests are kept: further back than any rewind
 
 
 class _Read(NamedTuple):
     """The rows of one update over all ranks, and where they were read."""
 
-    place: int  # the position where reading began: at this row of this epoch
+    place: int  # the position where reading began, at this row of this epoch
     epoch: int
     row: int
-    start: int  # of the first sample that was not passed over
+    start: int  # the position of the first sample that was not skipped
     stop: int
     rows: list[Any]
 
@@ -39,22 +39,20 @@ class _Read(NamedTuple):
 class IterableSamples(Samples):
     """Samples of an iterable data set that can return its position and go back to it.
 
-    Every rank reads the whole stream and keeps its own share: that costs reading, and buys that the same run on
-    1, 2 or 4 processes sees the same updates.
+    Every rank reads the whole stream and keeps its own share: so a run on 1, 2 or 4 processes sees the same updates.
     """
 
     def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate) -> None:
-        """Begin at the first row. Raises ValueError where the data set does not repeat itself."""
+        """Begin at the first row. Raises ValueError if the data set does not repeat itself."""
         self.dataset, self.slicing, self.seed, self.collate = dataset, slicing, seed, collate
         self.position = 0
+        self.skipped = Ranges()
         self._pristine = copy.deepcopy(dataset.state_dict())
-        self._epoch = self._row = 0
-        self._rows = self._iterator()
         self._state_is_exact = True  # until a rewind shows otherwise
         self._first_rows: dict[tuple[int, int], str] = {}  # digests by positions
         self._recent: deque[_Read] = deque(maxlen=2)
-        self._ahead: deque[_Read] = deque()  # to be served before the data set is read on
-        self.skipped = Ranges()
+        self._ahead: deque[_Read] = deque()  # the next updates, if they were read before
+        self._read_to(0, 0)
         self._require_repetition()
 
     @property
@@ -73,7 +71,7 @@ class IterableSamples(Samples):
         return Update(start, self.position, batches)
 
     def go_back(self, update: Update) -> None:
-        """Take it from memory: finding a place in the data set again may mean to read an epoch."""
+        """Move back to an update that is still in memory: to find its place in the data set might take an epoch."""
         while self._recent and self._recent[-1].start >= update.start:
             self._ahead.appendleft(self._recent.pop())
             self.position = self._ahead[0].place
@@ -81,14 +79,14 @@ class IterableSamples(Samples):
     def skip(self, start: int, stop: int) -> None:
         self.skipped.add(start, stop)
         while self._ahead and start <= self._ahead[0].start < stop:
-            self.position = self._ahead.popleft().stop  # where the next one begins, in memory or in the data set
+            self.position = self._ahead.popleft().stop
 
     def slice_as(self, slicing: Slicing) -> bool:
         self.slicing = slicing
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        if self._ahead:  # the data set itself is further on than the run
+        if self._ahead:  # the data set itself was read further
             ahead = self._ahead[0]
             return {"position": ahead.place, "epoch": ahead.epoch, "row": ahead.row, "dataset": None}
         inner = copy.deepcopy(self.dataset.state_dict()) if self._state_is_exact else None
@@ -97,14 +95,11 @@ class IterableSamples(Samples):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._recent.clear()
         self._ahead.clear()
-        self.position, self._epoch, self._row = state["position"], state["epoch"], state["row"]
-        # The data set's own state is trusted where the rows it brings back can be compared with those from before.
-        if (
-            self._state_is_exact
-            and state["dataset"] is not None
-            and any(place == self.position for place, _ in reversed(self._first_rows))
-        ):
-            self._begin(state["dataset"])
+        self.position = state["position"]
+        # The data set's own state is used only if the rows that follow can be compared with those read before.
+        is_known = any(place == self.position for place, _ in reversed(self._first_rows))
+        if self._state_is_exact and is_known and state["dataset"] is not None:
+            self._begin(state["epoch"], state["row"], state["dataset"])
         else:
             self._read_to(state["epoch"], state["row"])
 
@@ -113,25 +108,28 @@ class IterableSamples(Samples):
 
     def _read_update(self, retries: Retries) -> _Read:
         place, epoch, row = self.position, self._epoch, self._row
-        start = at = self.skipped.end_at(place)
-        positions: list[int] = []  # skipped ones may lie between them
-        while len(positions) < self.slicing.samples:
-            low, high = self.skipped.next(at)
-            missing = self.slicing.samples - len(positions)
-            positions += range(at, at + missing if low is None else min(low, at + missing))
-            at = high
+        positions = [at for span in self.skipped.outside(place, self.slicing.samples) for at in range(*span)]
         stop = positions[-1] + 1
         rows = self._read(epoch, row, stop - place, retries)
         digest = _digest(rows)
         known = self._first_rows.setdefault((place, stop), digest)
         if known != digest:
-            rows = self._read_again(epoch, row, len(rows), known)
+            # Some states leave out what a shuffle buffer holds: after a rewind its rows would be missing, without any
+            # error. From now on a rewind starts at the beginning of its epoch and reads again.
+            self._state_is_exact = False
+            kind = type(self.dataset).__name__
+            why = "forgets rows that it has read (a shuffle buffer?): a rewind reads their epoch again"
+            _log.warning("the state of this %s %s", kind, why)
+            self._read_to(epoch, row)
+            rows = [self._next_row() for _ in rows]
+            if _digest(rows) != known:
+                raise TrainError(f"data.train: this {kind} gives other rows when it is read again")
         if len(self._first_rows) > _REMEMBERED:
             del self._first_rows[next(iter(self._first_rows))]
-        return _Read(place, epoch, row, start, stop, [rows[at - place] for at in positions])
+        return _Read(place, epoch, row, positions[0], stop, [rows[at - place] for at in positions])
 
     def _read(self, epoch: int, row: int, count: int, retries: Retries) -> list[Any]:
-        """Where reading fails for a moment the epoch is read again: an iterator that has raised has ended."""
+        """Read rows. If that fails for a moment, the epoch is read again: an iterator that has raised has ended."""
         while True:
             try:
                 if retries.pauses:
@@ -151,45 +149,24 @@ class IterableSamples(Samples):
             except StopIteration:
                 if self._row == 0:
                     raise TrainError("data.train: the iterable data set has no rows any more") from None
-                self._epoch, self._row = self._epoch + 1, 0
-                self._begin(self._pristine)
+                self._begin(self._epoch + 1, 0, self._pristine)
             else:
                 self._row += 1
                 return row
 
-    def _begin(self, state: Any) -> None:
+    def _begin(self, epoch: int, row: int, state: Any) -> None:
+        """Continue at a row, at which the data set has this state."""
+        self._epoch, self._row = epoch, row
         if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self._epoch)
+            self.dataset.set_epoch(epoch)
         self.dataset.load_state_dict(copy.deepcopy(state))
-        self._rows = self._iterator()
-
-    def _iterator(self) -> Iterator[Any]:
-        """Some data sets fetch their first row when they are asked for an iterator: it has its numbers by then."""
-        seed_host(mix(Purpose.ROW, self.seed, self._epoch, self._row))
-        return iter(self.dataset)
+        seed_host(mix(Purpose.ROW, self.seed, epoch, row))  # some data sets fetch their first row in iter()
+        self._rows: Iterator[Any] = iter(self.dataset)
 
     def _read_to(self, epoch: int, row: int) -> None:
-        self._epoch, self._row = epoch, 0
-        self._begin(self._pristine)
+        self._begin(epoch, 0, self._pristine)
         for _ in range(row):
             self._next_row()
-
-    def _read_again(self, epoch: int, row: int, count: int, expected: str) -> list[Any]:
-        """The rows from a place that the data set's own state did not bring back.
-
-        The states of some data sets leave out what a shuffle buffer holds: after a rewind its rows would be missing,
-        and nothing would say so. From then on a rewind begins at the start of its epoch and reads again.
-        """
-        self._state_is_exact = False
-        _log.warning(
-            "the state of this %s forgets rows that it has read (a shuffle buffer?): a rewind reads their epoch again",
-            type(self.dataset).__name__,
-        )
-        self._read_to(epoch, row)
-        rows = [self._next_row() for _ in range(count)]
-        if _digest(rows) != expected:
-            raise TrainError(f"data.train: this {type(self.dataset).__name__} gives other rows when it is read again")
-        return rows
 
     def _require_repetition(self) -> None:
         """Read the first rows twice, each with the random numbers that belong to it."""
@@ -216,23 +193,23 @@ class _Served(NamedTuple):
 
     start: int
     stop: int
-    batches: list[Any]  # in containers that the loop does not have
-    versions: list[int]  # of their tensors, as torch counts what is done to them in place
+    batches: list[Any]  # in other containers than the loop's
+    versions: list[int]  # of their tensors: torch counts changes in place
 
 
 class LoaderSamples(Samples):
-    """Batches of a loader that the caller made: it continues where it is, whatever the run does.
+    """Batches of the caller's loader, which cannot go back.
 
-    The last two updates are remembered and can be served again; what lies further back cannot, so after a rewind the
-    run trains on what comes next. Positions count samples as if every batch were full.
+    The last two updates are kept and can be served again. After a rewind to an earlier one, the run trains on the
+    batches that come next. Positions count samples as if every batch were full.
 
     A loader may draw from the global generators, which rewind. So every batch is fetched with random numbers that are
-    a function of how many were fetched before it, which never goes back and is continued by a resume: no batch comes
-    again because the run went back, and a resume draws what the run would have drawn.
+    a function of the number of batches fetched before it, which never goes back, not even when the run resumes: a
+    rewind repeats no batch, and a resumed run draws what the run would have drawn.
 
-    A loop may do with its batches what it likes. The containers it gets are its own, which costs nothing. Tensors are
-    copied only once a loop was seen to change one in place, as few do: copies would cost time and lie outside of pinned
-    memory. What was changed before that is not served again.
+    A loop may change its batches. The containers it gets are its own, which costs nothing. Tensors are copied only
+    after a loop was seen to change one in place: copies would cost time and are not in pinned memory. What was changed
+    before that is not served again.
     """
 
     def __init__(
@@ -240,15 +217,14 @@ class LoaderSamples(Samples):
     ) -> None:
         self.loader, self.slicing, self.seed, self.device = loader, slicing, seed, device or torch.device("cpu")
         self.position = 0
-        self._drawn = 0  # batches, by this run
-        self.skipped = Ranges()  # that the run had not reached yet: others are used up and do not come again
+        self.skipped = Ranges()  # ranges that the run had not reached yet: batches before it do not come again
+        self._drawn = 0  # batches drawn by this run
+        self._used_up = 0  # the end of the batches that were drawn, in positions before a rewind
         self._beat: Callable[[], None] = no_watchdog
-        self._used_up = 0  # up to here, as positions were counted before a rewind, batches are used up
         self._batches: Iterator[Any] | None = None
-        self._served = False
         self._recent: deque[_Served] = deque(maxlen=2)
         self._ahead: deque[_Served] = deque()
-        self._changes_tensors = False  # whether the loop does, in place
+        self._changes_tensors = False  # whether the loop changes tensors in place
 
     @property
     def next_start(self) -> int:
@@ -279,10 +255,10 @@ class LoaderSamples(Samples):
         self.position = update.start
 
     def skip(self, start: int, stop: int) -> None:
-        """Pass over what would be served again, and then over new batches.
+        """Skip updates that would be served again, and then new batches.
 
-        What was used up before a rewind does not come again and counts as passed over. What lies ahead, as after a
-        resume, is passed over when it comes.
+        Batches that were used up before a rewind do not come again and count as skipped. Positions that the run has
+        not reached, as after a resume, are skipped when it gets there.
         """
         while self._ahead and start <= self._ahead[0].start < stop:
             self.position = self._ahead.popleft().stop
@@ -296,7 +272,7 @@ class LoaderSamples(Samples):
                 at += self.slicing.samples
 
     def state_dict(self) -> dict[str, Any]:
-        ahead = len(self._ahead) * self.slicing.accumulation  # another process has to draw them once more
+        ahead = len(self._ahead) * self.slicing.accumulation  # another process has to draw them again
         return {"position": self.position, "drawn": self._drawn - ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -314,13 +290,12 @@ class LoaderSamples(Samples):
     def _next_batch(self) -> Any:
         seed_all(mix(Purpose.LOADER, self.seed, self._drawn, self.slicing.rank), self.device)
         self._drawn += 1
-        retries, failed = Retries(self._beat), ""
-        ends = 0
+        retries, failed, ends = Retries(self._beat), "", 0
         while ends < 2:
             try:
                 if self._batches is None:
                     self._batches = iter(self.loader)
-                batch = next(self._batches)
+                return next(self._batches)
             except StopIteration:
                 self._batches, ends = None, ends + 1
             except Exception as error:  # most loaders continue after it; a generator has ended, and is iterated again
@@ -329,12 +304,9 @@ class LoaderSamples(Samples):
                     if retries.pauses:
                         raise StorageFailed("a batch of the loader could not be fetched", failed) from error
                     raise
-            else:
-                self._served = True
-                return batch
         if failed:
             raise StorageFailed("a batch of the loader could not be fetched, and it cannot be iterated again", failed)
-        if self._served:
+        if self._drawn > 1:
             raise TrainError("data: the loader has ended and cannot be iterated again: give one that can")
         raise TrainError("data: the loader is empty: it has no batches")
 
@@ -343,7 +315,7 @@ def _versions(batches: list[Any]) -> list[int]:
     versions: list[int] = []
 
     def note(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and not leaf.is_inference():  # of those torch counts nothing
+        if isinstance(leaf, torch.Tensor) and not leaf.is_inference():  # torch does not count changes of those
             versions.append(leaf._version)
         return leaf
 
