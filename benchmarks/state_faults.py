@@ -259,13 +259,13 @@ class Run:
         (step, values), self._scanned = self._scanned, None
         return self.scans.judge(step, step, values)
 
-    def _set_rates(self) -> list[list[dict[str, float]]]:
+    def _set_rates(self) -> list[dict[str, float]]:
         rate = self.recipe.rate(self.step)
         settings = [[{"lr": lr * rate} for lr in rates] for rates in self.rates]
         for optimizer, mine in zip(self.optimizers, settings, strict=True):
             for group, setting in zip(optimizer.param_groups, mine, strict=True):
                 group.update(setting)
-        return settings
+        return [setting for mine in settings for setting in mine]
 
 
 # -------------------------------------------------------------------------------------------------------------- faults

@@ -299,7 +299,7 @@ class EngineGuard:
         # What it measured, the same on every rank.
         update, fed, attempt = flight.begun.update, flight.begun.fed, flight.attempt
         vitals = read_vitals(
-            *(flight.begun.tick, self.clock.step, update.start, update.stop, attempt.settings[0][0]["lr"]),
+            *(flight.begun.tick, self.clock.step, update.start, update.stop, attempt.settings[0]["lr"]),
             *(flight.sent.read(), flight.limits),
             has_scale=self._updater.scaler is not None,
             is_busy=attempt.is_busy,

@@ -148,7 +148,7 @@ class Run:
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1
-        self._landed = landed, norm
+        self._landed = [setting for mine in landed for setting in mine], norm
         return found
 
     def hear(self) -> Anomaly | None:
@@ -320,7 +320,7 @@ def _sparse_update(run: Run) -> Anomaly | None:
         optimizer.step()
         optimizer.zero_grad()
     run.step += 1
-    run._landed = [[{"lr": 0.01}], [{"lr": 0.1}]], 1.0
+    run._landed = [{"lr": 0.01}, {"lr": 0.1}], 1.0
     return found
 
 
@@ -358,7 +358,7 @@ def _unclipped_update(run: Run) -> Anomaly | None:
         run._sent = run.step, run.scans.measure().tolist()
     run.optimizers[0].step()
     run.step += 1
-    run._landed = [[{"lr": 3e-3}]], None
+    run._landed = [{"lr": 3e-3}], None
     return found
 
 

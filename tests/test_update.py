@@ -201,7 +201,7 @@ def test_rates_are_derived_and_never_compound() -> None:
     updater = Updater([optimizer], [CurveSchedule([1.0], constant, 0)], ClipConfig(None, None), device=CPU)
     for step in range(3):
         weight.grad = torch.ones(())
-        assert updater.apply(step, torch.zeros(()), KnobValues(lr=0.5)).settings == [[{"lr": 0.5}]]
+        assert updater.apply(step, torch.zeros(()), KnobValues(lr=0.5)).settings == [{"lr": 0.5}]
         assert weight.grad is None
     assert weight.item() == -1.5
 
@@ -246,7 +246,7 @@ def test_a_rate_that_is_set_back_is_no_mistake_of_the_loop() -> None:
     update(1, 0.25)
     for state in (late, early):
         optimizer.load_state_dict(state)
-        assert update(1, 0.5).settings[0][0]["lr"] == 0.5
+        assert update(1, 0.5).settings[0]["lr"] == 0.5
 
 
 def test_a_group_that_is_added_later_is_refused() -> None:

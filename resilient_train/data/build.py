@@ -1,4 +1,4 @@
-"""From a data set of any kind to the samples of a run."""
+"""Makes the samples of a run, and its evaluation, of a data set of any kind."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from resilient_train.errors import ConfigError
 
 @dataclass
 class DataConfig:
-    """What is optional has its default here as well: a user's own file names what it needs and nothing else."""
+    """Optional settings have defaults here too, so that a user's own file may leave them out."""
 
     train: dict[str, Any]
     batch_size: int = field(metadata={"at_least": 1})
     eval: dict[str, Any] | None = None
     shuffle: bool = True
     num_workers: int = field(default=0, metadata={"at_least": 0})
-    quarantine: str | None = None  # a list of rows that another run has put in quarantine
+    quarantine: str | None = None  # the quarantine.json of another run
     collate: Any = None  # an import path, a node with a _target_, or null
 
 
 def samples(
     dataset: Any, config: DataConfig, slicing: Slicing, *, seed: int, collate: Collate, pin_memory: bool
 ) -> Samples:
-    """Put a cursor into a training set."""
+    """Make the samples of a training set."""
     key, path = "data.train._target_", config.train["_target_"]
     if not _is_map_style(dataset, key, path):
         lacks = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(dataset, name, None))]
         if lacks:
-            why = f"an iterable data set has to be rewound after trouble, and this {type(dataset).__name__} lacks"
+            why = f"an iterable data set must be able to rewind, and this {type(dataset).__name__} lacks"
             raise ConfigError(key, path, f"{why} {' and '.join(lacks)}")
         if config.num_workers:
             why = "an iterable data set is read in the training process, where it can be rewound exactly: use 0"
@@ -61,9 +61,7 @@ def evaluation(
 
 def _is_map_style(dataset: Any, key: str, path: str) -> bool:
     kind = type(dataset)
-    if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises
-        return False
-    if hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
+    if not isinstance(dataset, IterableDataset) and hasattr(kind, "__getitem__") and hasattr(kind, "__len__"):
         if len(dataset) == 0:
             raise ConfigError(key, path, "the data set is empty: it has no rows")
         return True

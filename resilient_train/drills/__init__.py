@@ -1,4 +1,4 @@
-"""Faults on purpose: what a run has to survive, injected where and when you say."""
+"""Faults on purpose: injected where and when you say, to see a run recover from them."""
 
 from resilient_train.drills.drill import Drill, Place, parse
 from resilient_train.drills.faults import (

@@ -28,7 +28,7 @@ LR_OF_GUARD = "lr_of_guard"  # a key of each parameter group: the lr that the gu
 
 _AS_CONFIGURED = KnobValues()
 
-Settings = Sequence[Sequence[Mapping[str, Any]]]  # by optimizer, by parameter group
+Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +77,14 @@ class Updater:
         self.usual_norm: float | None = None  # of recent gradients, for a tightened clip where none is configured
         self.gate = Gate(optimizers, device)
         self._restarts = RestartDetector()
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self.weights = [weight for group in groups for weight in group["params"]]
+        self.weights = [weight for group in self._groups() for weight in group["params"]]
         self._over_ranks = over_ranks if any(map(is_sharded, self.weights)) else None
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
         self._configured = [  # rate and epsilon of each group
-            [(float(group.get("initial_lr", group["lr"])), group.get("eps")) for group in optimizer.param_groups]
-            for optimizer in optimizers
+            (float(group.get("initial_lr", group["lr"])), group.get("eps")) for group in self._groups()
         ]
+        self._group_counts = [len(optimizer.param_groups) for optimizer in optimizers]
         self.note_rates()
 
     def apply(
@@ -119,8 +118,8 @@ class Updater:
 
     def require_groups(self) -> None:
         """Raise TrainError if a parameter group was added after the guard was made."""
-        for optimizer, configured in zip(self.optimizers, self._configured, strict=True):
-            if len(optimizer.param_groups) != len(configured):
+        for optimizer, count in zip(self.optimizers, self._group_counts, strict=True):
+            if len(optimizer.param_groups) != count:
                 raise TrainError(
                     f"a parameter group was added to {type(optimizer).__name__} after the guard was made, so it has no "
                     "schedule and would not rewind: give it all groups before (frozen weights may be in them), or "
@@ -134,9 +133,8 @@ class Updater:
 
     def undo(self, attempt: Attempt) -> None:
         """Restore the settings of the groups from before a refused attempt."""
-        for optimizer, settings in zip(self.optimizers, attempt.before, strict=True):
-            for group, setting in zip(optimizer.param_groups, settings, strict=True):
-                group.update(setting)
+        for group, setting in zip(self._groups(), attempt.before, strict=True):
+            group.update(setting)
 
     def clipped(self, grad_norm: float, max_norm: float | None) -> float | None:
         """Return the norm of the gradients after clipping; None if clipping by value makes it unknown."""
@@ -159,44 +157,42 @@ class Updater:
 
     def note_rates(self) -> None:
         """Note the rates of the groups, which an optimizer may have changed in its step."""
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group[LR_OF_GUARD] = group["lr"]
+        for group in self._groups():
+            group[LR_OF_GUARD] = group["lr"]
 
     def _set(self, step: int, knobs: KnobValues, rate: float) -> tuple[Settings, Settings, float, float, float]:
         """Derive the settings of all groups from the configured ones, and set them.
 
         Returns them, the ones before, the scheduled rate, and the highest pace that is set and that was asked for.
         """
-        settings: list[list[dict[str, Any]]] = []
-        before: list[list[dict[str, Any]]] = []
-        factor, scheduled, paces = knobs.lr * rate, [], [(0.0, 0.0)]
-        for optimizer, schedule, configured in zip(self.optimizers, self.schedules, self._configured, strict=True):
-            settings.append([])
-            before.append([])
-            planned = schedule.settings(step)
-            for group, setting, (usual, eps) in zip(optimizer.param_groups, planned, configured, strict=True):
-                lr = setting["lr"]
-                # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
-                asked = lr / usual * factor if usual and isinstance(lr, int | float) else 0.0
-                allowed = min(asked, _limit(asked, knobs))
-                setting = {**setting, "lr": usual * allowed if allowed < asked else lr * factor}
-                if isinstance(eps, float):  # Adafactor's is a pair, for which a factor makes no sense
-                    setting["eps"] = max(eps * knobs.eps, _least_eps(group)) if self.mends_eps else eps * knobs.eps
-                old: dict[str, Any] = {name: group.get(name) for name in setting}
-                old[LR_OF_GUARD] = ours = group.get(LR_OF_GUARD, old["lr"])  # missing if the loop has loaded a state
-                if old["lr"] is not ours and old["lr"] != ours:
-                    raise TrainError(
-                        f"the loop set lr itself, to {float(group['lr']):.6g} where it was {float(ours):.6g}: give it "
-                        "to the guard as schedule=, a torch scheduler or a function (step) -> factor of the configured "
-                        "rate, and leave the groups' lr alone"
-                    )
-                group.update(setting)
-                settings[-1].append(setting)
-                before[-1].append(old)
-                scheduled.append(lr)
-                paces.append((allowed, asked))
-        return settings, before, scheduled[0], *map(max, zip(*paces, strict=True))
+        settings, before, paces = [], [], [(0.0, 0.0)]
+        planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
+        factor = knobs.lr * rate
+        for group, setting, (usual, eps) in zip(self._groups(), planned, self._configured, strict=True):
+            lr = setting["lr"]
+            # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
+            asked = lr / usual * factor if usual and isinstance(lr, int | float) else 0.0
+            allowed = min(asked, _limit(asked, knobs))
+            setting = {**setting, "lr": usual * allowed if allowed < asked else lr * factor}
+            if isinstance(eps, float):  # Adafactor's is a pair, for which a factor makes no sense
+                setting["eps"] = max(eps * knobs.eps, _least_eps(group)) if self.mends_eps else eps * knobs.eps
+            old: dict[str, Any] = {name: group.get(name) for name in setting}
+            old[LR_OF_GUARD] = ours = group.get(LR_OF_GUARD, old["lr"])  # missing if the loop has loaded a state
+            if old["lr"] is not ours and old["lr"] != ours:
+                raise TrainError(
+                    f"the loop set lr itself, to {float(group['lr']):.6g} where it was {float(ours):.6g}: give it to "
+                    "the guard as schedule=, a torch scheduler or a function (step) -> factor of the configured rate, "
+                    "and leave the groups' lr alone"
+                )
+            group.update(setting)
+            settings.append(setting)
+            before.append(old)
+            paces.append((allowed, asked))
+        return settings, before, planned[0]["lr"], *map(max, zip(*paces, strict=True))
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the parameter groups of all optimizers. Not kept: `load_state_dict` puts others in their places."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def _unscale(self) -> list[torch.Tensor]:
         """Divide the gradients by the loss scale, and return it.
@@ -230,7 +226,7 @@ def _digest_of_rates(settings: Settings) -> int:
 
     To a hundredth: the last digit may differ between machines, and replicas are compared as well.
     """
-    rates = [setting["lr"] for groups in settings for setting in groups]
+    rates = [setting["lr"] for setting in settings]
     single = array("f", [rate for rate in rates if isinstance(rate, float)]).tobytes()
     return crc32(single[_UPPER::4] + single[_UPPER + 1 :: 4]) % DIGESTS
 

@@ -20,7 +20,7 @@ from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.moments import Moments
 from resilient_train.watch.weights import Found, Weights
 
-Settings = Sequence[Sequence[Mapping[str, Any]]]  # by optimizer, by parameter group
+Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
 _PENDING = 64  # accepted updates, after which they are added up even if no measurement is due
 _OFTEN = 2  # times that the same finding at the same step leads to a rewind; the third time it must be on purpose
@@ -112,10 +112,9 @@ class Scans:
         landed, self._landed = self._landed, []
         live = self.layout.groups()
         for groups, clipped_norm in landed:
-            given = [setting for settings in groups for setting in settings]
-            if len(live) != len(self.layout.kinds) or len(given) != len(live):
+            if len(live) != len(self.layout.kinds) or len(groups) != len(live):
                 return  # groups were added: the next measurement starts from scratch
-            settings = [{**group, **setting} for group, setting in zip(live, given, strict=True)]
+            settings = [{**group, **setting} for group, setting in zip(live, groups, strict=True)]
             if self._weights.every:
                 self._weights.landed(settings, clipped_norm)
             if self._moments.every:
