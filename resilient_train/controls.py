@@ -15,7 +15,7 @@ from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import Circumstances
+from resilient_train.recover.remedies import Circumstances, RunControl
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.state.ring import Snapshot
@@ -26,8 +26,8 @@ from resilient_train.wording import log
 _BEGINNING = 16  # accepted updates: what breaks so soon was wrong from the start
 
 
-class Controls:
-    """The `RunControl` that remedies act on.
+class Controls(RunControl):
+    """Applies remedies to a run.
 
     An effect that lasts has to be in `state_dict`, `load_state_dict` and `digest`: else a restart loses it.
     """
@@ -50,10 +50,9 @@ class Controls:
         self._incident, self._suspects = incident, suspects
         self.rewound_to, self.trace, self._decisions = None, 0, None
 
-    # What remedies do.
+    # What remedies do: `RunControl` says it.
 
     def rewind(self, older: int = 0, steps: int = 0) -> None:
-        """Restore a verified state: the newest one, an older one, or one at least `steps` back."""
         assert self._incident is not None
         parts, anomaly = self._parts, self._incident.anomaly
         if verified := parts.ring.verified_until(anomaly.since):
@@ -65,13 +64,12 @@ class Controls:
             parts.ring.clear()
             self.snapshot(parts.clock.step, verified=True)
         else:
-            raise TrainError(f"no verified state from before step {anomaly.since + 1} can be read any longer")
+            raise TrainError(f"no verified state from before step {anomaly.since + 1} can still be read")
         self.rewound_to = parts.clock.step
         self.trace = parts.updates.trace(self.rewound_to)
         parts.updates.rewound(self.rewound_to)
 
     def skip(self, updates: int | None = None) -> None:
-        """Skip the samples that may be to blame, or as many updates' worth from the present position."""
         samples, (start, stop) = self._parts.samples, self._suspects
         if updates is not None:
             start = start if self.rewound_to is None else samples.position
@@ -79,7 +77,6 @@ class Controls:
         samples.skip(start, stop)
 
     def quarantine(self) -> None:
-        """Replace the guilty rows."""
         incident = self._incident
         assert incident is not None
         diagnosis, step = incident.diagnosis, incident.anomaly.step
@@ -89,12 +86,10 @@ class Controls:
         self.quarantined.adopt({row: Quarantined(why, step, incident.id) for row, why in reasons.items()})
 
     def reset_moments(self) -> None:
-        """Reset the state of the optimizers."""
         self._parts.updater.reset_moments()
         self._parts.scans.rebase()
 
     def armor(self) -> None:
-        """Patch the line of the guilty operation, for the rest of the run."""
         assert self._incident is not None
         culprit = self._incident.diagnosis.broken
         assert culprit is not None
@@ -104,11 +99,9 @@ class Controls:
         self._parts.checks.patched()
 
     def mend_eps(self) -> None:
-        """Raise an epsilon that is 0 in its dtype to what the dtype can hold, for the rest of the run."""
         self._parts.updater.mends_eps = True
 
     def lower_loss_scale(self, factor: float) -> None:
-        """Multiply the loss scale."""
         scaler = self._parts.updater.scaler
         if scaler is not None:
             scaler.update(scaler.get_scale() * factor)
@@ -205,7 +198,7 @@ class Controls:
             try:
                 again = self._armor.add_again(patch)
             except CannotArmor as why:
-                log.warning("cannot patch `%s` at %s:%d any longer: %s", patch.op, patch.file, patch.line, why)
+                log.warning("can no longer patch `%s` at %s:%d: %s", patch.op, patch.file, patch.line, why)
             else:
                 self._note_patched((again.file, again.line, again.op))
 

@@ -97,7 +97,7 @@ class Recovery:
         self.controls.knobs.advance(was_limited=was_limited, may_relax=check.is_at_reference(step))
         had_reference = history.remedies is not None and history.remedies.get("reference") is not None
         self.incident_log.update_accepted(step, recovered_after=self._recovered_after, loss_is_off=check.is_open)
-        if not check.is_open:  # the loss is back: the state to compare with is not needed any longer
+        if not check.is_open:  # the loss is back: the state to compare with is no longer needed
             if ring.keeps_reference:
                 ring.release_reference()
             if had_reference:
@@ -223,8 +223,7 @@ class Recovery:
         """
         phases, odd, since = Phases(began), odd_ones(digests), self.parts.clock.step
         others = len(digests) - len(odd)
-        how = f"otherwise than the {others:,} others" if others else "differently"
-        evidence = f"{rank_names(odd)} decided {how}"
+        evidence = f"{rank_names(odd)} decided differently" + (f" from the {others:,} others" if others else "")
         anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, self.parts.clock.tick, since, evidence, ranks=odd)
         incident = self.incident_log.open(anomaly, Diagnosis(Cause.PROCESS, _DIFFER), Decision((Action("end"),)))
         self.parts.ring.distrust(since)
@@ -388,7 +387,7 @@ def _reached(anomaly: Anomaly) -> int:
 
 
 _DIFFER = (
-    "The ranks did not decide alike: look for code, data or settings that differ from rank to rank, such as another "
-    "version of a file on another host, or a state that only some ranks change."
+    "The ranks decided differently: look for code, data or settings that differ between ranks, such as another version "
+    "of a file on another host, or a state that only some ranks change."
 )
 _ALIKE_AGAIN = "the same command resumes from the newest verified state"

@@ -74,10 +74,8 @@ _SECRET = {"password", "passwd", "passphrase", "secret", "apikey", "accesskey", 
 _KEYS = {"api", "access", "private", "secret", "auth", "account", "signing", "encryption"}
 _IN_QUERIES = {"key", "pwd", "sig", "signature", "credential", "token"}
 _OF_A_VOCABULARY = {  # `pad_token` is a piece of text
-    *("pad", "bos", "eos", "unk", "sep", "cls", "mask", "start", "begin", "end", "stop", "special", "blank"),
-    *("image", "audio", "video", "decoder", "space", "word", "boundary", "prefix", "suffix", "middle", "newline"),
-    *("first", "last", "next", "per", "target", "source", "text", "class", "head", "tail", "context", "prompt"),
-    *("separator",),
+    *("pad", "bos", "eos", "unk", "sep", "cls", "mask", "start", "begin", "end", "stop", "special", "separator"),
+    *("image", "audio", "video", "decoder", "word", "prefix", "suffix", "middle", "newline", "prompt"),
 }
 _LIKE_A_TOKEN = re.compile(r"[^\s<\[{|$][^\s]{7,}")
 

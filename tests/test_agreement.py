@@ -218,7 +218,7 @@ def test_a_rank_that_decides_otherwise_ends_the_run_on_all(tmp_path: Path) -> No
     assert (found["status"], found["exit_code"]) == ("failed", 1)
     (mismatch,) = [one for one in incidents(place / "run") if one["signal"] == "rank_mismatch"]
     assert (mismatch["cause"], mismatch["outcome"], mismatch["ranks"]) == ("process", "gave_up", [0, 1])
-    assert "did not decide alike" in mismatch["advice"]
+    assert "ranks decided differently" in mismatch["advice"]
     assert all(checkpoints(place / "run").values())
     assert checkpoints(place / "run")
     done = launch(place, 2, *own)

@@ -357,7 +357,7 @@ def test_plain_words_and_unknown_tokens_are_in_no_file_and_on_no_terminal(tmp_pa
     entries = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
     armor = [one["remedies"]["armor"] for one in entries if one["kind"] == "remedies_in_force"]
     assert f'len("{MASK}")' in armor[-1][0]["text"]
-    assert "cannot patch" not in said[1]
+    assert "can no longer patch" not in said[1]
 
 
 def test_a_sweep_gives_no_secret_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command) -> None:

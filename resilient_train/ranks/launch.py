@@ -56,7 +56,7 @@ def refuse_devices(*, has_device: bool, gpus: int) -> None:
     """Raise ConfigError if launched processes would not become one run, or would share a GPU, which NCCL cannot."""
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and not has_device:
-        why = f"there is no GPU here, and without it each of the {launched} processes would be a run of its own: "
+        why = f"there is no GPU here, and without it each of the {launched} processes would be a separate run: "
         raise ConfigError("accelerate.cpu", False, why + "accelerate.cpu=true trains on CPUs, as one run")
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if gpus and here > gpus:

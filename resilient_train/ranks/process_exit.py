@@ -48,8 +48,7 @@ class StopRequests:
     def __init__(self, max_hours: float | None = None, *, is_in_loop: bool = True) -> None:
         self._deadline = None if max_hours is None else time.monotonic() + 3600 * max_hours
         self._before: dict[int, Any] = {}
-        self._wakeup: int | None = None
-        self._read = -1
+        self._wakeup = self._read = -1  # descriptors: the earlier wake-up, and the end of a pipe that signals arrive at
         self.since: float | None = None  # when the first request came, on the monotonic clock
         self.by = ""
         self.is_in_loop = is_in_loop
@@ -69,13 +68,12 @@ class StopRequests:
             _listening.remove(self)
 
     def restore_handlers(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
         if self._before:
-            os.close(signal.set_wakeup_fd(-1 if self._wakeup is None else self._wakeup))
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+            os.close(signal.set_wakeup_fd(self._wakeup))
             os.close(self._read)
-            self._read = -1
-        self._before = {}
+            self._read, self._before = -1, {}
 
     def asked(self) -> bool:
         """Say whether the run is to stop."""
@@ -97,7 +95,7 @@ class StopRequests:
             self.since, self.by = now, signal.Signals(number).name
         if not self.is_in_loop:
             raise Stopped(f"asked to stop by {self.by}")
-        is_another = self.since is not None and now - self.since > _ONE_REQUEST_S
+        is_another = now - (self.since or now) > _ONE_REQUEST_S
         if number == signal.SIGINT and (is_another or (is_first and self.may_interrupt)):
             raise KeyboardInterrupt
 

@@ -63,10 +63,10 @@ class RunControl(Protocol):
         """Reset the state of the optimizers."""
 
     def armor(self) -> None:
-        """Patch the line of the operation that broke."""
+        """Patch the line of the operation that broke, for the rest of the run."""
 
     def mend_eps(self) -> None:
-        """Raise an optimizer's epsilon to what its type can hold."""
+        """Raise an optimizer's epsilon to what its type can hold, for the rest of the run."""
 
     def lower_loss_scale(self, factor: float) -> None:
         """Multiply the loss scale."""
