@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -27,6 +28,7 @@ from resilient_train.record.run_history import RunHistory
 from resilient_train.run_parts import RunParts
 from resilient_train.state.ring import Snapshot
 from resilient_train.state.run_state import Stateful
+from resilient_train.state.tree import taken_apart
 from resilient_train.types import ProcessIncident, Signal
 from resilient_train.wording import IN_FILE_ONLY, log
 
@@ -125,16 +127,24 @@ class CheckpointKeeper:
         if self._is_sharded and is_due:
             if not any_busy:
                 self._last_saved = snapshot.step  # even if that fails: the ranks would try again at different times
-                writer.offer(self._snapshot_job(snapshot))
+                writer.offer(self._job(snapshot))
         elif not self._commits or not writer.is_free:
             return
         elif self._best is not None and self._best.is_ripe(snapshot.step):
             writer.offer(Job(snapshot.step, self._parts.clock.tick, self._best.write))
         elif self._candidate is not None and snapshot.step >= self._candidate.step:
-            writer.offer(self._verify_job(self._candidate))
-            self._candidate = None
+            candidate, self._candidate = self._candidate, None
+            assert candidate.manifest is not None
+            writer.offer(Job(candidate.step, candidate.manifest.tick, partial(self._mark_verified, candidate)))
         elif is_due:
-            writer.offer(self._snapshot_job(snapshot))
+            writer.offer(self._job(snapshot))
+
+    def _mark_verified(self, candidate: Entry) -> Entry:
+        assert self._store is not None
+        assert candidate.manifest is not None
+        entry = self._store.mark(candidate, VERIFIED)
+        self._run_history.note_checkpoint(candidate.step, candidate.manifest.tick)
+        return entry
 
     def distrust(self, since: int) -> None:
         """Demote every checkpoint after `since`, the newest step that can be trusted.
@@ -188,14 +198,14 @@ class CheckpointKeeper:
         self.close()
         with at_disk():
             found = self._parts.world.on_main(lambda: self._saved(snapshot))
-            return found or self._on_all(lambda: self._write_now(self._snapshot_job(snapshot)))
+            return found or self._on_all(lambda: self._write_now(self._job(snapshot)))
 
     def save_alone(self, snapshot: Snapshot) -> Path | None:
         """As `save`, but only this process calls it; None if the state is sharded, as that takes all ranks."""
         if not self._commits or self._is_sharded:
             return None
         self.close()
-        return self._saved(snapshot) or self._write_now(self._snapshot_job(snapshot))
+        return self._saved(snapshot) or self._write_now(self._job(snapshot))
 
     def save_newest(self) -> tuple[int, Path | None]:
         """As `save_alone`, from another thread, of the newest verified snapshot.
@@ -217,7 +227,7 @@ class CheckpointKeeper:
         is_free = self._writer is not None and self._writer.is_free and not self._is_sharded
         if snapshot is None or not is_free:
             return max(0, step - self._last_saved), lambda: None
-        return max(0, step - snapshot.step), lambda: self._write_now(self._snapshot_job(snapshot))
+        return max(0, step - snapshot.step), lambda: self._write_now(self._job(snapshot))
 
     def finish(self, remedies: Mapping[str, Any], *, healthy: bool) -> Path | None:
         """Write the present state, as verified at a healthy end, else as a candidate. All ranks call this."""
@@ -227,10 +237,11 @@ class CheckpointKeeper:
         def write() -> Path | None:
             if self._writer is None or (healthy and not self._config.every):
                 return None
-            kind, step, last_verified = VERIFIED if healthy else CANDIDATE, parts.clock.step, self._unsaved()
-            path = self._write_now(self._job(step, kind, parts.state.live, parts.statistics(), remedies))
-            if not healthy and last_verified is not None and last_verified.step < step:
-                self._write_now(self._snapshot_job(last_verified))  # to go back to, should the candidate be bad
+            verified, (plain, tensors) = self._unsaved(), taken_apart(parts.state.live())
+            present = Snapshot(parts.clock.step, plain, tensors, {}, parts.statistics(), remedies, verified=healthy)
+            path = self._write_now(self._job(present))
+            if not healthy and verified is not None and verified.step < present.step:
+                self._write_now(self._job(verified))  # to go back to, should the candidate be bad
             return path
 
         with at_disk():
@@ -320,51 +331,33 @@ class CheckpointKeeper:
             if self._is_failing:
                 return
 
-    def _snapshot_job(self, snapshot: Snapshot) -> Job:
-        self._parts.ring.settled()
-        snapshot.is_being_written = True
-
-        def done() -> None:
-            snapshot.is_being_written = False
-
-        return self._job(
-            *(snapshot.step, VERIFIED, lambda: snapshot.parts, snapshot.statistics, snapshot.remedies), done=done
-        )
-
-    def _job(
-        self,
-        step: int,
-        kind: str,
-        state: Callable[[], Mapping[str, Any]],
-        statistics: Any,
-        remedies: Mapping[str, Any],
-        done: Callable[[], None] = lambda: None,
-    ) -> Job:
-        """Make a job that writes a state. Whatever takes time is left to the thread that writes."""
-        parts, store, tick = self._parts, self._store, int(remedies["tick"])
-        shared = None
+    def _job(self, snapshot: Snapshot) -> Job:
+        """Make a job that writes a snapshot. Whatever takes time is left to the thread that writes."""
+        parts, store, updates, shared = self._parts, self._store, self._parts.updates.copy(), None
         if self._is_sharded:
             self._shared_writes += 1
             label = f"{self._label}-{self._shared_writes}"
             shared = SharedWrite(parts.world.rank, parts.world.size, label, self._cancelled)
-        updates = parts.updates.copy()
+        step, tick = snapshot.step, int(snapshot.remedies["tick"])
         memory = {
-            "statistics": statistics,
+            "statistics": snapshot.statistics,
             "panel": parts.checks.persistent_state(),
             "lasting": sorted(self._persistent_names),  # the names in the model's state_dict
             "remembered": {name: item.state_dict() for name, item in self.resumption.remembered.items()},
         }
+        parts.ring.settled()
+        snapshot.is_being_written = True
 
         def write() -> Entry | None:
             assert store is not None
             if not self._commits:
                 assert shared is not None
-                store.write_share(state, shared)
+                store.write_share(lambda: snapshot.parts, shared)
                 return None
-            content = state()
+            content = snapshot.parts
             memory["passed"] = updates.state_dict(step)
             manifest = Manifest(
-                kind=kind,
+                kind=VERIFIED if snapshot.verified else CANDIDATE,
                 step=step,
                 tick=tick,
                 position=int(content["position"]["position"]),
@@ -375,7 +368,7 @@ class CheckpointKeeper:
                 made_by=f"resilient_train {__version__}, torch {torch.__version__}",
                 at=time.time_ns() // 1_000_000,
                 mlflow=self._how.mlflow(),
-                remedies=dict(remedies),
+                remedies=dict(snapshot.remedies),
                 groups=self.resumption.configured,
                 files={},
             )
@@ -386,19 +379,10 @@ class CheckpointKeeper:
             self._run_history.note_checkpoint(step, tick)
             return entry
 
+        def done() -> None:
+            snapshot.is_being_written = False
+
         return Job(step, tick, write, done)
-
-    def _verify_job(self, candidate: Entry) -> Job:
-        store, manifest = self._store, candidate.manifest
-        assert store is not None
-        assert manifest is not None
-
-        def mark() -> Entry:
-            entry = store.mark(candidate, VERIFIED)
-            self._run_history.note_checkpoint(manifest.step, manifest.tick)
-            return entry
-
-        return Job(manifest.step, manifest.tick, mark)
 
     def _read_outcomes(self) -> None:
         while self._writer is not None and (outcome := self._writer.next_outcome()) is not None:

@@ -47,7 +47,7 @@ class Snapshot:
     def parts(self) -> dict[str, Tree]:
         """The state, as `RunState.restore` takes it."""
         parts: dict[str, Tree] = put_together(self.plain, self.own)
-        parts["weights"] |= parts.pop(_MOVING) | self.shared
+        parts["weights"] |= parts.pop(_MOVING, {}) | self.shared
         return parts
 
 
@@ -65,7 +65,7 @@ class Ring:
         Free memory differs from rank to rank, and ranks with different snapshots would rewind to different steps.
         """
         self._state, self._config, self._agree = state, config, agree
-        self._snapshots: list[Snapshot] = []  # oldest first
+        self.snapshots: list[Snapshot] = []  # oldest first
         self._set_aside: Snapshot | None = None  # the newest verified one from before a rewind to an older one
         self.keeps_reference = False  # until the loss is back where it was before the incident
         self._course_since = 0  # the step at which the run left the course on which `_set_aside` was taken
@@ -74,11 +74,6 @@ class Ring:
         self._copier = Copier(state.device)
         self._allowed: float | None = None  # bytes, agreed on at the first use
         self._slots = 0  # the number of snapshots that fit, as of the last `_settle_slots`
-
-    @property
-    def snapshots(self) -> Sequence[Snapshot]:
-        """All snapshots, oldest first."""
-        return self._snapshots
 
     def describe(self) -> str:
         """Say at the start of a run how many snapshots there will be and how much memory they take."""
@@ -99,7 +94,7 @@ class Ring:
 
     def take(self, step: int, *, verified: bool = False) -> Snapshot | None:
         """Copy the state; None if there is a snapshot of this step already, or every slot holds one that is needed."""
-        if not self._config.every or any(snapshot.step == step for snapshot in self._snapshots):
+        if not self._config.every or any(snapshot.step == step for snapshot in self.snapshots):
             return None
         live = self._state.live() | {"clock": step}  # the verdict on this step may be pending
         moving = self._frozen.moving(live["weights"])
@@ -114,7 +109,7 @@ class Ring:
         copies, empty, more = self._frozen.copies(self._copier.empty)
         self._copier.fill(own + empty, [*sources, *rest, *more], len(sources))
         snapshot = Snapshot(step, {**plain, **plain_rest}, own, copies, verified=verified)
-        self._snapshots.append(snapshot)
+        self.snapshots.append(snapshot)
         return snapshot
 
     def before_change(self) -> None:
@@ -126,7 +121,7 @@ class Ring:
 
         While the loss is not back where it was before an incident, drop them instead.
         """
-        ripe = [one for one in self._snapshots if not one.verified and one.statistics is not None]
+        ripe = [one for one in self.snapshots if not one.verified and one.statistics is not None]
         ripe = [one for one in ripe if one.step + after <= healthy_until and one.step <= scanned_until]
         if not is_back:
             self.drop(*ripe)
@@ -144,7 +139,7 @@ class Ring:
     def release_reference(self) -> None:
         """Treat the reference like any other snapshot again: the loss is back where it was."""
         self.keeps_reference = False
-        for snapshot in self._snapshots:
+        for snapshot in self.snapshots:
             snapshot.is_reference = False
         self._drop_surpassed()
 
@@ -161,22 +156,22 @@ class Ring:
         The snapshot set aside was taken on an earlier course, all anomalies of which are known: it is dropped only if
         `since` is before the step at which the two courses separate.
         """
-        self.drop(*[one for one in self._snapshots if one.step > since])
+        self.drop(*[one for one in self.snapshots if one.step > since])
         if since < self._course_since:
             self._drop_set_aside()
 
     def drop(self, *dropped: Snapshot) -> None:
         """Drop snapshots; later ones use their memory."""
-        self._spare += [one.own for one in self._snapshots if one in dropped and not one.is_being_written]
-        self._snapshots = [one for one in self._snapshots if one not in dropped]
+        self._spare += [one.own for one in self.snapshots if one in dropped and not one.is_being_written]
+        self.snapshots = [one for one in self.snapshots if one not in dropped]
 
     def verified_until(self, since: int) -> list[Snapshot]:
         """Every verified snapshot not after `since`, newest first."""
-        return [one for one in reversed(self._snapshots) if one.verified and one.step <= since]
+        return [one for one in reversed(self.snapshots) if one.verified and one.step <= since]
 
     def newest_verified(self) -> Snapshot | None:
         """The newest verified snapshot."""
-        return next((one for one in reversed(self._snapshots) if one.verified), None)
+        return next((one for one in reversed(self.snapshots) if one.verified), None)
 
     def settled(self) -> None:
         """Wait until the snapshots can be read."""
@@ -185,7 +180,7 @@ class Ring:
     def clear(self) -> None:
         """Drop everything: the run continues from a checkpoint."""
         self._drop_set_aside()
-        self.drop(*self._snapshots)
+        self.drop(*self.snapshots)
         self._course_since = 0
 
     def last_good(self, since: int) -> Snapshot | None:
@@ -198,15 +193,15 @@ class Ring:
         self._copier.wait()
         self._state.restore(snapshot.parts)
         self._frozen.restored()
-        newer = [one for one in self._snapshots if one.verified and one.step > snapshot.step]
+        newer = [one for one in self.snapshots if one.verified and one.step > snapshot.step]
         best = next((one for one in newer if one.is_reference), newer[-1] if newer else None)
         is_better = best is not None and (self._set_aside is None or best.step > self._set_aside.step)
         if best is not None and is_better and self._slots >= _SLOTS_TO_SET_ASIDE:
             self._drop_set_aside()
             self._set_aside, self._course_since = best, snapshot.step
-            self._snapshots.remove(best)
+            self.snapshots.remove(best)
         self._course_since = min(self._course_since, snapshot.step)
-        self.drop(*[one for one in self._snapshots if one.step > snapshot.step])
+        self.drop(*[one for one in self.snapshots if one.step > snapshot.step])
 
     def _settle_slots(self, size: int) -> tuple[int, float]:
         """Agree with all ranks on how many snapshots of `size` bytes fit, and drop those that do not.
@@ -216,29 +211,30 @@ class Ring:
         one is not enough.
         """
         if self._allowed is None:
-            given = self._config.max_gib
-            available = min([int(psutil.virtual_memory().available), *left_by_cgroups()])  # the page cache counts
-            bytes_ = available / 2 if given is None else given * _GIB
-            self._allowed = self._agree(bytes_ / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            if self._config.max_gib is not None:
+                allowed = self._config.max_gib * _GIB
+            else:
+                allowed = min([int(psutil.virtual_memory().available), *left_by_cgroups()]) / 2  # the page cache counts
+            self._allowed = self._agree(allowed / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         size = max(1, -int(self._agree(-size)))
         fitting = min(self._config.keep, int(self._allowed / size))
         self._slots = fitting if fitting > 1 else 0
         if self._slots < _SLOTS_TO_SET_ASIDE:
             self._drop_set_aside()
         if not self._slots:
-            self._snapshots.clear()
+            self.snapshots.clear()
             self._spare.clear()
             self._frozen.shared.clear()
         return size, self._allowed
 
     def _make_room(self, now: int) -> bool:
         """Drop snapshots until there is a slot for one of step `now`; False if that is not possible."""
-        while len(self._snapshots) + (self._set_aside is not None) >= self._slots:
-            verified = [one.verified and not one.is_reference for one in self._snapshots]
-            if (place := snapshot_to_drop(verified, [one.step for one in self._snapshots], now)) is None:
+        while len(self.snapshots) + (self._set_aside is not None) >= self._slots:
+            verified = [one.verified and not one.is_reference for one in self.snapshots]
+            if (place := snapshot_to_drop(verified, [one.step for one in self.snapshots], now)) is None:
                 return False
-            self.drop(self._snapshots[place])
-        del self._spare[self._slots - len(self._snapshots) - (self._set_aside is not None) :]
+            self.drop(self.snapshots[place])
+        del self._spare[self._slots - len(self.snapshots) - (self._set_aside is not None) :]
         return True
 
     def _drop_set_aside(self) -> None:
