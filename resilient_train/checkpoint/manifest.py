@@ -118,8 +118,8 @@ def _checked(node: Any) -> Manifest:
     return Manifest(**{name: node.pop(key) for name, key in _KEYS.items()}, **node, files=files)
 
 
-def verify(checkpoint: Path, *, is_read: bool = True) -> Manifest:
-    """Compare the files of a checkpoint with its manifest; without `is_read`, only their sizes. Raises Damaged."""
+def verify(checkpoint: Path, *, with_digests: bool = True) -> Manifest:
+    """Compare the files of a checkpoint with its manifest; without digests, only their sizes. Raises Damaged."""
     manifest = read(checkpoint)
     try:
         names = {one.name for one in checkpoint.iterdir() if not is_left_over(one.name)}
@@ -136,7 +136,7 @@ def verify(checkpoint: Path, *, is_read: bool = True) -> Manifest:
                 raise Damaged(f"{name} is {size:,} bytes long, and {written.size:,} were written")
             if name != TREE and (filled := _size_by_header(name, file)) != size:  # a huge file would take long to read
                 raise Damaged(f"{name} is {size:,} bytes long, and its tensors {filled:,}")
-    if is_read:
+    if with_digests:
         with ThreadPoolExecutor(_AT_ONCE) as pool:  # hashing releases Python's lock
             digests = pool.map(_sha256, [checkpoint / name for name in manifest.files])
             for (name, written), digest in zip(manifest.files.items(), digests, strict=True):

@@ -153,7 +153,7 @@ class Resumption:
             raise Damaged(entry.damage)
         live = parts.state.live()
         # All ranks have the same files: rank 0 compares the digests for all.
-        saved = Store.load(entry, parts.world.device, live["weights"], is_verified=not parts.world.is_main)
+        saved = Store.load(entry, parts.world.device, live["weights"], with_digests=parts.world.is_main)
         why = explain_mismatch(live, saved.parts, parts.state.model, parts.state.optimizers)
         changed = [key for key in _SHAPES if any(one.startswith(key) for one in self.how.changed)]
         each = self.samples_per_process

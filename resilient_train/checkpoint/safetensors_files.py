@@ -17,10 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,9 +52,7 @@ _LOOK_S = 0.02
 _PATIENCE_S = 60.0  # rank 0 waits this long for the others, or twice as long as its own share took
 
 
-def chunks(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = MappingProxyType({})
-) -> Iterator[bytes | memoryview]:
+def chunks(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = {}) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a file: the length of its header, the header, and the tensors, the widest types first.
 
     The library itself would hold the whole file in memory before writing it.
@@ -83,7 +80,7 @@ class SharedWrite:
     rank: int
     world: int
     label: str  # the same on all ranks, and different for each checkpoint of a run
-    cancelled: threading.Event = field(default_factory=threading.Event)  # stop waiting for the others
+    cancelled: threading.Event  # stop waiting for the others
 
 
 def share_name(rank: int, world: int) -> str:

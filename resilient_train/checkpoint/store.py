@@ -140,13 +140,10 @@ class Store:
 
     @staticmethod
     def load(
-        entry: Entry, device: torch.device, weights: Mapping[str, torch.Tensor], *, is_verified: bool = False
+        entry: Entry, device: torch.device, weights: Mapping[str, torch.Tensor], *, with_digests: bool = True
     ) -> Saved:
-        """Verify a checkpoint and read it; `weights` are those of the model. Raises Damaged.
-
-        `is_verified`: rank 0 has compared the digests already.
-        """
-        manifest = manifests.verify(entry.path, is_read=not is_verified)
+        """Verify a checkpoint and read it; `weights` are those of the model. Raises Damaged."""
+        manifest = manifests.verify(entry.path, with_digests=with_digests)
         try:
             tree = load_tree(entry.path, device)
             exported = load_file(entry.path / WEIGHTS) if WEIGHTS in manifest.files else {}

@@ -156,7 +156,7 @@ class _Reading:
             case {"items": list(items)} if len(node) == 1:
                 for item in items:
                     if not isinstance(item, list) or len(item) != 2 or type(item[0]) not in (str, int):
-                        raise ValueError(f"it has an item it should not have, {_short(item)}")
+                        raise ValueError(f"it has an item it should not have, {item!r:.60}")
                 return _without_repeated_keys([(key, self.node(value)) for key, value in items])
             case {"tuple": list(values)} if len(node) == 1:
                 return tuple(self.node(value) for value in values)
@@ -176,7 +176,7 @@ class _Reading:
             case {"scalar": str(name), "dtype": str(dtype), "shape": []} if len(node) == 3:
                 return self._array(name, dtype, [])[()]
             case dict():
-                raise ValueError(f"it has an object it should not have, {_short(node)}")
+                raise ValueError(f"it has an object it should not have, {node!r:.60}")
         return node
 
     def _home(self, name: str, rest: dict[Any, Any]) -> torch.device | None:
@@ -192,11 +192,11 @@ class _Reading:
         if dtype not in _COMMON and saved.dtype is torch.uint8 and saved.nbytes == count * dtype.itemsize:
             saved = saved.clone().view(dtype).reshape(shape)  # cloned, as its bytes may begin anywhere in the file
         if saved.dtype is not dtype or list(saved.shape) != shape:
-            raise ValueError(f"{name} is {saved.dtype}{list(saved.shape)}, not {dtype_name}{_short(shape)}")
+            raise ValueError(f"{name} is {saved.dtype}{list(saved.shape)}, not {dtype_name}{shape!r:.60}")
         if order is None:
             return saved
         if not isinstance(order, list) or sorted(map(repr, order)) != sorted(map(repr, range(saved.dim()))):
-            raise ValueError(f"{name} cannot have the order {_short(order)}")
+            raise ValueError(f"{name} cannot have the order {order!r:.60}")
         inverse = [order.index(place) for place in range(saved.dim())]
         return saved.permute(order).contiguous().permute(inverse)
 
@@ -214,7 +214,7 @@ class _Reading:
             raise ValueError(f"{name} has a dtype that is not allowed, {dtype:.60}")
         saved, kind = self._take(name), np.dtype(dtype)
         if saved.dtype is not torch.uint8 or saved.numel() != _count(shape) * kind.itemsize:
-            raise ValueError(f"{name} is not {dtype}{_short(shape)}")
+            raise ValueError(f"{name} is not {dtype}{shape!r:.60}")
         array: np.ndarray[Any, Any] = saved.reshape(-1).numpy().view(kind).reshape(shape).copy()
         return array
 
@@ -238,7 +238,7 @@ def _order(tensor: torch.Tensor) -> list[int] | None:
 
 def _count(shape: list[Any]) -> int:
     if any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError(f"it has the shape {_short(shape)}")
+        raise ValueError(f"it has the shape {shape!r:.60}")
     return math.prod(shape)
 
 
@@ -252,8 +252,3 @@ def _without_repeated_keys(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 def _unfit(path: Place, what: str) -> TypeError:
     place = "".join(f"[{key!r}]" for key in path) or "the tree itself"
     return TypeError(f"{place} {what}: only tensors, numpy arrays, numbers, text, bytes and trees of them can be saved")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -150,7 +150,7 @@ class Writer:
         try:
             # Shares are not read back: that would take this rank as long as all ranks together took to write them.
             is_sharded = any(map(is_share, entry.manifest.files if entry.manifest else ()))
-            manifests.verify(entry.path, is_read=not is_sharded)
+            manifests.verify(entry.path, with_digests=not is_sharded)
             self._store.prune(self._keep, self._keep_every, self._reference())
         except Damaged as why:
             _log.error("%s %s: older checkpoints are kept", entry.path, why)
