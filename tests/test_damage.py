@@ -207,7 +207,7 @@ def test_knobs_that_no_run_has_are_damage(copied: Path, run_command: command) ->
     seal(Store(copied).entries()[0].path, lambda node: node["remedies"]["knobs"].update(lr=math.nan))
     outcome = train(run_command, copied, 40)
     assert outcome.code == 0, outcome.stderr
-    assert "holds knobs that no run has: ValueError: the knob lr is nan" in outcome.stdout + outcome.stderr
+    assert "has invalid knobs: ValueError: the knob lr is nan" in outcome.stdout + outcome.stderr
 
 
 def test_statistics_that_another_version_did_not_keep_start_empty(copied: Path, run_command: command) -> None:

@@ -103,9 +103,9 @@ def _checked(node: Any) -> Manifest:
         raise Damaged(f"{MANIFEST} is not what was written")
     del node["format"]
     if node.keys() != _TYPES.keys() or any(type(node[key]) not in types for key, types in _TYPES.items()):
-        raise Damaged(f"{MANIFEST} has keys or types that no manifest has")
+        raise Damaged(f"{MANIFEST} has unknown keys or wrong types")
     if node["kind"] not in _KINDS or any(not 0 <= node[key] < _MOST for key in _COUNTS):
-        raise Damaged(f"{MANIFEST} has values that no manifest has")
+        raise Damaged(f"{MANIFEST} has invalid values")
     files: dict[str, Written] = {}
     for name, one in node.pop("files").items():
         if not isinstance(one, dict) or type(one.get("bytes")) is not int or not isinstance(one.get("sha256"), str):

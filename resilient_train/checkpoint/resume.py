@@ -169,7 +169,7 @@ class Resumption:
         try:
             Knobs().load_state_dict(manifest.remedies["knobs"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise Damaged(f"holds knobs that no run has: {in_one_line(error)}") from error
+            raise Damaged(f"has invalid knobs: {in_one_line(error)}") from error
         if not {"statistics", "passed", "panel", "remembered"} <= saved.memory.keys():
             raise Damaged("lacks the state of the checks")
         return saved
