@@ -374,9 +374,9 @@ def test_any_kind_of_function_can_be_armored(write: Write, armor: Armor, place: 
     compute = module.compute
     for _ in range(100):
         assert not compute(torch.zeros(2)).isfinite().any()
-    patched = put_on(armor, module, "digamma")
+    put_on(armor, module, "digamma")
     assert compute(torch.zeros(3)).isfinite().all()
-    armor.remove(patched)
+    armor.remove()
     assert not compute(torch.zeros(4)).isfinite().any()
 
 
@@ -609,21 +609,14 @@ def test_every_form_compiles_into_one_graph(write: Write, armor: Armor, text: st
 
 
 def test_armor_adds_up_and_comes_off(write: Write, armor: Armor) -> None:
-    """Twice the same is once; others in the same function stay when one goes; at last the code is the one it was."""
+    """Twice the same is once; when all patches are removed the code is the one it was."""
     module = write("def compute(x):\n    return x.digamma(), x.erfinv()  # guilty\n")
     code = module.compute.__code__
     first = put_on(armor, module, "digamma")
     assert put_on(armor, module, "digamma") is first
     second = put_on(armor, module, "erfinv")
     assert armor.lines == [first, second]
-
-    def sound() -> list[bool]:
-        return [bool(out.isfinite()) for out in module.compute(torch.tensor(0.0) + torch.tensor([0.0]))]
-
-    one = torch.tensor([1.0, 0.0])
-    assert [bool(out.isfinite().all()) for out in module.compute(one)] == [True, True]
-    armor.remove(first)
-    assert [bool(out.isfinite().all()) for out in module.compute(one)] == [False, True]
+    assert [bool(out.isfinite().all()) for out in module.compute(torch.tensor([1.0, 0.0]))] == [True, True]
     armor.remove()
     assert armor.lines == []
     assert module.compute.__code__ is code

@@ -3,8 +3,8 @@
 Live functions get new code, compiled from the same source with the operation replaced (ast_patch.py). The replacement
 (replacements.py) calls the operation, and then repairs what it broke (repair.py, recovery_gradients.py).
 
-The source has to be what runs: compiled as it stands it must give the code that is running, to the last instruction.
-Line numbers, names and closures stay what they were, so callers, tracebacks, decorators and hooks notice nothing.
+The source has to be what runs: compiled without a patch it must give the running code, to the last instruction. Line
+numbers, names and closures stay what they were, so callers, tracebacks, decorators and hooks notice nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import gc
 import inspect
 import linecache
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType, GeneratorType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,7 +47,7 @@ class PatchedLine:
 
 @dataclass(slots=True)
 class Armor:
-    """Patches operations in the user's own code, which computes the same as ever wherever nothing breaks.
+    """Patches operations in the user's own code. Wherever nothing breaks, the code computes the same as before.
 
     Compiled code is compiled again when it is called next. A process that was started before, such as a worker of a
     data loader, keeps the code it has.
@@ -86,35 +87,27 @@ class Armor:
             raise CannotArmor(f"{patched.function} in {patched.file} has no such line any more: {patched.text}")
         return self.add(source.filename, lines[patched.count], patched.op)
 
-    def remove(self, patched: PatchedLine | None = None) -> None:
-        """Remove one patch, or all of them. What another Armor has patched as well stays patched."""
-        unwanted = list(self.lines) if patched is None else [patched]
-        for file in dict.fromkeys(one.file for one in unwanted):
+    def remove(self) -> None:
+        """Remove all patches. What another Armor has patched as well stays patched."""
+        for file in dict.fromkeys(one.file for one in self.lines):
             functions = _live_functions(file)
             for name in {function.__code__.co_filename for function in functions} & _SOURCES.keys():
                 source = _SOURCES[name]
-                for one in unwanted:
+                for one in self.lines:
                     if one.file == file:
                         source.targets.remove(Target(one.line, one.op))
                 source.install(functions)
                 if not source.targets:
                     del _SOURCES[name]
-        for one in unwanted:
-            self.lines.remove(one)
+        self.lines.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class _Codes:
+class _Codes(NamedTuple):
     """The code of a function before and after, with that of the functions around it, outermost first."""
 
     before: CodeType
     after: CodeType
     around: tuple[CodeType, ...]
-
-    @property
-    def is_patched(self) -> bool:
-        """Say whether it changed itself, and not only a function within it."""
-        return any(name.startswith(PREFIX) for name in self.after.co_names)
 
 
 @dataclass(slots=True)
@@ -123,32 +116,20 @@ class _Source:
 
     filename: str  # as its code has it
     text: str
-    flags: int
-    targets: list[Target] = field(default_factory=list)  # one that is asked for twice is there twice
+    flags: int  # of the running code: those of this file may differ
+    targets: list[Target] = field(default_factory=list)  # one that two Armors patched is there twice
 
-    def parsed(self) -> ast.Module:
-        return ast.parse(self.text, self.filename)
-
-    def compiled(self, tree: ast.Module) -> CodeType:
-        # With the flags of the running code, not those of this file.
-        return compile(tree, self.filename, "exec", flags=self.flags, dont_inherit=True)  # type: ignore[no-any-return]
-
-    def functions(self) -> list[_Codes]:
-        """Return the code of all functions as it stands, before and after being the same."""
-        whole = self.compiled(self.parsed())
-        return list(_pairs(whole, whole, ()))
-
-    def patched(self, targets: Sequence[Target], functions: Sequence[FunctionType]) -> list[_Codes]:
-        """Return the code that targets change. What a module or a class computes at import is not among it."""
-        tree = self.parsed()
-        patch(tree, set(targets), functions[0].__globals__)
-        changed = _pairs(self.compiled(self.parsed()), self.compiled(tree), ())
-        return [codes for codes in changed if codes.before != codes.after]
+    def functions(self, targets: Collection[Target] = (), names: dict[str, Any] | None = None) -> list[_Codes]:
+        """Return the code of all functions, before and after; not what a module or a class computes at import."""
+        trees = ast.parse(self.text, self.filename), ast.parse(self.text, self.filename)
+        patch(trees[1], set(targets), names or {})
+        before, after = (compile(tree, self.filename, "exec", self.flags, dont_inherit=True) for tree in trees)
+        return list(_pairs(before, after, ()))
 
     def lines_with(self, function: str, text: str) -> list[int]:
-        """Return the numbers of the lines that read so, in the function of that qualified name.
+        """Return the numbers of the lines with that text, in the function of that qualified name.
 
-        A text out of a file has its secrets masked.
+        A text that was read from a file of the run has its secrets masked.
         """
         own = [codes.before for codes in self.functions() if codes.before.co_qualname == function]
         spans = [range(code.co_firstlineno, max(_lines(code)) + 1) for code in own]
@@ -159,11 +140,11 @@ class _Source:
         ]
 
     def install(self, functions: Sequence[FunctionType]) -> None:
-        """Give all functions the code that the targets ask for, and the original code if there are none."""
-        changed = self.patched(self.targets, functions) if self.targets else []
-        new = {codes.before: codes.after for codes in changed}
-        _ORIGINALS.update({codes.after: codes.before for codes in changed})
-        names = {name for codes in changed for name in codes.after.co_names if name.startswith(PREFIX)}
+        """Give all functions the code with all targets patched, and the original code if there are none."""
+        codes = self.functions(self.targets, functions[0].__globals__) if self.targets else []
+        new = {before: after for before, after, _ in codes if before != after}
+        _ORIGINALS.update({after: before for before, after in new.items()})
+        names = {name for after in new.values() for name in after.co_names if name.startswith(PREFIX)}
         for function in functions:
             function.__globals__.update({name: replacement(name) for name in names - function.__globals__.keys()})
             original = _original(function.__code__)
@@ -177,14 +158,19 @@ class _Source:
     def checked(self, target: Target, functions: Sequence[FunctionType]) -> str:
         """Return the name of the function that a target is in; raise CannotArmor if it cannot be patched."""
         alive = {_original(function.__code__) for function in functions}
-        if self._is_stale(target.line, alive):
-            raise CannotArmor(
-                f"{self.filename} is not what runs: it was edited since it was imported, or changed while"
-            )
+        stale = CannotArmor(f"{self.filename} is not what runs: it was edited since it was imported")
+        try:
+            unknown = alive - {codes.before for codes in self.functions()}
+        except SyntaxError:
+            raise stale from None
+        # A compiler's own functions, for what follows a graph break, bear the file's name too.
+        if any(target.line in _lines(code) and "torch_dynamo" not in code.co_name for code in unknown):
+            raise stale
         guilty = [
             codes
-            for codes in self.patched([target], functions)
-            if codes.is_patched and codes.before.co_flags & inspect.CO_OPTIMIZED  # a class body is no function
+            for codes in self.functions([target], functions[0].__globals__)
+            if codes.before.co_flags & inspect.CO_OPTIMIZED  # a class body is no function
+            and any(name.startswith(PREFIX) for name in codes.after.co_names)  # itself, and not only one within it
         ]
         if not guilty:
             raise CannotArmor(f"line {target.line} of {self.filename} is in no function, so it has run or is running")
@@ -199,17 +185,8 @@ class _Source:
                 raise CannotArmor(f"{name} is not alive, and no function that creates it can be changed")
         return guilty[0].before.co_qualname
 
-    def _is_stale(self, line: int, alive: set[CodeType]) -> bool:
-        """Say whether a function that the line is in is not what its source says."""
-        try:
-            known = {codes.before for codes in self.functions()}
-        except SyntaxError:
-            return True
-        # A compiler's own functions, for what follows a graph break, bear the file's name too.
-        return any(line in _lines(code) and "torch_dynamo" not in code.co_name for code in alive - known)
 
-
-# Both belong to the process, as functions do, whichever Armor patched them.
+# Of the process, as functions are, whichever Armor patched them.
 _SOURCES: dict[str, _Source] = {}  # by file name: those with targets
 _ORIGINALS: dict[CodeType, CodeType] = {}  # of all code that was ever installed
 

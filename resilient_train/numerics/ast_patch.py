@@ -7,7 +7,7 @@ Only the copy that is compiled changes, never the file. The names that it calls 
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,10 +51,8 @@ def replacement(name: str) -> Callable[..., Any]:
 
 def patch(tree: ast.Module, targets: set[Target], names: dict[str, Any]) -> None:
     """Replace the guilty nodes of a module; its globals say what `ln` is after `from torch import log as ln`."""
-    chosen: dict[ast.AST, None] = {}
-    for target in targets:
-        chosen.update(dict.fromkeys(_guilty(tree, target, names)))
-    _Rewriter(set(chosen), names).visit(tree)
+    chosen = {node for target in targets for node in _guilty(tree, target, names)}
+    _Rewriter(chosen, names).visit(tree)
 
 
 def _guilty(tree: ast.Module, target: Target, names: dict[str, Any]) -> list[Node]:
@@ -67,25 +65,22 @@ def _guilty(tree: ast.Module, target: Target, names: dict[str, Any]) -> list[Nod
         for node in ast.walk(tree)
         if isinstance(node, Node) and node.lineno <= target.line <= (node.end_lineno or node.lineno)
     ]
-    by_name = [node for node in nodes if target.op and family(target.op) in _families(node, names)]
+    by_name = [node for node in nodes if target.op and family(target.op) == _family(node, names)]
     found = _nearest(by_name, target.line) or _nearest([one for one in nodes if _may_compute(one)], target.line)
     if not found:
         raise CannotArmor(f"nothing is computed in line {target.line}")
-    in_place = {node for node in found if isinstance(node, ast.AugAssign) and not _is_simple(node.target)}
-    for node in in_place:
-        if by_name or len(found) == 1:
-            changed = ast.unparse(node.target)
-            raise CannotArmor(f"line {target.line} changes `{changed}` in place, which cannot be evaluated twice")
+    in_place = [node for node in found if isinstance(node, ast.AugAssign) and not _is_simple(node.target)]
+    if in_place and (by_name or len(found) == 1):
+        changed = ast.unparse(in_place[0].target)
+        raise CannotArmor(f"line {target.line} changes `{changed}` in place, which cannot be evaluated twice")
     return [node for node in found if node not in in_place]
 
 
 def _nearest(nodes: list[Node], line: int) -> list[Node]:
     """Of the nodes that cover a line, return those that a traceback would show there, else the innermost ones."""
     there = [node for node in nodes if line in (node.lineno, _line_in_traceback(node))]
-    if there or not nodes:
-        return there
     heights = [(node.end_lineno or node.lineno) - node.lineno for node in nodes]
-    return [node for node, height in zip(nodes, heights, strict=True) if height == min(heights)]
+    return there or [node for node, height in zip(nodes, heights, strict=True) if height == min(heights)]
 
 
 def _line_in_traceback(node: Node) -> int:
@@ -96,15 +91,16 @@ def _line_in_traceback(node: Node) -> int:
     return node.lineno
 
 
-def _families(node: Node, names: dict[str, Any]) -> Iterator[str]:
-    """The names, as families, that a node may go by."""
+def _family(node: Node, names: dict[str, Any]) -> str | None:
+    """The operation that a node calls by name, as a family."""
     if not isinstance(node, ast.Call):
-        yield _OPERATORS.get(type(node.op), "")
-    elif isinstance(node.func, ast.Attribute):
-        yield family(node.func.attr)
-    elif isinstance(node.func, ast.Name):
+        return _OPERATORS.get(type(node.op))
+    if isinstance(node.func, ast.Attribute):
+        return family(node.func.attr)
+    if isinstance(node.func, ast.Name):
         name = node.func.id
-        yield family(torchs_name(names[name]) if name in names else name)
+        return family(torchs_name(names[name]) if name in names else name)
+    return None
 
 
 def _may_compute(node: Node) -> bool:
@@ -112,23 +108,20 @@ def _may_compute(node: Node) -> bool:
         return type(node.op) in _OPERATORS
     if isinstance(node.func, ast.Attribute):
         name = node.func.attr
-        if name.endswith("_") and not name.endswith("__"):
-            return is_pointwise(name[:-1])
-        return computes(name)
+        return is_pointwise(name[:-1]) if name.endswith("_") and not name.endswith("__") else computes(name)
     return not isinstance(node.func, ast.Name) or node.func.id not in _LOOK_AT_THEIR_CALLER
 
 
 def _is_simple(target: ast.expr) -> bool:
     """Say whether an expression can be evaluated twice, to read it and to write it."""
     simple = (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.Slice, ast.Tuple, ast.UnaryOp)
-    parts = (ast.expr_context, ast.unaryop)
-    return all(isinstance(node, (*simple, *parts)) for node in ast.walk(target))
+    return all(isinstance(node, (*simple, ast.expr_context, ast.unaryop)) for node in ast.walk(target))
 
 
 class _Rewriter(ast.NodeTransformer):
     """Replaces nodes at the places where they are, so that tracebacks stay what they were."""
 
-    def __init__(self, chosen: set[ast.AST], names: dict[str, Any]) -> None:
+    def __init__(self, chosen: set[Node], names: dict[str, Any]) -> None:
         self.chosen, self.names = chosen, names
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
