@@ -191,7 +191,7 @@ def training(job: Job, on_step: OnStep, tell: Callable[[Any], None], *, every: i
         config = load([*OVERRIDES[job.workload].split(), *settings, "tracking=none"]).config
         world = World.joined(config.accelerate)
         run = assemble(config, world, IncidentLog(Path(place)))
-        tell(work(run.model, run.guard.state.optimizers, run.guard.slicing.samples))
+        tell(work(run.model, run.guard.state.optimizers, run.guard.samples.slicing.samples))
         train(run, _Steps(on_step), NullTracker())
         run.close()
         written = len(list(Path(place, "checkpoints").glob("step-*")))

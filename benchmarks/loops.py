@@ -62,7 +62,7 @@ def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
         tracker = tracking.build(config.tracking, Path(scratch, "step_cost"), Path(scratch))
         run = assemble(config, world)
         optimizers = run.guard.state.optimizers
-        tell(work(run.model, optimizers, run.guard.slicing.samples // world.size))
+        tell(work(run.model, optimizers, run.guard.samples.slicing.samples // world.size))
 
         def settled(step: int) -> None:
             while step == job.warm_up and job.tracking == "mlflow" and tracker.run is None:

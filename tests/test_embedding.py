@@ -150,7 +150,7 @@ def test_both_forms_get_gate_remedies_and_journal(form: str, tmp_path: Path) -> 
     lines = [json.loads(line) for line in (tmp_path / "mine/incidents.jsonl").read_text().splitlines()]
     assert {line["signal"] for line in lines} >= {"nonfinite_batch"}
     assert {line["outcome"] for line in lines} <= {"recovered", "recurred"}
-    assert len(lines) == len(guard.incidents) == guard.tally()["total"] == guard.clock.tick - 40
+    assert len(lines) == len(guard.incidents) == guard.reporter.incident_log.tally()["total"] == guard.clock.tick - 40
     assert "incident_opened" in (tmp_path / "mine/journal.jsonl").read_text()
 
 
@@ -285,7 +285,7 @@ def test_any_data_will_do(kind: str, caplog: pytest.LogCaptureFixture) -> None:
         guard.step(batch)
     assert [one.rewound_to for one in guard.incidents] == [15]
     assert loops.is_whole()
-    assert guard.slicing.samples == 16
+    assert guard.samples.slicing.samples == 16
     assert ("does not rewind" in caplog.text) == ("loader" in kind)
 
 
@@ -530,7 +530,7 @@ def test_gradients_accumulate(form: str) -> None:
     """Two micro-batches make an update, in which either of them can be rotten."""
     loops = Loops(accumulation=2)
     guard = loops.run(form, 20, batch_size=8, data=rows(128, rotten=(5,)))
-    assert guard.slicing.samples == 16
+    assert guard.samples.slicing.samples == 16
     assert guard.clock.tick > guard.clock.step == 20
     assert {str(one.anomaly.signal) for one in guard.incidents} == {"nonfinite_batch"}
     assert loops.is_whole()
@@ -617,7 +617,7 @@ MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] 
     (steps_itself_afterwards, TrainError, r"remove optimizer.step\(\)"),
     (sets_the_rate, TrainError, "the loop set lr itself, to 1 where it was 0.01: give it to the guard as schedule="),
     (adds_a_group, TrainError, "a parameter group was added to AdamW after the guard was made"),
-    (lambda loops, guard, batch: guard.keep(average=loops.average), TrainError, "keep it before"),
+    (lambda loops, guard, batch: guard.keep(average=loops.average), TrainError, "call keep before"),
 ]
 
 
@@ -704,7 +704,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"data": TensorDataset(torch.zeros(0, 6))}, "data=TensorDataset: the data set is empty"),
     ({"data": Counting(9), "num_workers": 1}, "num_workers=1: an iterable data set"),
     ({"batch_size": None}, "batch_size: missing"),
-    ({"batch_size": 0}, "batch_size: 0 is no whole number of at least 1"),
+    ({"batch_size": 0}, "batch_size: expected a whole number of at least 1, got 0"),
     ({"objective": 1.0}, r"objective: expected a callable \(model, batch\) -> loss, got float"),
     ({"schedule": 0.5}, "schedule: expected a torch scheduler or a callable"),
     ({"schedule": CosineAnnealingLR}, "schedule: expected a torch scheduler or a callable"),
@@ -715,9 +715,9 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"recovery": {"ladders": {"default": [["rewnd"]]}}}, r"recovery.ladders.default\[0\]"),
     ({"checks": "defualt"}, r"checks=defualt: no such option; did you mean default\? There are"),
     ({"checks": 3}, "checks: expected the name of a set of checks, got int"),
-    ({"clip": "tight"}, "clip: 'tight' is no number above 0"),
-    ({"clip": 0}, "clip: 0 is no number above 0"),
-    ({"run_dir": __file__}, "is a file, where a directory is wanted"),
+    ({"clip": "tight"}, "clip: expected a number above 0, .*, got 'tight'"),
+    ({"clip": 0}, "clip: expected a number above 0, .*, got 0"),
+    ({"run_dir": __file__}, "is a file, expected a directory"),
     ({"disk": 10}, "disk: needs a run_dir"),
     ({"disk": DiskConfig(every=10)}, "disk: needs a run_dir"),
     (
@@ -736,7 +736,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("given", "line"), BAD_ARGUMENTS, ids=[line[:40] for _, line in BAD_ARGUMENTS])
 def test_a_wrong_argument_is_named(given: dict[str, Any], line: str) -> None:
-    """With what is wanted, in one line, before anything runs."""
+    """With what is expected, in one line, before anything runs."""
     loops = Loops()
     arguments = {"accelerator": loops.accelerator, "model": loops.model, "optimizer": loops.optimizer}
     arguments |= {"data": rows(), "batch_size": 16, **given}

@@ -87,7 +87,7 @@ def test_the_update_is_made_again_in_smaller_micro_batches(since: int) -> None:
     guard = trained(guarded(tight))
     assert told(guard.incidents) == [("out_of_memory", "smaller_batch", ())] * 2
     assert (guard.clock.step, guard.clock.tick) == (STEPS, STEPS)
-    assert (guard.slicing.batch_size, guard.slicing.accumulation) == (8, 4)
+    assert (guard.samples.slicing.batch_size, guard.samples.slicing.accumulation) == (8, 4)
     assert set(tight.fed[since:]) == {8}
     weights = guard.state.weights_sha256()
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -153,7 +153,7 @@ def test_a_loop_is_at_work_until_it_says_otherwise(place: Path, capsys: pytest.C
         assert re.match(rf"running, {where}, process {group.ranks[0].pid} on ", line)
         (place / "mine/go").touch()
         assert group.wait().is_well
-    assert said(capsys, place)[1].startswith("left at step 70 of 120")
+    assert said(capsys, place)[1].startswith("its program ended at step 70 of 120")
     with Group(place, 1, "own.py", "stay") as group:
         group.until(lambda: "behind the loop" in place.with_name("here.out").read_text())
         capsys.readouterr()

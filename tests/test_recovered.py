@@ -320,7 +320,7 @@ def test_labels_that_are_wrong_for_a_stretch_are_data() -> None:
     loop = Loop(data=TensorDataset(points, labels), shuffle=False).train(300)
     assert {cause for _, cause, _ in loop.told()} == {"data"}
     assert "wrong labels" in loop.guard.incidents[0].diagnosis.advice
-    assert loop.guard.knobs.lr == 1.0
+    assert loop.guard._controls.knobs.values.lr == 1.0
 
 
 @pytest.mark.parametrize("hands_over", [False, True], ids=["objective", "loss handed over"])

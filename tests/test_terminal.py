@@ -460,7 +460,7 @@ def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: comman
     assert failed.code == 1
     assert len(failed.stderr.splitlines()) == 1
     told = after(failed.stdout, "made ")
-    assert re.fullmatch(r"made [34]\d of 60 steps in \d+ s; no incidents\.", told[0])
+    assert re.fullmatch(r"made [34]\d of 60 steps in [\d:]+( s)?; no incidents\.", told[0])
     newest = re.fullmatch(r"newest checkpoint: runs/run/checkpoints/step-000000(\d+) \(step \1\)", told[1])
     assert newest, told
     assert told[2] == f"the same command resumes from step {newest[1]}"
@@ -562,7 +562,7 @@ def test_the_manual_fits_the_terminal(columns: int) -> None:
     one_line = " ".join(" ".join(lines).split())
     assert one_line.startswith("Trains a model and looks after the run. python -m resilient_train # a small GPT")
     for words in (
-        "run.steps=1000 updates to make",
+        "run.steps=1000 updates to accept",
         "checks.jump.every=8",
         "model: custom, gpt, hf_causal_lm, mlp, resnet",
     ):
@@ -577,7 +577,7 @@ def test_the_manual_fits_the_terminal(columns: int) -> None:
         (["model=mlp"], ["model=gpt (default)", "model.hidden=[128, 128]"], ["model.vocab_size", "run.steps"]),
         (["schedule"], ["with schedule=linear:", "schedule.final_factor=0.0"], ["model"]),
         (["run", "clip"], ["run.steps=1000", "clip.max_norm=1.0"], ["model="]),
-        (["recovery=palm"], ["recovery.ladders.data=...", "Bad rows", "go back about 100 steps"], ["budget.mild"]),
+        (["recovery=palm"], ["recovery.ladders.data=...", "Bad rows", "rewind about 100 steps"], ["budget.mild"]),
         (["--config-dir", "own", "model"], ["model=tiny", "A net of mine", "model.width=4", "how wide"], []),
     ],
     ids=" ".join,
@@ -699,5 +699,5 @@ def test_fish_is_told_what_words_mean(monkeypatch: pytest.MonkeyPatch, run_comma
     """Behind a tab, as it wants them; bash has no place for it."""
     monkeypatch.setenv("COMP_LINE", "resilient-train run.s")
     shown = dict(line.split("\t") for line in run_command(["-sc", "query=fish"]).stdout.splitlines())
-    assert shown["run.steps="] == meanings()["run.steps="] == "updates to make"
+    assert shown["run.steps="] == meanings()["run.steps="] == "updates to accept"
     assert "\t" not in run_command(["-sc", "query=bash"]).stdout

@@ -209,6 +209,10 @@ def test_digits_are_the_same_every_time() -> None:
     assert not torch.equal(image, other)
 
 
+def text_of(ids: Tensor) -> str:
+    return bytes(ids.tolist()).decode("utf-8", errors="replace")
+
+
 @pytest.fixture(scope="module")
 def library() -> list[str]:
     """The text of every file of the standard library."""
@@ -217,18 +221,16 @@ def library() -> list[str]:
     return [path.read_text(encoding="utf-8", errors="replace") for path in files]
 
 
-@pytest.mark.parametrize("level", ["byte", "char"])
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_python_source_windows_are_real_source_text(level: str, split: str, library: list[str]) -> None:
+def test_python_source_windows_are_real_source_text(split: str, library: list[str]) -> None:
     """Windows of context + 1 tokens decode to text that stands in a file of the standard library."""
-    data = PythonSource(split, context=60, level=level, max_bytes=60_000)
+    data = PythonSource(split, context=60, max_bytes=60_000)
     found = 0
     for i in range(0, len(data), len(data) // 10):
         ids = data[i]["input_ids"]
         assert ids.shape == (61,)
         assert ids.dtype == torch.long
-        assert ids.max() < data.vocab_size
-        found += any(data.decode(ids) in text for text in library)
+        found += any(text_of(ids) in text for text in library)
     assert found >= 8  # a window may lie across two files
 
 
@@ -247,7 +249,7 @@ def test_python_source_splits_share_no_file(tmp_path: Path, monkeypatch: pytest.
 
     def names(split: str) -> set[str]:
         data = PythonSource(split, context=1, stride=1, eval_share=0.3)
-        return set(data.decode(data.tokens).split())
+        return set(text_of(data.tokens).split())
 
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     (tmp_path / "deep").mkdir()
@@ -264,18 +266,6 @@ def test_python_source_splits_share_no_file(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / "deep" / f"{i}.py").write_text(f"word{i}\n")
     assert train < names("train")
     assert held_out < names("eval")
-
-
-def test_python_source_has_an_id_for_unseen_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The characters come from the train text; any other is 0 and decodes to U+FFFD."""
-    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    for letter in "abcdefghijklmnopqrst":
-        (tmp_path / f"{letter}.py").write_text(f"{letter}\n")
-    data = PythonSource("eval", context=1, level="char", eval_share=0.3)
-    held_out = len(data.tokens) // 2
-    assert data.vocab_size == 1 + 1 + 20 - held_out  # unknown, newline, and the letters of the train files
-    assert data.tokens.tolist() == [0, 1] * held_out
-    assert data.decode(data.tokens) == "\ufffd\n" * held_out
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression", "tokens"])
@@ -307,7 +297,6 @@ def test_synthetic_can_be_learned() -> None:
     [
         (lambda: digits("test"), "split must be train or eval, got 'test'"),
         (lambda: digits(eval_share=1.0), "eval_share must lie between 0 and 1, got 1.0"),
-        (lambda: PythonSource(level="word"), "level must be byte or char, got 'word'"),
         (lambda: PythonSource(stride=0), "at least 1, got context=128 and stride=0"),
         (lambda: PythonSource(max_bytes=100), "100 tokens of train text hold no window of 129: raise max_bytes"),
         (lambda: Synthetic("images"), "kind must be classification, regression or tokens, got 'images'"),
@@ -469,8 +458,8 @@ def test_hf_causal_lm_learns(offline: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"name": "gpt2", "n_layrs": 2}, "model type gpt2 has no field 'n_layrs': did you mean n_layer"),
-        ({"name": "gtp2"}, "cannot build 'gtp2' .near by are the model types gpt2"),
+        ({"name": "gpt2", "n_layrs": 2}, "model type gpt2 has no field 'n_layrs'; did you mean n_layer"),
+        ({"name": "gtp2"}, "cannot build 'gtp2': .*; did you mean gpt2"),
         ({"name": "t5"}, "cannot build 't5': Unrecognized configuration class"),
         ({"name": "gpt2", "n_layer": "two"}, "'n_layer' expected int, got str"),
         ({}, "needs a name or a path"),
@@ -552,7 +541,7 @@ def test_hf_dataset_streams_and_keeps_its_place(offline: Path, rows: list[dict[s
         ({"split": "train", "columns": ["x", "z"]}, "has no columns z; it has x, y, note"),
         (
             {"split": "train", "transform": "no.such.function"},
-            "transform=no.such.function cannot be imported: No module",
+            "transform=no.such.function cannot be imported: there is no module no",
         ),
         ({"split": "train", "transform": "sys.path"}, "transform=sys.path is a list, not a function of a row"),
         ({"split": "train", "data_fils": 1}, "cannot load 'json': .*data_fils"),

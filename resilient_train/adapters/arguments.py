@@ -1,4 +1,4 @@
-"""What people bring to a guard, fitted to what the rooms take."""
+"""The arguments of a guard, checked and converted to what the engine takes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, default_collate
 
-from resilient_train.adapters.place import Place, place
-from resilient_train.adapters.rates import schedules
-from resilient_train.adapters.speech import log_to_stderr, warn_if_unused
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.data import build
 from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.sequential import LoaderSamples
+from resilient_train.drills import Drill
 from resilient_train.errors import ConfigError, TrainError, named_type, require_finite, unusable
 from resilient_train.ranks.world import World
 from resilient_train.record.incident_log import IncidentLog
@@ -38,11 +36,18 @@ from resilient_train.watch import config as checks_config
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.wording import log
 
-__all__ = ["Place", "log_to_stderr", "place", "schedules", "warn_if_unused"]
+_FSDP1 = (
+    "FullyShardedDataParallel keeps weights and gradients in flat pieces that cannot be guarded; FSDP2 is supported: "
+    "call torch.distributed.fsdp.fully_shard on the blocks of the model and on the model, and give it without prepare"
+)
+_ITSELF = "makes its updates itself, so that none can be refused, and is not supported yet: use DDP or FSDP2 instead"
+_ENGINES = {"DEEPSPEED": f"DeepSpeed {_ITSELF}", "MEGATRON_LM": f"Megatron-LM {_ITSELF}"}
+_ENGINES |= {"XLA": "TPUs are not supported yet: use GPUs or CPUs"}
+_WRAPPERS = {"torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1, "deepspeed.": _ENGINES["DEEPSPEED"]}
 
 
 def world(accelerator: Any) -> World:
-    """Take the processes as the loop's Accelerator has joined them."""
+    """Return the processes that the caller's Accelerator has joined."""
     if not isinstance(accelerator, Accelerator):
         raise TypeError(f"accelerator: expected an accelerate.Accelerator, got {named_type(accelerator)}")
     if (engine := str(accelerator.distributed_type.value)) in _ENGINES:
@@ -50,48 +55,26 @@ def world(accelerator: Any) -> World:
     return World(accelerator)
 
 
-_FSDP1 = (
-    "FullyShardedDataParallel keeps weights and gradients in flat pieces that cannot be guarded; FSDP2 is supported: "
-    "call torch.distributed.fsdp.fully_shard on the blocks of the model and on the model, and give it without prepare"
-)
-_ITSELF = "makes its updates itself, where none can be refused, and is not supported yet: use DDP or FSDP2 instead"
-_ENGINES = {"DEEPSPEED": f"DeepSpeed {_ITSELF}", "MEGATRON_LM": f"Megatron-LM {_ITSELF}"}
-_ENGINES |= {"XLA": "TPUs are not supported yet: use GPUs or CPUs"}
-_WRAPPERS = {"torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1, "deepspeed.": _ENGINES["DEEPSPEED"]}
-
-
-def bare(model: Any, world: World) -> nn.Module:
-    """Take a model out of what Accelerate and torch.compile wrapped around it: its weights have their own names."""
-    unwrapped = called(model, world)
-    return getattr(unwrapped, "_orig_mod", unwrapped)
-
-
 def called(model: Any, world: World) -> nn.Module:
-    """Take a model out of what replicates it, as it is called: compiled, where it is.
-
-    With several processes it has to be replicated.
-    """
+    """Unwrap a model from what replicates it over processes, but not from torch.compile."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {named_type(model)}")
     for kind in {base for one in model.modules() for base in type(one).__mro__}:
         for package, why in _WRAPPERS.items():
             if kind.__module__.startswith(package):
                 raise ValueError(f"model: {why}")
-    replicates = world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_")
-    is_one = any(map(is_sharded, model.parameters())) or isinstance(
-        getattr(model, "_orig_mod", model), DistributedDataParallel
-    )
-    if replicates and not is_one:
+    inner = getattr(model, "_orig_mod", model)
+    is_replicated = any(map(is_sharded, model.parameters())) or isinstance(inner, DistributedDataParallel)
+    if world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_") and not is_replicated:
         why = "each process would train a model of its own: give what accelerator.prepare(model) returns"
         raise ValueError(f"model: it is not prepared for {world.size} processes, so {why}")
-    # Of a compiled model that is replicated, Accelerate's would leave the replicas out of the training loop's as well.
-    inner = getattr(model, "_orig_mod", model)
+    # Given a compiled and replicated model, unwrap_model would unwrap the replicas of the caller's loop as well.
     unwrapped: nn.Module = world.accelerator.unwrap_model(inner, keep_fp32_wrapper=True)
     return model if unwrapped is inner else unwrapped
 
 
 def own_weights(model: nn.Module) -> frozenset[str] | None:
-    """The weights that each rank has for itself, of a model that is replicated else; None: it is not replicated."""
+    """Return the weights that DDP does not synchronize; None for a model that is not replicated."""
     replicated = getattr(model, "_orig_mod", model)
     if not isinstance(replicated, DistributedDataParallel):
         return None
@@ -99,7 +82,7 @@ def own_weights(model: nn.Module) -> frozenset[str] | None:
 
 
 def objective(given: Any) -> Measured | None:
-    """Take a callable `(model, batch) -> loss`, or nothing where the loop makes the loss."""
+    """Convert a callable `(model, batch) -> loss`; None if the loop computes the loss."""
     if given is None or isinstance(given, Measured):
         return given
     if not callable(given):
@@ -108,52 +91,43 @@ def objective(given: Any) -> Measured | None:
 
 
 def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
-    """Take one optimizer or several, out of Accelerate's wrappers: there a gate is silently ignored."""
+    """Unwrap one optimizer or several from Accelerate's wrappers, which silently ignore a gate."""
     several = list(given) if isinstance(given, list | tuple) else [given]
     if not several:
         raise ValueError("optimizer: the list is empty")
     unwrapped = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in several]
-    for one in unwrapped:
-        if not isinstance(one, Optimizer):
-            raise TypeError(f"optimizer: expected a torch.optim.Optimizer or a list of them, got {named_type(one)}")
-        if _needs_closure(one):
-            why = "its step computes the loss again, several times an update, which no gate can refuse"
-            raise TypeError(f"optimizer: {type(one).__name__} is not supported: {why}")
     known = {id(weight) for weight in model.parameters()}
     for one in unwrapped:
-        strangers = sum(id(weight) not in known for group in one.param_groups for weight in group["params"])
-        if strangers:
-            what = f"{strangers} of the weights that {type(one).__name__} trains are not the model's"
-            why = (
-                "they would not rewind: put all modules that are trained into one nn.Module, and give that as the model"
+        name = type(one).__name__
+        if not isinstance(one, Optimizer):
+            raise TypeError(f"optimizer: expected a torch.optim.Optimizer or a list of them, got {named_type(one)}")
+        _, *parameters = inspect.signature(type(one).step).parameters.values()  # all others have closure=None
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if any(each.default is inspect.Parameter.empty and each.kind in kinds for each in parameters):
+            why = "its step computes the loss again, several times an update, which no gate can refuse"
+            raise TypeError(f"optimizer: {name} is not supported: {why}")
+        if unknown := sum(id(weight) not in known for group in one.param_groups for weight in group["params"]):
+            what = f"{unknown} of the weights that {name} trains are not the model's, so they would not rewind"
+            raise ValueError(
+                f"optimizer: {what}: put all trained modules into one nn.Module, and give that as the model"
             )
-            raise ValueError(f"optimizer: {what}, so {why}")
     return unwrapped
 
 
-def _needs_closure(optimizer: Optimizer) -> bool:
-    """Say whether `step()` cannot be called without one; None is the closure of all others."""
-    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(one.default is inspect.Parameter.empty and one.kind in plain for one in arguments)
-
-
-def given(optimizers: Iterable[Optimizer], **more: Any) -> dict[str, Any]:
-    """What a person compares loops by: what is plain of it."""
+def settings(optimizers: Iterable[Optimizer], **more: Any) -> dict[str, Any]:
+    """Return what a person compares loops by: the plain ones of the settings."""
     first = next(iter(optimizers))
     group: dict[str, Any] = first.param_groups[0] if first.param_groups else {}
     rate = group.get("initial_lr", group.get("lr"))
-    told = {"optimizer": type(first).__name__, "lr": rate if rate is None else float(rate), **more}
-    return {name: str(one) if isinstance(one, Path) else one for name, one in told.items() if isinstance(one, _PLAIN)}
-
-
-_PLAIN = (str, int, float, Path)
+    every = {"optimizer": type(first).__name__, "lr": rate if rate is None else float(rate), **more}
+    plain = {name: one for name, one in every.items() if isinstance(one, str | int | float | Path)}
+    return {name: str(one) if isinstance(one, Path) else one for name, one in plain.items()}
 
 
 def batch_size(given: int | None, data: Any, world: World) -> int:
-    """Take the number of rows in a batch; loaders bring their own."""
+    """Return the number of rows in a batch; loaders have their own."""
     own = None
-    if is_foreign(data):
+    if is_loader(data):
         over_all = getattr(data, "total_batch_size", None)  # of a loader that Accelerate has prepared
         own = over_all // world.size if isinstance(over_all, int) else getattr(data, "batch_size", None)
         own = own if isinstance(own, int) and own > 0 else None
@@ -162,14 +136,14 @@ def batch_size(given: int | None, data: Any, world: World) -> int:
     if given is None:
         raise TypeError("batch_size: missing: rows per process and micro-batch")
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise unusable("batch_size", f"{given!r} is no whole number of at least 1")
+        raise unusable("batch_size", f"expected a whole number of at least 1, got {given!r}")
     if own is not None and given != own:
         raise ConfigError("batch_size", given, f"the loader makes batches of {own} rows itself: leave batch_size out")
     return given
 
 
-def is_foreign(data: Any) -> bool:
-    """Say whether these are batches of somebody else's loader rather than rows of a data set."""
+def is_loader(data: Any) -> bool:
+    """Say whether these are the batches of a loader rather than the rows of a data set."""
     if hasattr(data, "next_update"):
         return False
     return isinstance(data, DataLoader) or not (hasattr(data, "__getitem__") or hasattr(data, "state_dict"))
@@ -178,139 +152,113 @@ def is_foreign(data: Any) -> bool:
 def samples(
     given: Any,
     slicing: Slicing,
+    device: torch.device,
     *,
     seed: int,
     shuffle: bool,
     num_workers: int,
     collate: Collate | None,
-    device: torch.device,
-) -> tuple[Samples, str | None]:
-    """Put a cursor into a data set, or take a loader as it is and say what that costs."""
+) -> Samples:
+    """Convert a data set, or a loader, which does not rewind."""
     if hasattr(given, "next_update"):
-        return given, None
-    if is_foreign(given):
-        if not isinstance(given, Iterable):
-            raise TypeError(f"data: expected a data set or a loader, got {named_type(given)}")
-        told = "data: this loader is not ours and does not rewind: after a rewind come the batches that come next"
-        return LoaderSamples(given, slicing, seed=seed, device=device), told
-    if isinstance(given, str | bytes):
+        return given  # type: ignore[no-any-return]
+    is_iterable = isinstance(given, Iterable) or not is_loader(given)
+    if not is_iterable or isinstance(given, str | bytes):
         raise TypeError(f"data: expected a data set or a loader, got {named_type(given)}")
-    name = type(given).__name__
+    if is_loader(given):
+        return LoaderSamples(given, slicing, seed=seed, device=device)
+    name, collate = type(given).__name__, collate or default_collate
     config = build.DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
     try:
-        fitted = build.samples(
-            *(given, config, slicing),
-            seed=seed,
-            collate=collate or default_collate,
-            pin_memory=device.type == "cuda",
-        )
-    except ConfigError as error:  # worded for a configuration; here the argument is called data
-        value = error.value if error.key.endswith("num_workers") else name
-        raise ConfigError("num_workers" if value is not name else "data", value, error.why) from error
-    return fitted, None
+        return build.samples(given, config, slicing, seed=seed, collate=collate, pin_memory=device.type == "cuda")
+    except ConfigError as error:  # it has the keys of a configuration
+        is_workers = error.key.endswith("num_workers")
+        key, value = ("num_workers", error.value) if is_workers else ("data", name)
+        raise ConfigError(key, value, error.why) from error
 
 
-def steps(given: int | None) -> int | None:
-    """Take a number of updates, or none."""
+def steps(given: int | None, key: str = "steps") -> int | None:
+    """Check a number of updates, or None."""
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-        raise unusable("steps", f"{given!r} is no number of updates, from 0")
+        raise unusable(key, f"expected a number of updates, from 0, got {given!r}")
     return given
 
 
-def steps_per_epoch(samples: Samples, slicing: Slicing) -> int:
-    """How many updates it takes to see all the data once."""
+def steps_per_epoch(samples: Samples) -> int:
+    """Return how many updates it takes to see all the data once."""
     counted: Any = getattr(samples, "loader", None) or getattr(samples, "dataset", ())
     try:
         count = samples.rows or len(counted)
     except TypeError:
-        why = "this data has no len(), so the length of one is not known: use guard.batches(n)"
+        why = "this data has no len(), so the length of an epoch is unknown: use guard.batches(n)"
         raise TrainError(f"epochs: {why}") from None
+    slicing = samples.slicing
     return -(-count // (slicing.accumulation if isinstance(samples, LoaderSamples) else slicing.samples)) or 1
 
 
 def clipping(given: ClipConfig | float | None) -> ClipConfig:
-    """Take a whole configuration, a norm, or nothing: no clipping."""
+    """Convert a norm, or None, which does not clip."""
     if isinstance(given, ClipConfig):
         return given
     if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or not given > 0):
-        raise unusable("clip", f"{given!r} is no number above 0, the norm to clip gradients to")
+        raise unusable("clip", f"expected a number above 0, the norm to clip gradients to, got {given!r}")
     return ClipConfig(max_norm=given, max_value=None)
 
 
 def keepable(name: str, item: Any, *, has_begun: bool) -> None:
-    """Raise where something cannot rewind along."""
+    """Raise if something cannot rewind with the run."""
     lacks = [verb for verb in ("state_dict", "load_state_dict") if not callable(getattr(item, verb, None))]
     if lacks:
-        raise TypeError(
-            f"keep({name}=...): a {type(item).__name__} has no {' and no '.join(lacks)}, so it cannot rewind"
-        )
+        why = f"a {type(item).__name__} has no {' and no '.join(lacks)}, so it cannot rewind"
+        raise TypeError(f"keep({name}=...): {why}")
     if has_begun:
-        raise TrainError(f"keep({name}=...): the run has begun, and its first state is kept without it: keep it before")
+        raise TrainError(f"keep({name}=...): the run has begun, and its first state lacks this: call keep before")
 
 
 def disk(given: DiskConfig | int | None) -> DiskConfig:
-    """Take a whole configuration, or a number of updates; nothing: no checkpoints before the end."""
-    if isinstance(given, DiskConfig):
-        return given
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-        raise unusable("disk", f"{given!r} is no number of updates, from 0")
-    return DiskConfig(every=given or 0)
-
-
-def same_data(samples: Samples, incidents: IncidentLog, world: World, given: str, *, key: str) -> bool:
-    """Refuse to resume on data that changed under its name, unless that is accepted; say whether it is.
-
-    `key` is what the setting is called where it was given.
-    """
-    if given not in ("refuse", "accept"):
-        raise ConfigError(key, given, "is not refuse or accept")
-    if not samples.rows:
-        return False
-
-    def changed() -> str:
-        dataset = samples.dataset  # type: ignore[attr-defined]
-        sample = incidents.run_history.data_sample
-        how = change(sample, dataset) if sample is not None else ""
-        if how and incidents.run_history.has_saved and given == "refuse":
-            why = f"{how}: give the run its own data, or begin another run; {key}=accept resumes with the data as it is"
-            raise unusable("data", f"the data set changed since the run began: {why}")
-        return how
-
-    if how := world.on_main(changed):
-        log.warning("data: the data set changed since the run began, and is taken as it is: %s", how)
-        incidents.run_history.data_sample = None  # it is sampled again
-    return bool(how)
+    """Convert a number of updates between two checkpoints; with None there is one at the end."""
+    return given if isinstance(given, DiskConfig) else DiskConfig(every=steps(given, "disk") or 0)
 
 
 def quarantine(
     given: str | Path | None,
+    data_changed: str,
     samples: Samples,
-    directory: Path | None,
+    incident_log: IncidentLog,
     world: World,
     *,
-    key: str,
-    data_may_differ: bool = False,
+    keys: tuple[str, str],
 ) -> Quarantine:
-    """Recall which rows the run has in quarantine, take up a list that is given, and keep the data free of them.
+    """Read the rows that the run has in quarantine, add those of another list, and leave them out of the data.
 
-    `key` is what the place is called where the list was given.
+    Raises ConfigError if the data set changed since the run began, unless `data_changed` accepts that. `keys` are the
+    names of the settings `given` and `data_changed`.
     """
-    if given is not None and not samples.rows:
-        raise ConfigError(key, given, "names rows by their index, and the rows of this data have none")
-    if not samples.rows:
-        return Quarantine(None, dict)
-
+    if data_changed not in ("refuse", "accept"):
+        raise ConfigError(keys[1], data_changed, "is not refuse or accept")
     listed = Quarantine(None, dict)
-
-    def recalled() -> tuple[dict[int, Quarantined], int]:
-        nonlocal listed
-        dataset = samples.dataset  # type: ignore[attr-defined]
-        listed = Quarantine(directory, lambda: fingerprint(dataset), data_may_differ=data_may_differ)
+    if not samples.rows:
         if given is not None:
-            listed.load(Path(given), key)
-        return dict(listed.rows), listed.given
+            raise ConfigError(keys[0], given, "names rows by their index, and the rows of this data have none")
+        return listed
+    history, dataset = incident_log.run_history, samples.dataset  # type: ignore[attr-defined]
 
-    rows, given_rows = world.on_main(recalled)  # what it complains of there is raised everywhere
+    def read() -> tuple[str, dict[int, Quarantined], int]:
+        nonlocal listed
+        how = change(history.data_sample, dataset) if history.data_sample is not None else ""
+        if how and history.has_saved and data_changed == "refuse":
+            choice = f"give the run its own data, or begin another run; {keys[1]}=accept resumes with the data as it is"
+            raise unusable("data", f"the data set changed since the run began: {how}: {choice}")
+        may_differ = bool(how) or data_changed == "accept"
+        listed = Quarantine(incident_log.directory, lambda: fingerprint(dataset), data_may_differ=may_differ)
+        if given is not None:
+            listed.load(Path(given), keys[0])
+        return how, dict(listed.rows), listed.given
+
+    how, rows, given_rows = world.on_main(read)  # which raises an error of rank 0 on all ranks
+    if how:
+        log.warning("data: the data set changed since the run began, and is used as it is: %s", how)
+        history.data_sample = None  # it is sampled again
     listed.adopt(rows)
     listed.given = given_rows
     samples.quarantine(rows)
@@ -318,30 +266,26 @@ def quarantine(
 
 
 def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
-    """Take a policy, its tree, the name of one that comes with the package, or a YAML file."""
+    """Convert the tree of a policy, the name of one in the package, or a YAML file."""
     if isinstance(given, Policy):
         return given
     return policies.parse(given) if isinstance(given, Mapping) else policies.named(str(given))
 
 
-def check(run_dir: str | Path | None, /, **given: Any) -> None:
-    """Refuse what a guard cannot work with, by the name of the argument: NaN, infinities, checkpoints to nowhere."""
+def check(run_dir: str | Path | None, drill: Any, /, **given: Any) -> None:
+    """Refuse NaN and infinities, by the name of the argument, and checkpoints without a directory."""
     if run_dir is None and disk(given["disk"]).every:
         raise unusable("disk", "needs a run_dir: checkpoints are written there")
-    expect("memory", given["memory"], MemoryConfig)
+    for name, value, kind in (("memory", given["memory"], MemoryConfig), ("drill", drill, Drill)):
+        if not isinstance(value, kind | None):
+            raise TypeError(f"{name}: expected a {kind.__name__}, got {named_type(value)}")
     for name, value in given.items():
         is_config = isinstance(value, ClipConfig | MemoryConfig | DiskConfig | ChecksConfig)
         require_finite(name, asdict(value) if is_config else value)
 
 
-def expect(name: str, given: Any, kind: type) -> None:
-    """Raise where an argument is neither of a kind nor None."""
-    if not isinstance(given, kind | None):
-        raise TypeError(f"{name}: expected a {kind.__name__}, got {named_type(given)}")
-
-
 def checks(given: ChecksConfig | Mapping[str, Any] | str) -> ChecksConfig:
-    """Take checks, all their values, or the name of a set that comes with the package."""
+    """Convert all the values of the checks, or the name of a set in the package."""
     if isinstance(given, ChecksConfig):
         return given
     if not isinstance(given, Mapping | str):
@@ -350,9 +294,9 @@ def checks(given: ChecksConfig | Mapping[str, Any] | str) -> ChecksConfig:
 
 
 def hold_on_to_memory(device: torch.device) -> None:
-    """Keep glibc from giving memory back after every backward, to take it again page by page: 4 ms of a 110 ms step.
+    """Keep glibc from returning memory after each backward and requesting it again: 4 ms of a step of 110 ms.
 
-    It adapts its thresholds to the largest block that was ever given back, up to this size.
+    It adapts its thresholds to the largest block that was ever freed, up to this size.
     """
     if device.type == "cpu":
         torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
@@ -361,13 +305,15 @@ def hold_on_to_memory(device: torch.device) -> None:
 def cautions(
     samples: Samples, disk: DiskConfig, memory: MemoryConfig | None, waits: Iterable[str], *, has_objective: bool
 ) -> Iterator[str]:
-    """Say what a loop does without. `waits` are optimizers that the gate has to wait for."""
+    """Say what is missing in a loop. `waits` are optimizers that the gate has to wait for."""
+    if isinstance(samples, LoaderSamples):
+        yield "data: this loader is not ours and does not rewind: after a rewind come the batches that come next"
     if 0 < samples.rows < samples.slicing.samples:
         many = f"an update takes {samples.slicing.samples:,} rows, and the data set has {samples.rows:,}"
         yield f"data: {many}: each update takes rows more than once"
     if disk.every and memory is not None and not memory.every:
-        yield "checkpoints come from snapshots in memory, and there are none: one is left at the end"
+        yield "checkpoints come from snapshots in memory, which are off: there will be only one, at the end"
     if waiting := " and ".join(waits):
-        yield f"{waiting}: not fused, so each step waits for the device; use fused=True where it is to be had"
+        yield f"{waiting}: not fused, so each step waits for the device; use fused=True if it is available"
     if not has_objective:
         yield "guard.update cannot replay a step, so diagnosis is limited; pass objective= for the full one"

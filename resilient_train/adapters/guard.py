@@ -1,4 +1,4 @@
-"""The guard for a loop in plain Accelerate: takes what the loop has, and builds the engine around it."""
+"""The guard for a loop with Accelerate: converts what the loop has, and builds the engine around it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch import nn
 
 from resilient_train import guard, numerics
 from resilient_train.adapters import arguments
-from resilient_train.adapters.place import Place
-from resilient_train.adapters.reporter import REPORT_EVERY, Report, RunReporter
+from resilient_train.adapters.place import Place, place
+from resilient_train.adapters.rates import schedules
+from resilient_train.adapters.reporter import REPORT_EVERY, Report, RunReporter, log_to_stderr, warn_if_unused
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.checkpoint.writer import DiskConfig
@@ -28,7 +29,6 @@ from resilient_train.diagnose.search import Search
 from resilient_train.drills import Drill
 from resilient_train.errors import ConfigError, RanksDiffer, Stopped, TrainError
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.recover.knobs import KnobValues
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backups
@@ -37,7 +37,7 @@ from resilient_train.state.run_state import Clock, RunState, Stateful
 from resilient_train.types import Incident, Signal
 from resilient_train.update.clip import ClipConfig, norm_over_ranks
 from resilient_train.update.direct_steps import DirectStepCheck
-from resilient_train.update.objective import Measured, Objective
+from resilient_train.update.objective import Objective
 from resilient_train.update.updater import Precision, Updater
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
@@ -46,12 +46,21 @@ from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import UpdateHistory
 from resilient_train.wording import log
 
+_NO_TOTAL = (
+    "guard.batches() yields the rest of a planned total: give one with Guard(steps=...), or ask for n more with "
+    "guard.batches(n)"
+)
+_FROM_THE_START = (
+    "make or load the same model on every rank before it is prepared, and change no weights after that; "
+    "if the ranks are meant to differ, set checks.replicas.every=0"
+)
+
 
 @dataclass(frozen=True)
 class Epoch:
-    """An epoch, or what is left of it: iterate over it for its micro-batches."""
+    """An epoch, or the rest of one: iterate over it for its micro-batches."""
 
-    number: int  # from 0 on
+    number: int  # from 0
     batches: Callable[[], Iterator[Any]]
 
     def __iter__(self) -> Iterator[Any]:
@@ -92,58 +101,58 @@ class Guard(guard.EngineGuard):
         tracking: str | bool | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take what a loop has: the model as Accelerate prepared it, the optimizer or several, a data set or a loader.
+        """Guard a loop: the model as Accelerate prepared it, the optimizer or several, a data set or a loader.
 
-        `steps` is the planned total: a run is complete when so many updates are accepted, over all processes that
-        worked on it. `objective` is `(model, batch) -> loss`. Without one the loop makes the loss, and hands it to
-        `update`.
-        `quarantine` is the quarantine.json of another run on the same data: its rows are left out. `data_changed`:
-        refuse to resume where the data set changed, or accept it as it is. `disk` says after how many updates a
-        verified state is written to the run directory, and with `resume` a run resumes from the newest one there.
-        `stop` is asked before every update. `tracking` is the address of the MLflow that is to show the run, or True
-        for the one that MLFLOW_TRACKING_URI names, else for a database next to the run directory.
+        `steps` is the planned total: a run is complete after so many accepted updates, over all its processes.
+        `objective` is `(model, batch) -> loss`; without one the loop computes the loss and passes it to `update`.
+        `quarantine` is the quarantine.json of another run on the same data, whose rows are left out. `data_changed` is
+        "refuse" or "accept": whether to resume if the data set changed. `disk` is the number of updates between two
+        checkpoints in the run directory, and with `resume` a run resumes from the newest one there. `stop` is called
+        before every update. `tracking` is the address of the MLflow that shows the run, or True for the one that
+        MLFLOW_TRACKING_URI names, else for a database next to the run directory.
 
-        `incidents` is given where somebody else reports how the run ends; `beat` is called whenever something that
-        takes long gets further.
+        `incidents` is the log of a caller that reports the end of the run itself; `beat` is called whenever something
+        slow makes progress.
         """
         world, clock = arguments.world(accelerator), Clock()
-        is_own = incidents is None  # it is the loop of a user's own
-        if is_own:
-            arguments.log_to_stderr(world)
+        is_callers = incidents is None  # else the command's
+        if is_callers:
+            log_to_stderr(world)
             numbers = {"clip": clip, "verify_after": verify_after, "seed": seed, "num_workers": num_workers}
-            arguments.check(run_dir, **numbers, disk=disk, memory=memory, checks=checks)
-            arguments.expect("drill", drill, Drill)
+            arguments.check(run_dir, drill, **numbers, disk=disk, memory=memory, checks=checks)
         measured, self.steps = arguments.objective(objective), arguments.steps(steps)
         batch_size = arguments.batch_size(batch_size, data, world)
         slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, world.rank, world.size)
         device, scaler = world.device, accelerator.scaler
         arguments.hold_on_to_memory(device)
-        bare, called = arguments.bare(model, world), arguments.called(model, world)
+        called = arguments.called(model, world)
+        bare = getattr(called, "_orig_mod", called)  # whose weights have their own names
         optimizers = arguments.optimizers(optimizer, bare)
-        schedules = arguments.schedules(schedule, optimizers)
-        samples, caution = arguments.samples(
-            *(data, slicing),
+        rates = schedules(schedule, optimizers)
+        samples = arguments.samples(
+            *(data, slicing, device),
             seed=seed,
             shuffle=shuffle,
             num_workers=num_workers,
             collate=collate,
-            device=device,
         )
         more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
-        self._given = arguments.given(optimizers, **more)
+        self._settings = arguments.settings(optimizers, **more)
         checks, disk, policy = arguments.checks(checks), arguments.disk(disk), arguments.policy(recovery)
         backups, anomaly_mode = Backups(bare, scaler), AnomalyMode(accelerator.backward)
-        state = RunState(bare, optimizers, schedules, samples, clock, device=device, scaler=scaler)
+        state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
         gather = world.gather if world.size > 1 else None
-        clipping = arguments.clipping(clip)
         updater = Updater(
-            *(optimizers, schedules, clipping, gather), device=device, scaler=scaler, over_ranks=world.sum
+            *(optimizers, rates, arguments.clipping(clip), gather),
+            device=device,
+            scaler=scaler,
+            over_ranks=world.sum,
         )
-
-        def search(objective: Measured) -> Search:
+        search = None
+        if measured is not None:
             replay = Replay(
                 called,
-                lambda model, batch: objective.for_training(model, batch)[0],
+                lambda model, batch: measured.for_training(model, batch)[0],
                 anomaly_mode.backward,
                 backups,
                 updater.drop_gradients,
@@ -154,8 +163,7 @@ class Guard(guard.EngineGuard):
                 rank=world.rank,
                 device=device,
             )
-            return Search(replay, samples, world, beat)
-
+            search = Search(replay, samples, world, beat)
         parts = RunParts(
             world=world,
             clock=clock,
@@ -167,28 +175,23 @@ class Guard(guard.EngineGuard):
             scans=Scans(checks, called, optimizers, arguments.own_weights(model) if world.size > 1 else None),
             precision=Precision(called, accelerator.mixed_precision),
             updates=UpdateHistory(),
-            search=None if measured is None else search(measured),
+            search=search,
             beat=beat,
         )
-        place = Place(incidents) if incidents else arguments.place(run_dir, world, bool(resume), tracking)
-        incidents = place.incident_log
-        key, data_key = ("quarantine", "data_changed") if is_own else ("data.quarantine", "run.data_changed")
+        home = Place(incidents) if incidents else place(run_dir, world, bool(resume), tracking)
+        incidents = home.incident_log
+        keys = ("quarantine", "data_changed") if is_callers else ("data.quarantine", "run.data_changed")
         try:
-            differs = arguments.same_data(samples, incidents, world, data_changed, key=data_key)
-            quarantined = arguments.quarantine(
-                *(quarantine, samples, incidents.directory, world),
-                key=key,
-                data_may_differ=differs or data_changed == "accept",
-            )
+            quarantined = arguments.quarantine(quarantine, data_changed, samples, incidents, world, keys=keys)
         except ConfigError:
-            if place.lock is not None:
-                place.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
+            if home.lock is not None:
+                home.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
             raise
         how = resume if isinstance(resume, Resume) else Resume()
         keeper = CheckpointKeeper(disk, parts, incidents.directory, incidents.run_history, how)
         controls = Controls(parts, policy, quarantined, keeper)
         treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=max(verify_after, 50))
-        self.reporter = RunReporter(clock, incidents, parts.updates, place, keeper.progress)
+        self.reporter = RunReporter(clock, incidents, parts.updates, home, keeper.progress)
         super().__init__(
             *(model, parts, treating),
             objective=measured,
@@ -202,34 +205,28 @@ class Guard(guard.EngineGuard):
             stop=stop,
         )
         self._owes_resume = bool(resume)
-        self._left: Path | None = None  # where the state at the end of the loop is
-        self._cautions = [caution] if caution else []
+        self._left: Path | None = None  # the state at the end of the loop
         waits = updater.gate.synchronous() if device.type != "cpu" else []
-        self._cautions += arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)
-        self._unused = arguments.warn_if_unused(self, world) if is_own else None
+        self._cautions = [*arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
+        self._unused = warn_if_unused(self, world) if is_callers else None
 
-    # What a loop calls.
-
-    @property
-    def slicing(self) -> Slicing:
-        """How the samples of an update are cut up."""
-        return self.samples.slicing
+    # For a loop.
 
     def keep(self, **items: Stateful) -> None:
-        """Let more rewind along, such as an average of the weights: anything with state_dict and load_state_dict.
+        """Let objects with state_dict and load_state_dict rewind with the run, such as an average of the weights.
 
-        What a loop does to it after an update that is refused a moment later stays done, until a rewind undoes it.
+        A change after an update that is refused a moment later stays, until a rewind undoes it.
         """
         for name, item in items.items():
             arguments.keepable(name, item, has_begun=self._has_begun)
             self.state.keep(name, item)
 
     def remember(self, name: str, item: Stateful) -> None:
-        """Let something that does not rewind be there again after a resume."""
+        """Save an object that does not rewind, and restore it when the run resumes."""
         self._keeper.remember(name, item)
 
     def resume(self) -> bool:
-        """Resume where the run directory's run ended, if one did: after `keep`. Otherwise `batches` does it."""
+        """Resume the run of the run directory, if there is one: after `keep`. Otherwise `batches` does it."""
         self._owes_resume = False
         resumed = self._recovery.resume(is_explained=self._sizer.previous_ran_out())
         self._sizer.as_before(self._keeper.previous_samples_per_update)
@@ -239,24 +236,24 @@ class Guard(guard.EngineGuard):
         return resumed
 
     def epochs(self, count: int) -> Iterator[Epoch]:
-        """Yield the epochs that are left of `count`, each of which yields its micro-batches; the first may be cut.
+        """Yield the epochs that remain of `count`; the first may be the rest of one.
 
         An epoch is as many updates as it takes to see all the data once. Without `steps` this plans the total.
         """
-        length = arguments.steps_per_epoch(self.samples, self.slicing)
+        length = arguments.steps_per_epoch(self.samples)
         self._start()
         self.steps = self.steps or count * length
         numbers = range(self.attempted_step // length, min(count, -(-self.steps // length)))
         if not numbers:
-            yield from self.batches()  # says why there are none
+            yield from self.batches()  # logs why there are none
         for number in numbers:
             if not self.stopped:
                 yield Epoch(number, partial(self._batches_until, min((number + 1) * length, self.steps)))
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
-        """Yield micro-batches, on the device, until `steps` more updates are accepted; else the rest of the plan.
+        """Yield micro-batches, on the device, until `steps` more updates are accepted; by default the rest of the plan.
 
-        The last of them is sound then. It ends sooner once the loop is `stopped`.
+        The last update is verified before this ends. It ends earlier if the loop is `stopped`.
         """
         steps = arguments.steps(steps)
         self._start()
@@ -265,12 +262,95 @@ class Guard(guard.EngineGuard):
         last = math.inf if steps is None else self.attempted_step + steps
         yield from self._batches_until(int(min(last, self.steps or math.inf)))
 
+    def leave(self) -> Path | None:
+        """Write the state when `batches` has ended, so that the run can resume from it; return its path."""
+        if self._left is None:
+            self._left = self._finish_saving(healthy=not self.stopped)
+        self.reporter.left_state(self._left)
+        return self._left
+
+    def close(self) -> None:
+        """End a run before its last step: check the last update, close recovered incidents, end worker processes."""
+        self._put_back_batch()
+        error, gave_up = sys.exc_info()[1], None
+        if self.settle() and self._examine_now() is None:
+            if error is None and self._recovery.is_unrecovered():
+                gave_up = self._recovery.end_unrecovered()
+            else:
+                self._recovery.finish()
+                if error is None and self.steps is None and not self.stopped and self._left is None:
+                    self._complete()
+                self._recovery.close_saving_incident()
+        self._recovery.process_ends()
+        self.reporter.closed(gave_up or error, self.steps)
+        self.let_go()
+        if gave_up is not None:
+            raise gave_up
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Note an evaluation: once verified, the weights with the lowest loss are kept in `best`."""
+        self._keeper.evaluated(metrics)
+        self.reporter.note_evaluation(metrics)
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """All incidents until now."""
+        return self._recovery.incident_log.incidents
+
+    @property
+    def recent_loss(self) -> float | None:
+        """The median of the last 50 accepted losses, including those of previous processes."""
+        return self._parts.updates.recent_loss
+
+    # For the command.
+
+    def let_go(self) -> None:
+        """Undo what affects the whole process: worker processes, patched code, the epsilon of safe operations."""
+        self._controls.unpatch()
+        self._direct_steps.end()
+        numerics.raise_eps(1.0)
+        self.samples.close()
+        self._keeper.let_go()
+        self._recovery.note_saves()
+
+    def report(self) -> Report | None:
+        """Collect the numbers of the newest update with a verdict; None if they were reported already.
+
+        Waits for the device, and for the other ranks: all of them have to call it.
+        """
+        knobs = self._controls.knobs.values
+        factors = {name: getattr(knobs, name) for name in ("lr", "clip", "eps")}
+        return self.reporter.report(self.newest, self.metrics.read, self.samples.slicing.samples, factors)
+
+    @property
+    def saving_since(self) -> float | None:
+        """When the checkpoint that is being written was begun, on the monotonic clock."""
+        return self._keeper.saving_since
+
+    def ended(self, *, was_killed: bool = False) -> None:
+        """Note that the process ends in order; `was_killed`: but another process of the run did not."""
+        self._recovery.process_ends(was_killed=was_killed)
+
+    def leave_newest(self) -> tuple[int, Path | None]:
+        """Write the newest verified state without waiting for the loop, from another thread.
+
+        Returns the step that the run resumes from, and the path of its state; None if that is not the newest verified.
+        """
+        return self._recovery.leave_newest()
+
+    def hung(self, evidence: str, *, in_update: bool) -> None:
+        """Record that the loop hangs, and write the newest verified state if possible, from another thread."""
+        began = self._newest_begun.began if self._newest_begun else None
+        self._recovery.hung(evidence, in_update=in_update, began=began)
+
+    # Inside.
+
     def _batches_until(self, last: int) -> Iterator[Any]:
         try:
             self._start()
             self._left = None
             planned = self.steps or last
-            self.reporter.begin(planned, {"steps": planned, **self._given})
+            self.reporter.begin(planned, {"steps": planned, **self._settings})
             if self.attempted_step >= last and not self.stopped:
                 log.info("no batches: all %s steps of the plan are made", f"{planned:,}")
             yield from self.updates_until(last, plan=self.steps)
@@ -280,7 +360,7 @@ class Guard(guard.EngineGuard):
                 self._recovery.finish()
                 self._complete()
         finally:
-            numerics.raise_eps(1.0)  # a knob of this run, and of the process: whatever ends the loop
+            numerics.raise_eps(1.0)  # a knob of this run that affects the whole process
 
     def _start(self) -> None:
         """Resume, if that is asked for, and verify the first state."""
@@ -298,7 +378,7 @@ class Guard(guard.EngineGuard):
         self._seed_between(self.samples.position)
         if not self._ring.snapshots and self._in_flight is None:
             if self.clock.step == 0:
-                found = self._examination.examine_now()  # what is compared with from now on
+                found = self._examination.examine_now()  # later examinations compare with this one
                 if found is not None and found.signal is Signal.RANK_MISMATCH:
                     raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
             if self._keeper.is_verified or self._ring.is_due(self.clock.step):  # else it would not be in memory either
@@ -307,20 +387,12 @@ class Guard(guard.EngineGuard):
                 self._ring.keep_reference(self.clock.step)
 
     def _complete(self) -> None:
-        """Write the end state of a loop of a user's own. Every rank comes here: weights may be spread."""
+        """Write the end state of the caller's loop. Every rank comes here: weights may be sharded."""
         if self.reporter.place.directory is None:
             return
-        # What follows may be an evaluation, or more steps: the last words are said by `leave`, `close`, or at the exit.
+        # An evaluation, or more steps, may follow: `leave`, `close` or the exit of the process conclude the report.
         self._left = self._finish_saving(healthy=True)
-        digests = (self.state.weights_sha256(), self.state.sha256())
-        self.reporter.end("completed", digests=digests)
-
-    def leave(self) -> Path | None:
-        """Write the state as it is, when `batches` has ended: the run can be resumed from there."""
-        if self._left is None:
-            self._left = self._finish_saving(healthy=not self.stopped)
-        self.reporter.left_state(self._left)
-        return self._left
+        self.reporter.end("completed", digests=(self.state.weights_sha256(), self.state.sha256()))
 
     def _finish_saving(self, *, healthy: bool) -> Path | None:
         left = self._keeper.finish(self._controls.state_dict(), healthy=healthy)
@@ -330,110 +402,12 @@ class Guard(guard.EngineGuard):
         self._recovery.process_ends()
         return left
 
-    def close(self) -> None:
-        """End a run before its last step: hear the last verdict, close what has healed, let go of worker processes."""
-        self._put_back_batch()
-        error, gave_up = sys.exc_info()[1], None
-        if self.settle() and self._examine_now() is None:
-            if error is None and self._recovery.is_unrecovered():
-                gave_up = self._recovery.end_unrecovered()
-            else:
-                self._recovery.finish()
-                if error is None and self.steps is None and not self.stopped and self._left is None:
-                    self._complete()
-                self._recovery.close_saving_incident()
-        self._recovery.process_ends()
-        self.reporter.closed(gave_up or error, self.steps)
-        self.let_go()
-        if gave_up is not None:
-            raise gave_up
-
-    def let_go(self) -> None:
-        """Give back what is the process's: worker processes, patched code, the epsilon of safe operations."""
-        self._controls.unpatch()
-        self._direct_steps.end()
-        numerics.raise_eps(1.0)
-        self.samples.close()
-        self._keeper.let_go()
-        self._recovery.note_saves()
-
-    # What a loop may ask.
-
-    @property
-    def knobs(self) -> KnobValues:
-        """What remedies have turned, and the next update is made with."""
-        return self._controls.knobs.values
-
-    @property
-    def incidents(self) -> list[Incident]:
-        """All incidents so far."""
-        return self._recovery.incident_log.incidents
-
-    def tally(self) -> dict[str, Any]:
-        """Count incidents for a summary."""
-        return self._recovery.incident_log.tally()
-
-    @property
-    def recent_loss(self) -> float | None:
-        """The median of the last 50 accepted losses, those of earlier processes included."""
-        return self._parts.updates.recent_loss
-
-    def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Take note of an evaluation: once they are verified, the weights with the least loss are kept in `best`."""
-        self._keeper.evaluated(metrics)
-        self.reporter.note_evaluation(metrics)
-
-    def report(self) -> Report | None:
-        """Put together what is known of the newest update whose verdict is known; None if that was reported already.
-
-        Waits for the device, and for the other ranks: all of them come here.
-        """
-        knobs = {name: getattr(self.knobs, name) for name in ("lr", "clip", "eps")}
-        return self.reporter.report(self.newest, self.metrics.read, self.slicing.samples, knobs)
-
-    def on_device(self, batch: Any) -> Any:
-        """Move a batch of any shape to where the model is."""
-        return self.world.on_device(batch)
-
-    @property
-    def saving_since(self) -> float | None:
-        """Since when a checkpoint is being written, on the monotonic clock."""
-        return self._keeper.saving_since
-
-    def ended(self, *, was_killed: bool = False) -> None:
-        """Note that the process ends in order; `was_killed`: as another process of the run did not."""
-        self._recovery.process_ends(was_killed=was_killed)
-
-    def leave_newest(self) -> tuple[int, Path | None]:
-        """From another thread, as the loop is not waited for: leave the newest verified state on disk.
-
-        Returns the step that the run resumes from, and where its state is; None where that is not the newest verified.
-        """
-        return self._recovery.leave_newest()
-
-    def hung(self, evidence: str, *, in_update: bool) -> None:
-        """From another thread, while the loop hangs: write that down, and the newest verified state if possible."""
-        began = self._newest_begun.began if self._newest_begun else None
-        self._recovery.hung(evidence, in_update=in_update, began=began)
-
-    # What the engine says.
-
     def _on_accepted(self) -> None:
-        """Show the loop in MLflow, now and then."""
-        place = self.reporter.place
-        if place.directory is not None and self.clock.step % REPORT_EVERY == 0:
-            self.reporter.show(self.report() if place.tracking is not None else None)
+        """Show the caller's loop in MLflow, every few updates."""
+        home = self.reporter.place
+        if home.directory is not None and self.clock.step % REPORT_EVERY == 0:
+            self.reporter.show(self.report() if home.tracking is not None else None)
 
     def _on_failure(self, error: TrainError) -> None:
-        """Write down the error that ends the run."""
+        """Report the error that ends the run."""
         self.reporter.fail(error)
-
-
-_NO_TOTAL = (
-    "guard.batches() yields the rest of a planned total: give one with Guard(steps=...), or ask for n more with "
-    "guard.batches(n)"
-)
-_FROM_THE_START = (
-    "make or load the model alike on every rank before it is prepared, and change no weights after that; "
-    "if they are to differ, say checks.replicas.every=0"
-)

@@ -1,4 +1,4 @@
-"""The directory that the caller's loop writes to, and whether MLflow shows it."""
+"""The run directory of the caller's loop, and the MLflow store that shows it."""
 
 from __future__ import annotations
 
@@ -16,45 +16,44 @@ from resilient_train.tracking.store import locate
 from resilient_train.tracking.uploads import EXPERIMENT, TrackingConfig
 from resilient_train.wording import log
 
-_DRAIN_S = 30.0  # that the end of a loop waits for MLflow at most
+_DRAIN_S = 30.0  # how long the end of a loop waits for MLflow at most
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a guard keeps of it."""
+    """Where a guard writes to."""
 
     incident_log: IncidentLog
-    directory: Path | None = None  # null where nothing is written down, on any rank
+    directory: Path | None = None  # None on every rank of a loop without a run directory
     lock: DirectoryLock | None = None  # of rank 0
     tracking: TrackingConfig | None = None
-    goes_on: bool = False  # if the same program is started again
+    resumes: bool = False  # if the same program is started again
     rank: int = 0
 
 
-def place(run_dir: str | Path | None, world: World, goes_on: bool = False, tracking: str | bool | None = None) -> Place:
+def place(run_dir: str | Path | None, world: World, resumes: bool = False, tracking: str | bool | None = None) -> Place:
     """Begin a journal in a run directory: the named one, or a sibling if that holds a run already.
 
-    With `goes_on` it is the named one in any case. No other process may be at work in it.
+    With `resumes` it is the named one in any case. No other process may be at work in it.
     """
     if run_dir is None:
-        if goes_on:
-            raise unusable("resume", "needs a run_dir, where there is something to go on from")
+        if resumes:
+            raise unusable("resume", "needs a run_dir to resume from")
         if tracking:
-            raise unusable("tracking", "needs a run_dir: what MLflow is to show is written there first")
+            raise unusable("tracking", "needs a run_dir: what MLflow shows is written there first")
         return Place(IncidentLog(None))
-    asked = world.on_main(lambda: _tracking(tracking, Path(run_dir).absolute()))  # all gather what rank 0 then tells
-    locks: list[DirectoryLock] = []
-    claimed = _locked if goes_on else _claimed
-    world.on_main(lambda: refuse_dangling_link("run_dir", Path(run_dir).absolute()))
-    path = world.on_main(lambda: claimed(Path(run_dir).absolute(), locks))
-    if path != Path(run_dir).absolute():
+    named, locks = Path(run_dir).absolute(), list[DirectoryLock]()
+    store = world.on_main(lambda: _tracking(tracking, named))
+    world.on_main(lambda: refuse_dangling_link("run_dir", named))
+    path = world.on_main(lambda: _claim(named, locks, resumes=resumes))
+    if path != named:
         log.info("%s holds another run: this one writes to %s", run_dir, path)
     incident_log = IncidentLog(path if world.is_main else None, run_dir=path)
-    return Place(incident_log, path, next(iter(locks), None), asked, goes_on, world.rank)
+    return Place(incident_log, path, next(iter(locks), None), store, resumes, world.rank)
 
 
 def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
-    """Take an address of MLflow, or True for the one that the environment names, else a database beside the run."""
+    """Convert an address of MLflow, or True: the one of the environment, else a database next to the run."""
     if given is None or given is False:
         return None
     if given is not True and not isinstance(given, str):
@@ -68,33 +67,25 @@ def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
     return TrackingConfig("mlflow", uri, experiment, system_metrics=False, drain_s=_DRAIN_S)
 
 
-def _locked(path: Path, locks: list[DirectoryLock]) -> Path:
-    """Take a directory for as long as this process is at work there."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        locks.append(DirectoryLock(path))
-    except DirectoryInUse as error:
-        if error.holder.startswith(f"process {os.getpid()} "):  # as in a notebook, whose cell is run again
-            raise DirectoryInUse(path, "another guard of this process", "let go of it first by its close()") from None
-        raise DirectoryInUse(path, error.holder, "wait for it to end, or choose another run_dir") from None
-    except OSError as error:
-        raise ConfigError("run_dir", path, f"cannot be written: {error.strerror}") from error
-    return path
-
-
-def _claimed(wanted: Path, locks: list[DirectoryLock]) -> Path:
-    """Make the journal in the first directory that holds no run, in one step: two runs may begin at a time."""
-    path = wanted
+def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
+    """Lock the named directory, or the first sibling without a run; two processes may begin at the same time."""
+    path = named
     for number in itertools.count(2):
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if not (path / INCIDENTS).exists():
-                os.close(os.open(path / JOURNAL, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-                return _locked(path, locks)
+            if resumes or not (path / INCIDENTS).exists():
+                if not resumes:
+                    os.close(os.open(path / JOURNAL, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                locks.append(DirectoryLock(path))
+                return path
+        except DirectoryInUse as error:
+            if error.holder.startswith(f"process {os.getpid()} "):  # a notebook whose cell is run again
+                raise DirectoryInUse(path, "another guard of this process", "call its close() first") from None
+            raise DirectoryInUse(path, error.holder, "wait for it to end, or choose another run_dir") from None
         except FileExistsError:
             if not path.is_dir():
-                raise ConfigError("run_dir", wanted, "is a file, where a directory is wanted") from None
+                raise ConfigError("run_dir", named, "is a file, expected a directory") from None
         except OSError as error:
-            raise ConfigError("run_dir", wanted, f"cannot be written: {error.strerror}") from error
-        path = wanted.with_name(f"{wanted.name}-{number}")
+            raise ConfigError("run_dir", named, f"cannot be written: {error.strerror}") from error
+        path = named.with_name(f"{named.name}-{number}")
     raise AssertionError

@@ -1,4 +1,4 @@
-"""Learning rates as people bring them: torch schedulers, Accelerate's, curves."""
+"""The schedules of the caller: torch's, Accelerate's, or a function of the step."""
 
 from __future__ import annotations
 
@@ -17,60 +17,58 @@ from resilient_train.errors import TrainError
 from resilient_train.update.schedule import Curve, CurveSchedule, Schedule, ShadowSchedule, constant
 
 
-def schedules(given: Any, steppers: list[Optimizer]) -> list[Schedule]:
-    """Take nothing, a curve `step -> factor`, a torch scheduler, or a list with one of them for each optimizer."""
-    several = list(given) if isinstance(given, list | tuple) else [given] * len(steppers)
-    if len(several) != len(steppers):
-        raise ValueError(f"schedule: {len(several)} schedules for {len(steppers)} optimizers")
-    return [_schedule(one, stepper) for one, stepper in zip(several, steppers, strict=True)]
+def schedules(given: Any, optimizers: list[Optimizer]) -> list[Schedule]:
+    """Convert a schedule, or a list with one for each optimizer: None, a function `step -> factor`, or a scheduler."""
+    several = list(given) if isinstance(given, list | tuple) else [given] * len(optimizers)
+    if len(several) != len(optimizers):
+        raise ValueError(f"schedule: {len(several)} schedules for {len(optimizers)} optimizers")
+    return [_schedule(one, optimizer) for one, optimizer in zip(several, optimizers, strict=True)]
 
 
 def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
     if isinstance(given, AcceleratedScheduler):
-        return _Strided(_torch_schedule(given.scheduler, optimizer), _stride(given))
+        is_alone = given.split_batches or not given.step_with_optimizer
+        return _Strided(_torchs(given.scheduler, optimizer), 1 if is_alone else int(PartialState().num_processes))
     if isinstance(given, LRScheduler | ReduceLROnPlateau):
-        return _torch_schedule(given, optimizer)
+        return _torchs(given, optimizer)
     if hasattr(given, "settings") and hasattr(given, "state_dict"):
         return given  # type: ignore[no-any-return]
     curve: Curve = constant if given is None else given
     try:
         first = curve(0)
-        is_curve = isinstance(first, int | float) and math.isfinite(first)
     except TypeError:
-        is_curve = False
-    if not is_curve:
+        first = math.nan
+    if not (isinstance(first, int | float) and math.isfinite(first)):
         expected = "expected a torch scheduler or a callable (step) -> factor of the configured rate"
         raise TypeError(f"schedule: {expected}, got {given!r:.80}")
     return CurveSchedule([group["lr"] for group in optimizer.param_groups], curve, 0)
 
 
-def _torch_schedule(given: Any, optimizer: Optimizer) -> ShadowSchedule:
+def _torchs(given: Any, optimizer: Optimizer) -> ShadowSchedule:
     if isinstance(given, ReduceLROnPlateau):
         raise TypeError("schedule: ReduceLROnPlateau follows a metric, not the step, and is not supported")
     its_own = getattr(given, "optimizer", None)
     if (its_own.optimizer if isinstance(its_own, AcceleratedOptimizer) else its_own) is not optimizer:
         several = "give a list with a schedule for each optimizer, in their order, None for a constant rate"
         raise ValueError(f"schedule: this {type(given).__name__} was made for another optimizer; {several}")
-    return _OnlyOurs.of(given, optimizer)
+    return _Watched.of(given, optimizer)
 
 
-class _OnlyOurs(ShadowSchedule):
-    """Notices when the loop still steps the scheduler that it has handed over."""
+class _Watched(ShadowSchedule):
+    """Notices if the loop still steps its scheduler."""
 
-    _left: list[Any] | None = None  # where the scheduler stood when we were done with it
+    _left_at: list[Any] | None = None  # counts of the scheduler when the guard had stepped it
 
     def advance(self, step: int) -> None:
-        if self._left is not None and self._left != self._counts():
-            raise TrainError(
-                "the loop stepped the scheduler itself: remove scheduler.step(), the guard does it when an update is "
-                "accepted"
-            )
+        if self._left_at is not None and self._left_at != self._counts():
+            why = "remove scheduler.step(), the guard does it when an update is accepted"
+            raise TrainError(f"the loop stepped the scheduler itself: {why}")
         super().advance(step)
-        self._left = self._counts()
+        self._left_at = self._counts()
 
     def load_state_dict(self, state: Any) -> None:
         super().load_state_dict(state)
-        self._left = self._counts()
+        self._left_at = self._counts()
 
     def _counts(self) -> list[Any]:
         several = [self.scheduler, *getattr(self.scheduler, "_schedulers", [])]
@@ -78,7 +76,7 @@ class _OnlyOurs(ShadowSchedule):
 
 
 class _Strided:
-    """A schedule that goes so many steps for one update, as Accelerate's schedulers do with several processes."""
+    """A schedule that takes several steps for one update, as Accelerate's schedulers do with several processes."""
 
     def __init__(self, inner: ShadowSchedule, stride: int) -> None:
         self.inner, self.stride = inner, stride
@@ -91,10 +89,5 @@ class _Strided:
         self.inner.advance(self._at(step))
 
     def _at(self, step: int) -> int:
-        """Not beyond what a one-cycle schedule was made for: it would raise."""
+        """Limit the step to what a one-cycle schedule was made for: it would raise."""
         return min(step * self.stride, getattr(self.inner.scheduler, "total_steps", sys.maxsize))
-
-
-def _stride(given: AcceleratedScheduler) -> int:
-    alone = given.split_batches or not given.step_with_optimizer
-    return 1 if alone else int(PartialState().num_processes)

@@ -1,15 +1,17 @@
-"""What a run reports: its numbers on the way, and at its end one status, one summary, one review, and the last uploads.
+"""What a run reports: numbers during the run; at its end a status, a summary, a review, and the last uploads.
 
-The command says its end itself. A loop that the caller wrote may come to its last step, give up, be asked to stop, be
-closed, or be left by a `break` or an error of the caller's: of those two only the interpreter's exit tells.
+The command reports its end itself. The caller's loop may come to its last step, give up, be asked to stop or be closed;
+of a `break`, or an error of the caller's, it learns only at the exit of the interpreter.
 """
 
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +22,7 @@ from typing import Any
 
 from resilient_train.adapters.place import Place
 from resilient_train.errors import GaveUp, Stopped, TrainError, in_one_line, short_message
-from resilient_train.ranks.world import is_lost_peer
+from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings
 from resilient_train.record.endings import LOOP, SUMMARY, Loop, Summary
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
@@ -34,12 +36,43 @@ from resilient_train.types import Incident, Vitals
 from resilient_train.watch.vitals import UpdateHistory
 from resilient_train.wording import duration, log
 
-REPORT_EVERY = 10  # accepted updates of a loop that the caller wrote
+REPORT_EVERY = 10  # accepted updates of the caller's loop
 _JUDGED_AFTER = 50  # steps: before, a loss that has not fallen means nothing
 _LEAST = 0.01  # of the first loss
 _TIMED = 10_000  # laps that the median step time is taken of
 
-_open: set[RunReporter] = set()  # of loops that have not said their end
+_open: set[RunReporter] = set()  # of loops whose end is not reported yet
+
+_UNUSED = (
+    "this guard has made no update, so it has protected nothing: iterate over guard.batches() and call guard.step or "
+    "guard.update; a trainer that steps the optimizer itself is not guarded"
+)
+
+
+def log_to_stderr(world: World) -> None:
+    """Print incidents in a program that has not set up logging."""
+    if log.handlers or log.level != logging.NOTSET or logging.getLogger().handlers:
+        return
+    log.setLevel(logging.INFO if world.is_main else logging.ERROR)  # the other ranks would print the same
+    log.addHandler(_LastResort())
+
+
+class _LastResort(logging.Handler):
+    """Prints plain lines to stderr, above tqdm's bars, until the program sets up logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers or getattr(record, "in_file_only", False):
+            return
+        line = f"resilient_train: {record.getMessage()}"
+        if tqdm := sys.modules.get("tqdm"):
+            tqdm.tqdm.write(line, file=sys.stderr)
+        else:
+            print(line, file=sys.stderr)
+
+
+def warn_if_unused(guard: object, world: World) -> weakref.finalize[Any, Any]:
+    """Warn when a guard is deleted, or the process ends, unless `detach` was called by then."""
+    return weakref.finalize(guard, log.warning if world.is_main else log.debug, "%s", _UNUSED)
 
 
 def status_of(error: BaseException | None) -> tuple[str, int]:
@@ -65,7 +98,7 @@ def verdict_of(
 
 
 def write(summary: Summary, run_dir: Path) -> None:
-    """Commit the summary; a disk that does not take it is no reason to fail."""
+    """Write the summary; a full disk is logged."""
     try:
         summary.write(run_dir / SUMMARY)
     except OSError as error:
@@ -73,7 +106,7 @@ def write(summary: Summary, run_dir: Path) -> None:
 
 
 def completed(summary: Summary) -> str:
-    """Say in one line what a complete run came to."""
+    """Return the line about a complete run."""
     results = {"recent loss": summary.final_loss}
     results |= {f"evaluation {name}": value for name, value in (summary.eval or {}).items()}
     known = ", ".join(f"{name} {value:.4g}" for name, value in results.items() if value is not None)
@@ -81,17 +114,17 @@ def completed(summary: Summary) -> str:
 
 
 def print_review(run_dir: Path, resumed_from: int | None = None) -> None:
-    """Print what a person wants to know at the end, from the files of the run."""
+    """Print the review at the end of a run, from its files."""
     try:
         lines = review(read_story(run_dir), resumed_from)
-    except Exception as error:  # whatever lies there, the run has ended as it has
+    except Exception as error:  # a damaged file does not change how the run ended
         lines = [f"the review of the run failed: {in_one_line(error)}"]
     for line in lines:
         log.info("%s", line)
 
 
 def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path, *more: Path) -> None:
-    """Upload incidents.jsonl and `more` files, say where to see it, and note that in the summary."""
+    """Upload incidents.jsonl and `more` files, print where MLflow shows the run, and note that in the summary."""
     if isinstance(tracker, NullTracker):
         return
     for file in (*more, run_dir / INCIDENTS):
@@ -139,32 +172,32 @@ class Report:
     """The numbers of one update."""
 
     vitals: Vitals
-    metrics: Mapping[str, float]  # that the objective reports next to its loss
-    values: dict[str, float]  # all of them, as a tracker takes them
+    metrics: Mapping[str, float]  # of the objective
+    values: dict[str, float]  # all of them, for a tracker
 
 
 @dataclass(eq=False)
 class RunReporter:
-    """Reports a run. It holds nothing of the guard, which may be collected while the process lives on."""
+    """Reports a run. It has no reference to the guard, which may be deleted while the process continues."""
 
     clock: Clock
     incident_log: IncidentLog
     updates: UpdateHistory
-    place: Place  # with a lock only on rank 0 of a loop that the caller wrote
+    place: Place  # with a lock only on rank 0 of the caller's loop
     progress: Progress
     times: StepTimes = field(default_factory=StepTimes)
     evaluated: Mapping[str, float] | None = None
     _reported_tick: int = 0
     _began: float = field(default_factory=time.monotonic)
     _tracker: Tracker = field(default_factory=NullTracker)
-    _ending: Summary | None = None  # that was written
-    _is_over: bool = True  # nothing is left to say
-    _process: int = field(default_factory=os.getpid)  # a child that it forks says nothing
+    _ending: Summary | None = None  # as written
+    _is_over: bool = True  # everything is reported
+    _process: int = field(default_factory=os.getpid)  # a forked child reports nothing
 
-    # On the way.
+    # During the run.
 
-    def begin(self, steps: int, given: Mapping[str, Any]) -> None:
-        """Note that a loop of so many updates begins; an end that was written before does not count any more."""
+    def begin(self, steps: int, settings: Mapping[str, Any]) -> None:
+        """Note that a loop of so many updates begins; an end that was written before is void."""
         self.times.start_lap()
         if self.place.directory is None:
             return
@@ -173,19 +206,19 @@ class RunReporter:
         if self.place.lock is None:
             return
         endings.begin(self.place.directory, is_finished=False)  # before another rank may have failed again
-        with suppress(OSError):  # a full disk: the loop trains without
-            Loop(steps, self.place.goes_on, given).write(self.place.directory)
+        with suppress(OSError):  # the disk is full
+            Loop(steps, self.place.resumes, settings).write(self.place.directory)
         if is_new and self.place.tracking is not None:  # else the tracker is at work, and two would write to one file
             self._tracker = tracking.build(self.place.tracking, self.place.directory, self.place.directory.parent)
-            self._tracker.params(given)
+            self._tracker.params(settings)
             self._tracker.artifact(self.place.directory / LOOP)
 
     def report(
         self, newest: Vitals | None, read: Callable[[], dict[str, float]], samples: int, knobs: Mapping[str, float]
     ) -> Report | None:
-        """Gather the numbers of the newest update, of `samples` samples; None if they were reported already.
+        """Collect the numbers of the newest update, of `samples` samples; None if they were reported already.
 
-        `read` reads what the objective reports.
+        `read` reads the metrics of the objective.
         """
         if newest is None or newest.tick == self._reported_tick:
             return None
@@ -198,25 +231,25 @@ class RunReporter:
         return Report(newest, metrics, values | {"incidents_total": len(self.incident_log.incidents)})
 
     def show(self, report: Report | None) -> None:
-        """Upload the numbers of an update of the caller's loop, or note its time alone."""
+        """Upload the numbers of an update of the caller's loop, or only time it."""
         if report is None:
             self.times.lap(self.clock.tick)
             return
-        self._tracker.begin()  # MLflow may load now; before, it would have kept the first updates waiting
+        self._tracker.begin()  # MLflow may load now; before, it would have delayed the first updates
         self._tracker.metrics(report.vitals.tick, report.values)
 
     def note_evaluation(self, metrics: Mapping[str, float]) -> None:
         """Note an evaluation."""
         self.evaluated = dict(metrics)
         self._tracker.metrics(self.clock.tick, {f"eval/{name}": value for name, value in metrics.items()})
-        if self._ending is not None and not self._is_over:  # after the loop, where one often evaluates
+        if self._ending is not None and not self._is_over:  # many evaluate after the loop
             self._ending.eval = self.evaluated
             write(self._ending, self._directory)
 
     # At the end.
 
     def summary(self, status: str, exit_code: int, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
-        """Summarize an end; `digests` are those of the weights and of the whole state."""
+        """Return the summary of an end; `digests` are those of the weights and of the whole state."""
         losses = self.updates.first_loss, self.updates.recent_loss
         return Summary(
             status=status,
@@ -233,7 +266,6 @@ class RunReporter:
             step_ms=self.times.step_ms,
             weights_sha256=digests[0] if digests else None,
             state_sha256=digests[1] if digests else None,
-            mlflow=None,
         )
 
     def end(
@@ -252,12 +284,12 @@ class RunReporter:
         is_lost = error is not None and is_lost_peer(error)
         why = endings.failure(self._directory) if is_lost else None
         ending.why = why or (None if error is None else short_message(error))
-        if why or not is_lost:  # else the record stays as if this process was killed
+        if why or not is_lost:  # else the progress stays as if this process was killed
             self.progress.turned_to(Doing.ENDED)
         write(ending, self._directory)
 
     def fail(self, error: BaseException) -> None:
-        """Write that an error ended the loop, and conclude it; ranks other than 0 leave a note of theirs."""
+        """Report that an error ended the loop; a rank other than 0 leaves a note for rank 0."""
         if self.place.rank and not (self._is_over or isinstance(error, GaveUp | Stopped) or is_lost_peer(error)):
             endings.note_failure(self._directory, self.place.rank, short_message(error), in_training=True)
         self.end(*status_of(error), error)
@@ -275,7 +307,7 @@ class RunReporter:
         finish_uploads(self._tracker, self._ending, self._directory)
 
     def closed(self, error: BaseException | None, planned: int | None) -> None:
-        """Note that the program closes the loop, at a step of its choice, or because of the error that it handles."""
+        """Report that the caller closed the loop, perhaps because of an error."""
         if error is not None and not isinstance(error, GeneratorExit):
             self.fail(error)
         self.end("completed" if planned is None or self.clock.step >= planned else "closed")
@@ -283,7 +315,7 @@ class RunReporter:
         self._release()
 
     def left_state(self, path: Path | None) -> None:
-        """Note where the state at the end was written; of a loop that was asked to stop this is the end."""
+        """Report where the state at the end was written; a loop that was asked to stop ends with this."""
         if self.place.lock is None:
             return
         if path is not None and self._ending is not None:
@@ -296,7 +328,7 @@ class RunReporter:
         self.conclude()
 
     def left(self, error: BaseException | None) -> None:
-        """Note at the exit of the process what was not said before; `error` is what it exits with."""
+        """Report at the exit of the process what was not reported before; `error` is what it exits with."""
         if os.getpid() != self._process:
             return
         if error is not None and self._ending is None:
@@ -322,7 +354,7 @@ class RunReporter:
 
 @atexit.register
 def _at_exit() -> None:
-    """Write how loops ended that did not say so: the interpreter knows an error that was not caught."""
+    """Report loops that ended without a report: the interpreter has an error that was not caught."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     for one in list(_open):
         one.left(error)

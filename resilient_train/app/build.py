@@ -76,7 +76,7 @@ class Run:
     def __str__(self) -> str:
         count = sum(weight.numel() for weight in self.bare_model.parameters())
         weights = f"{count / 1e6:.1f} million" if count >= 1e6 else f"{count:,}"
-        cut = self.guard.slicing
+        cut = self.guard.samples.slicing
         factors = [(cut.batch_size, "rows"), (cut.accumulation, "micro-batches"), (cut.world, "processes")]
         parts = [f"{number} {what}" for number, what in factors if number > 1] or ["1 row"]
         rows = " x ".join(parts) + (f" = {cut.samples} rows" if len(parts) > 1 else "")

@@ -169,8 +169,9 @@ def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
         return ended.exit_code
     if launched_rank() == 0:
         print(f"error: {masked(str(ended))}", file=sys.stderr)
-        said = dict(word.partition("=")[::2] for word in overrides)
-        directory = said.get("run.dir") or ("run.name" in said and f"runs/{said['run.name']}")
+        settings = dict(word.partition("=")[::2] for word in overrides)
+        name = settings.get("run.name")
+        directory = settings.get("run.dir") or (f"runs/{name}" if name else None)
         if isinstance(ended, ConfigError) and ended.key == "run.dir":
             directory = str(ended.value)
         if ended.exit_code == 2 and directory and "WORLD_SIZE" in os.environ:

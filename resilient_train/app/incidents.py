@@ -10,26 +10,51 @@ import io
 import json
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 
-from resilient_train.app.block import OUTCOMES, show_block
 from resilient_train.app.directory import launcher_of
 from resilient_train.app.page import Page
 from resilient_train.app.status import Status, status_of
 from resilient_train.errors import TrainError
+from resilient_train.files import read_plain
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.journal import JOURNAL, damaged_lines, read
 from resilient_train.tracking.review import began_ms, next_start, verdict
-from resilient_train.tracking.story import Story, read_story
-from resilient_train.types import Outcome
-from resilient_train.wording import counted, noticed, printable
+from resilient_train.tracking.story import Chapter, Story, read_story
+from resilient_train.types import Culprit, Outcome
+from resilient_train.wording import (
+    counted,
+    describe_cost,
+    describe_culprit,
+    duration,
+    noticed,
+    printable,
+    reached,
+    remedies_of,
+    rows_named,
+    why_of,
+)
 
 _LOOK_EVERY_S = 1.0
 _RESTARTS_WITHIN_S = 120.0  # by a launcher on another host, which cannot be seen
 
 _STYLES = {"clean": "bold green", "recovered": "bold green", "gave_up": "bold red", "failed": "bold red"}
 _STYLES |= {"unrecovered": "bold red", "no_progress": "bold yellow"}
+
+_LARGEST_SOURCE = 2**22  # bytes
+_LABELS = 9  # columns
+
+_OUTCOMES = {
+    Outcome.RECOVERED: ("recovered", "green"),
+    Outcome.RECURRED: ("the same trouble came back: what was done was not enough", "yellow"),
+    Outcome.UNRECOVERED: ("unrecovered: it was not over at the end of the run", "red"),
+    Outcome.GAVE_UP: ("gave up", "red"),
+    None: ("open: it counts as recovered once the run has stayed healthy", "yellow"),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -176,7 +201,7 @@ class _Blocks:
             incident, name = chapter.incident, f"incident {chapter.incident.id:,}: "
             if incident.id in self.shown:
                 if self.shown[incident.id] is not incident.outcome:
-                    words, style = OUTCOMES[incident.outcome]
+                    words, style = _OUTCOMES[incident.outcome]
                     self.page.line(name, (words.partition(":")[0], style), hang=2)
             elif is_live and chapter.treated_ms is None and incident.outcome is None:
                 if incident.id not in self.named:
@@ -185,10 +210,73 @@ class _Blocks:
                 self.named.add(incident.id)
                 continue
             else:
-                show_block(chapter, found.story, found.began_ms, self.page)
+                _show_block(chapter, found.story, found.began_ms, self.page)
             self.shown[incident.id] = incident.outcome
 
 
 def _first_of(found: _Found, last: int | None) -> int:
     """Return the index of the first incident among the last ones."""
     return 0 if last is None else max(0, len(found.story.incidents) - max(0, last))
+
+
+def _show_block(chapter: Chapter, story: Story, began_ms: int | None, page: Page) -> None:
+    """Show an incident: when, what, why, the culprit, what was done, the cost, the outcome, what to do."""
+    incident = chapter.incident
+    anomaly, diagnosis = incident.anomaly, incident.diagnosis
+
+    def row(label: str, text: str, style: str = "") -> None:
+        text = text.strip() if style == "italic" else " ".join(text.split())
+        if text:
+            page.line((f"{label:{_LABELS}}", "dim"), (text, style), indent=2, hang=2 + _LABELS)
+
+    page.line()
+    since = (chapter.opened_ms - began_ms) / 1000 if began_ms is not None else -1.0
+    after = f" ({duration(since)} after the start)" if 0 <= since < 1e9 else ""
+    when = f"incident {incident.id:,}  {_clock(chapter.opened_ms)}{after}"
+    page.line((when, "bold"), f"  step {anomaly.step:,}, tick {anomaly.tick:,}", hang=2)
+    row("noticed", noticed(anomaly) + reached(anomaly))
+    row("", anomaly.evidence)
+    row("drill", f"{incident.drill}, on purpose" if incident.drill else "")
+    row("cause", str(diagnosis.cause) + (f": {rows_named(diagnosis.rows)}" if diagnosis.rows else ""))
+    for label, culprit in (("culprit", diagnosis.culprit), ("then", diagnosis.symptom)):
+        if culprit is not None:
+            row(label, describe_culprit(culprit))
+            row("", _source(culprit, chapter, story), style="italic")
+    if incident.decision.gave_up is not None:
+        row("cure", f"gave up: {why_of(incident)}")
+    elif chapter.treated_ms is None and incident.outcome is None:
+        row("cure", "being treated")
+    else:
+        row("cure", remedies_of(incident) or "nothing was done")
+    row("cost", describe_cost(incident))
+    outcome, style = _OUTCOMES[incident.outcome]
+    if chapter.closed_ms is not None:
+        seconds = (chapter.closed_ms - chapter.opened_ms) / 1000
+        later = f", {duration(seconds)} later" if 0.5 <= seconds < 1e9 else ""
+        outcome = f"{outcome} ({_clock(chapter.closed_ms)}{later})"
+    row("outcome", outcome, style)
+    row("advice", diagnosis.advice)
+
+
+def _clock(ms: int) -> str:
+    with suppress(ValueError, OverflowError, OSError):  # a damaged journal may have any number
+        return f"{datetime.fromtimestamp(ms / 1000):%Y-%m-%d %H:%M:%S}"
+    return "at an unknown time"
+
+
+def _source(culprit: Culprit, chapter: Chapter, story: Story) -> str:
+    """Return the text of a line, from its active patch, or from its file if that is older than the incident."""
+    patches = (story.remedies or {}).get("armor")
+    for patch in patches if isinstance(patches, list) else []:
+        place = culprit.file, culprit.line, culprit.op
+        if isinstance(patch, Mapping) and (patch.get("file"), patch.get("line"), patch.get("op")) == place:
+            return str(patch.get("text"))
+    path = Path(culprit.file)
+    try:
+        known = path.stat()
+        is_unchanged = known.st_mtime * 1000 < chapter.opened_ms and known.st_size < _LARGEST_SOURCE
+        if path.suffix != ".py" or not is_unchanged:
+            return ""
+        return read_plain(path).decode("utf-8", "replace").splitlines()[culprit.line - 1].strip()
+    except (OSError, ValueError, IndexError):
+        return ""

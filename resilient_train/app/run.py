@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ from resilient_train.adapters.reporter import completed, finish_uploads, print_r
 from resilient_train.app.build import Run, assemble, validate
 from resilient_train.app.config.compose import Composed, describe_changes, is_fixed
 from resilient_train.app.directory import RunDirectory, claim
-from resilient_train.app.hang import end_hung
 from resilient_train.app.notify import notify
 from resilient_train.app.terminal import Terminal
 from resilient_train.app.train import train
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.manifest import WEIGHTS
 from resilient_train.checkpoint.resume import Resume
+from resilient_train.diagnose.frames import called_by_us, is_users
 from resilient_train.errors import (
     ConfigError,
     GaveUp,
@@ -36,7 +37,7 @@ from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
-from resilient_train.record import endings
+from resilient_train.record import endings, notes
 from resilient_train.record.endings import Summary
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.state.randomness import set_deterministic
@@ -50,6 +51,8 @@ from resilient_train.wording import GOOD, IN_FILE_ONLY, ODD, log
 _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
 _NOT_WELL = {"unrecovered": "an incident has not recovered", "no_progress": "the loss is not below where it began"}
 _HOME = Path("runs")  # of MLflow's database, if no other store is configured
+_LOADER = "torch/utils/data/dataloader.py"
+_FOR_OTHERS_S = 1.2  # until the watchdogs of other ranks have looked at their clocks, too
 
 
 @dataclass(frozen=True)
@@ -202,14 +205,64 @@ class _Session:
             commit_text(directory.config, self.composed.yaml(directory.path))
 
     def _end_hung(self, hang: Hang) -> int:
-        code = end_hung(hang, self.world, self.directory, self.run, self._was_asked_for_another)
-        if self.run is not None and self.world.is_main:
+        """Log where the run hangs, save what can be saved, and return the exit code. The watchdog's thread calls it."""
+        world, directory, run = self.world, self.directory, self.run
+        where = next((f for f in reversed(called_by_us(hang.frames)) if is_users(f.f_code.co_filename)), None)
+        place = (
+            f"{where.f_code.co_filename}:{where.f_lineno}, in {where.f_code.co_name}" if where else "no line of yours"
+        )
+        for frame in hang.frames if where is None else ():  # user code may run in a worker of the data loader
+            workers = getattr(frame.f_locals.get("self"), "_workers", [])
+            if workers and frame.f_code.co_filename.endswith(_LOADER):
+                pids = ", ".join(str(one.pid) for one in workers)
+                place = f"no line of yours: it waits for a batch from the workers of the data loader (processes {pids})"
+        asked = "it was asked to stop, and " if hang.stop_asked else ""
+        evidence = f"{asked}no {hang.phase} was finished for {hang.seconds:.0f} s; it hangs in {place}"
+        # Rank 0 reports for the ranks that only wait for another; a rank that hangs in user code reports itself.
+        level = logging.ERROR if world.is_main or where else logging.INFO
+        log.log(level, "%s: the process ends; all stacks are in %s", evidence, directory.log(world.rank))
+        log.info("%s", hang.stacks, extra=IN_FILE_ONLY)
+        code = 1
+        if not hang.stop_asked:
+            mine = notes.Hung(world.rank, evidence, where is not None)
+            if world.size > 1 and world.is_main:
+                noted = notes.gather_hung(directory.path, mine, world.size, _FOR_OTHERS_S)
+                if (found := notes.who_hung(noted, world.size)) != evidence:
+                    log.error("%s", found)
+                evidence = found
+            elif world.size > 1:
+                with suppress(OSError):  # this host may not have the directory
+                    notes.leave(directory.path, mine)
+                time.sleep(_FOR_OTHERS_S)  # rank 0 would only see that this process ended
+            if run is not None:
+                run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)
+        else:
+            is_for_another = self._was_asked_for_another()  # reads files, so not before the stacks are logged
+            if (why := endings.failure(directory.path) if is_for_another else None) is not None:
+                log.error("error: %s", why)
+            code = 75 if self._save_newest() and not is_for_another else 1  # 75: the same command resumes
+            if run is not None:
+                run.guard.ended(was_killed=is_for_another and why is None)
+        if run is not None and world.is_main:
             summary = self._summary("preempted" if code == 75 else "failed", code)
-            write(summary, self.directory.path)
-            if code != Stopped.exit_code:
+            write(summary, directory.path)
+            if code != 75:
                 hangs = f"no {hang.phase} was finished for {hang.seconds:.0f} s"
-                notify(self.config.notify, "hang", self.directory.path, asdict(summary), hangs)
+                notify(self.config.notify, "hang", directory.path, asdict(summary), hangs)
         return code
+
+    def _save_newest(self) -> bool:
+        """Let rank 0 write the newest verified state without waiting for the loop; False if that failed."""
+        if not self.world.is_main:
+            time.sleep(_FOR_OTHERS_S)  # rank 0 would fail when it loses this one
+        if self.run is None or not self.world.is_main or not self.run.guard.clock.step:
+            return True
+        step, path = self.run.guard.leave_newest()
+        if path is None:
+            log.error("no newer state could be written: the run begins again at step %s", f"{step:,}")
+        else:
+            log.info("the state of step %s is in %s: the same command resumes from there", f"{step:,}", path)
+        return path is not None
 
     def end(self, error: BaseException | None, requests: StopRequests) -> Ending:
         """Report how the run ended: summary, log, review, uploads."""

@@ -116,9 +116,13 @@ class ProgressLine:
         self.marks = deque([(time.monotonic(), done)])
         self.progress: Progress | None = None
         if console is not None:
-            columns = [TextColumn("{task.fields[where]}"), BarColumn(bar_width=20), TextColumn("{task.fields[told]}")]
+            columns = [
+                TextColumn("{task.fields[where]}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[numbers]}"),
+            ]
             self.progress = Progress(*columns, console=console, refresh_per_second=4, transient=True)
-            self.progress.add_task("", total=steps, completed=done, where="", told="waiting for the first step")
+            self.progress.add_task("", total=steps, completed=done, where="", numbers="waiting for the first step")
             self.progress.start()
 
     def step(self, step: int) -> None:
@@ -140,7 +144,7 @@ class ProgressLine:
     def _draw(self, progress: Progress) -> None:
         self.drawn = time.monotonic()
         line = f"{self.numbers}  {self._pace(self.done)}".strip()
-        progress.update(progress.task_ids[0], completed=self.done, where=f"step {self.done}/{self.steps}", told=line)
+        progress.update(progress.task_ids[0], completed=self.done, where=f"step {self.done}/{self.steps}", numbers=line)
 
     def _pace(self, step: int) -> str:
         """Return the steps per second over the recent past, and the time left."""

@@ -80,7 +80,7 @@ def evaluate(run: Run, beat: Callable[[], None] = lambda: None) -> dict[str, flo
                 run.model.train()
                 run.guard.stop_now()  # the run is not complete without its evaluation
                 return {}
-            loss, metrics = run.objective(run.model, run.guard.on_device(batch))
+            loss, metrics = run.objective(run.model, run.world.on_device(batch))
             for name, value in {"loss": loss, **metrics}.items():
                 part = torch.as_tensor(value, dtype=torch.float32, device=run.world.device) * weight
                 sums[name] = sums[name] + part if name in sums else part

@@ -23,9 +23,6 @@ def _check_split(split: str, eval_share: float = 0.5) -> None:
         raise ValueError(f"eval_share must lie between 0 and 1, got {eval_share}")
 
 
-# --------------------------------------------------------------------------------------------------------------- digits
-
-
 def digits(split: str = "train", eval_share: float = 0.2, seed: int = 0) -> Dataset[tuple[Tensor, ...]]:
     """Load scikit-learn's 1,797 handwritten digits as rows (float image [1, 8, 8] in 0..1, label).
 
@@ -42,17 +39,11 @@ def digits(split: str = "train", eval_share: float = 0.2, seed: int = 0) -> Data
     return TensorDataset(images[rows], torch.from_numpy(labels).long()[rows])
 
 
-# -------------------------------------------------------------------------------------------------------- Python source
-
-
 class PythonSource(Dataset[dict[str, Tensor]]):
-    """Windows over the source text of Python's standard library, as rows {"input_ids": LongTensor[context + 1]}.
+    """Windows over the bytes of Python's standard library's source, as rows {"input_ids": LongTensor[context + 1]}.
 
     A window holds one token more than `context`: `language_model` feeds all but the last and predicts all but the
     first. Windows start every `stride` tokens, by default `context`, so that every token is predicted once.
-
-    `level="byte"` has a vocabulary of 256. `level="char"` numbers the characters of the train text from 1 and uses 0
-    for any other. The model's vocab_size must be at least this data set's `vocab_size`.
 
     A file belongs to one split by a hash of its name, and files come in the order of that hash: any `max_bytes` of
     text is a fair sample. Other Python versions have other files, and so other rows.
@@ -62,7 +53,6 @@ class PythonSource(Dataset[dict[str, Tensor]]):
         self,
         split: str = "train",
         context: int = 128,
-        level: str = "byte",
         max_bytes: int = 4_000_000,
         eval_share: float = 0.1,
         stride: int | None = None,
@@ -71,21 +61,7 @@ class PythonSource(Dataset[dict[str, Tensor]]):
         stride = context if stride is None else stride
         if context < 1 or stride < 1:
             raise ValueError(f"context and stride must be at least 1, got context={context} and stride={stride}")
-        if level not in ("byte", "char"):
-            raise ValueError(f"level must be byte or char, got {level!r}")
-
-        text = _standard_library(split, eval_share, max_bytes)
-        self._code_points: Tensor | None = None
-        if level == "byte":
-            self.vocab_size = 256
-            self.tokens = torch.frombuffer(text, dtype=torch.uint8)
-        else:
-            train = text if split == "train" else _standard_library("train", eval_share, max_bytes)
-            self._code_points = torch.unique(_code_points(train))
-            self.vocab_size = 1 + len(self._code_points)
-            number = torch.zeros(0x110000, dtype=torch.int32)
-            number[self._code_points] = torch.arange(1, self.vocab_size, dtype=torch.int32)
-            self.tokens = number[_code_points(text)]
+        self.tokens = torch.frombuffer(_standard_library(split, eval_share, max_bytes), dtype=torch.uint8)
         self.starts = range(0, len(self.tokens) - context, stride)
         self.context = context
         if not self.starts:
@@ -99,13 +75,6 @@ class PythonSource(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         start = self.starts[index]
         return {"input_ids": self.tokens[start : start + self.context + 1].long()}
-
-    def decode(self, ids: Tensor) -> str:
-        """Turn token ids back into text; what has no character shows as U+FFFD."""
-        if self._code_points is None:
-            return bytes(ids.tolist()).decode("utf-8", errors="replace")
-        points = [0xFFFD, *self._code_points.tolist()]
-        return "".join(chr(points[i]) for i in ids.tolist())
 
 
 _NOT_PROSE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "turtledemo", "pydoc_data", "encodings"}
@@ -127,15 +96,6 @@ def _standard_library(split: str, eval_share: float, max_bytes: int) -> bytearra
     if not text:
         raise ValueError(f"the standard library of this Python holds no source files for split={split}")
     return text[:max_bytes]
-
-
-def _code_points(text: bytearray) -> Tensor:
-    """Return the Unicode code point of every character."""
-    # ignore: max_bytes may have cut the last character in two
-    return torch.frombuffer(bytearray(text.decode("utf-8", errors="ignore").encode("utf-32-le")), dtype=torch.int32)
-
-
-# ------------------------------------------------------------------------------------------------------------ synthetic
 
 
 class Synthetic(Dataset[Any]):

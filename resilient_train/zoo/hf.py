@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
+
+from resilient_train.imports import Unimportable, find, similar
+
+_MOST = 240  # characters of another package's error
 
 
 def hf_causal_lm(
@@ -39,28 +41,23 @@ def hf_causal_lm(
         raise ValueError(f"dtype must be a floating dtype such as float32 or bfloat16, got {dtype}")
 
     types = transformers.CONFIG_MAPPING
-    known_type = path is None and not pretrained and source in types
-    read = transformers.AutoConfig.for_model if known_type else transformers.AutoConfig.from_pretrained
+    is_type = path is None and not pretrained and source in types
+    read = transformers.AutoConfig.for_model if is_type else transformers.AutoConfig.from_pretrained
     auto = transformers.AutoModelForCausalLM
     try:
-        _check_fields(read(source), overrides)
-        config = read(source, **{"use_cache": False, **overrides})  # kept keys and values are waste in training
+        plain = read(source)
+        for key in overrides:  # a config keeps any keyword, so a typo would silently train another model
+            if not hasattr(plain, key):
+                fields = [*plain.to_dict(), *getattr(plain, "attribute_map", {})]
+                raise ValueError(f"model type {plain.model_type} has no field {key!r}{similar(key, fields)}")
+        config = read(source, **{"use_cache": False, **overrides})  # cached keys and values are waste in training
         model = auto.from_pretrained(source, config=config) if pretrained else auto.from_config(config)
     except Exception as error:  # its errors have no class in common
-        near = [] if source in types else get_close_matches(source, list(types))
-        hint = f" (near by are the model types {', '.join(near)})" if near else ""
-        raise ValueError(f"transformers cannot build {source!r}{hint}: {_one_line(error)}") from error
-    trained: nn.Module = model.to(width).train()  # from_pretrained hands out a model in eval mode
+        hint = "" if source in types else similar(source, types)
+        why = " ".join(str(error).split())[:_MOST]
+        raise ValueError(f"transformers cannot build {source!r}: {why}{hint}") from error
+    trained: nn.Module = model.to(width).train()  # from_pretrained returns a model in eval mode
     return trained
-
-
-def _check_fields(config: Any, overrides: dict[str, Any]) -> None:
-    # A config takes any keyword and keeps it, so a typo would train the wrong model in silence.
-    for key in overrides:
-        if not hasattr(config, key):
-            near = get_close_matches(key, [*config.to_dict(), *getattr(config, "attribute_map", {})])
-            hint = f": did you mean {' or '.join(near)}?" if near else ""
-            raise ValueError(f"the config of model type {config.model_type} has no field {key!r}{hint}")
 
 
 def hf_dataset(
@@ -74,34 +71,29 @@ def hf_dataset(
     `columns` then picks what a row keeps. `streaming=True` gives an iterable data set with its own state_dict.
     """
     datasets = _package("datasets")
-    if isinstance(transform, str):
-        transform = _named(transform)
+    path = transform
+    if isinstance(path, str):
+        try:
+            transform = find(path)
+        except Unimportable as error:
+            raise ValueError(f"transform={path} cannot be imported: {error}") from error
+    if transform is not None and not callable(transform):
+        raise ValueError(f"transform={path} is a {type(transform).__name__}, not a function of a row")
     try:
         data = datasets.load_dataset(**load_dataset)
     except Exception as error:  # its errors have no class in common
-        raise ValueError(f"datasets cannot load {load_dataset.get('path')!r}: {_one_line(error)}") from error
+        why = " ".join(str(error).split())[:_MOST]
+        raise ValueError(f"datasets cannot load {load_dataset.get('path')!r}: {why}") from error
     if isinstance(data, dict):  # DatasetDict and IterableDatasetDict
         raise ValueError(f"the data set has the splits {', '.join(data)}: pass split=... to choose one")
     if transform is not None:
         data = data.map(transform)
     if columns is not None:
-        present = data.column_names  # None where a streamed data set cannot know them yet
-        missing = sorted(set(columns) - set(columns if present is None else present))
-        if missing:
+        present = data.column_names or columns  # None if a streamed data set does not know them yet
+        if missing := sorted({*columns} - {*present}):
             raise ValueError(f"the data set has no columns {', '.join(missing)}; it has {', '.join(present)}")
         data = data.select_columns(list(columns))
     return data.with_format("torch")
-
-
-def _named(path: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    try:
-        found = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"transform={path} cannot be imported: {error}") from error
-    if not callable(found):
-        raise ValueError(f"transform={path} is a {type(found).__name__}, not a function of a row")
-    transform: Callable[[dict[str, Any]], dict[str, Any]] = found
-    return transform
 
 
 def _package(name: str) -> ModuleType:
@@ -109,10 +101,5 @@ def _package(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
-            raise  # it is there, and something it needs is not
+            raise  # a dependency of the package is missing
         raise ValueError(f"this needs the package {name}: pip install 'resilient-train[hf]'") from error
-
-
-def _one_line(error: Exception, limit: int = 240) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."

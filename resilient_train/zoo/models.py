@@ -9,13 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# ---------------------------------------------------------------------------------------------------------- perceptron
-
 
 class MLP(nn.Module):
     """Linear layers with ReLU between them, over rows of any shape.
 
-    `norm` stands between a hidden layer and its ReLU: False for none, "layer" or "batch".
+    `norm` is between a hidden layer and its ReLU: False for none, "layer" or "batch".
     """
 
     def __init__(
@@ -50,9 +48,6 @@ class MLP(nn.Module):
         return logits
 
 
-# -------------------------------------------------------------------------------------------------------------- decoder
-
-
 class Attention(nn.Module):
     """Causal self-attention over a few heads."""
 
@@ -73,7 +68,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Four times wider, and back."""
+    """A perceptron that is four times as wide inside."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -86,7 +81,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer of the decoder: attend, then think."""
+    """One pre-norm layer of the decoder: attention, then a perceptron."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -155,9 +150,6 @@ def _gpt2_init(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:
         nn.init.zeros_(module.bias)
-
-
-# ----------------------------------------------------------------------------------------------------- residual network
 
 
 class BasicBlock(nn.Module):

@@ -1,18 +1,19 @@
 """What a model is trained for: functions `(model, batch) -> (loss, metrics)`.
 
-Metrics are detached tensors on the device. Nothing in here reads a value on the host, which would stall the device:
-every check is about shapes, dtypes and keys.
+Metrics are detached tensors on the device. Every check is about shapes, dtypes and keys: reading a value on the host
+would stall the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from resilient_train.errors import ConfigError, unusable
+from resilient_train.errors import unusable
 
 Model = Callable[..., Any]
 Outcome = tuple[Tensor, dict[str, Tensor]]
@@ -20,6 +21,8 @@ Outcome = tuple[Tensor, dict[str, Tensor]]
 _INPUTS = ("pixel_values", "inputs", "x", "image")
 _TARGETS = ("labels", "label", "y", "target")
 _IGNORED = -100  # torch's and transformers' mark for a position without a target
+
+_misfit = partial(unusable, "objective")  # the user chose model, data and objective: they do not fit together
 
 
 def classification(model: Model, batch: Any, label_smoothing: float = 0.0) -> Outcome:
@@ -44,8 +47,8 @@ def classification(model: Model, batch: Any, label_smoothing: float = 0.0) -> Ou
 def regression(model: Model, batch: Any) -> Outcome:
     """Mean squared error; [batch] and [batch, 1] count as the same shape, nothing else is broadcast."""
     inputs, targets = _pair(batch, "regression")
-    predicted = _one_trailing_less(_logits(model(inputs), "regression")).float()
-    targets = _one_trailing_less(targets).float()
+    both = _logits(model(inputs), "regression"), targets
+    predicted, targets = (one.squeeze(-1).float() if one.ndim > 1 else one.float() for one in both)
     if predicted.shape != targets.shape:
         raise _misfit(
             f"regression needs a prediction of its targets' shape, "
@@ -101,18 +104,14 @@ def model_loss(model: Model, batch: Any) -> Outcome:
     """The loss that the model computes itself, as transformers' models do when the batch holds labels."""
     if isinstance(batch, Mapping):
         output = model(**batch)
-    elif isinstance(batch, tuple | list):
-        output = model(*batch)
     else:
-        output = model(batch)
-    if isinstance(output, Tensor):
-        loss: Any = output
-    elif isinstance(output, Mapping):
+        output = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    loss: Any = output
+    if isinstance(output, Mapping):
         loss = output.get("loss")
-    elif hasattr(output, "loss"):
-        loss = output.loss
-    else:
+    elif not isinstance(output, Tensor):
         loss = output[0] if isinstance(output, tuple | list) and output else None
+        loss = getattr(output, "loss", loss)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         keys = f" (keys {', '.join(map(str, batch))})" if isinstance(batch, Mapping) else ""
         found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else "no loss"
@@ -121,9 +120,6 @@ def model_loss(model: Model, batch: Any) -> Outcome:
             f"does the batch{keys} hold labels? objective=language_model needs none"
         )
     return loss.float().reshape(()), {}
-
-
-# --------------------------------------------------------------------------------------- what batches and outputs hold
 
 
 def _pair(batch: Any, objective: str) -> tuple[Any, Tensor]:
@@ -153,14 +149,5 @@ def _logits(output: Any, objective: str) -> Tensor:
     return scores
 
 
-def _one_trailing_less(values: Tensor) -> Tensor:
-    return values.squeeze(-1) if values.ndim > 1 else values
-
-
 def _describe(values: Tensor) -> str:
     return f"{str(values.dtype).removeprefix('torch.')} of shape {list(values.shape)}"
-
-
-def _misfit(why: str) -> ConfigError:
-    """Model, data and objective were chosen by the user: where they do not fit together, the choice is wrong."""
-    return unusable("objective", why)

@@ -17,7 +17,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from resilient_train.app.config.compared import compared
 from resilient_train.app.config.explain import composed_raw, explained, typed
 from resilient_train.app.config.schema import Config
 from resilient_train.errors import require_finite, unusable
@@ -31,6 +30,17 @@ _IDENTITY = ("model.", "data.", "objective.", "optimizer.", "schedule.", "run.se
 _FIXED = ("model._target_", "data.train.", "data.shuffle", "optimizer._target_", "run.seed")
 
 _FEW, _LONG = 3, 200  # lines, characters
+
+# Parameters for a tracker: what people compare runs by.
+_GROUPS = ("model", "data", "objective", "optimizer", "schedule", "recovery", "checks", "drill", "experiment")
+_ALWAYS = (
+    *("run.steps", "run.seed", "data.batch_size", "clip.max_norm"),
+    *("accelerate.gradient_accumulation_steps", "accelerate.mixed_precision"),
+)
+_TARGETS = ("model._target_", "data.train._target_", "objective._target_", "optimizer._target_", "schedule._target_")
+_NEVER = ("hydra.", "tracking.", "run.name", "run.dir", "run.resume")  # the place of a run and how it is shown
+_PLUMBING = ("optimizer.fused", "optimizer.no_decay")
+_MOST = 12  # settings of a model, an optimizer or a schedule; of a larger one only those that were given
 
 
 def is_fixed(key: str) -> bool:
@@ -121,7 +131,7 @@ def composed(
     check(config)
     learn(resolved)
     hidden = masked_tree(resolved)
-    return Composed(config, hidden, compared(_flat(hidden), choices, [*given, *swept]))
+    return Composed(config, hidden, _compared(_flat(hidden), choices, [*given, *swept]))
 
 
 def from_hydra(raw: DictConfig) -> Composed:
@@ -192,3 +202,22 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 def _short_digest(*things: Any) -> str:
     return hashlib.sha256(json.dumps(things, sort_keys=True, default=str).encode()).hexdigest()[:6]
+
+
+def _compared(settings: Mapping[str, Any], choices: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Choose from `settings`, the leaves of a configuration. What a command line or a sweep gave is always included."""
+    chosen = {name: choices[name] for name in _GROUPS if choices.get(name) is not None}
+    given = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in overrides]
+    found = {}
+    for key, value in settings.items():
+        node = key.partition(".")[0]
+        is_given = not key.startswith(_NEVER) and any(f"{key}.".startswith(f"{one}.") for one in given if "." in one)
+        if key in _TARGETS:
+            is_shown = chosen.get(node) == "custom"  # else the option implies it
+        elif node in ("model", "optimizer", "schedule") and key not in _PLUMBING:
+            is_shown = sum(one.startswith(f"{node}.") for one in settings) <= _MOST
+        else:
+            is_shown = key in _ALWAYS
+        if is_given or is_shown:
+            found[key] = value
+    return chosen | dict(sorted(found.items()))

@@ -1,4 +1,4 @@
-"""Every node of the configuration. Types and limits are here; the defaults are in `conf/`, beside their comments."""
+"""Every node of the configuration. Types and limits are here; the defaults are in `conf/`, with their comments."""
 
 from __future__ import annotations
 
