@@ -39,9 +39,9 @@ _NOTICED = {
     Signal.NOT_RECOVERED: "the loss is not back where it was",
 }
 
-_WORTH_TELLING_S = 0.005
+_SHORTEST_S = 0.005  # that is worth reporting
 
-_BESIDE_THE_WEIGHTS = {  # it makes no sense to say whether these reached the weights
+_NOT_ABOUT_WEIGHTS = {
     *(Signal.EXCEPTION, Signal.OUT_OF_MEMORY, Signal.HANG, Signal.CRASH),
     *(Signal.DISK_FULL, Signal.CHECKPOINT_FAILED, Signal.CHECKPOINT_DAMAGED),
 }
@@ -54,18 +54,18 @@ def describe(incident: Incident) -> str:
         f"! step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}{drilled(incident)}",
         anomaly.evidence,
         f"{_cause(diagnosis)}; {_done(incident)}",
-        # Of what has neither line nor rows, the report has the advice.
+        # Without a line or rows, only the report has the advice.
         f"advice: {diagnosis.advice}" if diagnosis.advice and (diagnosis.culprit or diagnosis.rows) else "",
     )
 
 
 def drilled(incident: Incident) -> str:
-    """Say that a drill made it, to append to other words; of any other incident, nothing."""
+    """Say that a drill caused an incident, to append to other words; empty if none did."""
     return f", on purpose (drill: {incident.drill})" if incident.drill else ""
 
 
 def describe_outcome(incident: Incident, healthy_steps: int | None = None) -> str:
-    """Say in one line what became of an incident."""
+    """Say in one line how an incident ended."""
     name = f"incident {incident.id:,}"
     match incident.outcome:
         case Outcome.RECOVERED if healthy_steps is not None:
@@ -82,7 +82,7 @@ def describe_outcome(incident: Incident, healthy_steps: int | None = None) -> st
 
 
 def left_to_the_end(incident: Incident) -> str:
-    """Say what an unrecovered incident came to."""
+    """Say why an incident is unrecovered."""
     if incident.diagnosis.cause is Cause.PROCESS:
         return "no state could be saved from then on"
     return "the loss did not come back to where it was"
@@ -97,18 +97,13 @@ def first_sign(incident: Incident) -> str:
 
 def cured(incident: Incident) -> str:
     """Say in one line what the cause was, what was done about it, and, once that is known, whether it helped."""
-    is_said = incident.outcome is None or incident.decision.gave_up is not None
-    outcome = "" if is_said else f"; {str(incident.outcome).replace('_', ' ')}"
+    is_known = incident.outcome is not None and incident.decision.gave_up is None
+    outcome = f"; {str(incident.outcome).replace('_', ' ')}" if is_known else ""
     return f"{_cause(incident.diagnosis)}; {' '.join(_done(incident).split())}{outcome}"
 
 
-def list_remedies(incident: Incident) -> list[str]:
-    """Describe each of the remedies."""
-    return [_remedy(action, incident) for action in incident.decision.actions]
-
-
 def farewell(incident: Incident, last_good: Path | None, before: Sequence[Incident] = ()) -> str:
-    """Say at the end of a run that could not be cured: what happened, what was tried, what is left, what to do now."""
+    """Say at the end of a run that gave up what happened, what was tried, where the weights are, and what to do now."""
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
     tried = Counter(remedies_of(one) for one in (*before, incident) if one.decision.actions)
     times = [remedies if count == 1 else f"{remedies} ({count:,} times)" for remedies, count in tried.items()]
@@ -124,9 +119,9 @@ def farewell(incident: Incident, last_good: Path | None, before: Sequence[Incide
 
 def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
     """Return the tags that MLflow's list of runs is filtered by; a run without incidents has only the first two."""
-    counted = {"resilience.status": status, "resilience.incidents": str(len(incidents))}
+    found = {"resilience.status": status, "resilience.incidents": str(len(incidents))}
     if not incidents:
-        return counted
+        return found
     last = incidents[-1]
     line = masked(
         f"step {last.anomaly.step:,}: {noticed(last.anomaly)}{drilled(last)}; {_cause(last.diagnosis)}; {_done(last)}; "
@@ -134,22 +129,20 @@ def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
     )
     causes = dict.fromkeys(incident.diagnosis.cause for incident in incidents)
     if drills := dict.fromkeys(one.drill for one in incidents if one.drill):
-        counted["resilience.drill"] = ", ".join(drills)
-    return {**counted, "resilience.last_incident": line, "resilience.cause": ", ".join(causes)}
+        found["resilience.drill"] = ", ".join(drills)
+    return {**found, "resilience.last_incident": line, "resilience.cause": ", ".join(causes)}
 
 
 def noticed(anomaly: Anomaly, *, by_name: bool = True) -> str:
-    """Say what was noticed, and where; by name: with the word that programs know it by."""
-    ranks = [str(rank) for rank in sorted(anomaly.ranks)]
-    if anomaly.signal is Signal.RANK_MISMATCH:
-        ranks = []  # they are named with what they differ in
-    where = f" on {'rank' if len(ranks) == 1 else 'ranks'} {_and(ranks)}" if ranks else ""
+    """Say what was noticed, and on which ranks; `by_name` adds the name of the signal."""
+    has_place = anomaly.ranks and anomaly.signal is not Signal.RANK_MISMATCH  # whose evidence names the ranks
+    where = f" on {rank_names(sorted(anomaly.ranks))}" if has_place else ""
     return f"{_NOTICED[anomaly.signal]}{where}" + (f" ({anomaly.signal})" if by_name else "")
 
 
 def reached(anomaly: Anomaly) -> str:
-    """Say whether it reached the weights, to append; of what has nothing to do with weights, nothing."""
-    if anomaly.signal in _BESIDE_THE_WEIGHTS:
+    """Say whether an anomaly reached the weights, to append to other words; empty if it is not about weights."""
+    if anomaly.signal in _NOT_ABOUT_WEIGHTS:
         return ""
     if not anomaly.landed:
         return ", refused before it reached the weights"
@@ -173,17 +166,26 @@ def describe_culprit(culprit: Culprit) -> str:
 
 
 def describe_cost(incident: Incident) -> str:
-    """Say what it cost: updates that have to be made again, and time."""
-    took = f", {in_seconds(incident.seconds)}" if incident.seconds >= _WORTH_TELLING_S else ""
+    """Say what an incident cost: updates that are repeated, and time."""
+    took = f", {in_seconds(incident.seconds)}" if incident.seconds >= _SHORTEST_S else ""
     return _lost(incident).removeprefix("; ") + took
 
 
 def rows_named(rows: Sequence[int]) -> str:
     """Name some rows: "rows 3, 77 and 5 more of the data"."""
-    shown = [str(row) for row in rows[:4]]  # indices are looked up, so they keep their plain form
-    if more := len(rows) - len(shown):
+    return f"{'row' if len(rows) == 1 else 'rows'} {_listed(rows, 4)} of the data"
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """Name some ranks: "rank 3", "ranks 0, 1 and 3"."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks, 8)}"
+
+
+def _listed(numbers: Sequence[int], most: int) -> str:
+    shown = [str(number) for number in numbers[:most]]  # without commas, as they are looked up
+    if more := len(numbers) - len(shown):
         shown.append(f"{more:,} more")
-    return f"{'row' if len(rows) == 1 else 'rows'} {_and(shown)} of the data"
+    return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
 
 
 def _done(incident: Incident) -> str:
@@ -202,43 +204,42 @@ def _lost(incident: Incident) -> str:
     return f"; {counted(incident.steps_lost, 'step')} lost"
 
 
+def list_remedies(incident: Incident) -> list[str]:
+    """Describe each remedy that was applied."""
+    return [_remedy(action, incident) for action in incident.decision.actions]
+
+
 def remedies_of(incident: Incident) -> str:
-    """Say what was done about an incident; nothing where nothing was."""
-    return ", ".join(_remedy(action, incident) for action in incident.decision.actions)
+    """Say what was done about an incident; empty if nothing was."""
+    return ", ".join(list_remedies(incident))
 
 
 def remedies_in_short(incident: Incident) -> str:
-    """Say of what kind it was, without numbers: to count what was done how often."""
+    """Say what was done without numbers, to count how often it was done."""
     if incident.decision.gave_up is not None:
         return "gave up"
-    kinds = [_SHORT.get(one.remedy) or _kind(one) for one in incident.decision.actions]
+    kinds = []
+    for action in incident.decision.actions:
+        words = _WORDS.get(action.remedy, lambda settings, name=action.remedy: name)
+        settings = {"factor": 1} if action.settings.get("factor") == 1 else {}
+        kinds.append(_SHORT.get(action.remedy) or words(settings))
     return ", ".join(kinds) or "nothing was done"
 
 
-def _kind(action: Action) -> str:
-    words = _WORDS.get(action.remedy)
-    return words({"factor": 1} if action.settings.get("factor") == 1 else {}) if words else action.remedy
-
-
 def _remedy(action: Action, incident: Incident) -> str:
+    if action.remedy == "rewind" and incident.rewound_to is None:
+        return "no rewind, as there was no state to go back to"
     if action.remedy == "rewind":
-        return _rewind(incident)
+        return f"rewound to {f'step {incident.rewound_to:,} (verified)' if incident.rewound_to else 'the start'}"
     if action.remedy == "quarantine":
         return f"put {'it' if len(incident.diagnosis.rows) == 1 else 'them'} in quarantine"
     if action.remedy == "armor" and (where := incident.diagnosis.symptom) is not None:
         return f"patched {where.op}, {where.file}:{where.line}, too"
     settings = {name: value for name, value in action.settings.items() if value is not None}
     words = _WORDS.get(action.remedy)
-    said = words(settings) if words else action.remedy  # one of the user's own, perhaps a dotted name
+    said = words(settings) if words else action.remedy  # a remedy of the user's, perhaps a dotted name
     rest = ", ".join(f"{name.replace('_', ' ')} {_amount(value)}" for name, value in settings.items())
     return f"{said} ({rest})" if rest else said
-
-
-def _rewind(incident: Incident) -> str:
-    if incident.rewound_to is None:
-        return "no rewind, as there was no state to go back to"
-    to = f"step {incident.rewound_to:,} (proven good)" if incident.rewound_to else "the start"
-    return f"rewound to {to}"
 
 
 Settings = dict[str, Any]  # a phrase removes what it has said; the rest is appended to it
@@ -255,16 +256,13 @@ def _turned(what: str, verb: str) -> Callable[[Settings], str]:
         else:
             said = f"{what} {verb}"
         settings.pop("by_loss", None)
-        regain = settings.pop("regain", None)
-        back = f", soon back to x{_amount(regain)}" if regain else ""
-        return said + back + _warm_up(settings) + _stretch(settings)
+        if regain := settings.pop("regain", None):
+            said += f", soon back to x{_amount(regain)}"
+        if rewarm := settings.pop("rewarm", None):
+            said += f" with {counted(rewarm, 'step')} of warm-up"
+        return said + _stretch(settings)
 
     return phrase
-
-
-def _warm_up(settings: Settings) -> str:
-    rewarm = settings.pop("rewarm", None)
-    return f" with {counted(rewarm, 'step')} of warm-up" if rewarm else ""
 
 
 def _stretch(settings: Settings) -> str:
@@ -293,7 +291,7 @@ _WORDS: dict[str, Callable[[Settings], str]] = {
     "lower_loss_scale": _turned("loss scale", "lowered"),
     "higher_precision": lambda settings: "full precision" + _stretch(settings),
     "armor": lambda settings: "patched that line",
-    "mend_eps": lambda settings: "raised an epsilon that was lost in its type",
+    "mend_eps": lambda settings: "raised an epsilon that is 0 in its dtype",
     "repeat": lambda settings: "retried the update",
     "report": lambda settings: "reported only",
     "go_on": lambda settings: "the same command resumed",
@@ -313,7 +311,7 @@ _SHORT = {
 
 
 def printable(text: str) -> str:
-    """Leave out what a terminal would obey: file names may come from anywhere."""
+    """Replace control characters, which a terminal would obey: file names may come from anywhere."""
     return "".join(one if one.isprintable() else "?" for one in text)
 
 
@@ -340,12 +338,8 @@ def why_of(incident: Incident) -> str:
 
 
 def _indented(*lines: str) -> str:
-    """Put the lines under the first one; text of others may have line breaks of its own."""
+    """Indent the lines after the first one. User text may contain line breaks."""
     return "\n  ".join(" ".join(line.splitlines()) for line in lines if line.strip())
-
-
-def _and(words: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def in_seconds(seconds: float) -> str:
@@ -354,23 +348,10 @@ def in_seconds(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Say a time as a person does: 42 s, 3:05, 2:10:00."""
+    """Say how long something took: 42 s, 3:05, 2:10:00."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def rank_names(ranks: Sequence[int]) -> str:
-    """Name some ranks: "rank 3", "ranks 0, 1 and 3"."""
-    shown = [str(rank) for rank in ranks[:_MOST_RANKS]]
-    if more := len(ranks) - len(shown):
-        shown.append(f"{more:,} more")
-    if len(shown) == 1:
-        return f"rank {shown[0]}"
-    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
-
-
-_MOST_RANKS = 8  # that are listed

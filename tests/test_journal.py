@@ -756,7 +756,7 @@ def test_a_rewind_is_told_in_three_lines() -> None:
     assert describe(SPIKE) == (
         "! step 1,204: the loss jumped (loss_spike), in the weights since step 1,191\n"
         "  loss 8.12 where 2.9 to 3.4 was usual\n"
-        "  cause explosion; rewound to step 1,177 (proven good), learning rate x0.5 with 20 steps of warm-up, "
+        "  cause explosion; rewound to step 1,177 (verified), learning rate x0.5 with 20 steps of warm-up, "
         "in 0.12 s; 27 steps lost"
     )
 
@@ -809,11 +809,11 @@ def test_every_remedy_has_words(action: Action, expected: str) -> None:
         (acted(Action("rewind"), rewound_to=0, steps_lost=1204), "rewound to the start, in 0.00 s; 1,204 steps lost"),
         (
             acted(Action("rewind", {"older": 1}), rewound_to=1203, steps_lost=1, seconds=75.0),
-            "rewound to step 1,203 (proven good), in 75 s; 1 step lost",
+            "rewound to step 1,203 (verified), in 75 s; 1 step lost",
         ),
         (
             acted(Action("rewind"), Action("skip"), rewound_to=1000, steps_lost=300),
-            "rewound to step 1,000 (proven good), skipped the samples to blame, in 0.00 s; 300 steps lost",
+            "rewound to step 1,000 (verified), skipped the samples to blame, in 0.00 s; 300 steps lost",
         ),
         (acted(Action("rewind")), "no rewind, as there was no state to go back to; nothing was lost"),
         (seen(acted(Action("skip"), steps_lost=1), landed=True), "skipped the samples to blame; 1 step lost"),
@@ -851,7 +851,7 @@ def test_an_incident_is_told_in_two_lines_that_stand_alone() -> None:
     where = "step 1,204: the loss jumped (loss_spike), in the weights since step 1,191"
     assert first_sign(SPIKE) == f"{where}; loss 8.12 where 2.9 to 3.4 was usual"
     rest = "learning rate x0.5 with 20 steps of warm-up, in 0.12 s; 27 steps lost"
-    assert cured(SPIKE) == f"cause explosion; rewound to step 1,177 (proven good), {rest}"
+    assert cured(SPIKE) == f"cause explosion; rewound to step 1,177 (verified), {rest}"
     assert cured(dataclasses.replace(SPIKE, outcome=Outcome.RECURRED)).endswith("; 27 steps lost; recurred")
     gave_up = dataclasses.replace(SPIKE, decision=Decision(gave_up="no\nrung left"), outcome=Outcome.GAVE_UP)
     assert cured(gave_up) == "cause explosion; gave up: no rung left"
@@ -907,7 +907,7 @@ def test_the_farewell_says_what_is_left_and_what_to_do() -> None:
         "gave up at step 1,204: the loss jumped (loss_spike), cause explosion\n"
         "  loss 8.12 where 2.9 to 3.4 was usual\n"
         "  why: 3 incidents within 1,000 ticks\n"
-        "  tried: rewound to step 1,177 (proven good), learning rate x0.5 with 20 steps of warm-up (2 times); "
+        "  tried: rewound to step 1,177 (verified), learning rate x0.5 with 20 steps of warm-up (2 times); "
         "skipped 32 samples\n"
         "  last good weights: runs/mine/checkpoints/1177\n"
         "  what to try next: Lower the learning rate."
@@ -951,7 +951,7 @@ def test_tags_name_the_last_incident_and_all_causes() -> None:
     told_by = tags([with_outcome(Outcome.RECURRED), POISON, with_outcome(Outcome.RECOVERED)], "recovered")
     assert told_by["resilience.cause"] == "explosion, operation"
     assert told_by["resilience.last_incident"] == (
-        "step 1,204: the loss jumped (loss_spike); cause explosion; rewound to step 1,177 (proven good), "
+        "step 1,204: the loss jumped (loss_spike); cause explosion; rewound to step 1,177 (verified), "
         "learning rate x0.5 with 20 steps of warm-up, in 0.12 s; 27 steps lost; recovered"
     )
     assert set(tags([], "clean")) == {"resilience.status", "resilience.incidents"}

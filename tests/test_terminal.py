@@ -132,7 +132,7 @@ def test_the_story_fits_the_terminal(met: Path, columns: int) -> None:
         "the loss jumped (loss_spike), in the weights since step 36 loss 8.12 where 2.9 to 3.4 was usual",
         "operation: row 77 of the data",
         "return x.sqrt().sum() # here",
-        "rewound to step 33 (proven good), learning rate x0.5 with 20 steps of warm-up",
+        "rewound to step 33 (verified), learning rate x0.5 with 20 steps of warm-up",
         "8 steps lost, 0.25 s",
         "Add an epsilon.",
     ):
@@ -147,7 +147,7 @@ def test_without_colour_it_is_plain_and_whole(met: Path, capsys: Said, monkeypat
     monkeypatch.setenv("COLUMNS", "40")
     assert incidents.main([str(met)]) == 0
     piped = capsys.readouterr().out
-    assert "  cure     rewound to step 33 (proven good), learning rate x0.5 with 20 steps of warm-up\n" in piped
+    assert "  cure     rewound to step 33 (verified), learning rate x0.5 with 20 steps of warm-up\n" in piped
     assert "  advice   The loss jumped and stayed there: lower the learning rate, or clip tighter.\n" in piped
     assert "\x1b" not in piped
     shown = on_terminal([*DOOR, str(met)], 60, NO_COLOR="1")
