@@ -79,9 +79,10 @@ class Resumption:
         After `crashes` unexplained ends in a row at the same samples, these are skipped.
         """
         history, last = self.history, self.progress.last
-        noted = notes.found(self.directory, Hung)  # by ranks that could not tell rank 0
-        notes.clear(self.directory, Hung)
-        hung = notes.who_hung(noted, max(self.parts.world.size, noted[-1].rank + 1)) if noted else ""
+        hung = ""
+        if noted := notes.found(self.directory, Hung):  # by ranks that could not report it to rank 0
+            notes.clear(self.directory, Hung)
+            hung = notes.who_hung(noted, max(self.parts.world.size, noted[-1].rank + 1))
         damaged: list[tuple[Entry, str]] = []
         if self.store is not None:
             self.store.sweep()
