@@ -38,7 +38,7 @@ def review(story: Story, resumed_from: int | None = None) -> list[str]:
 
 
 def _made(story: Story) -> str:
-    """Say of a complete run whether it is all right; of any other how far it got."""
+    """Say whether a complete run is all right, or how far another one got."""
     if story.is_complete:
         return f"{verdict(story)[0].lower()}: "
     if story.summary is None:
@@ -56,8 +56,8 @@ def _resumed(story: Story, step: int) -> str:
 
 
 def began_ms(entries: Sequence[Entry]) -> int | None:
-    """When the first process of a run wrote its first line, in ms since 1970."""
-    return min((entry["at"] for entry in entries[:1]), default=None)
+    """When the first process of a run wrote its first entry, in ms since 1970."""
+    return entries[0]["at"] if entries else None
 
 
 def _cures(incidents: Sequence[Incident]) -> Iterator[str]:
@@ -164,7 +164,7 @@ def next_directory(run_dir: Path) -> str:
 
 
 def active_remedies(remedies: Mapping[str, Any] | None) -> list[str]:
-    """Say what remedies changed in the configuration until now, one line for each; of what is damaged, nothing."""
+    """Say what remedies changed in the configuration, one line for each. Damaged entries are left out."""
     if remedies is None:
         return []
     knobs = remedies.get("knobs")
@@ -186,7 +186,7 @@ def active_remedies(remedies: Mapping[str, Any] | None) -> list[str]:
 
 
 def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:
-    """Sort incidents by their causes, the most frequent first."""
+    """Group incidents by their causes, the most frequent first."""
     counts = Counter(str(one.diagnosis.cause) for one in incidents)
     return {cause: [one for one in incidents if one.diagnosis.cause == cause] for cause, _ in counts.most_common()}
 
@@ -200,7 +200,7 @@ def _where(story: Story) -> str:
 
 
 def incidents_met(incidents: Sequence[Incident]) -> str:
-    """Say how many incidents there were, of what cause, and whether what was done about them was enough."""
+    """Say how many incidents there were, what caused them, and whether their treatment was enough."""
     if not incidents:
         return "no incidents"
     causes = ", ".join(f"{len(some):,} {cause}" for cause, some in by_cause(incidents).items())
@@ -245,7 +245,7 @@ def _knobs(knobs: Mapping[str, Any]) -> list[str]:
 
 
 def _wholes(values: Any) -> list[int]:
-    """Return the integers in a list; of anything else none."""
+    """Return the integers in a list; none of anything else."""
     return [one for one in values if type(one) is int] if isinstance(values, list) else []
 
 
@@ -258,19 +258,19 @@ def command(verb: str, directory: Path) -> str:
 
 
 def near(path: Path) -> str:
-    """Name a path as short as it can be typed from here."""
+    """Return a path as short as it can be typed from here."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
 
 
 def python() -> str:
-    """Name the interpreter, in full where its environment is not activated."""
+    """Return the command of the interpreter: its path if its environment is not activated."""
     folders = os.environ.get("PATH", "").split(os.pathsep)
     return "python" if str(Path(sys.executable).parent) in folders else shlex.quote(sys.executable)
 
 
 def where_to_look(command: str, url: str | None) -> list[str]:
-    """Say how to see a run in MLflow: the command that shows its database, where it is one, and the address."""
+    """Say how to see a run in MLflow: the command that serves its database, if it is one, and the address."""
     lines = [f"to see it, start\n  {command}"] if command else []
     if url:
         lines.append(f"{'and' if lines else 'to see it,'} open\n  {url}")

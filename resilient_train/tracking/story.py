@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -48,7 +47,7 @@ _NUMBERS = re.compile(r"(?P<name>`[^`]*`)|\[[\d, ]+\]|\b(?:nan|inf)\b|(?<![\w.])
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the treatment of an incident: detect, diagnose, decide, rewind, remedy, resume."""
+    """A phase of an incident: detect, diagnose, decide, rewind, remedy, resume."""
 
     name: str
     began_ms: int  # since 1970
@@ -57,7 +56,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """An incident, and when each part of it was."""
+    """An incident, and when each of its phases was."""
 
     incident: Incident
     opened_ms: int
@@ -106,7 +105,7 @@ class Story:
     last_good: Checkpoint | None = None  # the newest verified one
     newest: Checkpoint | None = None  # that a resume would load: the same, or a later candidate
     best: Checkpoint | None = None  # weights alone
-    quarantined: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))  # rows, and why
+    quarantined: Mapping[int, str] = field(default_factory=dict)  # rows, and why
     remedies: Mapping[str, Any] | None = None  # active, as they were last written down
     advice: tuple[Advice, ...] = ()  # still open, the most important first
     loop: Loop | None = None  # of the caller; null for a run of the command
@@ -183,7 +182,7 @@ def read_story(run_dir: Path) -> Story:
 
 
 def _phases(written: Any) -> tuple[Phase, ...]:
-    """Read the parts of a treatment; of what is damaged, nothing."""
+    """Read the phases of an incident; none if they are damaged."""
     try:
         found = tuple(Phase(str(name), int(began), int(ended)) for name, began, ended in written or ())
     except (TypeError, ValueError, OverflowError):
@@ -192,7 +191,7 @@ def _phases(written: Any) -> tuple[Phase, ...]:
 
 
 def _in_force(entries: Iterable[Entry], checkpoints: Iterable[Checkpoint]) -> Mapping[str, Any] | None:
-    """The remedies that were written down last: a checkpoint may be newer than the journal, as knobs relax."""
+    """Return the remedies that were written last: a checkpoint may be newer than the journal, as knobs relax."""
     known = [one.get("remedies") for one in entries if one["kind"] == REMEDIES][-1:]
     known += [one.remedies for one in checkpoints]
     return max(
@@ -329,7 +328,7 @@ def open_advice(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
 
 
 def _kind(incident: Incident) -> object:
-    """Say what makes an incident a repetition of another: the line, the rows, or the cause and the signal."""
+    """Return what two incidents of a kind have in common: the line, the rows, or the cause and the signal."""
     diagnosis = incident.diagnosis
     if (culprit := diagnosis.culprit) is not None:
         return culprit.file, culprit.line, culprit.op
@@ -339,7 +338,7 @@ def _kind(incident: Incident) -> object:
 def _each(
     incidents: Iterable[Incident], abouts: Mapping[int, object], *, by_count: bool = False
 ) -> list[tuple[object, Advice]]:
-    """Merge the advice of incidents that ask for the same, in the words of the newest of them."""
+    """Merge the advice of incidents that ask for the same, in the words of the newest one."""
     groups: dict[object, list[Incident]] = {}
     for one in incidents:
         if one.diagnosis.advice.strip():
@@ -350,9 +349,9 @@ def _each(
 
 
 def _abouts(incidents: Sequence[Incident]) -> dict[int, object]:
-    """Say what the advice of each incident is about: a fault of a line, some rows, else what it asks for.
+    """Return what the advice of each incident is about: a fault of a line, some rows, or what it asks for.
 
-    An operation that failed only because of another line asks for no more than that line does.
+    An operation that failed only because of another line asks for the same as that line.
     """
     found: dict[int, object] = {}
     lines: dict[object, object] = {}
@@ -368,9 +367,9 @@ def _abouts(incidents: Sequence[Incident]) -> dict[int, object]:
 
 
 def _asked(advice: str) -> str:
-    """Return the sentence that asks for something, without its numbers: they differ from incident to incident.
+    """Return the sentence that asks for something, without its numbers, which differ from incident to incident.
 
-    Names do count: another tensor is another place to look at. A sentence after it is only a hint.
+    Names stay: another tensor is another place to look at. The sentences after it are hints.
     """
     words = " ".join(advice.split())
     asks = next((one for one in _SENTENCES.split(words) if ": " in one), words)
@@ -378,7 +377,7 @@ def _asked(advice: str) -> str:
 
 
 def _words(group: Sequence[Incident]) -> str:
-    """Take the words of the newest; better of one that is not the consequence of another line."""
+    """Take the words of the newest incident, if possible of one that is not the consequence of another line."""
     newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id))
     return " ".join(newest.diagnosis.advice.split())
 
