@@ -160,7 +160,7 @@ class RateRise(PlainState):
         if self._losses:
             return self._compare(step)
         times = max(self._paces) / self._base
-        evidence = f"the learning rate rose x{times:.3g} with the last update, and nothing shows what came of it"
+        evidence = f"the learning rate rose x{times:.3g} with the last update, and no loss shows its effect yet"
         return Alarm(self._since, evidence) if times >= _ABSURD_RISE else None
 
     def _compare(self, step: int) -> Alarm | None:

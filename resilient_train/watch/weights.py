@@ -21,7 +21,7 @@ _KNOWN_AFTER = 4  # changes of a tensor, before which it is not compared with it
 _FADES = 0.9  # factor for the largest past change, at each measurement
 _REMARKABLE = 0.25  # share of its size that a tensor must have changed by, to be compared with its past
 _FULL_SPEED = 0.5  # of `lr` per update: healthy tensors as a whole move by less with Adam
-_LEAP = 3  # times the highest rate of recent updates: weights may move far, and the loss shows what comes of it
+_LEAP = 3  # times the highest rate of recent updates: weights may move farther, and the loss shows any harm
 _LOUD = 100.0  # times the largest weight of the model
 _UPDATES = (*range(1, 65), *(2**power for power in range(7, 25)))
 
