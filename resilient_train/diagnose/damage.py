@@ -15,7 +15,7 @@ from resilient_train.types import Anomaly, Cause, Diagnosis, Signal
 
 
 class Damage(NamedTuple):
-    """What this rank found of its part of the state, and how bad it is: another one may have found worse."""
+    """What this rank found in its part of the state, and how bad it is: another rank may have found worse."""
 
     size: float
     diagnosis: Diagnosis
@@ -29,15 +29,12 @@ def of_state(
 ) -> Damage | None:
     """Say what is wrong with weights or moments; `before` are the weights of a verified state, if there is one."""
     if anomaly.signal in (Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER) and (lost := lost_eps(optimizers)):
-        why = f"{lost}: raise it, or keep weights and moments in float32."
-        return Damage(inf, Diagnosis(Cause.OPTIMIZER, why))
-    where: tuple[float, str] | None
+        return Damage(inf, Diagnosis(Cause.OPTIMIZER, f"{lost}: raise it, or keep weights and moments in float32."))
+    where: tuple[float, str] | None = None
     if anomaly.signal is Signal.NONFINITE_WEIGHTS:
         where = _first_nonfinite(weights)
     elif anomaly.signal is Signal.WEIGHTS_JUMP:
         where = _farthest(weights, before)
-    else:
-        return None
     if where is None:
         return None
     if is_possible(anomaly):
@@ -45,12 +42,12 @@ def of_state(
     else:
         why = "which no update can have done: if it returns, suspect the hardware"
     size, what = where
-    what = f"{what}, {why}, or code that writes to weights between updates."
-    return Damage(size, Diagnosis(Cause.CORRUPTION, what))
+    advice = f"{what}, {why}, or code that writes to weights between updates."
+    return Damage(size, Diagnosis(Cause.CORRUPTION, advice))
 
 
 def is_possible(anomaly: Anomaly) -> bool:
-    """Whether updates can have moved the weights so far: they only did not lately."""
+    """Whether updates can have moved the weights that far, though lately they did not."""
     return anomaly.signal is Signal.WEIGHTS_JUMP and "lately" in anomaly.evidence
 
 

@@ -7,9 +7,9 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from types import FrameType
+from typing import NamedTuple
 
 from torch import nn
 
@@ -20,8 +20,7 @@ _ZOO = os.path.join(_OURS, "zoo") + os.sep  # models to start from: as good as a
 _USERS, _MODELS, _OTHERS = range(3)  # whose a file is: a user's own, a library's of models, any other library's
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """A line of code, and the module whose forward it belongs to."""
 
     file: str
@@ -32,21 +31,22 @@ class Line:
 def user_line(names: dict[int, str]) -> Line | None:
     """The innermost line on the stack outside of torch, accelerate and us; `names` of modules by id.
 
-    One in transformers only where there is none outside of it.
+    A line of transformers counts only if there is no other.
     """
     second: Line | None = None
     module: str | None = None
     for frame in _outward(sys._getframe(1)):
         if module is None and isinstance(owner := frame.f_locals.get("self"), nn.Module):
             module = names.get(id(owner))
-        owner_of_file = _whose(frame.f_code.co_filename)
-        if owner_of_file == _USERS:
-            if module is None:  # of a function that was called in a forward
-                owners = (outer.f_locals.get("self") for outer in _outward(frame))
-                module = next((names[id(one)] for one in owners if isinstance(one, nn.Module) and id(one) in names), "")
-            return Line(frame.f_code.co_filename, frame.f_lineno, module)
-        if owner_of_file == _MODELS and second is None:
-            second = Line(frame.f_code.co_filename, frame.f_lineno, module or "")
+        whose = _whose(frame.f_code.co_filename)
+        if whose == _USERS and module is None:  # of a function that was called in a forward
+            owners = (outer.f_locals.get("self") for outer in _outward(frame))
+            module = next((names[id(one)] for one in owners if isinstance(one, nn.Module) and id(one) in names), "")
+        line = Line(frame.f_code.co_filename, frame.f_lineno, module or "")
+        if whose == _USERS:
+            return line
+        if whose == _MODELS and second is None:
+            second = line
     return second
 
 
@@ -56,7 +56,7 @@ def is_users(file: str) -> bool:
 
 
 def called_by_us(frames: Sequence[FrameType]) -> Sequence[FrameType]:
-    """Of a stack, the innermost frame last, what we have called: not the script that has called us."""
+    """The frames of a stack, innermost last, from the first of ours on: not the script that has called us."""
     files = [frame.f_code.co_filename for frame in frames]
     ours = (n for n, file in enumerate(files) if file.startswith(_OURS) and not file.startswith(_ZOO))
     return frames[next(ours, 0) :]
