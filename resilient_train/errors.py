@@ -41,15 +41,12 @@ class DirectoryInUse(TrainError):
 
 
 class StorageFailed(TrainError):
-    """Rows could not be read because their storage fails: they are not to blame."""
-
-    def __init__(self, what: str, error: str) -> None:
-        super().__init__(what, error)
-        self.what, self.error = what, error
+    """Rows could not be read because their storage fails: `StorageFailed(what, error)`."""
 
     def __str__(self) -> str:
+        what, error = self.args
         why = "the storage of the data fails, and no row is to blame"
-        return f"data: {self.what}: {why}; once it can be read again, the same command resumes ({self.error})"
+        return f"data: {what}: {why}; once it can be read again, the same command resumes ({error})"
 
 
 class RanksDiffer(TrainError):
