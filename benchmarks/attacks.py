@@ -79,7 +79,7 @@ def prepare(path: Path, groups: Sequence[str]) -> None:
 def try_group(group: str, wanted: Sequence[str], prepared: Path, heard: Path) -> None:
     """Try the inputs of a group one after the other, and note each in a file as soon as it is through."""
     if group == "delivery":
-        import resilient_train.tracking.courier  # noqa: F401  # with MLflow, which takes seconds
+        import resilient_train.tracking.uploader  # noqa: F401  # with MLflow, which takes seconds
 
     vars(warm)["_context"] = get_context("fork")  # this process has imported what all of them need
     for number, name in enumerate(wanted):

@@ -135,7 +135,7 @@ def long_run(rows: int, incidents: int, keep: Path | None) -> dict[str, Any]:
     """Leave what a long run leaves, and deliver it as its own process would; watch that process's memory."""
     from test_delivery import client_of, prove, trained
 
-    from resilient_train.tracking.store import KnownRun
+    from resilient_train.tracking.store import UploadCursor
 
     with ExitStack() as stack:
         place = keep or Path(stack.enter_context(TemporaryDirectory(prefix="tracking-")))
@@ -150,7 +150,7 @@ def long_run(rows: int, incidents: int, keep: Path | None) -> dict[str, Any]:
         tracker.finish("completed")
         seconds = time.monotonic() - began
         prove(run_dir, address, "long")
-        known = KnownRun(run_dir)
+        known = UploadCursor(run_dir)
         run_id = known.recall(address, "long")
         note = client_of(address).get_run(str(run_id)).data.tags["mlflow.note.content"]
     return {
@@ -164,7 +164,7 @@ def long_run(rows: int, incidents: int, keep: Path | None) -> dict[str, Any]:
 
 def _watch_memory(tracker: Any, highest: list[int]) -> None:
     while True:
-        process = tracker._courier._process
+        process = tracker.uploader.process
         try:
             status = Path(f"/proc/{process.pid}/status").read_text() if process else ""
         except OSError:

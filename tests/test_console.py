@@ -20,9 +20,8 @@ from moody import mlflow_server
 
 from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
 from resilient_train.tracking import views
-from resilient_train.tracking.courier import Courier
-from resilient_train.tracking.pictures import KEY
 from resilient_train.tracking.store import locate
+from resilient_train.tracking.uploader import Uploader
 
 pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="chromium is not installed"),
@@ -59,9 +58,9 @@ def clean(run_dir: Path, uri: str) -> None:
     box.put(METRICS, tick=1, values={"loss": 0.5, "step": 1})
     box.put(ENDED, status="completed")
     assert box.close(60)
-    courier = Courier(run_dir, locate(uri, run_dir.parent), "resilient_train")
-    courier.conclude()
-    courier.leave()
+    uploader = Uploader(run_dir, locate(uri, run_dir.parent), "resilient_train")
+    uploader.finish()
+    uploader.close()
 
 
 @pytest.fixture(scope="module")
@@ -127,11 +126,23 @@ def test_every_incident_is_a_row_in_the_list_of_traces(person: Console, shown: S
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_the_picture_of_an_incident_is_among_the_charts(person: Console, shown: Shown, dark: bool) -> None:
+def test_the_overview_leads_to_the_picture_of_an_incident(person: Console, shown: Shown, dark: bool) -> None:
     person.page.emulate_media(color_scheme="dark" if dark else "light")
-    person.charts(KEY)
-    person.alone()
-    image = person.page.locator("img[src^='blob:'], img[src*='get-artifact']").first
-    image.wait_for()
+    table = person.overview()
+    with person.page.expect_popup() as picture:
+        table.locator("a[href*='incidents/0002.png']").first.click()
+    image = picture.value.locator("img[src^='blob:'], img[src*='get-artifact']").first
+    image.wait_for(timeout=PATIENCE_MS)
     assert image.evaluate("one => one.complete && one.naturalWidth > 300")
-    person.picture(SHOTS / f"charts-{'dark' if dark else 'light'}.png")
+    picture.value.screenshot(path=SHOTS / f"picture-{'dark' if dark else 'light'}.png")
+    picture.value.close()
+
+
+def test_the_curves_of_the_training_are_the_first_charts(person: Console) -> None:
+    """MLflow sorts the sections by name."""
+    person.charts("grad_norm")
+    person.alone()
+    headings = person.page.get_by_text(re.compile(r"^(Model metrics|remedies|run_cost|train|validation) \(\d+\)$"))
+    headings.first.wait_for()
+    assert headings.first.inner_text().startswith("Model metrics")
+    person.picture(SHOTS / "charts.png")

@@ -26,9 +26,10 @@ from resilient_train.app import sync
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox, entries
-from resilient_train.tracking.courier import Courier
-from resilient_train.tracking.store import KNOWN, KnownRun, locate
+from resilient_train.tracking.presentation import MOST_PICTURES
+from resilient_train.tracking.store import KNOWN, UploadCursor, locate
 from resilient_train.tracking.story import read_story
+from resilient_train.tracking.uploader import Uploader
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
 
 if TYPE_CHECKING:
@@ -122,18 +123,18 @@ def prove(run_dir: Path, address: str, experiment: str) -> None:
     assert run.data.tags["resilience.cause"] == "transient"
     assert 0 < len(run.data.tags["mlflow.note.content"]) < 8000
     assert [one.path for one in client.list_artifacts(run.info.run_id)] == [
-        *("config.yaml", "images", "incidents.png", "report.md")
+        *("config.yaml", "incidents", "incidents.png", "report.md")
     ]
-    pictures = [one.path for one in client.list_artifacts(run.info.run_id, "images") if one.path.endswith(".png")]
-    assert len(pictures) == 1 + len(story.chapters)  # with all of them in one, where the slider begins
-    traces = client.search_traces(locations=[home.experiment_id], max_results=500)
+    pictures = [one.path for one in client.list_artifacts(run.info.run_id, "incidents")]
+    assert pictures == [f"incidents/{one.incident.id:04}.png" for one in story.chapters][:MOST_PICTURES]
+    traces = client.search_traces(locations=[home.experiment_id], max_results=500, include_spans=False)
     numbers = sorted(int(trace.info.tags["resilience.incident"]) for trace in traces)
     assert numbers == [one.incident.id for one in story.chapters]
     assert all(len(trace.info.assessments) == 1 for trace in traces)
 
 
-def courier(run_dir: Path, address: str, experiment: str) -> Courier:
-    return Courier(run_dir, locate(address, run_dir.parent), experiment)
+def uploader(run_dir: Path, address: str, experiment: str) -> Uploader:
+    return Uploader(run_dir, locate(address, run_dir.parent), experiment)
 
 
 # ----------------------------------------------------------------------------------------------------------- the server
@@ -147,12 +148,12 @@ def test_a_server_that_is_not_well_from_the_start_gets_everything_later(
     experiment = f"from the start {mood}"
     run_dir = trained(tmp_path / "run", door.address, experiment)
     door.mood = mood
-    one = courier(run_dir, door.address, experiment)
+    one = uploader(run_dir, door.address, experiment)
     for _ in range(2):
         with pytest.raises(Exception, match=r"."):
-            one.deliver()
+            one.upload()
     door.mood = "pass"
-    one.conclude()
+    one.finish()
     prove(run_dir, server, experiment)
 
 
@@ -179,11 +180,11 @@ def test_at_whatever_request_a_server_fails_nothing_is_lost_or_doubled(
         monkeypatch.setattr(module, "http_request", counted)
     for at in range(1, 200):
         left, door.mood = at, "pass"
-        one = courier(run_dir, door.address, experiment)
+        one = uploader(run_dir, door.address, experiment)
         try:
-            one.conclude()
+            one.finish()
         except Exception:
-            one.leave()
+            one.close()
             continue
         break
     left, door.mood = 0, "pass"
@@ -195,9 +196,9 @@ def test_a_lost_cursor_costs_time_and_nothing_else(tmp_path: Path, server: str) 
     """Everything is delivered again, and finds itself there."""
     run_dir = trained(tmp_path / "run", server, "cursor")
     for _ in range(3):
-        one = courier(run_dir, server, "cursor")
-        one.conclude()
-        one.leave()
+        one = uploader(run_dir, server, "cursor")
+        one.finish()
+        one.close()
         (run_dir / KNOWN).unlink()
     prove(run_dir, server, "cursor")
 
@@ -206,9 +207,9 @@ def test_a_line_that_breaks_off_is_told_as_damage(tmp_path: Path, server: str) -
     """Where an outbox was cut short, MLflow does not have everything, and nothing else says so."""
     run_dir = trained(tmp_path / "run", server, "cut", range(50), incidents=0)
     os.truncate(run_dir / OUTBOX, (run_dir / OUTBOX).stat().st_size - 9)
-    one = courier(run_dir, server, "cut")
-    one.conclude()
-    assert one.report.damaged == 1
+    one = uploader(run_dir, server, "cut")
+    one.finish()
+    assert one.damaged == 1
 
 
 def test_whose_run_a_directory_is_outlives_damage(tmp_path: Path, server: str) -> None:
@@ -217,10 +218,10 @@ def test_whose_run_a_directory_is_outlives_damage(tmp_path: Path, server: str) -
     found: dict[Path, set[str]] = {run_dir: set(), tmp_path / "copy": set()}
 
     def deliver(one: Path) -> None:
-        KnownRun(one).settle(trains=False)
-        sent = courier(one, server, "damaged")
-        sent.conclude()
-        sent.leave()
+        UploadCursor(one).settle(trains=False)
+        sent = uploader(one, server, "damaged")
+        sent.finish()
+        sent.close()
         assert sent.run is not None
         found[one].add(sent.run.run_id)
         (one / KNOWN).write_bytes(b"\xff{")
@@ -241,13 +242,13 @@ def test_whose_run_a_directory_is_outlives_damage(tmp_path: Path, server: str) -
 def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, server: str) -> None:
     """With more rows and incidents, in another process, from another machine's copy of the folder."""
     run_dir = trained(tmp_path / "run", server, "goes on", range(200), incidents=1)
-    first = courier(run_dir, server, "goes on")
-    first.conclude()
-    first.leave()
+    first = uploader(run_dir, server, "goes on")
+    first.finish()
+    first.close()
     moved = run_dir.rename(tmp_path / "moved")
     trained(moved, server, "goes on", range(200, ROWS), incidents=INCIDENTS)
-    second = courier(moved, server, "goes on")
-    second.conclude()
+    second = uploader(moved, server, "goes on")
+    second.finish()
     prove(moved, server, "goes on")
     assert second.run == first.run
 
@@ -265,30 +266,30 @@ def test_a_file_that_cannot_be_stored_keeps_nothing_else_back(
             raise OSError("no room")
 
         broken.setattr(MlflowClient, "log_artifact", without_room)
-        one = courier(run_dir, server, "storage")
+        one = uploader(run_dir, server, "storage")
         with pytest.raises(OSError, match="no room"):
-            one.conclude()
-        one.leave()
+            one.finish()
+        one.close()
         client = client_of(server)
         assert one.run is not None
         run = client.get_run(one.run.run_id)
         assert (run.info.status, run.data.tags["resilience.status"]) == ("FINISHED", "recovered")
         assert len(client.get_metric_history(one.run.run_id, "loss")) == ROWS
-    again = courier(run_dir, server, "storage")
-    again.conclude()
+    again = uploader(run_dir, server, "storage")
+    again.finish()
     prove(run_dir, server, "storage")
 
 
 def test_a_description_that_a_person_wrote_stays(tmp_path: Path, server: str) -> None:
     run_dir = trained(tmp_path / "run", server, "note", incidents=1)
-    one = courier(run_dir, server, "note")
-    one.conclude()
-    one.leave()
+    one = uploader(run_dir, server, "note")
+    one.finish()
+    one.close()
     assert one.run is not None
     client = client_of(server)
     client.set_tag(one.run.run_id, "mlflow.note.content", "mine")
     trained(run_dir, server, "note", range(ROWS, ROWS + 5))
-    courier(run_dir, server, "note").conclude()
+    uploader(run_dir, server, "note").finish()
     tags = client.get_run(one.run.run_id).data.tags
     assert (tags["mlflow.note.content"], tags["resilience.incidents"]) == ("mine", str(INCIDENTS))
 
@@ -298,14 +299,14 @@ def test_what_a_power_cut_took_from_the_outbox_is_no_reason_to_pass_over_what_co
 ) -> None:
     """Delivered lines are gone, and newer ones stand in their place."""
     run_dir = trained(tmp_path / "run", server, "cut", range(100))
-    first = courier(run_dir, server, "cut")
-    first.conclude()
-    first.leave()
+    first = uploader(run_dir, server, "cut")
+    first.finish()
+    first.close()
     whole = (run_dir / OUTBOX).read_bytes()
     (run_dir / OUTBOX).write_bytes(b"".join(whole.splitlines(keepends=True)[:40]))
     trained(run_dir, server, "cut", range(200, 400))
-    second = courier(run_dir, server, "cut")
-    second.conclude()
+    second = uploader(run_dir, server, "cut")
+    second.finish()
     assert second.run is not None
     ticks = [one.step for one in client_of(server).get_metric_history(second.run.run_id, "loss")]
     assert sorted(ticks) == [*range(100), *range(200, 400)]
@@ -323,8 +324,8 @@ def test_a_run_that_ended_without_a_word_is_shown_as_killed(
     box.put(BEGAN, name="run", tracking_uri=server, experiment=experiment)
     assert box.close(30)
     held = DirectoryLock(run_dir) if lock == "held" else None
-    one = courier(run_dir, server, experiment)
-    one.conclude()
+    one = uploader(run_dir, server, experiment)
+    one.finish()
     if held is not None:
         held.release()
     assert one.run is not None
@@ -340,9 +341,9 @@ def test_what_a_server_refuses_for_good_is_said_and_holds_up_nothing(tmp_path: P
     box.put(PARAMS, values={"layer.7": "another"})
     box.put(ARTIFACT, path="gone.txt")
     assert box.close(30)
-    first = courier(run_dir, server, "refused")
-    first.conclude()
-    assert first.report.refused == ["gone.txt is gone"]  # of a parameter, the value that it had first stays
+    first = uploader(run_dir, server, "refused")
+    first.finish()
+    assert first.refused == ["gone.txt is gone"]  # of a parameter, the value that it had first stays
     prove(run_dir, server, "refused")
 
 
@@ -376,7 +377,7 @@ while not (run_dir / "end").exists():
 began = time.monotonic()
 (run_dir / "summary.json").write_text('{"status": "completed", "exit_code": 0}')
 run = tracker.finish("completed")
-print(time.monotonic() - began, run is not None, tracker._courier._process.pid, flush=True)
+print(time.monotonic() - began, run is not None, tracker.uploader.process.pid, flush=True)
 """
 
 
@@ -439,13 +440,13 @@ def test_a_trainer_that_is_killed_is_made_up_for(
     while not (run_dir / KNOWN).exists() or "run_id" not in (run_dir / KNOWN).read_text():
         time.sleep(0.05)
     door.mood = "hang"
-    [courier_pid] = _children(process.pid)
+    [uploader_pid] = _children(process.pid)
     process.kill()
     process.wait()
     until = time.monotonic() + 60
-    while Path(f"/proc/{courier_pid}").exists() and time.monotonic() < until:
+    while Path(f"/proc/{uploader_pid}").exists() and time.monotonic() < until:
         time.sleep(0.1)
-    assert not Path(f"/proc/{courier_pid}").exists()
+    assert not Path(f"/proc/{uploader_pid}").exists()
     door.mood = "pass"
     (run_dir / "summary.json").write_text('{"status": "completed", "exit_code": 0}')
     box = Outbox(run_dir / OUTBOX)

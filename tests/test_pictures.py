@@ -1,4 +1,4 @@
-"""The pictures of incidents: all of it is seen, on any page, in a small file; and nobody's matplotlib is touched."""
+"""The pictures of incidents show all that there is to see, in small files, and leave the state of matplotlib alone."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from PIL import Image
 from stories import ROOT, chapter, incident, story, updates
 
 from resilient_train.record.surroundings import Point
-from resilient_train.tracking.drawing import _way_back
-from resilient_train.tracking.pictures import draw, draw_overview, draw_strip
-from resilient_train.tracking.sheet import BAD, CURVE, EDGE, GONE, GOOD, PAPER, TINT
+from resilient_train.tracking.figure import BAD, CURVE, GOOD, SHADE, UNDONE, draw_incident, draw_strip, undone_ticks
+from resilient_train.tracking.incident_view import OUTCOMES
 from resilient_train.types import Culprit, Outcome
 
-MOST_BYTES = 60_000
+MOST_BYTES = 100_000
+PAPER = "#ffffff"
 REFUSED = chapter(incident(1))  # at tick 161
 REWOUND = chapter(incident(3))  # at tick 163, from step 153 to 125
 NAN, INF = math.nan, math.inf
@@ -43,43 +43,38 @@ def amount(png: bytes, name: str, *, of_height: tuple[float, float] = (0, 1)) ->
     return next((count for count, rgb in counted if rgb == colour(name)), 0)
 
 
-def test_a_picture_is_a_sheet_of_its_own() -> None:
-    """With an edge for white pages, and paper for black ones."""
-    picture = pixels(draw(REFUSED, updates(161)))
-    assert picture.getpixel((1, 1)) == colour(EDGE)
-    assert picture.getpixel((12, 12)) == colour(PAPER)
-
-
 def test_what_was_refused_is_marked() -> None:
     """A cross where the curve has a gap."""
-    accepted, refused = draw(REFUSED, updates(161)), draw(REFUSED, updates(161, accepted=False))
+    accepted, refused = draw_incident(REFUSED, updates(161)), draw_incident(REFUSED, updates(161, accepted=False))
     assert amount(refused, BAD) > amount(accepted, BAD)
 
 
 @pytest.mark.parametrize("value", [NAN, INF, 1e38])
 def test_what_has_no_place_on_the_axis_is_shown_at_its_edge(value: float) -> None:
     """Instead of vanishing, or of flattening all else; on both curves."""
-    healthy, broken = draw(REFUSED, updates(161)), draw(REFUSED, updates(161, loss=value, grad_norm=value))
-    for half in ((0.1, 0.57), (0.57, 0.88)):
+    healthy, broken = (
+        draw_incident(REFUSED, updates(161)),
+        draw_incident(REFUSED, updates(161, loss=value, grad_norm=value)),
+    )
+    for half in ((0.1, 0.5), (0.5, 0.9)):
         assert amount(broken, BAD, of_height=half) > amount(healthy, BAD, of_height=half) + 20
         assert amount(broken, CURVE, of_height=half) > 0.9 * amount(healthy, CURVE, of_height=half)
 
 
-def test_a_rewind_is_an_arrow_over_what_was_undone() -> None:
-    """From the incident back to the update that the run went on from."""
-    there = draw(REWOUND, updates(163))
-    without = draw(chapter(replace(REWOUND.incident, rewound_to=None)), updates(163))
-    for name in (TINT, GONE):
+def test_what_a_rewind_undid_is_shaded() -> None:
+    """From the incident back to the update that the run resumed from."""
+    there = draw_incident(REWOUND, updates(163))
+    without = draw_incident(chapter(replace(REWOUND.incident, rewound_to=None)), updates(163))
+    for name in (SHADE, UNDONE):
         assert amount(there, name) > 10 * amount(without, name)
-    assert amount(there, GOOD) > amount(without, GOOD)
 
 
-def test_an_outcome_has_its_colour() -> None:
+def test_every_outcome_has_words_and_a_mark() -> None:
     """Green only what has recovered."""
-    pictures = {one: draw(chapter(incident(5, one)), updates(165)) for one in (*Outcome, None)}
-    words = {one: amount(picture, GOOD, of_height=(0, 0.15)) for one, picture in pictures.items()}
-    assert words[Outcome.RECOVERED] > 100
-    assert words[None] == words[Outcome.RECURRED] == words[Outcome.GAVE_UP] == 0
+    assert OUTCOMES.keys() == {None, *Outcome}
+    marks = {one: amount(draw_strip(story(incident(5, one))), GOOD) for one in OUTCOMES}
+    assert marks.pop(Outcome.RECOVERED) > 50
+    assert set(marks.values()) == {0}
 
 
 STEPS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 2), (6, 3), (7, 4), (8, 4)]  # ticks and steps; a rewind behind tick 4
@@ -89,7 +84,7 @@ STEPS = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 2), (6, 3), (7, 4), (8, 4)]  # tick
     ("at", "to", "back"),
     [
         (4, 2, 2),
-        (4, 0, 0),  # too long ago: before the first there is
+        (4, 0, 0),  # longer ago than the points reach
         (7, 2, 5),
         (7, 1, 4),  # the rewind before had led there
         (8, 3, 6),
@@ -99,9 +94,7 @@ def test_the_way_back_ends_at_the_last_update_that_made_the_step(at: int, to: in
     """A step may have been made more than once: what counts is the way that the run was on."""
     points = [Point(tick, step, 1.0, 1.0, 1e-3, tick != 8) for tick, step in STEPS]
     one = incident(3, rewound_to=to)
-    way = _way_back(replace(one, anomaly=replace(one.anomaly, tick=at)), points)
-    assert way is not None
-    assert (way.at, way.back) == (at, back)
+    assert undone_ticks(replace(one, anomaly=replace(one.anomaly, tick=at)), points) == (back, at)
 
 
 @pytest.mark.parametrize(
@@ -119,42 +112,38 @@ def test_the_way_back_ends_at_the_last_update_that_made_the_step(at: int, to: in
 )
 def test_any_numbers_make_a_picture(points: list[Point]) -> None:
     """Nothing in them is a reason to have none."""
-    assert amount(draw(REWOUND, points), PAPER) > 100_000
+    assert amount(draw_incident(REWOUND, points), PAPER) > 100_000
 
 
 def test_a_picture_is_always_the_same() -> None:
     """What is shown again differs in nothing."""
-    assert draw(REWOUND, updates(163)) == draw(REWOUND, updates(163))
+    assert draw_incident(REWOUND, updates(163)) == draw_incident(REWOUND, updates(163))
 
 
-def test_words_of_strangers_are_drawn_as_they_are() -> None:
-    """No mathematics, no missing letters, no lines that run out of the sheet."""
+def test_any_words_make_a_picture() -> None:
+    """They are no mathematics, and letters that the font lacks are no reason for a warning."""
     words = "$x^$ \\frac \n \u4e2d\u6587 \U0001f525 " + "w" * 500
     strange = replace(ROOT, culprit=Culprit("forward", words, words, f"/{words}", 3))
-    picture = pixels(draw(chapter(incident(1, diagnosis=strange)), updates(161)))
-    at_the_right = picture.crop((picture.width - 12, 4, picture.width - 4, picture.height - 4))
-    assert at_the_right.getcolors() == [(at_the_right.width * at_the_right.height, colour(PAPER))]
+    assert amount(draw_incident(chapter(incident(1, diagnosis=strange)), updates(161)), CURVE) > 100
 
 
 @pytest.mark.parametrize("count", [1, 9, 200])
-def test_the_overview_has_all_incidents_in_one_picture(count: int) -> None:
-    """A lane for each cause, a mark for each outcome."""
+def test_the_strip_has_all_incidents(count: int) -> None:
+    """A lane for each cause, a mark for each outcome; what is wider than a description pushes MLflow's page aside."""
     outcomes = (Outcome.RECOVERED, Outcome.RECURRED, Outcome.GAVE_UP, None)
-    one_of_each = story(*[incident(at, outcomes[at % 4]) for at in range(1, count + 1)])
-    assert amount(draw_overview(one_of_each), PAPER) > 100_000
-    recovered = story(*[incident(at) for at in range(1, count + 1)])
-    assert amount(draw_overview(recovered), GOOD) > 50
-    assert pixels(draw_strip(recovered)).width < 600  # in a note: what is wider pushes the page aside
+    strip = draw_strip(story(*[incident(at, outcomes[at % 4]) for at in range(1, count + 1)]))
+    assert pixels(strip).width < 600
+    assert amount(draw_strip(story(*[incident(at) for at in range(1, count + 1)])), GOOD) > 50
 
 
 def test_drawing_leaves_matplotlib_as_it_was() -> None:
-    """No state of pyplot, no setting, no font of somebody else's: it may be drawn in anybody's process."""
+    """No state of pyplot, and no setting: it may draw in the process of a person's own program."""
     program = (
         "import sys, matplotlib\n"
         "from stories import chapter, incident, updates\n"
-        "from resilient_train.tracking.pictures import draw\n"
+        "from resilient_train.tracking.figure import draw_incident\n"
         "before = matplotlib.rcParams.copy()\n"
-        "draw(chapter(incident(3)), updates(163))\n"
+        "draw_incident(chapter(incident(3)), updates(163))\n"
         "print('matplotlib.pyplot' in sys.modules)\n"  # to look at a setting would import it
         "print(dict.__eq__(matplotlib.rcParams, before))"
     )

@@ -177,7 +177,7 @@ def test_what_a_drill_made_is_marked_wherever_it_is_shown_and_nothing_is_advised
     assert page.count("  drill    hot_lr, on purpose\n") == len(found)
     assert "  advice " not in page
     story = read_story(here / "run")
-    whole = report(story, lambda number: None)
+    whole = report(story)
     assert whole.count("on purpose (drill: hot\\_lr)") == len(found)
     assert "Advice" not in whole
     assert "on purpose (drill: hot_lr)" in tags(story.incidents, "recovered")["resilience.last_incident"]
@@ -317,7 +317,7 @@ def test_what_is_wrong_with_a_directory_is_said(here: Path, run_command: command
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_a_report_of_many_incidents_is_not_made_again_for_each(here: Path) -> None:
     """That would take as long as all of them squared; at the end it has all."""
-    from resilient_train.tracking.courier import Courier
+    from resilient_train.tracking.uploader import Uploader
 
     (here / "run").mkdir()
     book = IncidentLog(here / "run")
@@ -333,14 +333,14 @@ def test_a_report_of_many_incidents_is_not_made_again_for_each(here: Path) -> No
     box = Outbox(here / "run" / OUTBOX)
     box.put(BEGAN, name="run")
     assert box.close(60)
-    courier = Courier(here / "run", locate(f"sqlite:///{here}/mlflow.db", here), "many")
-    courier.deliver()
+    uploader = Uploader(here / "run", locate(f"sqlite:///{here}/mlflow.db", here), "many")
+    uploader.upload()
     (file,) = (here / "mlartifacts").rglob("report.md")
     meet(22)
-    courier.deliver()
+    uploader.upload()
     assert "## 21. Step 21" in file.read_text()
     assert "## 22. Step 22" not in file.read_text()
-    courier.conclude()
+    uploader.finish()
     assert "## 22. Step 22" in file.read_text()
-    courier.leave()
+    uploader.close()
     book.close_files()

@@ -1,23 +1,18 @@
-"""What is shown of a run in MLflow is there once, however often: pictures, checkpoints, the view of the list."""
+"""What MLflow shows around a run is there once, however often it is uploaded: checkpoints, the view of the run list."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from stories import RUN, chapter, incident, story, updates
+from stories import RUN, story
 
 from resilient_train.tracking import views
-from resilient_train.tracking.models import show_models
-from resilient_train.tracking.pictures import KEY, STRIP, picture_url, show_overview, show_picture, strip_url
 from resilient_train.tracking.story import Checkpoint
-from resilient_train.tracking.views import prepare_run_list
-from resilient_train.types import Outcome
+from resilient_train.tracking.views import KEY, prepare_run_list, show_models
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -25,8 +20,6 @@ if TYPE_CHECKING:
 
 # MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-
-UUID = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
 @pytest.fixture(scope="module")
@@ -51,68 +44,10 @@ def run(client: MlflowClient, experiment: str) -> str:
     return made
 
 
-def images(client: MlflowClient, run: str) -> list[str]:
-    return sorted(one.path for one in client.list_artifacts(run, "images"))
-
-
 def models(client: MlflowClient, experiment: str) -> dict[str, LoggedModel]:
     found = client.search_logged_models([experiment])
     assert len({one.name for one in found}) == len(found)
     return {one.name: one for one in found}
-
-
-def test_a_picture_is_named_as_mlflow_names_them(client: MlflowClient, run: str, tmp_path: Path) -> None:
-    """So that its pages find it: key, step, time, and which of the two it is."""
-    from PIL import Image
-
-    one = chapter(incident(3))
-    show_picture(client, run, one, updates(163))
-    ours = images(client, run)
-    client.log_image(run, Image.new("RGB", (9, 9)), key=KEY, step=3, timestamp=one.opened_ms, synchronous=True)
-    theirs = [path for path in images(client, run) if path not in ours]
-    assert [re.sub(UUID, "", path) for path in ours] == [re.sub(UUID, "", path) for path in theirs]
-    assert re.search(UUID, ours[0])
-    assert client.get_run(run).data.tags["mlflow.loggedImages"] == "True"
-    shown = client.download_artifacts(run, ours[0], str(tmp_path))
-    with Image.open(shown) as picture:
-        assert picture.width > 700  # what the chart shows is no stamp that nobody can read
-
-
-def test_a_picture_that_is_drawn_anew_takes_the_place_of_the_old_one(
-    client: MlflowClient, run: str, tmp_path: Path
-) -> None:
-    """More is known of it, or it is shown a second time; each incident keeps its own, at the same tick as well."""
-    first = chapter(incident(3, None))
-    beside = chapter(replace(incident(4), anomaly=first.incident.anomaly))
-    show_picture(client, run, first, [])
-    there = images(client, run)
-    before = Path(client.download_artifacts(run, there[1], str(tmp_path))).read_bytes()
-    for _ in range(2):
-        show_picture(client, run, replace(first, incident=incident(3), closed_ms=1), updates(163))
-        show_picture(client, run, beside, updates(163))
-    now = images(client, run)
-    assert len(now) == 4
-    assert set(there) < set(now)
-    assert Path(client.download_artifacts(run, there[1], str(tmp_path))).read_bytes() != before
-
-
-def test_the_overview_stands_where_the_slider_begins(client: MlflowClient, run: str) -> None:
-    """At 0, and there is none of nothing."""
-    show_overview(client, run, story())
-    assert images(client, run) == []
-    show_overview(client, run, story(incident(1)))
-    show_overview(client, run, story(incident(1), incident(2)))
-    assert [path.split("+")[2] for path in images(client, run)] == ["0", "0"]
-    assert [one.path for one in client.list_artifacts(run)] == ["images", STRIP]
-
-
-def test_links_lead_to_what_was_uploaded(client: MlflowClient, experiment: str, run: str) -> None:
-    """From another page of the same server."""
-    one = chapter(incident(3))
-    show_picture(client, run, one, [])
-    page = picture_url(experiment, run, one)
-    assert page.split("/artifacts/")[1].split("?")[0] in images(client, run)
-    assert f"path={STRIP}&" in strip_url(run)
 
 
 def test_checkpoints_are_models_of_the_run_and_each_is_there_once(
@@ -168,11 +103,10 @@ def test_runs_of_an_experiment_keep_their_models_apart(client: MlflowClient, exp
 
 def test_the_list_of_runs_is_prepared_once(client: MlflowClient, experiment: str) -> None:
     """The columns are named as the page names them; older pages find the same without a name."""
-    link = prepare_run_list(client, experiment)
-    assert link is not None
-    tag = f"mlflow.sharedViewState.{link.split('viewStateShareKey=')[1]}"
+    prepare_run_list(client, experiment)
+    tag = f"mlflow.sharedViewState.{KEY}"
     before = client.get_experiment(experiment).tags[tag]
-    assert prepare_run_list(client, experiment) == link
+    prepare_run_list(client, experiment)
     assert client.get_experiment(experiment).tags[tag] == before
     view = json.loads(before)
     state = json.loads(view["state"])
@@ -186,7 +120,7 @@ def test_what_somebody_has_made_of_the_view_stays(
     client: MlflowClient, experiment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only what is as it was prepared is prepared anew."""
-    tag = f"mlflow.sharedViewState.{views.KEY}"
+    tag = f"mlflow.sharedViewState.{KEY}"
     with monkeypatch.context() as patched:
         patched.setattr(views, "NAME", "of an older version")
         prepare_run_list(client, experiment)
@@ -198,19 +132,12 @@ def test_what_somebody_has_made_of_the_view_stays(
         "deflate;eJyrViouSSxJVbJSKi4pysxLV6oFADqUBjk=",
     ):
         client.set_experiment_tag(experiment, tag, theirs)
-        assert prepare_run_list(client, experiment) is not None
+        prepare_run_list(client, experiment)
         assert client.get_experiment(experiment).tags[tag] == theirs
 
 
 def test_a_store_that_does_not_take_the_view_is_no_trouble(client: MlflowClient, experiment: str) -> None:
     """It is gone, or it may not be written to."""
-    assert prepare_run_list(client, "123456789") is None
+    prepare_run_list(client, "123456789")
     client.delete_experiment(experiment)
-    assert prepare_run_list(client, experiment) is None
-
-
-def test_outcomes_are_as_the_pictures_name_them() -> None:
-    """Every outcome has words."""
-    from resilient_train.tracking.drawing import OUTCOMES
-
-    assert OUTCOMES.keys() == {None, *Outcome}
+    prepare_run_list(client, experiment)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from moody import mlflow_server
 from postgres import postgres, programs
-from test_delivery import client_of, courier, prove, trained
+from test_delivery import client_of, prove, trained, uploader
 
 from resilient_train.record.outbox import METRICS, OUTBOX, entries
 
@@ -33,13 +33,13 @@ def test_a_server_with_postgresql_has_everything_once(tmp_path: Path) -> None:
         with mlflow_server(tmp_path, database) as address:
             run_dir = trained(tmp_path / "run", address, "story")
             for _ in range(2):
-                one = courier(run_dir, address, "story")
-                one.conclude()
-                one.leave()
+                one = uploader(run_dir, address, "story")
+                one.finish()
+                one.close()
                 (run_dir / "mlflow.json").unlink()
             prove(run_dir, address, "story")
-        direct = courier(trained(tmp_path / "direct", database, "direct"), database, "direct")
-        direct.conclude()
+        direct = uploader(trained(tmp_path / "direct", database, "direct"), database, "direct")
+        direct.finish()
         prove(tmp_path / "direct", database, "direct")
 
 

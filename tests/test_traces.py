@@ -1,4 +1,4 @@
-"""Each incident is one trace in MLflow, whoever shows it and however often, beside whatever people add to it."""
+"""Each incident is one trace in MLflow, whoever uploads it and however often; what people add to it stays."""
 
 from __future__ import annotations
 
@@ -120,9 +120,13 @@ class Place:
     experiment_id: str
     run_id: str
 
-    def show(self, chapter: Chapter) -> str:
-        """From fresh objects, as another process would."""
-        return Traces(self.uri, self.experiment_id, self.run_id).show(chapter)
+    def traces(self) -> Traces:
+        """Fresh objects, as another process has."""
+        return Traces(self.client, self.uri, self.experiment_id, self.run_id)
+
+    def upload(self, chapter: Chapter) -> str:
+        self.traces().upload(chapter)
+        return trace_id_of(self.run_id, chapter.incident.id)
 
     def found(self, filter_string: str | None = None) -> list[Trace]:
         return list(
@@ -167,7 +171,7 @@ def test_a_name_follows_from_run_and_incident() -> None:
 
 def test_a_trace_tells_the_incident(place: Place) -> None:
     """Its list entry in plain sentences, its parts with their real times, and what each of them came to."""
-    place.show(CLOSED)
+    place.upload(CLOSED)
     trace = place.read()
     info = trace.info
     assert info.state == "OK"
@@ -203,85 +207,84 @@ def test_a_trace_tells_the_incident(place: Place) -> None:
     diagnosed = spans["diagnose"]
     assert diagnosed.outputs["culprit"] == "log in net.head, mine.py:31, forward"
     assert diagnosed.outputs["operands"] == [{"name": "x", "min": "-inf", "shape": [2, 3]}]
-    assert {
-        "culprit": "mine.py:31",
-        "op": "log",
-        "module": "net.head",
-        "rows": [17, 90_000],
-        "cause": "data",
-    }.items() <= (diagnosed.attributes.items())
+    assert {"rows": [17, 90_000], "cause": "data"}.items() <= diagnosed.attributes.items()
     assert spans["decide"].attributes["rung"] == 1
-    assert spans["rewind"].outputs == {"rewound_to": 1177, "steps_lost": 27}
-    assert spans["remedy"].outputs == ["learning rate x0.5 with 20 steps of warm-up"]
+    assert spans["rewind"].outputs == {"from step": 1204, "to step": 1177, "lost": 27}
+    assert spans["remedy"].outputs == {"remedies": ["learning rate x0.5 with 20 steps of warm-up"]}
 
 
-def test_shown_again_and_again_it_is_one_trace_with_one_verdict(place: Place) -> None:
-    """As it unfolds, from fresh objects each time, in turn with an older view of it."""
-    place.show(Chapter(POISON, AT + 300))
-    assert place.found() == [], "nothing was done about it yet"
+def test_uploaded_again_and_again_it_is_one_trace_with_one_verdict(place: Place) -> None:
+    """By the same process and by others."""
+    traces = place.traces()
     for _ in range(2):
-        assert place.show(TREATED) == trace_id_of(place.run_id, 3)
-    (trace,) = place.found()
-    assert trace.info.state == "IN_PROGRESS"
-    assert trace.info.tags["resilience.outcome"] == "open"
-    assert trace.info.assessments == []
-    assert [span.name for span in place.read().data.spans][1:] == NAMES[:5]
-    for _ in range(3):
-        place.show(CLOSED)
+        traces.upload(CLOSED)
+        place.upload(CLOSED)
     (trace,) = place.found()
     assert trace.info.state == "OK"
     assert trace.info.tags["resilience.outcome"] == "recovered"
     (verdict,) = trace.info.assessments
-    assert judged(trace) == {"recovered": True}
+    assert judged(trace) == {"outcome": "recovered"}
     assert verdict.source.source_type == "CODE"
     assert verdict.rationale == "incident 3 recovered"
     assert len(place.read().data.spans) == 7
 
 
-@pytest.mark.parametrize("outcome", [Outcome.RECURRED, Outcome.GAVE_UP])
-def test_what_did_not_help_is_an_error(place: Place, outcome: Outcome) -> None:
-    """One that gave up was never treated; its closing is enough."""
+@pytest.mark.parametrize(
+    ("outcome", "state", "words"),
+    [
+        (Outcome.RECURRED, "OK", "came back later"),
+        (Outcome.UNRECOVERED, "ERROR", "not recovered"),
+        (Outcome.GAVE_UP, "ERROR", "gave up"),
+    ],
+)
+def test_what_was_never_cured_is_an_error(place: Place, outcome: Outcome, state: str, words: str) -> None:
+    """What came back later was retried with success: the incident that it came back in says how that ended."""
     chapter = ended(outcome)
     if outcome is Outcome.GAVE_UP:
         given = dataclasses.replace(chapter.incident, decision=Decision(gave_up="no rung left"), rewound_to=None)
         chapter = dataclasses.replace(chapter, incident=given, treated_ms=None, phases=PHASES[:4])
-    place.show(chapter)
+    place.upload(chapter)
     (trace,) = place.found()
-    assert (trace.info.state, judged(trace)) == ("ERROR", {"recovered": False})
+    assert (trace.info.state, judged(trace)) == (state, {"outcome": words})
     assert trace.info.tags["resilience.outcome"] == outcome
     assert trace.info.assessments[0].rationale
 
 
+def test_what_a_drill_made_says_so_and_advises_nothing(place: Place) -> None:
+    drilled = dataclasses.replace(CLOSED.incident, drill="bad_row")
+    place.upload(dataclasses.replace(CLOSED, incident=drilled))
+    trace = place.read()
+    assert trace.info.tags["resilience.drill"] == "bad_row"
+    assert "on purpose (drill: bad_row)" in (trace.info.request_preview or "")
+    diagnosed = next(span for span in trace.data.spans if span.name == "diagnose")
+    assert diagnosed.outputs["drill"] == "bad_row"
+    assert "advice" not in diagnosed.outputs
+
+
 def test_what_people_add_stays(place: Place) -> None:
-    """Assessments, tags, and a cause that somebody has put right, before and after it closes."""
+    """Assessments, tags, and a cause that somebody has put right."""
     from mlflow.entities import AssessmentSource, Feedback
     from mlflow.tracing.client import TracingClient
 
-    trace_id, client = place.show(TREATED), TracingClient(place.uri)
+    trace_id, client = place.upload(CLOSED), TracingClient(place.uri)
     client.set_trace_tag(trace_id, "seen by", "Ada")
-    client.set_trace_tag(trace_id, "todo", "ask the data team")
     client.set_trace_tag(trace_id, "resilience.cause", "operation")
     mine = Feedback(name="useful", value=4, source=AssessmentSource("HUMAN", "ada"), rationale="it was the row")
     client.log_assessment(trace_id, mine)
     for _ in range(2):
-        place.show(CLOSED)
+        place.upload(CLOSED)
         (trace,) = place.found()
         assert trace.info.tags["seen by"] == "Ada"
-        assert trace.info.tags["todo"] == "ask the data team"
         assert trace.info.tags["resilience.cause"] == "operation"
         assert trace.info.tags["resilience.outcome"] == "recovered"
-        assert judged(trace) == {"useful": 4, "recovered": True}
-        assert {one.rationale for one in trace.info.assessments} == {"it was the row", "incident 3 recovered"}
-    client.set_trace_tag(trace_id, "resilience.outcome", "not really")
-    place.show(dataclasses.replace(CLOSED, closed_ms=AT + 9_001, phases=PHASES[:5]))
-    assert place.found()[0].info.tags["resilience.outcome"] == "not really"
+        assert judged(trace) == {"useful": 4, "outcome": "recovered"}
 
 
 def test_incidents_are_found_by_cause_and_outcome(place: Place) -> None:
     """By what the page of an experiment takes as a filter, too."""
     other = dataclasses.replace(POISON, id=4, diagnosis=Diagnosis(Cause.EXPLOSION, ""), outcome=Outcome.RECURRED)
-    place.show(CLOSED)
-    place.show(dataclasses.replace(CLOSED, incident=other))
+    place.upload(CLOSED)
+    place.upload(dataclasses.replace(CLOSED, incident=other))
     for query, number in {
         "tags.`resilience.cause` = 'data'": "3",
         "tags.`resilience.outcome` = 'recurred'": "4",
@@ -291,15 +294,16 @@ def test_incidents_are_found_by_cause_and_outcome(place: Place) -> None:
         assert trace.info.tags["resilience.incident"] == number
 
 
-def test_an_incident_that_nobody_timed_is_told_all_the_same(place: Place) -> None:
-    """A journal that is damaged, or of a crash: the root alone, as long as the treatment took."""
+def test_an_incident_without_times_has_a_trace_all_the_same(place: Place) -> None:
+    """A journal that is damaged, or a crash: the root alone, as long as the treatment took."""
     crash = Incident(
         1,
         Anomaly(Signal.CRASH, 5, 5, 4, "the previous process died during update 5\nwithout logging" + "x" * 5000),
         Diagnosis(Cause.PROCESS, ""),
         Decision((Action("go_on"),)),
+        outcome=Outcome.RECOVERED,
     )
-    place.show(Chapter(crash, AT, treated_ms=AT + 7))
+    place.upload(Chapter(crash, AT, treated_ms=AT + 7, closed_ms=AT + 9))
     trace = place.read(1)
     (root,) = trace.data.spans
     assert (root.start_time_ns, root.end_time_ns) == (AT * 10**6, (AT + 7) * 10**6)
@@ -308,44 +312,43 @@ def test_an_incident_that_nobody_timed_is_told_all_the_same(place: Place) -> Non
     assert len(preview) == 1000, "what a database has room for"
 
 
-def test_a_trace_of_which_only_spans_arrived_is_made_whole(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that delivered it was killed in the midst of it."""
-    traces = Traces(place.uri, place.experiment_id, place.run_id)
+def test_a_trace_of_which_only_spans_arrived_is_completed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The uploader was killed in between, or the answer was lost."""
+    traces = place.traces()
 
     def killed(info: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(traces._store, "start_trace", killed)
+        patched.setattr(traces._client, "start_trace", killed)
         with pytest.raises(KeyboardInterrupt):
-            traces.show(CLOSED)
+            traces.upload(CLOSED)
     assert place.found() == []
-    place.show(CLOSED)
+    traces.upload(CLOSED)
     (trace,) = place.found()
     assert trace.info.tags["resilience.cause"] == "data"
     assert len(trace.info.assessments) == 1
 
 
-def test_two_that_deliver_at_once_leave_one_of_each(server: str, request: pytest.FixtureRequest) -> None:
-    """Errors are for whoever delivers, who tries again; doubles would be for ever."""
+def test_two_uploaders_at_once_leave_one_of_each(server: str, request: pytest.FixtureRequest) -> None:
+    """Errors are for the uploader, which retries."""
     place, ready = placed(server, request.node.name), threading.Barrier(3)
 
-    def deliver() -> None:
+    def upload() -> None:
         ready.wait()
-        for chapter in (TREATED, CLOSED, CLOSED):
-            for _ in range(5):
-                try:
-                    place.show(chapter)
-                except Exception:
-                    continue
-                break
+        for _ in range(5):
+            try:
+                place.upload(CLOSED)
+            except Exception:
+                continue
+            break
 
-    threads = [threading.Thread(target=deliver) for _ in range(3)]
+    threads = [threading.Thread(target=upload) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    place.show(CLOSED)
+    place.upload(CLOSED)
     (trace,) = place.found()
     assert trace.info.tags["resilience.outcome"] == "recovered"
     assert len(trace.info.assessments) == 1
@@ -353,13 +356,15 @@ def test_two_that_deliver_at_once_leave_one_of_each(server: str, request: pytest
 
 
 def test_errors_come_out_and_nothing_is_left_running(free_port: int) -> None:
-    """A server that is not there is said at once; no thread, no provider of OpenTelemetry."""
+    """A server that is not there is reported at once; no thread, no provider of OpenTelemetry."""
+    from mlflow import MlflowClient
     from opentelemetry import trace
 
     before, provider = threading.active_count(), trace._TRACER_PROVIDER
     started = time.monotonic()
+    address = f"http://127.0.0.1:{free_port}"
     with pytest.raises(Exception, match=str(free_port)):
-        Traces(f"http://127.0.0.1:{free_port}", "1", "abc").show(CLOSED)
+        Traces(MlflowClient(address), address, "1", "abc").upload(CLOSED)
     assert time.monotonic() - started < 30
     assert threading.active_count() == before
     assert trace._TRACER_PROVIDER is provider
@@ -425,64 +430,21 @@ def older(server: str) -> Iterator[Callable[[str], str]]:
         one.server_close()
 
 
-def test_a_server_that_replaces_what_it_has_is_told_only_what_it_can_add(
+def test_a_server_that_takes_no_spans_gets_no_traces(
     older: Callable[[str], str], request: pytest.FixtureRequest
 ) -> None:
-    """Before 3.14: the state, the outcome, the spans and the verdict are right, and people's own things are left."""
-    from mlflow.tracing.client import TracingClient
-
-    place = placed(older("3.10.1"), request.node.name)
-    trace_id = place.show(TREATED)
-    TracingClient(place.uri).set_trace_tag(trace_id, "seen by", "Ada")
-    place.show(TREATED)
-    assert place.found()[0].info.state == "IN_PROGRESS"
-    for _ in range(2):
-        place.show(CLOSED)
-    (trace,) = place.found()
-    assert trace.info.state == "OK"
-    assert trace.info.tags["resilience.outcome"] == "recovered"
-    assert trace.info.tags["seen by"] == "Ada"
-    assert judged(trace) == {"recovered": True}
-    spans = place.read().data.spans
-    assert [span.name for span in spans][1:] == NAMES
-    assert spans[0].attributes["outcome"] == "recovered"
-
-
-def test_a_server_that_takes_no_spans_keeps_them_among_its_files(
-    older: Callable[[str], str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before 3.4; they are read back from there, with all that was added later."""
-    place = placed(older("3.3.0"), request.node.name)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", place.uri)  # only for those who read, who know no better
-    place.show(TREATED)
-    for _ in range(2):
-        place.show(CLOSED)
-    (trace,) = place.found()
-    assert trace.info.tags["resilience.outcome"] == "recovered"
-    assert len(trace.info.assessments) == 1
-    spans = place.read().data.spans
-    assert [span.name for span in spans][1:] == NAMES
-    assert spans[0].attributes["outcome"] == "recovered"
-
-
-def test_a_server_that_was_renewed_meanwhile_goes_on_with_the_files(
-    older: Callable[[str], str], server: str, request: pytest.FixtureRequest
-) -> None:
-    """It has a place for spans now, but not for more of those that it has among its files."""
-    before = placed(older("3.3.0"), request.node.name)
-    before.show(TREATED)
-    now = dataclasses.replace(before, uri=server)
-    for _ in range(2):
-        now.show(CLOSED)
-    (trace,) = now.found()
-    assert trace.info.tags["resilience.outcome"] == "recovered"
-    assert judged(trace) == {"recovered": True}
-    assert [span.name for span in now.read().data.spans][1:] == NAMES
-
-
-def test_a_server_that_names_traces_itself_gets_none(older: Callable[[str], str]) -> None:
-    """Before 3.3 each try would leave another one; and the refusal gives no password away."""
-    address = older("3.1.4").replace("http://", "http://me:secret@")
-    with pytest.raises(NotImplementedError, match=r"3\.3 or newer") as refused:
-        Traces(address, "0", "abc").show(CLOSED)
+    """Before 3.4; and the refusal gives no password away."""
+    place = placed(older("3.3.0").replace("http://", "http://me:secret@"), request.node.name)
+    with pytest.raises(NotImplementedError, match=r"3\.4 or newer") as refused:
+        place.upload(CLOSED)
     assert "secret" not in str(refused.value)
+    assert place.found() == []
+
+
+def test_an_older_server_has_all_of_it(older: Callable[[str], str], request: pytest.FixtureRequest) -> None:
+    place = placed(older("3.10.1"), request.node.name)
+    for _ in range(2):
+        place.upload(CLOSED)
+    (trace,) = place.found()
+    assert judged(trace) == {"outcome": "recovered"}
+    assert [span.name for span in place.read().data.spans][1:] == NAMES

@@ -22,10 +22,10 @@ from resilient_train import files
 from resilient_train.errors import ConfigError
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
 from resilient_train.tracking import uploads as tracking
-from resilient_train.tracking.courier import Courier
 from resilient_train.tracking.review import command
-from resilient_train.tracking.store import locate, shown
-from resilient_train.tracking.uploads import NullTracker, TrackedRun, TrackingConfig, build, ui_command, url
+from resilient_train.tracking.store import TrackedRun, locate, shown, ui_command, url
+from resilient_train.tracking.uploader import Uploader
+from resilient_train.tracking.uploads import NullTracker, TrackingConfig, build
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -94,10 +94,10 @@ def outbox(run_dir: Path) -> Iterator[Outbox]:
 
 def delivered(run_dir: Path, home: Path) -> TrackedRun | None:
     """Deliver it as the process of a run would, but here, where MLflow is loaded already."""
-    courier = Courier(run_dir, locate(None, home), EXPERIMENT)
-    courier.conclude()
-    courier.leave()
-    return courier.run
+    uploader = Uploader(run_dir, locate(None, home), EXPERIMENT)
+    uploader.finish()
+    uploader.close()
+    return uploader.run
 
 
 def test_a_run_reaches_mlflow_through_a_process_of_its_own(home: Path, tmp_path: Path) -> None:
@@ -215,11 +215,11 @@ def test_system_metrics_are_shown_when_asked_for(home: Path, tmp_path: Path, mon
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
     with outbox(tmp_path / "machine"):
         pass
-    courier = Courier(tmp_path / "machine", locate(None, home), EXPERIMENT, system_metrics=True)
-    courier.deliver()
-    while "system/cpu_utilization_percentage" not in fetched(courier.run).data.metrics:
+    uploader = Uploader(tmp_path / "machine", locate(None, home), EXPERIMENT, system_metrics=True)
+    uploader.upload()
+    while "system/cpu_utilization_percentage" not in fetched(uploader.run).data.metrics:
         time.sleep(0.1)
-    courier.conclude()
+    uploader.finish()
 
 
 SCRIPT = """
@@ -278,7 +278,7 @@ tracker = build(TrackingConfig("mlflow", None, "resilient_train", False, 300.0),
 tracker.begin()
 while not half_made(home):
     pass
-os.kill(tracker._courier._process.pid, 9)
+os.kill(tracker.uploader.process.pid, 9)
 os._exit(9)
 """
 
@@ -329,8 +329,11 @@ def test_a_process_that_dies_is_told_of_with_its_last_words(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However much it has said, and without the secrets in it."""
+    python = tmp_path / "python"
     words = "print('x' * 10**6, file=sys.stderr); sys.exit('cannot open http://me:hidden@host: ' + 'no ' * 500)"
-    monkeypatch.setattr(tracking, "_PROGRAM", f"import sys; {words}")
+    python.write_text(f"#!{sys.executable}\nimport sys; {words}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(tracking.sys, "executable", str(python))  # type: ignore[attr-defined]
     tracker = build(config(), tmp_path, home)
     tracker.begin()
     deadline = time.monotonic() + LONG_S

@@ -30,6 +30,7 @@ from resilient_train.record.progress import Doing, Progress
 from resilient_train.state.run_state import Clock
 from resilient_train.tracking import uploads as tracking
 from resilient_train.tracking.review import review, where_to_look
+from resilient_train.tracking.store import ui_command
 from resilient_train.tracking.story import is_unrecovered, read_story
 from resilient_train.tracking.uploads import NullTracker, Tracker
 from resilient_train.types import Incident, Vitals
@@ -131,7 +132,7 @@ def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path, *more: Pat
         if file.exists():
             tracker.artifact(file)
     if (run := tracker.finish(summary.status)) is not None:
-        for line in where_to_look(tracking.ui_command(run.tracking_uri), run.url):
+        for line in where_to_look(ui_command(run.tracking_uri), run.url):
             log.info("%s", line)
         summary.mlflow = run.as_dict()
         write(summary, run_dir)

@@ -1,6 +1,7 @@
-"""`resilient-train sync RUN_DIR`: upload to MLflow what could not be uploaded during the run.
+"""`resilient-train sync RUN_DIR`: upload to MLflow what it does not have yet.
 
-It works from any machine that has the directory, and uploads nothing twice.
+It works from any machine that has the directory, and uploads nothing twice. With --follow it uploads while the run
+lasts; a tracked run starts such a process itself.
 """
 
 from __future__ import annotations
@@ -8,21 +9,31 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from resilient_train.app.terminal import counting
 from resilient_train.errors import ConfigError
+from resilient_train.record.endings import at_work
 from resilient_train.record.outbox import BEGAN, OUTBOX, entries
-from resilient_train.tracking.late import catch_up, is_late
+from resilient_train.tracking.connection import root_cause
 from resilient_train.tracking.review import where_to_look
-from resilient_train.tracking.store import KnownRun, Store, left_in, locate, shown, ui_command
+from resilient_train.tracking.store import Store, UploadCursor, left_in, locate, shown, ui_command
+from resilient_train.tracking.uploader import Busy, Uploader, backfill, needs_backfill
 from resilient_train.tracking.uploads import EXPERIMENT
 from resilient_train.wording import printable
 
-_PAUSES_S = (2.0, 5.0, 0.0)  # after each attempt that failed
+_EVERY_S = 1.5  # between uploads while a run lasts
+_RETRY_AT_MOST_S = 30.0
+_PAUSES_S = (2.0, 5.0, 0.0)  # after each attempt to finish
+_ATTACHED_PAUSES_S = (1.0, 1.0, 0.0)  # the end of the run waits for it
+_SURVIVES_S = 6.0  # how long an attached process may upload what a killed run has left
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,53 +50,80 @@ def main(arguments: list[str] | None = None) -> int:
         "--uri", "--tracking-uri", help="another tracking store: sqlite:///file.db, http://host:5000, ..."
     )
     parser.add_argument("--experiment", help="another experiment for the run")
+    parser.add_argument("--follow", action="store_true", help="continue to upload until the run has ended")
+    parser.add_argument("--system-metrics", action="store_true", help="also upload the use of this machine")
+    parser.add_argument("--attached", action="store_true", help=argparse.SUPPRESS)  # to a run that started it
     given = parser.parse_args(arguments)
     try:
-        store, experiment = _destination(given.run_dir, given.uri, given.experiment)
+        store, experiment, is_late = _destination(
+            given.run_dir, given.uri, given.experiment, is_attached=given.attached
+        )
     except (_Unknown, ConfigError) as why:
         print(printable(f"{given.run_dir}: {why}"), file=sys.stderr)
         return 2
-    return _upload(given.run_dir.absolute(), store, experiment)
+    run_dir = given.run_dir.absolute()
+    has_ended = _attached() if given.attached else partial(_has_ended, run_dir)
+    UploadCursor(run_dir).settle(trains=False)
+    prepare = partial(backfill, run_dir, shown(store.uri), experiment) if is_late else None
+    with counting("uploading", left_in(run_dir)) as on_progress:
+        uploader = Uploader(run_dir, store, experiment, system_metrics=given.system_metrics, on_progress=on_progress)
+        try:
+            if given.follow:
+                _follow(uploader, has_ended, prepare)
+            for pause in _ATTACHED_PAUSES_S if given.attached else _PAUSES_S:
+                if (trouble := _attempt(uploader.finish, prepare)) is None:
+                    break
+                time.sleep(pause)
+        finally:
+            uploader.close()
+    return _report(uploader, store, trouble)
 
 
 class _Unknown(Exception):
     """It is not known what to upload, or where to."""
 
 
-def _destination(run_dir: Path, uri: str | None, experiment: str | None) -> tuple[Store, str]:
-    """Return the store and the experiment of a run: those that it had last, unless others are given."""
-    began, late = None, is_late(run_dir)
+def _destination(
+    run_dir: Path, uri: str | None, experiment: str | None, *, is_attached: bool
+) -> tuple[Store, str, bool]:
+    """Return the store and the experiment of a run: those that it had last, unless others are given.
+
+    And whether the run was not tracked, so that its outbox has to be made from its other files.
+    """
+    began, is_late = None, not attached and needs_backfill(run_dir)
     try:
         for entry, _ in entries(run_dir / OUTBOX):
             if entry is not None and entry["kind"] == BEGAN:
                 began = entry
     except OSError as error:
-        if not late:
+        if not is_late and not attached:
             why = f"no {OUTBOX} can be read there ({error.strerror or error}), and nothing else of a run"
             raise _Unknown(f"{why}: expected the directory of a run, such as runs/NAME") from None
-    known_uri, known_experiment = KnownRun(run_dir).where() or (None, None)
+    known_uri, known_experiment = UploadCursor(run_dir).where() or (None, None)
     if began is not None:
         known_uri, known_experiment = str(began.get("tracking_uri")), str(began.get("experiment"))
     experiment = experiment or known_experiment
     asked, from_environment = uri or known_uri, os.environ.get("MLFLOW_TRACKING_URI")
-    if uri is None and from_environment and (known_uri is None or shown(from_environment) == known_uri):
+    is_same = attached or known_uri is None or (from_environment and shown(from_environment) == known_uri)
+    if uri is None and from_environment and is_same:
         asked = from_environment  # the same place, with its secret
-    if late:
+    if is_late:
         asked = asked or locate(None, run_dir.absolute().parent).uri
         experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
     if asked is None or experiment is None:
         raise _Unknown(f"its {OUTBOX} does not say where to: give --uri and --experiment")
     if "***" in asked:
         raise _Unknown(f"the secret in {asked} is not written down: give the address by --uri or MLFLOW_TRACKING_URI")
-    store = locate(asked, run_dir.parent)
-    is_only_named = uri is None and asked != from_environment  # by the directory, which a stranger may have written
+    store = locate(asked, run_dir.absolute().parent)
+    is_only_named = uri is None and asked != from_environment  # by the directory, which may come from anywhere
     if is_only_named and store.database is None and (names := _credentials(store.uri)):
         why = f"only the directory names {shown(asked)}, and {' and '.join(names)} would be sent there"
         what = f"add --uri {shlex.quote(shown(asked))}, or set MLFLOW_TRACKING_URI to it"
         raise _Unknown(f"{why}: if that is your server, {what}")
-    if uri is None and store.database is not None and not store.database.parent.is_dir():
+    is_named = uri is not None or attached
+    if not is_named and store.database is not None and not store.database.parent.is_dir():
         raise _Unknown(f"{store.database} cannot be here, as {store.database.parent} is missing: give --uri")
-    return store, experiment
+    return store, experiment, is_late
 
 
 def _credentials(uri: str) -> list[str]:
@@ -97,47 +135,79 @@ def _credentials(uri: str) -> list[str]:
     return [*(name for name in names if os.environ.get(name)), *([str(file)] if file.exists() else [])]
 
 
-def _upload(run_dir: Path, store: Store, experiment: str) -> int:
-    if is_late(run_dir):
-        try:
-            catch_up(run_dir, shown(store.uri), experiment)
-        except OSError as error:
-            print(printable(f"{run_dir}: {OUTBOX} cannot be written: {error.strerror or error}"), file=sys.stderr)
-            return 1
-    KnownRun(run_dir).settle(trains=False)
-    trouble = ""
-    with counting("uploading", left_in(run_dir)) as went_on:
-        from resilient_train.tracking.connection import root_cause
-        from resilient_train.tracking.courier import Busy, Courier  # with MLflow, which takes seconds
+# ------------------------------------------------------------------------------------------------- while the run lasts
 
-        courier = Courier(run_dir, store, experiment, went_on=went_on)
-        try:
-            for pause in _PAUSES_S:
-                try:
-                    courier.conclude()
-                except Busy:
-                    trouble = "the run's own process is uploading them"
-                    break
-                except Exception as error:  # the server's, the disk's: it can be of any class
-                    trouble = " ".join(shown(root_cause(error)).split())
-                else:
-                    trouble = ""
-                    break
-                time.sleep(pause)
-        finally:
-            courier.leave()
-    if trouble:
+
+def _attached() -> Callable[[float], bool]:
+    """Attach this process to the run that started it: a line on the standard input says that the run has ended.
+
+    Requests to stop go to all processes of a run, which still has something to upload then: they are ignored.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    ended, parent = threading.Event(), os.getppid()
+
+    def listen() -> None:
+        sys.stdin.readline()
+        ended.set()
+
+    def survive_briefly() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        ended.set()
+        time.sleep(_SURVIVES_S)
+        os._exit(1)
+
+    for task in (listen, survive_briefly):
+        threading.Thread(target=task, daemon=True).start()
+    return ended.wait
+
+
+def _has_ended(run_dir: Path, pause_s: float) -> bool:
+    """Pause; say whether no process is training in the run directory."""
+    time.sleep(pause_s)
+    return at_work(run_dir) is None
+
+
+def _follow(uploader: Uploader, has_ended: Callable[[float], bool], prepare: Callable[[], None] | None) -> None:
+    """Upload what the run writes until it has ended; print what prevents that, each trouble once."""
+    pause, failures, told = 0.0, 0, ""
+    while not has_ended(pause):
+        trouble = _attempt(uploader.upload, prepare)
+        failures = failures + 1 if trouble else 0
+        pause = min(2 * pause + 1, _RETRY_AT_MOST_S) if trouble else _EVERY_S
+        if failures > 1 and trouble and trouble != told:  # the first may be an idle connection that was closed
+            print(printable(trouble), file=sys.stderr, flush=True)
+            uploader.cursor.note(trouble=trouble)
+            told = trouble
+
+
+def _attempt(upload: Callable[[], None], prepare: Callable[[], None] | None) -> str | None:
+    """Do it, or say what prevents it."""
+    try:
+        if prepare is not None:
+            prepare()
+        upload()
+    except (Busy, FileNotFoundError) as error:
+        return str(error)
+    except Exception as error:  # of the server, the disk, the network
+        return " ".join(shown(root_cause(error)).split())[:300]
+    return None
+
+
+def _report(uploader: Uploader, store: Store, trouble: str | None) -> int:
+    run_dir, where = uploader.run_dir, shown(store.uri)
+    if trouble is not None:
         left = left_in(run_dir)
         what = f"{left:,} entries are left" if left else "what MLflow shows of the run is not complete"
-        print(f"{run_dir}: {what}: {printable(trouble)}", file=sys.stderr)
+        print(f"{run_dir}: {what}:\n{printable(trouble)}", file=sys.stderr)
         return 1
-    uploaded, where = courier.report.entries, shown(store.uri)
-    what = f"{uploaded:,} entries were uploaded" if uploaded else "nothing was left to upload"
+    what = f"{uploader.uploaded:,} entries were uploaded" if uploader.uploaded else "nothing was left to upload"
     print(f"{run_dir}: {what}; MLflow at {where} has everything")
-    for why in courier.report.refused:
-        print(printable(f"  but it refused something: {shown(why)}"))
-    if courier.report.damaged:
-        print(f"  but {courier.report.damaged:,} damaged lines of {OUTBOX} are left out")
-    for line in where_to_look(ui_command(where), courier.run.url if courier.run is not None else None):
+    for why in uploader.refused:
+        print(printable(f"MLflow refused {shown(why)}"), file=sys.stderr)
+    if uploader.damaged:
+        print(f"  but {uploader.damaged:,} damaged lines of {OUTBOX} are left out")
+    for line in where_to_look(ui_command(where), uploader.run.url if uploader.run is not None else None):
         print(line)
     return 0

@@ -1,44 +1,61 @@
-"""The way to a run in MLflow: the run is found there, or begun, and never begun twice."""
+"""The connection to a run in MLflow, and entries in the form that MLflow accepts.
+
+The run is found there or created, and never created twice.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import getpass
 import hashlib
+import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from resilient_train.files import open_plain
-from resilient_train.tracking.store import KnownRun, Store, TrackedRun, shown, url
+from resilient_train.record.journal import Entry
+from resilient_train.record.outbox import METRICS, PARAMS
+from resilient_train.tracking.store import Store, TrackedRun, UploadCursor, shown, url
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Run
+    from mlflow.entities import Metric, Param, Run, RunTag
 
-# A tag: what the run is found again by when nothing else is known of it. MLflow's pages hide tags of this name.
+# A tag to find the run by when its id is lost. MLflow's pages hide tags of this name.
 KEY = "mlflow.resilience.key"
 
-# Set where the user has not; they hold for the process that delivers.
+# Set where the user has not, in the process that uploads.
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # whoever delivers tries again; urllib3 does so out loud, for minutes
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the uploader retries; urllib3 would do so for minutes, with warnings
     "MLFLOW_ENABLE_ASYNC_LOGGING": "false",
     "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",
 }
 
+TAG_LENGTH = 8000  # of MLflow's own limits
+_MOST_METRICS, _MOST_PARAMS, _PARAM_LENGTH, _NAME_LENGTH = 1000, 100, 6000, 250
+# MLflow's page sorts the sections of charts by name. With these, the curves of the training, in `Model metrics`, are
+# the first.
+_SECTIONS = {"eval": "validation", "knobs": "remedies"}
+
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
+
+T = TypeVar("T")
+Batch: TypeAlias = "tuple[Sequence[Metric], Sequence[Param], Sequence[RunTag]]"  # what `log_batch` takes
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A run in MLflow that is there, and the client that reaches it."""
+    """A run in MLflow, and the client that reaches it."""
 
     client: MlflowClient
     uri: str  # with its secrets, if it has any
@@ -50,8 +67,8 @@ class Connection:
         return self.run.run_id
 
 
-def connect(store: Store, experiment: str, known: KnownRun, outbox: Path, began_ms: int) -> Connection:
-    """Take up the run that the outbox belongs to, or begin it. Raises whatever keeps it from that."""
+def connect(store: Store, experiment: str, cursor: UploadCursor, outbox: Path, began_ms: int) -> Connection:
+    """Find the run that the outbox belongs to, or create it. Raises whatever prevents that."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
@@ -62,27 +79,29 @@ def connect(store: Store, experiment: str, known: KnownRun, outbox: Path, began_
     client = MlflowClient(store.uri)
     experiment_id = _experiment(client, experiment, store.artifacts)
     where = shown(store.uri)
-    run_id = known.recall(where, experiment)
-    key = _key(outbox, known)
+    run_id = cursor.recall(where, experiment)
+    key = _key(outbox, cursor)
     if run_id is None or not is_there(client, run_id):
         twins = _of_key(client, experiment_id, key)
         if not twins:
             tags = {"mlflow.source.name": "resilient_train", "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
-            twins = [client.create_run(experiment_id, began_ms, tags | {KEY: key}, known.name)]
+            twins = [client.create_run(experiment_id, began_ms, tags | {KEY: key}, cursor.name)]
         run_id = twins[0].info.run_id
-        known.note(run_id=run_id, delivered=0, seal=None, files=[], shown={})
-    return Connection(client, store.uri, experiment_id, TrackedRun(run_id, where, url(where, experiment_id, run_id)))
+        cursor.note(run_id=run_id, delivered=0, seal=None, files=[])
+    run = TrackedRun(run_id, where, url(where, experiment_id, run_id))
+    cursor.note(url=run.url, trouble=None)
+    return Connection(client, store.uri, experiment_id, run)
 
 
-def forget_twins(connection: Connection, known: KnownRun, outbox: Path) -> None:
-    """Delete other runs of the same outbox: a server that hung may have begun one that nobody heard of."""
-    for twin in _of_key(connection.client, connection.experiment_id, _key(outbox, known)):
+def forget_twins(connection: Connection, cursor: UploadCursor, outbox: Path) -> None:
+    """Delete other runs of the same outbox: a server that hung may have created one and never answered."""
+    for twin in _of_key(connection.client, connection.experiment_id, _key(outbox, cursor)):
         if twin.info.run_id != connection.run_id:
             connection.client.delete_run(twin.info.run_id)
 
 
 def is_refusal(error: Exception) -> bool:
-    """Say whether the answer would be the same next time: then what it is about is dropped, not tried again."""
+    """Say whether MLflow would give the same answer next time: what it refuses is dropped, not retried."""
     from mlflow.exceptions import MlflowException
 
     if isinstance(error, NotImplementedError):  # a server that is too old for it
@@ -91,7 +110,7 @@ def is_refusal(error: Exception) -> bool:
 
 
 def is_unreachable(error: BaseException | None) -> bool:
-    """Say whether nobody answered: then there is no use in asking for something else."""
+    """Say whether the server did not answer: then nothing else needs to be tried now."""
     from requests.exceptions import ConnectionError as NoConnection
     from requests.exceptions import Timeout
 
@@ -103,7 +122,7 @@ def is_unreachable(error: BaseException | None) -> bool:
 
 
 def is_there(client: MlflowClient, run_id: str) -> bool:
-    """Say whether a run is there; somebody may have deleted it since it was begun."""
+    """Say whether a run is there; a person may have deleted it."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -115,32 +134,75 @@ def is_there(client: MlflowClient, run_id: str) -> bool:
 
 
 def root_cause(error: BaseException) -> str:
-    """Dig out what a person understands: `Connection refused` lies five wrappers deep."""
+    """Return the innermost cause: `Connection refused` lies five wrappers deep."""
     while inner := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = inner
     return f"{type(error).__name__}: {error}"
 
 
+def batches(entries: Iterable[Entry]) -> Iterator[Batch]:
+    """Translate the metrics and parameters among entries; damaged values are left out."""
+    from mlflow.entities import Metric, Param
+
+    metrics: list[Metric] = []
+    params: dict[str, str] = {}
+    for entry in entries:
+        values = entry.get("values")
+        if not isinstance(values, Mapping):
+            continue
+        if entry["kind"] == METRICS and type(tick := entry.get("tick")) is int:
+            at = time_ms if type(time_ms := entry.get("time_ms")) is int else entry["at"]
+            metrics += [Metric(name(key), _number(value), at, tick) for key, value in values.items()]
+        elif entry["kind"] == PARAMS:
+            params |= {name(key): cut(value, _PARAM_LENGTH) for key, value in values.items()}
+    yield from ((some, (), ()) for some in _slices(metrics, _MOST_METRICS))
+    yield from (((), some, ()) for some in _slices([Param(*item) for item in params.items()], _MOST_PARAMS))
+
+
+def tag_batches(tags: Mapping[str, str]) -> Iterator[Batch]:
+    """Translate the tags of a run."""
+    from mlflow.entities import RunTag
+
+    made = [RunTag(name(key), cut(value, TAG_LENGTH)) for key, value in tags.items()]
+    yield from (((), (), some) for some in _slices(made, _MOST_PARAMS))
+
+
+@lru_cache(maxsize=4096)
+def name(key: str) -> str:
+    """Return the nearest name that MLflow accepts: it refuses a whole batch for one `acc@1` or `../x`."""
+    parts = re.sub(r"[^\w.\- :/]", "_", str(key)).split("/")
+    parts = [part for part in parts if part not in ("", ".", "..")]
+    if len(parts) > 1:
+        parts[0] = _SECTIONS.get(parts[0], parts[0])
+    return "/".join(parts).lstrip("./")[:_NAME_LENGTH].rstrip("/") or "_"
+
+
+def cut(value: Any, length: int) -> str:
+    """Return the text of a value, with dots where it is too long."""
+    text = str(value)
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
 def _experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
-    known = client.get_experiment_by_name(name)
-    if known is None:
+    found = client.get_experiment_by_name(name)
+    if found is None:
         with contextlib.suppress(Exception):  # another run was first
             return str(client.create_experiment(name, artifacts))
-        known = client.get_experiment_by_name(name)
-        if known is None:
-            return str(client.create_experiment(name, artifacts))  # for the reason it gives
-    return str(known.experiment_id)
+        found = client.get_experiment_by_name(name)
+        if found is None:
+            return str(client.create_experiment(name, artifacts))  # raises the reason
+    return str(found.experiment_id)
 
 
 def _of_key(client: MlflowClient, experiment_id: str, key: str) -> Sequence[Run]:
-    """All runs of the same outbox, the oldest first: one, unless an answer was lost on its way."""
+    """Return all runs of the same outbox, the oldest first: one, unless an answer was lost."""
     return list(client.search_runs([experiment_id], f"tags.`{KEY}` = '{key}'", order_by=["attributes.start_time ASC"]))
 
 
-def _key(outbox: Path, known: KnownRun) -> str:
-    """What the run is known by: the first line of its outbox, which only copies of its directory have as well."""
+def _key(outbox: Path, cursor: UploadCursor) -> str:
+    """Digest the first line of the outbox, which no other run has, only copies of the directory."""
     with open_plain(outbox) as file:
-        return hashlib.sha256(file.readline(2**20) + known.copy.encode()).hexdigest()[:32]
+        return hashlib.sha256(file.readline(2**20) + cursor.copy.encode()).hexdigest()[:32]
 
 
 def _user() -> str:
@@ -151,12 +213,12 @@ def _user() -> str:
 
 
 def _create(database: Path) -> None:
-    """Have MLflow create its database out of sight: a kill half way through its migrations would ruin it for good."""
+    """Let MLflow create its database under another name: a kill in the middle of its migrations would ruin it."""
     from mlflow import MlflowClient
 
     database.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=f".{database.name}-", dir=database.parent) as unseen:
-        new = Path(unseen) / "new.db"
+    with TemporaryDirectory(prefix=f".{database.name}-", dir=database.parent) as scratch:
+        new = Path(scratch) / "new.db"
         MlflowClient(f"sqlite:///{new}").search_experiments(max_results=1)
         try:
             os.link(new, database)
@@ -164,3 +226,14 @@ def _create(database: Path) -> None:
             pass  # another process was first, and has perhaps written to it
         except OSError:  # a file system without hard links
             new.rename(database)
+
+
+def _slices(items: Sequence[T], length: int) -> Iterator[Sequence[T]]:
+    return (items[start : start + length] for start in range(0, len(items), length))
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan  # a curve of NaN is noticed sooner than a missing one

@@ -1,7 +1,4 @@
-"""The run as MLflow shows it, made anew from the run directory whenever that has changed.
-
-All of it may be done any number of times: what is there already stays as it is.
-"""
+"""The run as MLflow shows it, from the run directory. All of it may be uploaded again: it goes to the same place."""
 
 from __future__ import annotations
 
@@ -13,112 +10,131 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from resilient_train.record.endings import ended_as
+from resilient_train.record.endings import CHECKPOINTS, SUMMARY, ended_as
 from resilient_train.record.journal import JOURNAL
-from resilient_train.record.surroundings import around, surroundings_of
-from resilient_train.tracking.connection import Connection, is_refusal, is_unreachable, root_cause
-from resilient_train.tracking.models import show_models
-from resilient_train.tracking.pictures import picture_url, show_overview, show_picture, strip_url
+from resilient_train.record.surroundings import around
+from resilient_train.tracking.connection import (
+    TAG_LENGTH,
+    Connection,
+    cut,
+    is_refusal,
+    is_unreachable,
+    root_cause,
+    tag_batches,
+)
+from resilient_train.tracking.figure import draw_incident, draw_strip
 from resilient_train.tracking.report import REPORT, note, report
-from resilient_train.tracking.rows import TAG_LENGTH, cut, tag_batches
-from resilient_train.tracking.store import KnownRun, trace_url
+from resilient_train.tracking.run_cost import run_cost
+from resilient_train.tracking.store import artifact_page, artifact_source, trace_page
 from resilient_train.tracking.story import Chapter, Story, read_story
 from resilient_train.tracking.traces import Traces, trace_id_of
-from resilient_train.tracking.views import prepare_run_list
+from resilient_train.tracking.views import prepare_run_list, show_models
 from resilient_train.wording import tags
 
-_MANY, _REST = 20, 10  # incidents, and times as long as it took to show them
-_NOTE_EVERY_S = 2.0
+STRIP, PICTURES = "incidents.png", "incidents"  # artifacts: all incidents in one, and a folder with one of each
+MOST_PICTURES = 50  # of incidents; later ones have none
+
+_FEW, _REST = 20, 10  # with more incidents than that it rests, for so many times as long as showing them took
 _NOTE = "mlflow.note.content"
-_OURS = "mlflow.resilience.note"  # the digest of the note that was written last, and not by a person
+_OURS = "mlflow.resilience.note"  # the digest of the last note that this program wrote
 
 
 class Presentation:
-    """Shows tags, the note, the report, traces, pictures and checkpoints of a run."""
+    """Shows tags, the description, traces, pictures, checkpoints and the report of a run."""
 
-    def __init__(self, connection: Connection, run_dir: Path, known: KnownRun, refuse: Callable[[str], None]) -> None:
-        self._connection, self._run_dir, self._known, self._refuse = connection, run_dir, known, refuse
-        self._traces = Traces(connection.uri, connection.experiment_id, connection.run_id)
+    def __init__(self, connection: Connection, run_dir: Path, refuse: Callable[[str], None]) -> None:
+        self._connection, self._run_dir, self._refuse = connection, run_dir, refuse
+        self._client, self._experiment_id, self._run_id = connection.client, connection.experiment_id, connection.run_id
+        self._traces = Traces(connection.client, connection.uri, connection.experiment_id, connection.run_id)
+        self._shown: set[int] = set()  # incidents with a trace and a picture, where they get one
+        self._drawn: set[str] | None = None  # pictures that MLflow has
         self._seen: object = None
         self._trouble: Exception | None = None
         self._rests_until = 0.0
         prepare_run_list(connection.client, connection.experiment_id)
 
     def refresh(self, *, is_last: bool = False) -> Exception | None:
-        """Show what has changed since the last time, the words first; return what kept something from being shown.
+        """Show what has changed, the words first; return what prevented some of it. Raises if nothing is answered.
 
-        Each part is tried, whatever became of the others. Raises where nobody answers. All of it is made of all
-        incidents: where there are many, it rests for ten times as long as it took, but for the last time.
+        An incident gets its trace and picture once its outcome is known, and the report is uploaded at the end: so
+        uploads grow with the number of incidents, and not with its square. Words and the strip are made of all
+        incidents; if there are many, refreshing takes at most a tenth of the time.
         """
-        stand, began = self._stand(), time.monotonic()
-        if (stand == self._seen and self._trouble is None) or (began < self._rests_until and not is_last):
+        state, began = self._state(), time.monotonic()
+        if not is_last and (began < self._rests_until or (state == self._seen and self._trouble is None)):
             return None
         self._trouble = None
-        story, shown, noted = read_story(self._run_dir), self._known.shown, began
-        self._attempt(lambda: self._say(story))
+        story = read_story(self._run_dir)
+        self._attempt(lambda: self._describe(story))
         for chapter in story.chapters:
-            name, signature = str(chapter.incident.id), self._signature(chapter)
-            if shown.get(name) != signature and self._attempt(partial(self._show_chapter, chapter)):
-                shown[name] = signature
-                if time.monotonic() - noted > _NOTE_EVERY_S:  # all of them, each time
-                    self._known.note(shown=shown)
-                    noted = time.monotonic()
-        if shown != self._known.shown:
-            self._known.note(shown=shown)
-        client, experiment_id, run_id = self._connection.client, self._connection.experiment_id, self._connection.run_id
-        self._attempt(lambda: show_models(client, experiment_id, run_id, story))
-        self._attempt(lambda: show_overview(client, run_id, story))
-        self._attempt(lambda: self._report(story))
-        self._seen = stand
-        if len(story.chapters) > _MANY:
+            if chapter.closed_ms is not None and chapter.incident.id not in self._shown:
+                is_traced = self._attempt(partial(self._traces.upload, chapter))
+                if self._attempt(partial(self._draw, chapter)) and is_traced:
+                    self._shown.add(chapter.incident.id)
+        self._attempt(lambda: show_models(self._client, self._experiment_id, self._run_id, story))
+        if story.chapters:
+            self._attempt(lambda: self._attach(STRIP, draw_strip(story)))
+        if is_last:
+            self._attempt(lambda: self._attach(REPORT, report(story).encode()))
+            self._attempt(lambda: self._show_cost(story))
+        self._seen = state
+        if len(story.chapters) > _FEW:
             self._rests_until = time.monotonic() + _REST * (time.monotonic() - began)
         return self._trouble
 
-    def _say(self, story: Story) -> None:
-        """The tags and the note; a description that a person has written stays."""
-        client, run_id = self._connection.client, self._connection.run_id
+    def _describe(self, story: Story) -> None:
+        """Set the tags and the description, unless a person has written another one."""
+        closed = {one.incident.id for one in story.chapters if one.closed_ms is not None}
+
+        def trace(number: int) -> str | None:
+            trace_id = trace_id_of(self._run_id, number)
+            return trace_page(self._experiment_id, self._run_id, trace_id) if number in closed else None
+
+        def picture(number: int) -> str | None:
+            is_drawn = number in closed and number <= MOST_PICTURES
+            return artifact_page(self._experiment_id, self._run_id, _picture(number)) if is_drawn else None
+
         said = tags([one.incident for one in story.chapters], story.status)
-        there = client.get_run(run_id).data.tags
+        there = self._client.get_run(self._run_id).data.tags
         if _digest(there.get(_NOTE, "")) in (_digest(""), there.get(_OURS)):
-            pictures = {
-                one.incident.id: picture_url(self._connection.experiment_id, run_id, one) for one in story.chapters
-            }
-            said[_NOTE] = note(story, self._trace_url, pictures.get, strip_url(run_id))
+            said[_NOTE] = note(story, trace, picture, artifact_source(self._run_id, STRIP))
             said[_OURS] = _digest(cut(said[_NOTE], TAG_LENGTH))
         for batch in tag_batches(said):
-            client.log_batch(run_id, *batch)
+            self._client.log_batch(self._run_id, *batch)
 
-    def _show_chapter(self, chapter: Chapter) -> None:
-        connection, points = self._connection, around(self._run_dir, chapter.incident.id)
-        try:
-            self._traces.show(chapter)
-        except NotImplementedError as error:  # a server that is too old for it
-            self._refuse(root_cause(error))
-        show_picture(connection.client, connection.run_id, chapter, points)
+    def _draw(self, chapter: Chapter) -> None:
+        """Upload the picture of an incident, unless MLflow has it."""
+        number = chapter.incident.id
+        if number > MOST_PICTURES:
+            return
+        if self._drawn is None:
+            self._drawn = {one.path for one in self._client.list_artifacts(self._run_id, PICTURES)}
+        if _picture(number) not in self._drawn:
+            self._attach(_picture(number), draw_incident(chapter, around(self._run_dir, number)))
+            self._drawn.add(_picture(number))
 
-    def _report(self, story: Story) -> None:
+    def _show_cost(self, story: Story) -> None:
+        from mlflow.entities import Metric
+
+        costs, at_ms = run_cost(self._run_dir, story)
+        self._client.log_batch(
+            self._run_id, [Metric(name, value, at_ms, story.tick) for name, value in costs.items()], (), ()
+        )
+
+    def _attach(self, path: str, content: bytes) -> None:
+        folder, _, name = path.rpartition("/")
         with TemporaryDirectory() as place:
-            path = Path(place, REPORT)
-            path.write_text(report(story, self._trace_url), "utf-8")
-            self._connection.client.log_artifact(self._connection.run_id, str(path))
+            file = Path(place, name)
+            file.write_bytes(content)
+            self._client.log_artifact(self._run_id, str(file), folder or None)
 
-    def _trace_url(self, incident_id: int) -> str:
-        connection = self._connection
-        trace_id = trace_id_of(connection.run_id, incident_id)
-        return trace_url(connection.experiment_id, connection.run_id, trace_id)
-
-    def _stand(self) -> object:
-        """What tells that something has changed, at the cost of a few looks at files."""
-        names = (JOURNAL, "summary.json", "incidents", "checkpoints", "best")
-        return [_changed(self._run_dir / name) for name in names], ended_as(self._run_dir)
-
-    def _signature(self, chapter: Chapter) -> str:
-        marks = (chapter.treated_ms, chapter.closed_ms, len(chapter.phases), chapter.incident.outcome)
-        drawn = _changed(surroundings_of(self._run_dir, chapter.incident.id))
-        return f"{marks} {drawn}"
+    def _state(self) -> object:
+        """Return what differs when something has changed, at the cost of a few looks at files."""
+        names = (JOURNAL, SUMMARY, PICTURES, CHECKPOINTS, "best")
+        return [_stat(self._run_dir / name) for name in names], ended_as(self._run_dir)
 
     def _attempt(self, show: Callable[[], object]) -> bool:
-        """Do it, and say whether that is settled: shown, or refused for good."""
+        """Do it; return whether it is done with: shown, or refused for good."""
         try:
             show()
         except Exception as error:
@@ -131,13 +147,17 @@ class Presentation:
         return True
 
 
+def _picture(number: int) -> str:
+    return f"{PICTURES}/{number:04}.png"
+
+
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _changed(path: Path) -> tuple[int, int] | None:
+def _stat(path: Path) -> tuple[int, int] | None:
     try:
-        stat = os.stat(path)
+        found = os.stat(path)
     except OSError:
         return None
-    return stat.st_size, stat.st_mtime_ns
+    return found.st_size, found.st_mtime_ns

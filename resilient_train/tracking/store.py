@@ -49,8 +49,8 @@ class TrackedRun:
         return asdict(self)
 
 
-class KnownRun:
-    """What is known of the run in MLflow, kept in its directory: its name there, and how much of it has arrived."""
+class UploadCursor:
+    """mlflow.json: what the run is called in MLflow, and how much of the outbox has arrived there."""
 
     def __init__(self, directory: Path) -> None:
         self.name = directory.name
@@ -68,19 +68,26 @@ class KnownRun:
         self._known = known
         return run_id
 
-    def settle(self, *, trains: bool) -> bool:
-        """Note where the directory is; say whether it is found to be a copy, which is to be a run of its own.
+    def tracked_run(self, tracking_uri: str, experiment: str) -> TrackedRun | None:
+        """Return the run in this store and experiment; None before it was begun there."""
+        if (run_id := self.recall(tracking_uri, experiment)) is None:
+            return None
+        link = self._known.get("url")
+        return TrackedRun(run_id, tracking_uri, link if isinstance(link, str) else None)
 
-        One that was moved is the same run, so is one that another host has, or that is mounted elsewhere. One that is
-        the only one to be seen, on another host and on another disk, is a copy once it `trains` there: before, it may
-        have been brought there to be delivered.
+    def settle(self, *, trains: bool) -> None:
+        """Note where the directory is, and whether it is a copy of another one: a copy is a run of its own in MLflow.
+
+        A directory that was moved, that another host has, or that is mounted elsewhere is the same run. One that is the
+        only one to be seen, on another host and on another disk, is a copy once it `trains` there: before, it may have
+        been brought there only to upload it.
         """
-        self.where()
+        self._known = self._read()
         directory, was = self._file.parent.absolute(), self._known.get("place")
         try:
             facts = directory.stat()
         except OSError:
-            return False
+            return
         here = {"path": str(directory), "host": gethostname(), "device": facts.st_dev, "inode": facts.st_ino}
         is_copy = isinstance(was, dict) and was.keys() == here.keys() and _is_copy(was, here, trains=trains)
         if is_copy:
@@ -92,7 +99,6 @@ class KnownRun:
         if read_json(self._second) != (identity := _identity(self._known)):
             with contextlib.suppress(OSError):
                 commit_text(self._second, json.dumps(identity, indent=2) + "\n")
-        return is_copy
 
     @property
     def copy(self) -> str:
@@ -100,16 +106,16 @@ class KnownRun:
         return str(self._known.get("copy") or "")
 
     def where(self) -> tuple[str, str] | None:
-        """Recall the store and the experiment that the run was begun in, without secrets; None if it was in none."""
+        """Return the store and the experiment that the run was begun in, without secrets; None if it was in none."""
         self._known = self._read()
         uri, experiment = self._known.get("tracking_uri"), self._known.get("experiment")
         return (uri, experiment) if isinstance(uri, str) and isinstance(experiment, str) else None
 
     @property
-    def delivered(self) -> int:
+    def uploaded(self) -> int:
         """How many bytes of the outbox have arrived."""
-        delivered = self._known.get("delivered")
-        return delivered if type(delivered) is int and delivered >= 0 else 0
+        uploaded = self._known.get("delivered")
+        return uploaded if type(uploaded) is int and uploaded >= 0 else 0
 
     @property
     def seal(self) -> str | None:
@@ -119,26 +125,27 @@ class KnownRun:
 
     @property
     def files(self) -> list[str]:
-        """Files of the run that are to be attached yet."""
+        """Files of the run that still have to be attached."""
         found = self._known.get("files")
         return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
 
     @property
-    def shown(self) -> dict[str, str]:
-        """What of an incident is shown, by its number: so that only what has changed since is shown again."""
-        shown = self._known.get("shown")
-        return dict(shown) if isinstance(shown, dict) else {}
+    def trouble(self) -> str | None:
+        """What prevents uploading now, as the uploader noted it last."""
+        self._known = self._read()
+        trouble = self._known.get("trouble")
+        return trouble if isinstance(trouble, str) else None
+
+    def note(self, **facts: Any) -> None:
+        """Write down more; whatever gets lost is looked up in MLflow, or uploaded a second time to the same place."""
+        self._known |= facts
+        with contextlib.suppress(OSError):
+            commit_text(self._file, json.dumps(self._known, indent=2) + "\n")
 
     def _read(self) -> dict[str, Any]:
         known, second = read_json(self._file), read_json(self._second)
         kept = _identity(second) if isinstance(second, dict) else {}
         return kept | known if isinstance(known, dict) else kept
-
-    def note(self, **facts: Any) -> None:
-        """Write down more; whatever gets lost is looked up in MLflow, or shown a second time in the same place."""
-        self._known |= facts
-        with contextlib.suppress(OSError):
-            commit_text(self._file, json.dumps(self._known, indent=2) + "\n")
 
 
 def _identity(known: dict[str, Any]) -> dict[str, Any]:
@@ -154,33 +161,32 @@ def _is_copy(was: dict[str, Any], here: dict[str, Any], *, trains: bool) -> bool
             return True  # both are there
     if was["inode"] == here["inode"]:
         return False
-    # Of what was moved to another disk, nothing is left behind. Devices of another host have other numbers.
+    # A move to another disk leaves nothing behind. Devices of another host have other numbers.
     return was["device"] == here["device"] if was["host"] == here["host"] else trains
 
 
 def left_in(directory: Path) -> int:
-    """How many entries of the outbox MLflow does not have, as far as the run directory knows."""
-    known = KnownRun(directory)
-    known.where()
+    """Count the entries of the outbox that MLflow does not have, as far as the run directory knows."""
+    cursor = UploadCursor(directory)
+    cursor.where()
     try:
-        return sum(1 for _ in entries(directory / OUTBOX, known.delivered))
+        return sum(1 for _ in entries(directory / OUTBOX, cursor.uploaded))
     except OSError:
         return 0
 
 
 @dataclass(frozen=True)
 class Store:
-    """A tracking store. `database` is its SQLite file; `home` is where files go that belong to a database, null for a
-    server, which has its own place for them."""
+    """A tracking store."""
 
     uri: str
-    database: Path | None = None
-    home: Path | None = None
+    database: Path | None = None  # its SQLite file
+    home: Path | None = None  # where the files of a database go; None for a server, which has its own place for them
 
     @property
     def artifacts(self) -> str | None:
-        """Say where a new experiment puts its files; null leaves the choice to the server."""
-        # MLflow's own default is ./mlruns: another place for each directory somebody starts from.
+        """Say where a new experiment puts its files; None leaves the choice to the server."""
+        # MLflow's own default is ./mlruns: a different place for each working directory.
         return self.home.joinpath("mlartifacts").as_uri() if self.home else None
 
 
@@ -195,10 +201,10 @@ def locate(uri: str | None, home: Path) -> Store:
     if scheme in ("", "file") and uri not in _SCHEMELESS:
         why = "MLflow no longer takes a plain directory: give sqlite:///mlflow.db or the address of a server"
         raise ConfigError(key, uri, why)
-    if not _is_known(scheme) and uri not in _SCHEMELESS:
-        why = (
-            "MLflow has no such kind of store: give http://host:5000, https://..., sqlite:///file.db, postgresql://..."
-        )
+    known = ("http", "https", *_SCHEMELESS, *_DATABASES)
+    plugins = (one.name for one in entry_points(group="mlflow.tracking_store"))
+    if scheme.partition("+")[0] not in known and uri not in _SCHEMELESS and scheme not in plugins:
+        why = "MLflow has no such kind of store: give http://host:5000, sqlite:///file.db, postgresql://..."
         raise ConfigError(key, uri, why)
     if file := _SQLITE_FILE.fullmatch(uri):
         path = Path(file["path"]).expanduser().absolute()
@@ -206,18 +212,10 @@ def locate(uri: str | None, home: Path) -> Store:
     return Store(uri, home=home.absolute() if scheme.startswith(_DATABASES) else None)
 
 
-def _is_known(scheme: str) -> bool:
-    """Say whether MLflow knows such addresses, by itself or by a plugin."""
-    known = ("http", "https", *_SCHEMELESS, *_DATABASES)
-    return scheme.partition("+")[0] in known or any(
-        one.name == scheme for one in entry_points(group="mlflow.tracking_store")
-    )
-
-
 def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
     """Return the link to the run's overview, for a database under the address where `ui_command` shows it."""
     if tracking_uri.startswith(("http://", "https://")):
-        root = _USER.sub("://", shown(tracking_uri)).rstrip("/")  # of a link that says *** nobody gets in
+        root = _USER.sub("://", shown(tracking_uri)).rstrip("/")  # a link with *** for a password opens nothing
     elif tracking_uri.split(":")[0] in _SCHEMELESS:
         return None
     else:
@@ -226,19 +224,29 @@ def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
     return f"{root}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
-def trace_url(experiment_id: str, run_id: str, trace_id: str) -> str:
-    """Return the link to one trace of the run, from another page of the same server, whatever its address is there."""
+def trace_page(experiment_id: str, run_id: str, trace_id: str) -> str:
+    """Return the link to a trace from another page of the same server, whatever the server's address is there."""
     page = f"#/experiments/{experiment_id}/runs/{run_id}/traces?workflowType=machine_learning"
     return f"{page}&selectedEvaluationId={trace_id}"
+
+
+def artifact_page(experiment_id: str, run_id: str, path: str) -> str:
+    """Return the link to the page of an artifact, as `trace_page` does."""
+    return f"#/experiments/{experiment_id}/runs/{run_id}/artifacts/{path}?workflowType=machine_learning"
+
+
+def artifact_source(run_id: str, path: str) -> str:
+    """Return the address of an artifact's content, for a page of the same server."""
+    return f"get-artifact?path={path}&run_uuid={run_id}"
 
 
 def ui_command(tracking_uri: str) -> str:
     """Return the shell command that shows a database, from any directory; empty for a server, which shows itself."""
     if tracking_uri.startswith(("http://", "https://", *_SCHEMELESS)):
         return ""
-    beside_python = Path(sys.executable).with_name("mlflow")
-    is_found = shutil.which("mlflow") == str(beside_python) or not beside_python.exists()
-    program = "mlflow" if is_found else shlex.quote(str(beside_python))  # an environment that is not activated
+    next_to_python = Path(sys.executable).with_name("mlflow")
+    is_found = shutil.which("mlflow") == str(next_to_python) or not next_to_python.exists()
+    program = "mlflow" if is_found else shlex.quote(str(next_to_python))  # an environment that is not activated
     return f"{program} ui --backend-store-uri {shlex.quote(tracking_uri)}"
 
 

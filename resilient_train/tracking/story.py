@@ -300,8 +300,10 @@ def open_advice(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
     """Return what a person should change, the most important first: each line, each setting and all rows only once.
 
     First what the run could not cure, then what it has not cured yet, then what it only avoids: patched lines, rows in
-    quarantine, changed settings. What happened once and did not return needs no change.
+    quarantine, changed settings. What happened once and did not return needs no change,
+    nor does what a drill made.
     """
+    incidents = [one for one in incidents if not one.drill]
     gave_up = [one for one in incidents if one.outcome is Outcome.GAVE_UP]
     is_open = [one for one in incidents if one.outcome is None]
     with_rows = [one for one in incidents if one.diagnosis.rows and one.diagnosis.culprit is None]
