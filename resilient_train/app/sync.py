@@ -55,9 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--attached", action="store_true", help=argparse.SUPPRESS)  # to a run that started it
     given = parser.parse_args(arguments)
     try:
-        store, experiment, is_late = _destination(
-            given.run_dir, given.uri, given.experiment, is_attached=given.attached
-        )
+        store, experiment, is_late = _destination(given.run_dir, given.uri, given.experiment, attached=given.attached)
     except (_Unknown, ConfigError) as why:
         print(printable(f"{given.run_dir}: {why}"), file=sys.stderr)
         return 2
@@ -83,9 +81,7 @@ class _Unknown(Exception):
     """It is not known what to upload, or where to."""
 
 
-def _destination(
-    run_dir: Path, uri: str | None, experiment: str | None, *, is_attached: bool
-) -> tuple[Store, str, bool]:
+def _destination(run_dir: Path, uri: str | None, experiment: str | None, *, attached: bool) -> tuple[Store, str, bool]:
     """Return the store and the experiment of a run: those that it had last, unless others are given.
 
     And whether the run was not tracked, so that its outbox has to be made from its other files.

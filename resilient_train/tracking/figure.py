@@ -133,8 +133,8 @@ def _plot(
     beyond = [(at, value) for at, value, fit in zip(ticks, values, fits, strict=True) if not fit]
     if beyond:
         edge = axes.get_xaxis_transform()
-        style: dict[str, Any] = {"color": BAD, "markersize": 9, "label": "not finite, or far beyond"}
-        axes.plot([at for at, _ in beyond], [0.96] * len(beyond), "^", transform=edge, **style)
+        marks: dict[str, Any] = {"color": BAD, "markersize": 9, "label": "not finite, or far beyond"}
+        axes.plot([at for at, _ in beyond], [0.96] * len(beyond), "^", transform=edge, **marks)
         at, value = min(beyond, key=lambda one: abs(one[0] - tick))
         axes.annotate(f"{value:.3g}", (at, 0.96), (6, -10), xycoords=edge, textcoords="offset points", color=BAD)
 
