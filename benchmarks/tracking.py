@@ -6,7 +6,7 @@ What the calls take is timed inside the loop, the longest call and the longest s
 nothing are what they are held against. Ends with 1 where a limit is broken.
 
     python benchmarks/tracking.py
-    python benchmarks/tracking.py --rows 100000 --incidents 200      (a long run, delivered as a whole)
+    python benchmarks/tracking.py --rows 100000 --incidents 200      (a long run, uploaded as a whole)
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def in_child(target: Callable[..., None], *args: Any) -> Any:
 
 
 def long_run(rows: int, incidents: int, keep: Path | None) -> dict[str, Any]:
-    """Leave what a long run leaves, and deliver it as its own process would; watch that process's memory."""
+    """Leave what a long run leaves, and upload it as its own process would; watch that process's memory."""
     from test_delivery import client_of, prove, trained
 
     from resilient_train.tracking.store import UploadCursor
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--moods", nargs="+", choices=MOODS, default=list(MOODS if os.geteuid() == 0 else MOODS[:-1]))
     parser.add_argument("--steps", type=int, default=3000, help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
-    parser.add_argument("--rows", type=int, help="deliver a run of so many rows instead")
+    parser.add_argument("--rows", type=int, help="upload a run of so many rows instead")
     parser.add_argument("--incidents", type=int, default=200, help="of that run (default: %(default)s)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="of that run, and of the server's store, to look at")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")

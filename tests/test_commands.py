@@ -378,7 +378,7 @@ def test_mlflow_shows_the_run_by_tick(run_command: command, place: Path, monkeyp
     assert (run.info.status, run.info.run_name) == ("FINISHED", "tracked")
     assert run.data.params["model._target_"] == "strangers.Plain"
     assert [point.step for point in client.get_metric_history(told["run_id"], "loss")] == [10, 20, 30]
-    assert {"grad_norm", "lr", "step", "step_ms", "train/rmse", "eval/loss"} <= set(run.data.metrics)
+    assert {"grad_norm", "lr", "step", "step_ms", "train/rmse", "validation/loss"} <= set(run.data.metrics)
     assert {"config.yaml", "train.log"} <= {file.path for file in client.list_artifacts(told["run_id"])}
 
 

@@ -193,7 +193,7 @@ def test_at_whatever_request_a_server_fails_nothing_is_lost_or_doubled(
 
 
 def test_a_lost_cursor_costs_time_and_nothing_else(tmp_path: Path, server: str) -> None:
-    """Everything is delivered again, and finds itself there."""
+    """Everything is uploaded again, and finds itself there."""
     run_dir = trained(tmp_path / "run", server, "cursor")
     for _ in range(3):
         one = uploader(run_dir, server, "cursor")
@@ -217,7 +217,7 @@ def test_whose_run_a_directory_is_outlives_damage(tmp_path: Path, server: str) -
     run_dir = trained(tmp_path / "run", server, "damaged", range(50), incidents=1)
     found: dict[Path, set[str]] = {run_dir: set(), tmp_path / "copy": set()}
 
-    def deliver(one: Path) -> None:
+    def send(one: Path) -> None:
         UploadCursor(one).settle(trains=False)
         sent = uploader(one, server, "damaged")
         sent.finish()
@@ -226,10 +226,10 @@ def test_whose_run_a_directory_is_outlives_damage(tmp_path: Path, server: str) -
         found[one].add(sent.run.run_id)
         (one / KNOWN).write_bytes(b"\xff{")
 
-    deliver(run_dir)
+    send(run_dir)
     shutil.copytree(run_dir, tmp_path / "copy")
     for one in (*found, *found):
-        deliver(one)
+        send(one)
     assert [len(ids) for ids in found.values()] == [1, 1]
     client = client_of(server)
     home = client.get_experiment_by_name("damaged")
@@ -404,7 +404,7 @@ def live(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def ended(process: subprocess.Popen[str], run_dir: Path) -> tuple[float, bool, int]:
-    """Let it end; return how long that took, whether it knew its run, and the process that delivered."""
+    """Let it end; return how long that took, whether it knew its run, and the process that uploaded."""
     (run_dir / "end").touch()
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 0

@@ -156,7 +156,7 @@ def test_whatever_is_shown_on_a_terminal_that_is_gone(number: int, monkeypatch: 
     display.progress.refresh()
     display.close()
     terminal.close()
-    with counting("delivering", 3) as went_on:
+    with counting("uploading", 3) as went_on:
         went_on(2)
     with survive_hangup():
         print("said", flush=True)
@@ -182,14 +182,14 @@ def test_what_tells_something_does_not_hide_other_errors() -> None:
 
 
 def test_who_waits_for_mlflow_is_told_why_and_may_leave(tmp_path: Path) -> None:
-    """A server that never answers, and time for it: Ctrl-C leaves the rest, says how to deliver it, harms nothing."""
+    """A server that never answers, and time for it: Ctrl-C leaves the rest, says how to upload it, harms nothing."""
     door = Door("http://127.0.0.1:1")
     door.mood = "hang"
     out = tmp_path / "out.txt"
     more = ["tracking=mlflow", f"tracking.uri={door.address}", "tracking.drain_s=600", "run.steps=3"]
     run = Forked(python, "-m", "resilient_train", *[*MINE, *more], place=tmp_path, out=out)
     try:
-        why = "delivering to MLflow, for up to 600 s (tracking.drain_s); Ctrl-C leaves the rest to resilient-train sync"
+        why = "uploading to MLflow, for up to 600 s (tracking.drain_s); Ctrl-C leaves the rest to resilient-train sync"
         deadline = time.monotonic() + 200
         while not out.exists() or why not in out.read_text():
             assert time.monotonic() < deadline
@@ -200,7 +200,7 @@ def test_who_waits_for_mlflow_is_told_why_and_may_leave(tmp_path: Path) -> None:
         run.kill()
         door.close()
     told = out.read_text().splitlines()
-    assert told[-2] == "to deliver the rest, from any machine that has the directory:"
+    assert told[-2] == "to upload the rest, from any machine that has the directory:"
     assert told[-1].endswith(" -m resilient_train sync runs/run")
 
 

@@ -217,12 +217,12 @@ def shown(place: Path, database: str) -> dict[str, Any]:
 
 
 class TestSync:
-    """`sync` delivers a loop that MLflow has never heard of."""
+    """`sync` uploads a loop that MLflow has never heard of."""
 
     pytestmark = MLFLOW
 
     def test_again_and_again_without_doubles(self, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Killed, delivered twice, completed, delivered again: one run, which is as its directory is."""
+        """Killed, uploaded twice, completed, uploaded again: one run, which is as its directory is."""
         monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
         more = repr({"resume": True, "disk": 20})
         began = time.time()
@@ -273,7 +273,7 @@ class TestLive:
         uri = f"f'sqlite:///{place}/live.db' if accelerator.is_main_process else None"
         done = launch(place, 2, "own.py", "again", f"{{'tracking': {uri}}}")
         assert done.is_well, done.stderr
-        assert "another process is delivering" not in done.stderr
+        assert "another process is uploading" not in done.stderr
         assert done.stderr.count("for the full report") == 1
         found = shown(place, "live.db")
         assert found["status"] == "FINISHED"

@@ -142,7 +142,7 @@ def test_the_verdict_comes_first_then_what_to_change_then_the_incidents() -> Non
 
 def test_a_note_leads_to_the_pictures_where_there_are_any() -> None:
     """All of them in one, in the note itself; each on a page of its own."""
-    pages = {1: "#/experiments/1/runs/0a/artifacts/images/Incidents~pictures+step+1.png?workflowType=machine_learning"}
+    pages = {1: "#/experiments/1/runs/0a/artifacts/incidents/0001.png?workflowType=machine_learning"}
     said = note(story(incident(1)), nowhere, pages.get, "get-artifact?path=incidents.png&run_uuid=0a")
     there = list(inline(said))
     assert [one.attrs["src"] for one in there if one.type == "image"] == ["get-artifact?path=incidents.png&run_uuid=0a"]

@@ -58,7 +58,7 @@ def ended(outcome: Outcome, chapter: Chapter = CLOSED) -> Chapter:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is where traces are delivered: short waits, no retries."""
+    """As it is where traces are uploaded: short waits, no retries."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 

@@ -92,8 +92,8 @@ def outbox(run_dir: Path) -> Iterator[Outbox]:
     assert box.close(LONG_S)
 
 
-def delivered(run_dir: Path, home: Path) -> TrackedRun | None:
-    """Deliver it as the process of a run would, but here, where MLflow is loaded already."""
+def uploaded(run_dir: Path, home: Path) -> TrackedRun | None:
+    """Upload it as the process of a run would, but here, where MLflow is loaded already."""
     uploader = Uploader(run_dir, locate(None, home), EXPERIMENT)
     uploader.finish()
     uploader.close()
@@ -135,7 +135,7 @@ def test_a_run_reaches_mlflow_through_a_process_of_its_own(home: Path, tmp_path:
 def test_the_run_ends_as_training_did(home: Path, tmp_path: Path, status: str, stored: str) -> None:
     with outbox(tmp_path / status) as box:
         box.put(ENDED, status=status)
-    assert fetched(delivered(tmp_path / status, home)).info.status == stored
+    assert fetched(uploaded(tmp_path / status, home)).info.status == stored
 
 
 def test_values_that_are_not_finite_arrive_and_harm_nobody(home: Path, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_values_that_are_not_finite_arrive_and_harm_nobody(home: Path, tmp_path:
     with outbox(tmp_path / "nan") as box:
         box.put(METRICS, tick=1, values={"loss": math.nan, "norm": math.inf, "odd": "no number"})
         box.put(METRICS, tick=2, values={"loss": 1.0, "norm": 1.0})
-    run = delivered(tmp_path / "nan", home)
+    run = uploaded(tmp_path / "nan", home)
     assert math.isnan(history(run, "loss")[0][2])
     assert math.isnan(history(run, "odd")[0][2])
     assert history(run, "norm")[0][2] == sys.float_info.max
@@ -157,7 +157,7 @@ def test_what_is_longer_or_more_than_mlflow_takes_is_cut_and_dealt(home: Path, t
         (run_dir / "two.txt").write_text("two")
         box.put(PARAMS, values={f"layer.{index}": index for index in range(250)} | {"long": "x" * 7000})
         box.put(ARTIFACT, path="two.txt")
-    run = delivered(run_dir, home)
+    run = uploaded(run_dir, home)
     params = fetched(run).data.params
     assert params == {f"layer.{index}": str(index) for index in range(250)} | {"long": "x" * 5997 + "..."}
     assert run is not None
@@ -184,7 +184,7 @@ def test_an_entry_that_somebody_else_wrote_harms_nobody(home: Path, tmp_path: Pa
             box.put(ARTIFACT, path=path)
         box.put("unknown", values=values)
         box.put(ENDED, status=["completed"])
-    run = delivered(tmp_path / "odd", home)
+    run = uploaded(tmp_path / "odd", home)
     assert [row[2] for row in history(run, "loss")][-1:] == [1.0]
     assert run is not None
     assert [one.path for one in client_of(run).list_artifacts(run.run_id)] == ["report.md"]
@@ -205,7 +205,7 @@ def test_a_name_that_mlflow_refuses_is_bent_until_it_fits(home: Path, tmp_path: 
     with outbox(tmp_path / "names") as box:
         box.put(METRICS, tick=1, values={name: float(index) for index, name in enumerate(bent)})
         box.put(PARAMS, values={"a\nb": 1})
-    run = delivered(tmp_path / "names", home)
+    run = uploaded(tmp_path / "names", home)
     assert fetched(run).data.metrics == {stored: float(index) for index, stored in enumerate(bent.values())}
     assert fetched(run).data.params == {"a_b": "1"}
 
@@ -293,10 +293,10 @@ def test_a_kill_while_the_database_is_created_does_not_ruin_it(tmp_path: Path) -
     assert not (home / "mlflow.db").exists()
     with outbox(home / "after") as box:
         box.put(METRICS, tick=1, values={"loss": 0.5})
-    assert history(delivered(home / "after", home), "loss")[0][2] == 0.5
+    assert history(uploaded(home / "after", home), "loss")[0][2] == 0.5
 
 
-def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_deliver_it(
+def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_upload_it(
     home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """And without the password that its address holds."""
@@ -325,7 +325,7 @@ def test_a_process_that_cannot_be_started_is_said_and_holds_up_nothing(
     assert "No such file" in caplog.messages[0]
 
 
-def test_a_process_that_dies_is_told_of_with_its_last_words(
+def test_a_process_that_dies_is_reported_with_its_last_line(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However much it has said, and without the secrets in it."""
