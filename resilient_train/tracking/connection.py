@@ -223,7 +223,7 @@ def _create(database: Path) -> None:
         try:
             os.link(new, database)
         except FileExistsError:
-            pass  # another process was first, and has perhaps written to it
+            pass  # another process was first
         except OSError:  # a file system without hard links
             new.rename(database)
 

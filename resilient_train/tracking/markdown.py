@@ -1,8 +1,8 @@
-"""Words that a stranger may have chosen, as markdown that shows just them: in MLflow's note, and in any other reader.
+"""Any words as markdown that shows just these words, in MLflow's description and in other readers.
 
-Readers differ in what they take for syntax: MLflow shows notes with Showdown, which knows emoji and addresses, too, and
-artifacts with another; some read it plain. What means something to any of them becomes an entity or gets a backslash,
-what cannot be printed becomes a question mark, and a line stays a line.
+Readers differ in their syntax: MLflow shows descriptions with Showdown, which also knows emoji and addresses, and
+artifacts with another one. What means something to any of them becomes an entity or gets a backslash, what cannot be
+printed becomes a question mark, and a line stays a line.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _GAP = "&ensp; | "
 
 
 def text(raw: str, most: int | None = None) -> str:
-    """Show words as they are, in no more than so many characters of markdown."""
+    """Show words as they are, in at most `most` characters of markdown."""
     return _within(_marked(_line(raw)), most)
 
 
 def code(raw: str, most: int | None = None) -> str:
-    """Show a name or a place in the letters of code, its end if it is too long: the file counts, not the disk."""
+    """Show a name or a path as code; of one that is too long the end, which names the file."""
     raw = _line(raw).strip()
     if not _PLAIN_CODE.fullmatch(raw):
         return _within(_marked(raw), most, keep_end=True)
@@ -47,30 +47,30 @@ def worded(raw: str, most: int | None = None) -> str:
 
 
 def link(label: str, url: str | None, most: int | None = None) -> str:
-    """Show a word as a link; without one where the address could be anything but an address."""
+    """Show words as a link, or as text where the address holds anything but the characters of one."""
     if url is None or len(url) > _LONGEST_URL or not _HARMLESS_URL.fullmatch(url):
         return text(label, most)
     return f"[{text(label, most)}]({url})"
 
 
 def image(label: str, url: str) -> str:
-    """Show a picture; its words where it cannot be fetched."""
+    """Show a picture, or its words where it cannot be loaded."""
     return f"!{link(label, url)}"
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Put cells, which are markdown already, into a table; MLflow's has neither lines nor margins."""
+    """Put cells, which are markdown already, into a table; MLflow shows it without lines and margins."""
     lines = [_GAP.join(titles), "|".join(["---"] * len(titles)), *map(_GAP.join, rows)]
     return "\n".join(f"| {line} |" for line in lines)
 
 
 def _line(raw: str) -> str:
-    """One line, without what a reader would obey or not show."""
+    """Return one line, without control characters."""
     return printable(" ".join(raw.split()))
 
 
 def _marked(line: str) -> list[str]:
-    """The markdown of each character."""
+    """Return the markdown of each character."""
     syntax = {found.start() for found in _SYNTAX.finditer(line)}
     return [f"&#{ord(one)};" if at in syntax else _MARKS.get(one, one) for at, one in enumerate(line)]
 
