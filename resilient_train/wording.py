@@ -39,6 +39,14 @@ _NOTICED = {
     Signal.NOT_RECOVERED: "the loss is not back where it was",
 }
 
+OUTCOMES = {
+    None: "open",
+    Outcome.RECOVERED: "recovered",
+    Outcome.RECURRED: "came back later",
+    Outcome.UNRECOVERED: "not recovered",
+    Outcome.GAVE_UP: "gave up",
+}
+
 _SHORTEST_S = 0.005  # that is worth reporting
 
 _NOT_ABOUT_WEIGHTS = {
@@ -98,7 +106,7 @@ def first_sign(incident: Incident) -> str:
 def cured(incident: Incident) -> str:
     """Say in one line what the cause was, what was done about it, and, once that is known, whether it helped."""
     is_known = incident.outcome is not None and incident.decision.gave_up is None
-    outcome = f"; {str(incident.outcome).replace('_', ' ')}" if is_known else ""
+    outcome = f"; {OUTCOMES[incident.outcome]}" if is_known else ""
     return f"{_cause(incident.diagnosis)}; {' '.join(_done(incident).split())}{outcome}"
 
 
@@ -125,7 +133,7 @@ def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
     last = incidents[-1]
     line = masked(
         f"step {last.anomaly.step:,}: {noticed(last.anomaly)}{drilled(last)}; {_cause(last.diagnosis)}; {_done(last)}; "
-        f"{(last.outcome or 'open').replace('_', ' ')}"
+        f"{OUTCOMES[last.outcome]}"
     )
     causes = dict.fromkeys(incident.diagnosis.cause for incident in incidents)
     if drills := dict.fromkeys(one.drill for one in incidents if one.drill):

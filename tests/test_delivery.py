@@ -54,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def door(server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     door = Door(server)
     yield door

@@ -852,7 +852,7 @@ def test_an_incident_is_told_in_two_lines_that_stand_alone() -> None:
     assert first_sign(SPIKE) == f"{where}; loss 8.12 where 2.9 to 3.4 was usual"
     rest = "learning rate x0.5 with 20 steps of warm-up, in 0.12 s; 27 steps lost"
     assert cured(SPIKE) == f"cause explosion; rewound to step 1,177 (verified), {rest}"
-    assert cured(dataclasses.replace(SPIKE, outcome=Outcome.RECURRED)).endswith("; 27 steps lost; recurred")
+    assert cured(dataclasses.replace(SPIKE, outcome=Outcome.RECURRED)).endswith("; 27 steps lost; came back later")
     gave_up = dataclasses.replace(SPIKE, decision=Decision(gave_up="no\nrung left"), outcome=Outcome.GAVE_UP)
     assert cured(gave_up) == "cause explosion; gave up: no rung left"
     along = dataclasses.replace(SPIKE, outcome=Outcome.GAVE_UP)

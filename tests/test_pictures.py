@@ -14,8 +14,8 @@ from stories import ROOT, chapter, incident, story, updates
 
 from resilient_train.record.surroundings import Point
 from resilient_train.tracking.figure import BAD, CURVE, GOOD, SHADE, UNDONE, draw_incident, draw_strip, undone_ticks
-from resilient_train.tracking.incident_view import OUTCOMES
 from resilient_train.types import Culprit, Outcome
+from resilient_train.wording import OUTCOMES
 
 MOST_BYTES = 100_000
 PAPER = "#ffffff"

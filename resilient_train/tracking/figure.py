@@ -10,10 +10,11 @@ from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
 from resilient_train.record.surroundings import Point
-from resilient_train.tracking.incident_view import OUTCOMES, IncidentView
+from resilient_train.tracking.incident_view import IncidentView
 from resilient_train.tracking.review import by_cause
 from resilient_train.tracking.story import Chapter, Story
 from resilient_train.types import Incident, Outcome
+from resilient_train.wording import OUTCOMES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

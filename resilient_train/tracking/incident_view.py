@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from resilient_train.tracking.story import Chapter
 from resilient_train.types import Outcome
 from resilient_train.wording import (
+    OUTCOMES,
     describe_cost,
     describe_culprit,
     drilled,
@@ -17,13 +18,6 @@ from resilient_train.wording import (
     why_of,
 )
 
-OUTCOMES = {
-    None: "open",
-    Outcome.RECOVERED: "recovered",
-    Outcome.RECURRED: "came back later",
-    Outcome.UNRECOVERED: "not recovered",
-    Outcome.GAVE_UP: "gave up",
-}
 HARMFUL = (Outcome.UNRECOVERED, Outcome.GAVE_UP)  # what came back later has an incident of its own
 
 

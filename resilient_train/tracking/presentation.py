@@ -66,9 +66,11 @@ class Presentation:
         self._trouble = None
         story = read_story(self._run_dir)
         self._attempt(lambda: self._describe(story))
+        failures = 0
         for chapter in story.chapters:
-            if chapter.closed_ms is not None and chapter.incident.id not in self._shown:
+            if chapter.closed_ms is not None and chapter.incident.id not in self._shown and failures < _FEW:
                 is_traced = self._attempt(partial(self._traces.upload, chapter))
+                failures += not is_traced
                 if self._attempt(partial(self._draw, chapter)) and is_traced:
                     self._shown.add(chapter.incident.id)
         self._attempt(lambda: show_models(self._client, self._experiment_id, self._run_id, story))
@@ -117,9 +119,9 @@ class Presentation:
         from mlflow.entities import Metric
 
         costs, at_ms = run_cost(self._run_dir, story)
-        self._client.log_batch(
-            self._run_id, [Metric(name, value, at_ms, story.tick) for name, value in costs.items()], (), ()
-        )
+        if costs:
+            rows = [Metric(name, value, at_ms, story.tick) for name, value in costs.items()]
+            self._client.log_batch(self._run_id, rows, (), ())
 
     def _attach(self, path: str, content: bytes) -> None:
         folder, _, name = path.rpartition("/")
