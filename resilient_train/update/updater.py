@@ -40,7 +40,6 @@ class Attempt:
     numbers: list[float] | None  # `measured` on the host, if the gate had to read it
     settings: Settings
     before: Settings  # the settings of the groups before it
-    planned_lr: float  # what the schedule says, before any knob
     is_limited: bool  # the schedule asks for a higher rate than the knobs allow
     pace: float  # the rate as a multiple of the configured one, in the group where that is highest
     restarts: bool  # the schedule starts again with this update, on purpose
@@ -109,8 +108,7 @@ class Updater:
         self.drop_gradients()
         restarts = self._restarts.at(step, planned)
         busy = self.agreement.is_set(Flag.BUSY)
-        rates = planned, pace < asked, pace
-        return Attempt(measured, by_rank, numbers, settings, before, *rates, restarts, max_norm, busy)
+        return Attempt(measured, by_rank, numbers, settings, before, pace < asked, pace, restarts, max_norm, busy)
 
     def loss_scale(self) -> float:
         """Return the factor of the loss in half precision, else 1."""
