@@ -396,10 +396,10 @@ def test_the_story_can_be_read_afterwards(
     for row in (
         ["cause", "operation"],
         ["culprit", f"sqrt, {program.__file__}:{line('root')}, backward"],
-        ["cure", "patched that line"],
+        ["remedy", "patched that line"],
         source.split(None, 1),
         ["cause", "data: row 77 of the data"],
-        ["cure", "put it in quarantine"],
+        ["remedy", "put it in quarantine"],
         ["advice", "Row 77 of the data: [0] at [4] is nan; fix or remove it."],
     ):
         assert row in rows, row

@@ -147,7 +147,7 @@ def test_without_colour_it_is_plain_and_whole(met: Path, capsys: Said, monkeypat
     monkeypatch.setenv("COLUMNS", "40")
     assert incidents.main([str(met)]) == 0
     piped = capsys.readouterr().out
-    assert "  cure     rewound to step 33 (verified), learning rate x0.5 with 20 steps of warm-up\n" in piped
+    assert "  remedy   rewound to step 33 (verified), learning rate x0.5 with 20 steps of warm-up\n" in piped
     assert "  advice   The loss jumped and stayed there: lower the learning rate, or clip tighter.\n" in piped
     assert "\x1b" not in piped
     shown = on_terminal([*DOOR, str(met)], 60, NO_COLOR="1")
@@ -370,7 +370,7 @@ def test_following_shows_each_incident_once_and_ends_with_the_run(tmp_path: Path
     book.add(one)
     following.until("incident 1: the loss jumped (loss_spike) at step 40; being treated\n")
     book.record_treatment(one)
-    following.until("  cure     rewound to step 33")
+    following.until("  remedy   rewound to step 33")
     book.close(dataclasses.replace(one, outcome=Outcome.RECOVERED))
     following.until("\nincident 1: recovered\n")
     (run_dir / "summary.json").write_text('{"status": "preempted", "exit_code": 75, "steps": 120, "ticks": 130}')

@@ -23,20 +23,17 @@ from resilient_train.errors import TrainError
 from resilient_train.files import read_plain
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.journal import JOURNAL, damaged_lines, read
+from resilient_train.tracking.incident_view import IncidentView
 from resilient_train.tracking.review import began_ms, next_start, verdict
 from resilient_train.tracking.story import Chapter, Story, read_story
 from resilient_train.types import Culprit, Outcome
 from resilient_train.wording import (
+    OUTCOMES,
     counted,
-    describe_cost,
-    describe_culprit,
     duration,
     noticed,
     printable,
     reached,
-    remedies_of,
-    rows_named,
-    why_of,
 )
 
 _LOOK_EVERY_S = 1.0
@@ -50,8 +47,8 @@ _LABELS = 9  # columns
 
 _OUTCOMES = {
     Outcome.RECOVERED: ("recovered", "green"),
-    Outcome.RECURRED: ("the same trouble came back: what was done was not enough", "yellow"),
-    Outcome.UNRECOVERED: ("unrecovered: it was not over at the end of the run", "red"),
+    Outcome.RECURRED: (f"{OUTCOMES[Outcome.RECURRED]}: what was done was not enough", "yellow"),
+    Outcome.UNRECOVERED: (f"{OUTCOMES[Outcome.UNRECOVERED]}: it was not over at the end of the run", "red"),
     Outcome.GAVE_UP: ("gave up", "red"),
     None: ("open: it counts as recovered once the run has stayed healthy", "yellow"),
 }
@@ -221,7 +218,7 @@ def _first_of(found: _Found, last: int | None) -> int:
 
 def _show_block(chapter: Chapter, story: Story, began_ms: int | None, page: Page) -> None:
     """Show an incident: when, what, why, the culprit, what was done, the cost, the outcome, what to do."""
-    incident = chapter.incident
+    incident, view = chapter.incident, IncidentView.of(chapter)
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
 
     def row(label: str, text: str, style: str = "") -> None:
@@ -237,25 +234,21 @@ def _show_block(chapter: Chapter, story: Story, began_ms: int | None, page: Page
     row("noticed", noticed(anomaly) + reached(anomaly))
     row("", anomaly.evidence)
     row("drill", f"{incident.drill}, on purpose" if incident.drill else "")
-    row("cause", str(diagnosis.cause) + (f": {rows_named(diagnosis.rows)}" if diagnosis.rows else ""))
-    for label, culprit in (("culprit", diagnosis.culprit), ("then", diagnosis.symptom)):
+    row("cause", view.cause + (f": {view.rows}" if view.rows else ""))
+    culprits = (("culprit", view.culprit, diagnosis.culprit), ("then", view.symptom, diagnosis.symptom))
+    for label, words, culprit in culprits:
         if culprit is not None:
-            row(label, describe_culprit(culprit))
+            row(label, words)
             row("", _source(culprit, chapter, story), style="italic")
-    if incident.decision.gave_up is not None:
-        row("cure", f"gave up: {why_of(incident)}")
-    elif chapter.treated_ms is None and incident.outcome is None:
-        row("cure", "being treated")
-    else:
-        row("cure", remedies_of(incident) or "nothing was done")
-    row("cost", describe_cost(incident))
+    row("remedy", view.remedy)
+    row("cost", view.cost)
     outcome, style = _OUTCOMES[incident.outcome]
     if chapter.closed_ms is not None:
         seconds = (chapter.closed_ms - chapter.opened_ms) / 1000
         later = f", {duration(seconds)} later" if 0.5 <= seconds < 1e9 else ""
         outcome = f"{outcome} ({_clock(chapter.closed_ms)}{later})"
     row("outcome", outcome, style)
-    row("advice", diagnosis.advice)
+    row("advice", view.advice)
 
 
 def _clock(ms: int) -> str:
