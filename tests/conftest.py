@@ -21,7 +21,9 @@ from power import Careless
 
 from resilient_train import files
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]  # for processes that import a test file
 
 
 @pytest.fixture(scope="session")

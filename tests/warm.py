@@ -25,7 +25,9 @@ from typing import Any, NoReturn
 
 HERE = Path(__file__).resolve().parent
 _OTHERS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-OURS = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, _OTHERS)])  # this checkout, whatever is installed
+_ROOMS = [str(folder) for folder in HERE.iterdir() if folder.is_dir()]
+# This checkout, whatever is installed.
+OURS = os.pathsep.join([str(HERE), *_ROOMS, str(HERE.parent), *filter(None, _OTHERS)])
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": OURS}
 
 _DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG

@@ -40,7 +40,7 @@ pytestmark = [
 
 EXPERIMENT = "resilient_train"
 LONG_S = 300.0  # what a run's end may wait for, where a test is about something else
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

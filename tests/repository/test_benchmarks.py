@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from group import alone
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 TINY = "--workload mlp --loops plain ours --blocks 2 --steps-per-block 2 --warm-up 2 --rounds 1 --processes 1"
 CLINIC = "clinic --only where_branch --seeds 1 --json runs.jsonl --arms plain"

@@ -37,7 +37,7 @@ from resilient_train.app.config.options import parse
 from resilient_train.app.status import status_of
 from resilient_train.errors import ConfigError
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 SBATCH = SCRIPTS / "slurm.sbatch"
 CLAIM, JOB = yaml.safe_load_all((SCRIPTS / "kubernetes.yaml").read_text())
 POD = JOB["spec"]["trainer"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks" / "clinic"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "clinic"))
 
 from arms import statement
 from score import HALF, RIGHT, TWIN, UNKNOWN, WRONG, Expected, Figures, Run, Said, by_case, summary

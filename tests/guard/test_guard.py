@@ -8,38 +8,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from test_gate import SKIP, Net, Poison, guarded, rows
+from guarded import REWIND, SKIP, At, Net, adamw, guarded, rows, trained
 from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import GaveUp
 from resilient_train.state.ring import MemoryConfig, snapshot_to_drop
 from resilient_train.watch.config import named
-
-REWIND = {"ladders": {"default": [{"do": ["rewind"], "strikes": None}]}}
-
-
-def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-
-
-class At:
-    """An objective that is spoiled in some of its calls, counted from 1."""
-
-    def __init__(self, how: str, *calls: int) -> None:
-        self.poison, self.calls, self.count = Poison(how), set(calls), 0
-
-    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
-        self.count += 1
-        self.poison.strikes = self.count in self.calls
-        return self.poison(model, batch)
-
-
-def trained(guard: Guard, steps: int) -> Guard:
-    guard.steps = steps
-    for batch in guard.batches():
-        guard.step(batch)
-    return guard
 
 
 def state_after(guard: Guard, steps: int) -> str:

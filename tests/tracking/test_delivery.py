@@ -42,7 +42,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ROWS, INCIDENTS = 450, 3
 
 
@@ -353,7 +353,7 @@ LIVE = """
 import os, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-sys.path.insert(0, sys.argv[4])
+sys.path[:0] = [sys.argv[4], sys.argv[4] + "/tracking"]
 from resilient_train.tracking.uploads import TrackingConfig, build
 from test_delivery import met, IncidentLog
 

@@ -44,7 +44,7 @@ from resilient_train.errors import ConfigError, TrainError
 from resilient_train.state.ring import MemoryConfig
 from resilient_train.update.clip import ClipConfig
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 REWIND = {"ladders": {"default": [["rewind"]]}, "strikes": 5}  # nothing is skipped, no knob is turned
 OFTEN = MemoryConfig(every=5, keep=4, max_gib=None)

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
 ]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "screenshots"
 RUN = ["drill=gauntlet", "drill.faults=[{nan_grad: {at: [20]}}, {bit_flip: {at: [31]}}]"]
 RUN += ["model=mlp", "data=digits", "objective=classification", "run.steps=80", "run.log_every=5", "run.eval_every=40"]

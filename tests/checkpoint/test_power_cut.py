@@ -255,7 +255,7 @@ def test_an_error_in_place_of_any_call_leaves_no_trace(
 SCRIPT = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = [sys.argv[2], sys.argv[2] + "/checkpoint"]
 import power, test_power_cut as cases
 from resilient_train import files
 root = Path(sys.argv[1])
@@ -297,7 +297,7 @@ def test_the_seam_sees_every_call_that_reaches_the_disk(tmp_path: Path) -> None:
     traced += "ftruncate,write,pwrite64,pwritev,writev,fsync,fdatasync,sync,link,linkat,symlink,chmod,newfstatat,stat"
     log = tmp_path / "strace"
     command = ["strace", "-f", "-y", "-qq", "-s", "0", "-e", traced, "-o", str(log)]
-    command += [sys.executable, "-c", SCRIPT, str(root), str(Path(__file__).parent), *CASES]
+    command += [sys.executable, "-c", SCRIPT, str(root), str(Path(__file__).parents[1]), *CASES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     if "PTRACE" in done.stderr or "Operation not permitted" in done.stderr:
         pytest.skip("strace may not trace here")

@@ -29,7 +29,7 @@ from resilient_train.recover.remedies import KNOWN
 from resilient_train.types import Cause, Outcome
 from resilient_train.wording import describe
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 PAGES = {path.stem: path.read_text() for path in (ROOT / "docs").glob("*.md") if path.stem != "README"}
 README, POLICIES, DRILLS = (ROOT / "README.md").read_text(), PAGES["policies"], PAGES["drills"]

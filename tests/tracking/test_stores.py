@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(1800),  # each run here has a process that loads MLflow
 ]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SWEEP = ["--multirun", "model=mlp", "data=digits", "objective=classification", "run.steps=20", "run.log_every=5"]
 SWEEP += ["run.eval_every=0", "drill=nan_grad", "tracking.drain_s=600", "optimizer.lr=1e-3,2e-3"]
 

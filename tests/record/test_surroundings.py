@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guarded import REWIND, SKIP, At, adamw, guarded, trained
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_gate import SKIP, guarded
-from test_guard import REWIND, At, adamw, trained
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import GaveUp

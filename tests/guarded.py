@@ -1,0 +1,92 @@
+"""A small model, objectives that spoil an update, and a guard around them: what tests of updates train with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import OneCycleLR
+
+from resilient_train.adapters.guard import Guard
+
+ROWS = 256
+SKIP = {"ladders": {"default": [{"do": ["skip"], "strikes": None}]}}
+REWIND = {"ladders": {"default": [{"do": ["rewind"], "strikes": None}]}}
+
+
+class Net(nn.Module):
+    """BatchNorm and dropout: a forward changes buffers and draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.layers(x))
+        return scores
+
+
+class Poison:
+    """An objective that spoils its loss or its gradients in the updates that it is told."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.strikes = how, False
+
+    def __call__(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        rows, labels = batch
+        if self.strikes and self.how == "batch":
+            rows = torch.full_like(rows, torch.nan)
+        loss = F.cross_entropy(model(rows), labels)
+        if self.strikes and self.how == "loss":
+            return loss * torch.inf
+        if self.strikes and self.how == "gradient":
+            return loss + (loss * 0.0).sqrt()  # its value is 0 and its slope NaN
+        if self.strikes and self.how == "spike":
+            return loss * 1e6
+        return loss
+
+
+def rows() -> list[tuple[torch.Tensor, int]]:
+    made = torch.Generator().manual_seed(0)
+    return [(torch.randn(6, generator=made), number % 3) for number in range(ROWS)]
+
+
+def guarded(build: Callable[[nn.Module], Any], objective: Any, *, accumulation: int = 1, **more: Any) -> Guard:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    model = Net()
+    optimizer = build(model)
+    schedule = None
+    if not isinstance(optimizer, list):
+        schedule = OneCycleLR(optimizer, max_lr=0.01, total_steps=2000, cycle_momentum=False)
+    prepared = accelerator.prepare(model)
+    return Guard(accelerator, prepared, optimizer, data=rows(), batch_size=8, schedule=schedule, objective=objective,
+                 clip=1.0, **{"recovery": SKIP, **more})  # fmt: skip
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+
+
+class At:
+    """An objective that is spoiled in some of its calls, counted from 1."""
+
+    def __init__(self, how: str, *calls: int) -> None:
+        self.poison, self.calls, self.count = Poison(how), set(calls), 0
+
+    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+        self.count += 1
+        self.poison.strikes = self.count in self.calls
+        return self.poison(model, batch)
+
+
+def trained(guard: Guard, steps: int) -> Guard:
+    guard.steps = steps
+    for batch in guard.batches():
+        guard.step(batch)
+    return guard
