@@ -27,6 +27,7 @@ from resilient_train.app.config.meanings import meanings
 from resilient_train.app.config.options import parse
 from resilient_train.app.page import Page
 from resilient_train.app.streams import survive_hangup
+from resilient_train.app.sweep import Job, name_of, print_table
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_plain
 from resilient_train.ranks.launch import launched_rank
@@ -37,6 +38,7 @@ from resilient_train.secrets import learn, masked, masked_override, masked_tree,
 _LAST_WORD_S = 2.0
 _wants_traceback = False
 _exit_codes: list[int] = []  # of the jobs of this process; Hydra does not return them
+_jobs: list[Job] = []  # of a sweep, in this process
 _main_process: int | None = None  # a launcher of Hydra's may run jobs in other processes
 
 
@@ -91,7 +93,12 @@ def _answer(given: argparse.Namespace) -> None:
         if "WORLD_SIZE" in os.environ and (given.multirun or modes):
             why = "a launcher's processes make one run; start the sweep, or each of its runs, without the launcher"
             raise unusable(modes[0] if modes else "--multirun", why)
-        _job()
+        _jobs.clear()
+        try:
+            _job()
+        finally:
+            if _jobs and os.getpid() == _main_process:
+                print_table(_jobs)
 
 
 def _completed(line: str, given: argparse.Namespace) -> list[str]:
@@ -138,9 +145,11 @@ def _job(raw: DictConfig) -> float | None:
         from resilient_train.app.run import run
 
         ending = run(from_hydra(raw))
-        code, loss = ending.exit_code, ending.loss
+        code, loss, directory = ending.exit_code, ending.loss, ending.directory
     except Exception as error:
-        code, loss = _complain(error, given), None
+        code, loss, directory = _complain(error, given), None, None
+    if is_sweep:
+        _jobs.append(Job(name_of(given), code, directory))
     _exit_codes.append(code)
     if code and os.getpid() != _main_process:
         raise _JobEnded(f"job {hydra_config.job.num}", code)

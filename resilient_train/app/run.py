@@ -62,6 +62,7 @@ class Ending:
     exit_code: int
     loss: float | None  # of the evaluation if there was one, else of the training
     is_refused: bool = False  # before there was anything to keep
+    directory: Path | None = None
 
 
 def run(composed: Composed) -> Ending:
@@ -140,7 +141,7 @@ class _Session:
         """Build, resume, train, and write the final state and the weights."""
         settings, directory, composed, world = self.config.run, self.directory, self.composed, self.world
         if world.is_main:
-            self.tracker = tracking.build(self.config.tracking, directory.path, _HOME.absolute())
+            self.tracker = tracking.build(self.config.tracking, directory.path, _HOME.absolute(), composed.sweep)
         log.info("resilient_train %s in %s", __version__, directory.path)
         log.info("%s", world)
         self.incident_log = IncidentLog(directory.path if world.is_main else None, run_dir=directory.path)
@@ -312,7 +313,7 @@ class _Session:
         # Several processes, or a launcher, need the directory to find the refusal in.
         is_alone = self.world.size == 1 and "WORLD_SIZE" not in os.environ
         is_refused = isinstance(error, ConfigError) and directory.is_new and run is None and is_alone
-        return Ending(summary.exit_code, None if error else loss, is_refused)
+        return Ending(summary.exit_code, None if error else loss, is_refused, directory.path)
 
     def _notify(self, error: BaseException | None, summary: Summary) -> None:
         """Alert the user, unless the run ended well or was asked to stop."""
@@ -352,7 +353,7 @@ def _already_finished(composed: Composed, directory: RunDirectory, summary: dict
             where = f"its last good state is in {good.path}" if good is not None else "it left no good state"
             log.error("%s gave up: the end of its train.log says why; %s", directory.path, where)
             log.error("with another configuration it resumes from there; run.resume=never starts a new run")
-        return Ending(int(summary["exit_code"]), None)
+        return Ending(int(summary["exit_code"]), None, directory=directory.path)
     loss = summary.get("final_loss")
     known = f"{loss:.4g}" if isinstance(loss, float) else "unknown"
     log.info("%s is complete: %s steps, loss %s", directory.path, summary["steps"], known)
@@ -363,7 +364,7 @@ def _already_finished(composed: Composed, directory: RunDirectory, summary: dict
         entries = "1 entry" if left == 1 else f"{left:,} entries"
         log.warning("MLflow lacks %s of it; to upload them:\n  %s", entries, command("sync", directory.path))
     evaluated = summary.get("eval")
-    return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else loss)
+    return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else loss, directory=directory.path)
 
 
 def _print_error(error: BaseException, directory: RunDirectory, world: World) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from resilient_train.files import open_plain
 from resilient_train.record.journal import Entry
-from resilient_train.record.outbox import METRICS, PARAMS
+from resilient_train.record.outbox import BEGAN, METRICS, PARAMS, entries
 from resilient_train.tracking.store import Store, TrackedRun, UploadCursor, shown, url
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ _MOST_METRICS, _MOST_PARAMS, _PARAM_LENGTH, _NAME_LENGTH = 1000, 100, 6000, 250
 _SECTIONS = {"eval": "validation", "knobs": "remedies"}
 
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
+
+_TAGS = {"mlflow.source.name": "resilient_train", "mlflow.source.type": "LOCAL"}
 
 T = TypeVar("T")
 Batch: TypeAlias = "tuple[Sequence[Metric], Sequence[Param], Sequence[RunTag]]"  # what `log_batch` takes
@@ -84,8 +86,12 @@ def connect(store: Store, experiment: str, cursor: UploadCursor, outbox: Path, b
     if run_id is None or not is_there(client, run_id):
         twins = _of_key(client, experiment_id, key)
         if not twins:
-            tags = {"mlflow.source.name": "resilient_train", "mlflow.source.type": "LOCAL", "mlflow.user": _user()}
-            twins = [client.create_run(experiment_id, began_ms, tags | {KEY: key}, cursor.name)]
+            tags, run_name = _TAGS | {"mlflow.user": _user()}, cursor.name
+            began = next((one for one, _ in entries(outbox) if one is not None and one["kind"] == BEGAN), {})
+            if isinstance(sweep := began.get("sweep"), str):
+                tags |= {"mlflow.parentRunId": _parent(client, experiment_id, sweep, began_ms, tags)}
+                run_name = str(began.get("job") or run_name)
+            twins = [client.create_run(experiment_id, began_ms, tags | {KEY: key}, run_name)]
         run_id = twins[0].info.run_id
         cursor.note(run_id=run_id, delivered=0, seal=None, files=[])
     run = TrackedRun(run_id, where, url(where, experiment_id, run_id))
@@ -203,6 +209,19 @@ def _key(outbox: Path, cursor: UploadCursor) -> str:
     """Digest the first line of the outbox, which no other run has, only copies of the directory."""
     with open_plain(outbox) as file:
         return hashlib.sha256(file.readline(2**20) + cursor.copy.encode()).hexdigest()[:32]
+
+
+def _parent(client: MlflowClient, experiment_id: str, sweep: str, began_ms: int, tags: Mapping[str, str]) -> str:
+    """Find or create the run that holds the jobs of a sweep. Jobs that start together agree on the oldest one."""
+    key = hashlib.sha256(f"sweep {sweep}".encode()).hexdigest()[:32]
+    if not _of_key(client, experiment_id, key):
+        mine = client.create_run(experiment_id, began_ms, {**tags, KEY: key}, f"sweep {sweep}").info.run_id
+        client.set_terminated(mine)
+        oldest = str(_of_key(client, experiment_id, key)[0].info.run_id)
+        if oldest != mine:
+            client.delete_run(mine)
+        return oldest
+    return str(_of_key(client, experiment_id, key)[0].info.run_id)
 
 
 def _user() -> str:

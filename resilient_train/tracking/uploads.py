@@ -96,8 +96,10 @@ class NullTracker:
 class OutboxTracker:
     """Shows the run in MLflow, through a file and a process that uploads it."""
 
-    def __init__(self, config: TrackingConfig, directory: Path, store: Store) -> None:
-        self._config, self._directory, self._store = config, directory, store
+    def __init__(
+        self, config: TrackingConfig, directory: Path, store: Store, sweep: Mapping[str, str] | None = None
+    ) -> None:
+        self._config, self._directory, self._store, self._sweep = config, directory, store, dict(sweep or {})
         UploadCursor(directory).settle(trains=True)
         self._outbox = Outbox(directory / OUTBOX)
         self.uploader: UploaderProcess | None = None
@@ -111,7 +113,7 @@ class OutboxTracker:
     def begin(self) -> None:
         if self.uploader is None:
             where = {"tracking_uri": shown(self._store.uri), "experiment": self._config.experiment}
-            self._outbox.put(BEGAN, name=self._directory.name, **where)
+            self._outbox.put(BEGAN, name=self._directory.name, **where, **self._sweep)
             self.uploader = UploaderProcess(self._directory, self._store, self._config)
 
     def metrics(self, tick: int, values: Mapping[str, float], time_ms: int | None = None) -> None:
@@ -274,11 +276,11 @@ def _last_lines(said: IO[bytes]) -> list[str]:
     return [shown(line) for line in lines if line]
 
 
-def build(config: TrackingConfig, directory: Path, home: Path) -> Tracker:
+def build(config: TrackingConfig, directory: Path, home: Path, sweep: Mapping[str, str] | None = None) -> Tracker:
     """Build the tracker that `config` names for the run in `directory`.
 
-    `home` holds the database when no other store is named.
+    `home` holds the database when no other store is named; `sweep` names the sweep and the job that the run is.
     """
     if config.kind == "none":
         return NullTracker()
-    return OutboxTracker(config, directory, locate(config.uri, home))
+    return OutboxTracker(config, directory, locate(config.uri, home), sweep)

@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from resilient_train.app.config.explain import composed_raw, explained, typed
 from resilient_train.app.config.schema import Config
+from resilient_train.app.sweep import name_of
 from resilient_train.errors import require_finite, unusable
 from resilient_train.files import read_yaml_text
 from resilient_train.reader import check
@@ -66,6 +67,7 @@ class Composed:
     config: Config
     resolved: dict[str, Any]
     params: dict[str, Any] = dataclasses.field(default_factory=dict)  # for a tracker
+    sweep: dict[str, str] | None = None  # the sweep that this is a job of, and the name of the job
 
     def yaml(self, directory: Path) -> str:
         """Return the text of the config.yaml of `directory`, which may differ from the configured one."""
@@ -138,7 +140,10 @@ def from_hydra(raw: DictConfig) -> Composed:
     """Check the configuration that Hydra passes to its job."""
     hydra = HydraConfig.get()
     given = typed(hydra.overrides.task)
-    return composed(raw, hydra.runtime.choices, swept=given if hydra.mode == RunMode.MULTIRUN else [], given=given)
+    if hydra.mode != RunMode.MULTIRUN:
+        return composed(raw, hydra.runtime.choices, given=given)
+    made = composed(raw, hydra.runtime.choices, swept=given, given=given)
+    return dataclasses.replace(made, sweep={"sweep": Path(hydra.sweep.dir).name, "job": name_of(given)})
 
 
 def load(overrides: Sequence[str] = ()) -> Composed:
