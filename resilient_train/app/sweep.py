@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ def name_of(overrides: Sequence[str]) -> str:
     Hydra passes all overrides to each job; those that the command line has literally are the same for all jobs. In a
     process of another launcher the command line is unknown, and all of them are named.
     """
-    swept = [word for word in overrides if word not in sys.argv] or list(overrides)
+    plain = [re.sub(r"\\(.)", r"\1", word) for word in overrides]  # Hydra has escaped them
+    swept = [word for word in plain if word not in sys.argv] or plain
     pairs = [masked_override(word).partition("=") for word in swept]
     short = [key.rpartition(".")[2] for key, _, _ in pairs]
     keys = [last if short.count(last) == 1 else key for last, (key, _, _) in zip(short, pairs, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -29,10 +30,9 @@ def quoted(words: str) -> str:
     [
         (["drill=nan_grad", "recovery=off"], 3, "gave_up", "gave_up"),
         (["objective=custom", "objective._target_=mine.broken"], 1, "error", "failed"),
-        (["drill=hang", "drill.at=[6]", "run.step_timeout=2", "run.start_timeout=60"], 1, "hang", "failed"),
         (["drill=nan_grad"], 0, None, "completed"),
     ],
-    ids=["gave up", "error", "hang", "recovered"],
+    ids=["gave up", "error", "recovered"],
 )
 def test_a_run_that_needs_attention_runs_the_command(
     more: list[str], code: int, event: str | None, status: str, monkeypatch: pytest.MonkeyPatch, run_command: command
@@ -51,6 +51,14 @@ def test_a_run_that_needs_attention_runs_the_command(
         assert Path(about["run_dir"]) == Path("runs/one").absolute()
         assert about["message"]
         assert "s3cret" not in line
+
+
+def test_a_hang_runs_the_command_before_the_process_ends() -> None:
+    """From the thread of the watchdog, as the loop never returns."""
+    words = [*SMALL, "drill=hang", "drill.at=[6]", "run.step_timeout=3", "run.start_timeout=300", quoted(NOTE)]
+    done = subprocess.run([sys.executable, "-m", "resilient_train", *words], capture_output=True, check=False)
+    about = json.loads(Path("alert.json").read_text())
+    assert (done.returncode, about["event"], about["exit_code"]) == (1, "hang", 1)
 
 
 @pytest.mark.parametrize(
