@@ -43,9 +43,10 @@ ENVIRONMENT = {
 
 TAG_LENGTH = 8000  # of MLflow's own limits
 _MOST_METRICS, _MOST_PARAMS, _PARAM_LENGTH, _NAME_LENGTH = 1000, 100, 6000, 250
-# MLflow's page sorts the sections of charts by name. With these, the curves of the training, in `Model metrics`, are
-# the first.
-_SECTIONS = {"eval": "validation", "knobs": "remedies"}
+# MLflow's page sorts the sections of charts by name, and shows metrics without a section last. With these names the
+# curves of the training come first.
+_TRAINING = "train"
+_SECTIONS = {"eval": "validation", "knobs": "treatment"}
 
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
 
@@ -158,7 +159,7 @@ def batches(entries: Iterable[Entry]) -> Iterator[Batch]:
             continue
         if entry["kind"] == METRICS and type(tick := entry.get("tick")) is int:
             at = time_ms if type(time_ms := entry.get("time_ms")) is int else entry["at"]
-            metrics += [Metric(name(key), _number(value), at, tick) for key, value in values.items()]
+            metrics += [Metric(metric_name(key), _number(value), at, tick) for key, value in values.items()]
         elif entry["kind"] == PARAMS:
             params |= {name(key): cut(value, _PARAM_LENGTH) for key, value in values.items()}
     yield from ((some, (), ()) for some in _slices(metrics, _MOST_METRICS))
@@ -178,9 +179,13 @@ def name(key: str) -> str:
     """Return the nearest name that MLflow accepts: it refuses a whole batch for one `acc@1` or `../x`."""
     parts = re.sub(r"[^\w.\- :/]", "_", str(key)).split("/")
     parts = [part for part in parts if part not in ("", ".", "..")]
-    if len(parts) > 1:
-        parts[0] = _SECTIONS.get(parts[0], parts[0])
     return "/".join(parts).lstrip("./")[:_NAME_LENGTH].rstrip("/") or "_"
+
+
+def metric_name(key: str) -> str:
+    """Return the name of a metric, with the section of the page that it belongs to."""
+    section, slash, rest = key.partition("/")
+    return name(f"{_SECTIONS.get(section, section)}/{rest}" if slash else f"{_TRAINING}/{key}")
 
 
 def cut(value: Any, length: int) -> str:

@@ -41,8 +41,8 @@ def run_cost(run_dir: Path, story: Story) -> tuple[dict[str, float], int]:
             spent[part] += (phase.ended_ms - phase.began_ms) / 1000
     progress_s = min(progress_s, wall_s)
     spent["rest_s"] = max(0.0, wall_s - progress_s - sum(spent.values()))
-    costs = {"progress_share": progress_s / wall_s, "wall_s": wall_s, "steps_lost": story.tick - story.step, **spent}
-    return {f"run_cost/{name}": value for name, value in costs.items()}, last
+    costs = {"progress_share": progress_s / wall_s, "total_s": wall_s, "steps_lost": story.tick - story.step, **spent}
+    return {f"wall_time/{name}": value for name, value in costs.items()}, last
 
 
 def _is_number(value: object) -> bool:

@@ -23,8 +23,8 @@ _COLUMNS = {  # and their widths
     "tags.`resilience.status`": 130,
     "tags.`resilience.incidents`": 145,
     "tags.`resilience.cause`": 180,
-    "metrics.`step`": 90,
-    "metrics.`loss`": 110,
+    "metrics.`train/step`": 90,
+    "metrics.`train/loss`": 110,
     "metrics.`validation/loss`": 110,
     "tags.`resilience.last_incident`": 600,
 }

@@ -211,7 +211,7 @@ def shown(place: Path, database: str) -> dict[str, Any]:
         "files": {one.path for one in client.list_artifacts(run.info.run_id)},
         "traces": [trace.info.tags["resilience.incident"] for trace in traces],
         "models": [one.name for one in client.search_logged_models(experiments)],
-        "losses": [one.step for one in client.get_metric_history(run.info.run_id, "loss")],
+        "losses": [one.step for one in client.get_metric_history(run.info.run_id, "train/loss")],
         "seconds": (run.info.end_time - run.info.start_time) / 1000,
     }
 

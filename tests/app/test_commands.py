@@ -377,8 +377,8 @@ def test_mlflow_shows_the_run_by_tick(run_command: command, place: Path, monkeyp
     run = client.get_run(told["run_id"])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "tracked")
     assert run.data.params["model._target_"] == "strangers.Plain"
-    assert [point.step for point in client.get_metric_history(told["run_id"], "loss")] == [10, 20, 30]
-    assert {"grad_norm", "lr", "step", "step_ms", "train/rmse", "validation/loss"} <= set(run.data.metrics)
+    assert [point.step for point in client.get_metric_history(told["run_id"], "train/loss")] == [10, 20, 30]
+    assert {"train/grad_norm", "train/lr", "train/step", "train/rmse", "validation/loss"} <= set(run.data.metrics)
     assert {"config.yaml", "train.log"} <= {file.path for file in client.list_artifacts(told["run_id"])}
 
 

@@ -113,7 +113,9 @@ def prove(run_dir: Path, address: str, experiment: str) -> None:
     rows = [one for one in written if one["kind"] == METRICS]
     for key in ("loss", "norm"):
         mine = sorted((one["tick"], one["time_ms"], one["values"][key]) for one in rows)
-        theirs = sorted((one.step, one.timestamp, one.value) for one in client.get_metric_history(run.info.run_id, key))
+        theirs = sorted(
+            (one.step, one.timestamp, one.value) for one in client.get_metric_history(run.info.run_id, f"train/{key}")
+        )
         assert theirs == mine
     assert run.data.params == {f"layer.{index}": str(index) for index in range(120)}
     assert run.info.status == "FINISHED"
@@ -236,7 +238,7 @@ def test_whose_run_a_directory_is_outlives_damage(tmp_path: Path, server: str) -
     assert home is not None
     assert {one.info.run_id for one in client.search_runs([home.experiment_id])} == set.union(*found.values())
     for run_id in set.union(*found.values()):
-        assert len(client.get_metric_history(run_id, "loss")) == 50
+        assert len(client.get_metric_history(run_id, "train/loss")) == 50
 
 
 def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path, server: str) -> None:
@@ -274,7 +276,7 @@ def test_a_file_that_cannot_be_stored_keeps_nothing_else_back(
         assert one.run is not None
         run = client.get_run(one.run.run_id)
         assert (run.info.status, run.data.tags["resilience.status"]) == ("FINISHED", "recovered")
-        assert len(client.get_metric_history(one.run.run_id, "loss")) == ROWS
+        assert len(client.get_metric_history(one.run.run_id, "train/loss")) == ROWS
     again = uploader(run_dir, server, "storage")
     again.finish()
     prove(run_dir, server, "storage")
@@ -308,7 +310,7 @@ def test_what_a_power_cut_took_from_the_outbox_is_no_reason_to_pass_over_what_co
     second = uploader(run_dir, server, "cut")
     second.finish()
     assert second.run is not None
-    ticks = [one.step for one in client_of(server).get_metric_history(second.run.run_id, "loss")]
+    ticks = [one.step for one in client_of(server).get_metric_history(second.run.run_id, "train/loss")]
     assert sorted(ticks) == [*range(100), *range(200, 400)]
 
 

@@ -75,6 +75,6 @@ def test_a_sweep_of_four_fills_one_file_with_four_runs(tmp_path: Path) -> None:
         written = [entry for entry, _ in entries(run_dir / OUTBOX) if entry is not None]
         rows = [one for one in written if one["kind"] == METRICS and "loss" in one["values"]]
         mine = [(one["tick"], one["values"]["loss"]) for one in rows]
-        theirs = [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "loss")]
+        theirs = [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "train/loss")]
         assert theirs == mine
     assert known == {}
