@@ -186,7 +186,7 @@ def steps(given: int | None, key: str = "steps") -> int | None:
 
 def steps_per_epoch(samples: Samples) -> int:
     """Return how many updates it takes to see all the data once."""
-    counted: Any = getattr(samples, "loader", None) or getattr(samples, "dataset", ())
+    counted: Any = getattr(samples, "loader", getattr(samples, "dataset", ()))
     try:
         count = samples.rows or len(counted)
     except TypeError:

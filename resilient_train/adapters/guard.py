@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from resilient_train.data.samples import Slicing
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Search
 from resilient_train.drills import Drill
-from resilient_train.errors import ConfigError, RanksDiffer, Stopped, TrainError
+from resilient_train.errors import RanksDiffer, Stopped, TrainError
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
@@ -183,32 +182,32 @@ class Guard(guard.EngineGuard):
         keys = ("quarantine", "data_changed") if is_callers else ("data.quarantine", "run.data_changed")
         try:
             quarantined = arguments.quarantine(quarantine, data_changed, samples, incidents, world, keys=keys)
-        except ConfigError:
+            how = resume if isinstance(resume, Resume) else Resume()
+            keeper = CheckpointKeeper(disk, parts, incidents.directory, incidents.run_history, how)
+            controls = Controls(parts, policy, quarantined, keeper)
+            treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=max(verify_after, 50))
+            self.reporter = RunReporter(clock, incidents, parts.updates, home, keeper.progress)
+            super().__init__(
+                *(model, parts, treating),
+                objective=measured,
+                backups=backups,
+                anomaly_mode=anomaly_mode,
+                evaluation_loss=EvaluationLoss(checks.evaluation, called, backups, is_alone=world.size == 1),
+                direct_steps=DirectStepCheck(optimizers),
+                verify_after=verify_after,
+                seed=seed,
+                drill=drill,
+                stop=stop,
+            )
+            self._owes_resume = bool(resume)
+            self._left: Path | None = None  # the state at the end of the loop
+            waits = updater.gate.synchronous() if device.type != "cpu" else []
+            self._cautions = [*arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
+            self._unused = warn_if_unused(self, world) if is_callers else None
+        except BaseException:
             if home.lock is not None:
                 home.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
             raise
-        how = resume if isinstance(resume, Resume) else Resume()
-        keeper = CheckpointKeeper(disk, parts, incidents.directory, incidents.run_history, how)
-        controls = Controls(parts, policy, quarantined, keeper)
-        treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=max(verify_after, 50))
-        self.reporter = RunReporter(clock, incidents, parts.updates, home, keeper.progress)
-        super().__init__(
-            *(model, parts, treating),
-            objective=measured,
-            backups=backups,
-            anomaly_mode=anomaly_mode,
-            evaluation_loss=EvaluationLoss(checks.evaluation, called, backups, is_alone=world.size == 1),
-            direct_steps=DirectStepCheck(optimizers),
-            verify_after=verify_after,
-            seed=seed,
-            drill=drill,
-            stop=stop,
-        )
-        self._owes_resume = bool(resume)
-        self._left: Path | None = None  # the state at the end of the loop
-        waits = updater.gate.synchronous() if device.type != "cpu" else []
-        self._cautions = [*arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
-        self._unused = warn_if_unused(self, world) if is_callers else None
 
     # For a loop.
 
@@ -242,10 +241,10 @@ class Guard(guard.EngineGuard):
         """
         length = arguments.steps_per_epoch(self.samples)
         self._start()
-        self.steps = self.steps or count * length
+        self.steps = count * length if self.steps is None else self.steps
         numbers = range(self.attempted_step // length, min(count, -(-self.steps // length)))
-        if not numbers:
-            yield from self.batches()  # logs why there are none
+        if not numbers:  # log why, and complete the run if this was its last epoch
+            yield from self._batches_until(min(count * length, self.steps))
         for number in numbers:
             if not self.stopped:
                 yield Epoch(number, partial(self._batches_until, min((number + 1) * length, self.steps)))
@@ -259,8 +258,8 @@ class Guard(guard.EngineGuard):
         self._start()
         if steps is None and self.steps is None:
             raise TrainError(_NO_TOTAL)
-        last = math.inf if steps is None else self.attempted_step + steps
-        yield from self._batches_until(int(min(last, self.steps or math.inf)))
+        limits = [self.steps, None if steps is None else self.attempted_step + steps]
+        yield from self._batches_until(min(limit for limit in limits if limit is not None))
 
     def leave(self) -> Path | None:
         """Write the state when `batches` has ended, so that the run can resume from it; return its path."""
@@ -273,17 +272,22 @@ class Guard(guard.EngineGuard):
         """End a run before its last step: check the last update, close recovered incidents, end worker processes."""
         self._put_back_batch()
         error, gave_up = sys.exc_info()[1], None
-        if self.settle() and self._examine_now() is None:
-            if error is None and self._recovery.is_unrecovered():
-                gave_up = self._recovery.end_unrecovered()
-            else:
-                self._recovery.finish()
-                if error is None and self.steps is None and not self.stopped and self._left is None:
-                    self._complete()
-                self._recovery.close_saving_incident()
-        self._recovery.process_ends()
-        self.reporter.closed(gave_up or error, self.steps)
-        self.let_go()
+        try:
+            if self.settle() and self._examine_now() is None:
+                if error is None and self._recovery.is_unrecovered():
+                    gave_up = self._recovery.end_unrecovered()
+                else:
+                    self._recovery.finish()
+                    if error is None and self.steps is None and not self.stopped and self._left is None:
+                        self._complete()
+                    self._recovery.close_saving_incident()
+            self._recovery.process_ends()
+        except BaseException as raised:  # the last update may be one too many for the policy
+            error = raised
+            raise
+        finally:
+            self.reporter.closed(gave_up or error, self.steps)
+            self.let_go()
         if gave_up is not None:
             raise gave_up
 
@@ -349,10 +353,11 @@ class Guard(guard.EngineGuard):
         try:
             self._start()
             self._left = None
-            planned = self.steps or last
+            planned = last if self.steps is None else self.steps
             self.reporter.begin(planned, {"steps": planned, **self._settings})
             if self.attempted_step >= last and not self.stopped:
-                log.info("no batches: all %s steps of the plan are made", f"{planned:,}")
+                what = "of the plan" if last >= planned else "that the loop asks for"
+                log.info("no batches: all %s steps %s are made", f"{last:,}", what)
             yield from self.updates_until(last, plan=self.steps)
             if self.stopped:
                 self.reporter.end("preempted", Stopped.exit_code)

@@ -48,7 +48,12 @@ def place(run_dir: str | Path | None, world: World, resumes: bool = False, track
     path = world.on_main(lambda: _claim(named, locks, resumes=resumes))
     if path != named:
         log.info("%s holds another run: this one writes to %s", run_dir, path)
-    incident_log = IncidentLog(path if world.is_main else None, run_dir=path)
+    try:
+        incident_log = IncidentLog(path if world.is_main else None, run_dir=path)
+    except BaseException:
+        for lock in locks:
+            lock.release()
+        raise
     return Place(incident_log, path, next(iter(locks), None), store, resumes, world.rank)
 
 

@@ -18,7 +18,8 @@ from warm import ENVIRONMENT
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents, status, sync
-from resilient_train.errors import ConfigError, DirectoryInUse
+from resilient_train.errors import ConfigError, DirectoryInUse, GaveUp
+from resilient_train.ranks.lock import DirectoryLock
 
 PROGRAM = """
 import os, sys, time
@@ -324,3 +325,51 @@ def test_a_second_guard_of_a_process_is_told_of_the_first(tmp_path: Path) -> Non
         second.step(batch)
     assert second.clock.step == 3
     second.close()
+
+
+def test_a_guard_that_could_not_be_made_leaves_its_directory_unlocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever raised: a notebook has no guard to close, and its cell is run again."""
+    data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+
+    def guard() -> Guard:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return Guard(Accelerator(cpu=True), model, optimizer, data=data, batch_size=4, run_dir=tmp_path / "cell",
+                     resume=True)  # fmt: skip
+
+    for culprit in ("guard.Controls", "guard.guard.EngineGuard.__init__", "place.IncidentLog"):
+        with monkeypatch.context() as patched:
+            patched.setattr(f"resilient_train.adapters.{culprit}", lambda *_, **__: 1 // 0)
+            with pytest.raises(ZeroDivisionError):
+                guard()
+    guard().close()
+
+
+@pytest.mark.parametrize("error", [GaveUp("no more", None), RuntimeError("a lost disk")])
+def test_a_close_that_raises_still_lets_go(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the lock, the patches and the workers; and the summary says what it raised."""
+    model, data = torch.nn.Linear(2, 1), torch.utils.data.TensorDataset(torch.ones(8, 2))
+    guard = Guard(
+        *(Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), 0.1)),
+        data=data,
+        batch_size=4,
+        objective=lambda model, batch: model(batch[0]).square().mean(),
+        run_dir=tmp_path / "run",
+    )
+    guard.steps = 3
+    for batch in guard.batches(2):
+        guard.step(batch)
+
+    def settle() -> bool:
+        raise error
+
+    monkeypatch.setattr(guard, "settle", settle)
+    let_go = []
+    monkeypatch.setattr(guard.samples, "close", lambda: let_go.append(True))
+    with pytest.raises(type(error)):
+        guard.close()
+    assert let_go
+    DirectoryLock(tmp_path / "run").release()
+    assert str(error) in json.loads((tmp_path / "run" / "summary.json").read_text())["why"]

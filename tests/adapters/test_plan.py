@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from group import alone
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.app.status import status_of
@@ -99,8 +99,35 @@ def test_a_plan_ends_in_the_midst_of_an_epoch() -> None:
     assert [steps_of(guard, epoch) for epoch in guard.epochs(3)] == [LENGTH, 30 - LENGTH]
 
 
-def test_data_without_a_length_has_no_epochs() -> None:
-    guard = guard_of(data=(batch for batch in DataLoader(rows(), BATCH)), batch_size=BATCH)
+@pytest.mark.parametrize("more", [{"steps": 0}, {}])
+def test_a_plan_of_no_steps_yields_nothing(more: dict[str, Any]) -> None:
+    guard = guard_of(**more)
+    assert list(guard.epochs(0)) == []
+    assert list(guard.batches()) == []
+    assert guard.steps == 0
+
+
+def test_epochs_that_are_made_already_yield_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Though the plan has more steps: those belong to no epoch that the loop asks for."""
+    caplog.set_level(logging.INFO, "resilient_train")
+    guard = guard_of(steps=1000)
+    assert [steps_of(guard, epoch) for epoch in guard.epochs(2)] == [LENGTH, LENGTH]
+    assert list(guard.epochs(2)) == []
+    assert f"no batches: all {2 * LENGTH} steps that the loop asks for are made" in caplog.text
+
+
+class Endless(IterableDataset[Any]):
+    """A stream without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(rows())
+
+
+@pytest.mark.parametrize("kind", ["generator", "loader"])
+def test_data_without_a_length_has_no_epochs(kind: str) -> None:
+    loader: Any = DataLoader(rows(), BATCH)
+    data = DataLoader(Endless(), BATCH) if kind == "loader" else (batch for batch in loader)
+    guard = guard_of(data=data, batch_size=BATCH)
     with pytest.raises(TrainError, match=r"no len\(\)"):
         next(guard.epochs(2))
 
