@@ -1,4 +1,4 @@
-"""Output that nobody may read any more: the pipe was closed, or the terminal ended with its ssh session.
+"""Output that may no longer have a reader: the pipe was closed, or the terminal ended with its ssh session.
 
 A run continues without output; a command that only prints something ends.
 """
@@ -44,7 +44,7 @@ def survive_hangup() -> Iterator[None]:
 
 
 def until_unread(call: Callable[[], int]) -> int:
-    """Call what only prints something; return its exit code, or 0 if nobody reads the output any more."""
+    """Call what only prints something; return its exit code, or 0 if the output has no reader any more."""
     try:
         code = call()
         sys.stdout.flush()

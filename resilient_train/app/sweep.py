@@ -1,4 +1,4 @@
-"""The jobs of a sweep: what tells them apart, and a table of them when all have ended."""
+"""The jobs of a sweep: their names, and a table of them when all have ended."""
 
 from __future__ import annotations
 

@@ -167,15 +167,15 @@ def _has_ended(run_dir: Path, pause_s: float) -> bool:
 
 def _follow(uploader: Uploader, has_ended: Callable[[float], bool], prepare: Callable[[], None] | None) -> None:
     """Upload what the run writes until it has ended; print what prevents that, each trouble once."""
-    pause, failures, told = 0.0, 0, ""
+    pause, failures, reported = 0.0, 0, ""
     while not has_ended(pause):
         trouble = _attempt(uploader.upload, prepare)
         failures = failures + 1 if trouble else 0
         pause = min(2 * pause + 1, _RETRY_AT_MOST_S) if trouble else _EVERY_S
-        if failures > 1 and trouble and trouble != told:  # the first may be an idle connection that was closed
+        if failures > 1 and trouble and trouble != reported:  # the first may be an idle connection that was closed
             print(printable(trouble), file=sys.stderr, flush=True)
             uploader.cursor.note(trouble=trouble)
-            told = trouble
+            reported = trouble
 
 
 def _attempt(upload: Callable[[], None], prepare: Callable[[], None] | None) -> str | None:

@@ -20,7 +20,7 @@ Dim = int | list[int] | tuple[int, ...] | None
 
 @instead_of(torch.softmax)
 def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A slice of nothing but -inf gives zeros, as in torch's attention."""
+    """A slice of -inf only gives zeros, as in torch's attention."""
     x = input if dtype is None else input.to(dtype)
     masked = _is_masked(x, dim)
     return torch.where(masked, 0.0, torch.softmax(torch.where(masked, 0.0, x), dim))
@@ -28,7 +28,7 @@ def softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor
 
 @instead_of(torch.log_softmax)
 def log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A slice of nothing but -inf gives log(eps), a single -inf the lowest finite number, so that 0 * log(0) is 0."""
+    """A slice of -inf only gives log(eps), a single -inf the lowest finite number, so that 0 * log(0) is 0."""
     x = input if dtype is None else input.to(dtype)
     masked = _is_masked(x, dim)
     result = torch.log_softmax(torch.where(masked, 0.0, x), dim)

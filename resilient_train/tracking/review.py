@@ -148,7 +148,7 @@ def next_start(story: Story) -> str:
     if story.summary is None:
         return f"is refused while this run is at work; if its process is gone, it {onward}"
     if story.is_complete:
-        return "says that the run is complete and ends with 0; more `run.steps` make it longer"
+        return "exits with 0; raise `run.steps` to train longer"
     if story.status == "gave_up":
         return f"says so again at once and ends with 3; with a changed configuration it {onward}"
     return onward

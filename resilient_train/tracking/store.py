@@ -102,7 +102,7 @@ class UploadCursor:
 
     @property
     def copy(self) -> str:
-        """What tells a copied directory from the one that it was copied from, which has the same outbox."""
+        """Distinguishes a copied directory from its original, which has the same outbox."""
         return str(self._known.get("copy") or "")
 
     def where(self) -> tuple[str, str] | None:

@@ -428,7 +428,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
         "all is well: no incidents.",
         "weights: runs/run/weights.safetensors",
         "newest checkpoint: runs/run/checkpoints/step-00000020 (step 20)",
-        "the same command says that the run is complete and ends with 0; more `run.steps` make it longer",
+        "the same command exits with 0; raise `run.steps` to train longer",
     ]
     drilled = run_command([*often, "run.steps=40", "run.name=run", "drill=bit_flip", "drill.at=[30]"])
     assert drilled.code == 0, drilled.stderr
