@@ -38,19 +38,23 @@ from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
 from resilient_train.record import endings, notes
-from resilient_train.record.endings import Summary
+from resilient_train.record.endings import SUMMARY, Summary, read_ending
 from resilient_train.record.incident_log import IncidentLog
+from resilient_train.record.progress import Position, position_of
+from resilient_train.recover.causes import by_signal
 from resilient_train.state.randomness import set_deterministic
 from resilient_train.tracking import uploads as tracking
 from resilient_train.tracking.review import command
 from resilient_train.tracking.store import left_in
 from resilient_train.tracking.story import last_good_of
 from resilient_train.tracking.uploads import NullTracker, Tracker
+from resilient_train.types import Action, Anomaly, Decision, Signal
 from resilient_train.wording import GOOD, IN_FILE_ONLY, ODD, log
 
 _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
 _NOT_WELL = {"unrecovered": "an incident has not recovered", "no_progress": "the loss is not below where it began"}
 _HOME = Path("runs")  # of MLflow's database, if no other store is configured
+_KEPT = ("steps", "ticks", "steps_lost", "first_loss", "final_loss", "eval")  # of a summary, if a resume fails
 _LOADER = "torch/utils/data/dataloader.py"
 _FOR_OTHERS_S = 1.2  # until the watchdogs of other ranks have looked at their clocks, too
 
@@ -118,7 +122,6 @@ def _open(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
     else:
         commit_text(directory.config, composed.yaml(directory.path))
     if why:
-        lock.release()
         raise ConfigError("run.dir", directory.path, f"{why}: choose another run.name")
     if not directory.resumes:
         endings.begin(directory.path, is_finished=directory.finished is not None)
@@ -237,6 +240,10 @@ class _Session:
                 time.sleep(_FOR_OTHERS_S)  # rank 0 would only see that this process ended
             if run is not None:
                 run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)
+            elif self.has_begun:  # it hangs before there is a guard
+                anomaly = Anomaly(Signal.HANG, 1, 0, 0, evidence)
+                decision = Decision((Action("end"),))
+                self.incident_log.record_treatment(self.incident_log.open(anomaly, by_signal(anomaly), decision))
         else:
             is_for_another = self._was_asked_for_another()  # reads files, so not before the stacks are logged
             if (why := endings.failure(directory.path) if is_for_another else None) is not None:
@@ -244,7 +251,7 @@ class _Session:
             code = 75 if self._save_newest() and not is_for_another else 1  # 75: the same command resumes
             if run is not None:
                 run.guard.ended(was_killed=is_for_another and why is None)
-        if run is not None and world.is_main:
+        if world.is_main:
             summary = self._summary("preempted" if code == 75 else "failed", code)
             write(summary, directory.path)
             if code != 75:
@@ -299,7 +306,6 @@ class _Session:
                 self._notify(error, summary)
             if self.has_begun and summary.ticks:
                 print_review(directory.path, self.resumed_from)
-            if summary.ticks:
                 requests.may_interrupt = True
                 try:
                     finish_uploads(self.tracker, summary, directory.path, directory.log(0))
@@ -329,12 +335,22 @@ class _Session:
 
     def _summary(self, status: str, exit_code: int) -> Summary:
         seconds = time.monotonic() - self.started
-        if self.run is None:
-            return Summary(status, exit_code, seconds=round(seconds, 3))
+        if self.run is None or not self.has_begun:
+            return self._summary_of_start(status, exit_code, round(seconds, 3))
         state = self.run.guard.state
         digests = (state.weights_sha256(), state.sha256()) if status == "completed" else None
         summary = self.run.guard.reporter.summary(status, exit_code, seconds, digests)
         summary.eval = self.run.evaluated  # perhaps by the previous process
+        return summary
+
+    def _summary_of_start(self, status: str, exit_code: int, seconds: float) -> Summary:
+        """Return the summary of a process that made no update; the counts are those of the previous process."""
+        last = position_of(self.directory.path) or Position()
+        tally = self.incident_log.tally()
+        summary = Summary(status, exit_code, steps=last.step, ticks=last.tick, incidents=tally, seconds=seconds)
+        for name, value in (read_ending(self.directory.path, SUMMARY) or {}).items():
+            if name in _KEPT:
+                setattr(summary, name, value)
         return summary
 
     def _was_asked_for_another(self) -> bool:

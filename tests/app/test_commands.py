@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -16,11 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from command import command
+from command import command, train
 from group import Group
 from kills import stand
 from safetensors.torch import load_file
 from warm import ENVIRONMENT, Forked, python
+
+from resilient_train.app.status import status_of
 
 MINE = ["model=custom", "model._target_=strangers.Plain", "data=custom", "data.train._target_=strangers.Fixed"]
 MINE += ["objective=custom", "objective._target_=strangers.mse_and_more", "accelerate.cpu=true", "tracking=none"]
@@ -146,6 +149,25 @@ def test_more_steps_go_on_where_the_run_ended(run_command: command) -> None:
     again = run_command([*MINE, "run.steps=4", "run.name=short"])
     assert "short is complete: 4 steps" in again.stdout
     assert runs() == ["short"]
+
+
+@pytest.mark.parametrize("why", ["own code", "no checkpoint"])
+def test_a_resume_that_fails_keeps_the_counts_of_the_run(
+    why: str, run_command: command, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It made no update, so the status is its error, at the step that the run has reached."""
+    assert train(run_command, place / "run", 10).code == 0
+    if why == "own code":
+        monkeypatch.setattr("resilient_train.app.build.data.samples", lambda *_, **__: 1 // 0)
+    else:
+        shutil.rmtree(place / "run" / "checkpoints")
+    for _ in range(2):
+        failed = train(run_command, place / "run", 20)
+        assert failed.code == 1
+        kept = failed.summary(place / "run")
+        assert (kept["status"], kept["steps"], kept["ticks"]) == ("failed", 10, 10)
+        assert kept["final_loss"] is not None
+        assert status_of(place / "run").step == 10
 
 
 def test_a_name_given_by_hand_does_not_cover_another_configuration(run_command: command) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from command import command
 
+from resilient_train.app.status import status_of
+
 SMALL = ["model=mlp", "data=digits", "objective=classification", "run.steps=12", "run.name=one", "tracking=none"]
 NOTE = shlex.join([sys.executable, "-c", "import sys; open('alert.json', 'a').write(sys.stdin.read())"])
 
@@ -59,6 +61,21 @@ def test_a_hang_runs_the_command_before_the_process_ends() -> None:
     done = subprocess.run([sys.executable, "-m", "resilient_train", *words], capture_output=True, check=False)
     about = json.loads(Path("alert.json").read_text())
     assert (done.returncode, about["event"], about["exit_code"]) == (1, "hang", 1)
+
+
+def test_a_hang_before_the_first_update_is_reported_like_any_other() -> None:
+    """With an incident, a summary and an alert; the run's code has not even returned the model."""
+    code = ["import time", "def model():", "    time.sleep(3600)", "def rows():", "    return [(0.0, 1)] * 64"]
+    Path("mine.py").write_text("\n".join(code))
+    words = ["model=custom", "model._target_=mine.model", "data=custom", "data.train._target_=mine.rows"]
+    words += [*SMALL[2:], "run.start_timeout=10", quoted(NOTE)]
+    done = subprocess.run([sys.executable, "-m", "resilient_train", *words], capture_output=True, check=False)
+    about = json.loads(Path("alert.json").read_text())
+    assert (done.returncode, about["event"], about["exit_code"]) == (1, "hang", 1), done.stderr
+    assert "mine.py:3, in model" in Path("runs/one/journal.jsonl").read_text()
+    found = status_of(Path("runs/one"))
+    assert (found.state, found.step) == ("failed", 0)
+    assert "mine.py:3, in model" in str(found.why)
 
 
 @pytest.mark.parametrize(
