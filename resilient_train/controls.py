@@ -121,7 +121,8 @@ class Controls(RunControl):
             mixed_precision=parts.precision.is_mixed,
             loss_scaler=parts.updater.scaler is not None,
             rows=parts.samples.rows,
-            quarantined=len(self.quarantined.rows) - self.quarantined.given,
+            quarantined=len(self.quarantined.rows.keys() - self.quarantined.given),
+            given=len(self.quarantined.given),
             armor=not anomaly.landed and all(parts.world.all_of(self._can_patch(diagnosis))),
             lost_eps=lost_eps(parts.updater.optimizers) is not None and not parts.updater.mends_eps,
             loss_excess=parts.checks.loss_excess(),
@@ -213,8 +214,8 @@ class Controls(RunControl):
 
     def quarantine_after_crash(self, rows: Sequence[int], reason: str, incident: int) -> None:
         """Put rows in quarantine that end the process in any company, as far as the budget allows."""
-        allowed = self._policy.budget.rows_of(self._parts.samples.rows)
-        if len({*rows} | self.quarantined.rows.keys()) <= allowed:
+        count, listed = self._parts.samples.rows, {*rows} | self.quarantined.rows.keys()
+        if len(listed - self.quarantined.given) <= self._policy.budget.rows_of(count) and len(listed) < count:
             self._quarantine_rows(rows, reason, incident)
 
     def note_micro_batch(self, rows: int) -> None:

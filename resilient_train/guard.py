@@ -2,7 +2,7 @@
 
 k+1: take samples -> forward and backward of each micro-batch
      -> read the verdict on k, measured an update ago: an anomaly stops here, before k+1 changes a weight
-     -> gate k+1 on the device -> optimizer step -> its measurements are on their way
+     -> gate k+1 on the device -> optimizer step -> start copying its measurements to the host
 
 `updates_until` yields batches, `step` or `update` takes them back, `_send_to_gate` and `_judge_in_flight` do the rest.
 """
@@ -44,23 +44,23 @@ from resilient_train.wording import log
 
 
 @dataclass
-class _Begun:
+class _StartedUpdate:
     """An update whose forward and backward are under way."""
 
     update: Update
     tick: int
     step: int  # its number if it is accepted
     backup: Backup  # of the buffers before it
-    fed: list[Any]  # its micro-batches, as the model saw them
-    began: float  # on the monotonic clock
-    versions: list[Any] = field(default_factory=list)  # of their tensors, before the objective saw them
+    inputs: list[Any]  # its micro-batches, as the model saw them
+    started_at: float  # on the monotonic clock
+    versions: list[Any] = field(default_factory=list)  # Tensor._version of each tensor before the forward pass
 
 
 @dataclass
 class _InFlight:
     """An update that went through the gate on the device, and whose verdict is pending."""
 
-    begun: _Begun
+    begun: _StartedUpdate
     attempt: Attempt
     loss: torch.Tensor  # of this rank
     limits: tuple[float, float]
@@ -70,7 +70,7 @@ class _InFlight:
 
 
 class EngineGuard:
-    """Makes updates that a gate may refuse, and hands what goes wrong to recovery."""
+    """Runs updates through the gate and passes every anomaly to Recovery."""
 
     _newest: ClassVar[int] = 0  # id of the update that any guard of this process began last
 
@@ -93,7 +93,7 @@ class EngineGuard:
         """`model` is called in the training loop; without an `objective` the loop computes the loss."""
         self.model, self.objective, self.seed, self.drill = model, objective, seed, drill
         self.world, self.clock, self.samples, self.state = parts.world, parts.clock, parts.samples, parts.state
-        self.stopped = False  # before its last update, because of a request
+        self.stopped = False  # if True, the loop ends before its next update
         self.newest: Vitals | None = None  # the newest update whose verdict is known
         self.metrics = MetricsLog(self.world)
         self._parts, self._recovery = parts, recovery
@@ -103,8 +103,8 @@ class EngineGuard:
         self._sizer = MicroBatchSizer(recovery)
         self._examination = Examination(self.world, self.clock, self._scans, backups)
         self._direct_steps, self._verify_after, self._stop = direct_steps, verify_after, stop
-        self._begun: _Begun | None = None
-        self._newest_begun: _Begun | None = None
+        self._begun: _StartedUpdate | None = None
+        self._newest_begun: _StartedUpdate | None = None
         self._in_flight: _InFlight | None = None
         self._handed_out: Any = None  # the batch that the loop has now
         self._losses: list[torch.Tensor] = []  # of the micro-batches so far
@@ -116,18 +116,18 @@ class EngineGuard:
     def updates_until(self, last: int, *, plan: int | None) -> Iterator[Any]:
         """Yield micro-batches, on the device, until `last` updates are accepted, or a stop is requested.
 
-        At the end of the `plan` the loss has to be back at its level before any damage.
+        If `last` is the end of the `plan`, the loss must first return to its level before any damage.
         """
         progress = self._keeper.progress
         while self._continues(last, is_plan=last == plan):
             if self.drill is not None and self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
-                continue  # a fault strikes once, so not in an update that the verdict on the last one would drop
-            # Keep the state, now that the loop has done what it does after an update, such as averaging.
+                continue  # a drill fires once: wait for the pending verdict, which could drop the update
+            # Take the snapshot here, after the loop's own code for the last update (for example an EMA) has run.
             self._updater.require_groups()  # first: a new parameter group would be missing in the copy
             if self._ring.is_due(step := self.attempted_step):
                 if self._in_flight is None:
                     self._controls.snapshot(step)
-                elif (snapshot := self._ring.take(step)) is not None:  # None: taken before the loop was left
+                elif (snapshot := self._ring.take(step)) is not None:  # None: it has a snapshot already, or no slot
                     self._in_flight.snapshot = snapshot
             start = self.samples.next_start  # noted before they are fetched: a data set may hang
             progress.updating(self.clock.tick + 1, self.clock.step, start, start + self.samples.slicing.samples)
@@ -162,7 +162,7 @@ class EngineGuard:
         if anomaly is not None:
             newest, place = self._newest_begun, self.samples.position
             update = newest.update if newest else Update(place, place, [])
-            self._treat(anomaly, update, began=newest.began if newest else None)
+            self._treat(anomaly, update, began=newest.started_at if newest else None)
         return self.clock.step < last
 
     def _begin(self, update: Update) -> None:
@@ -171,7 +171,8 @@ class EngineGuard:
         knobs = self._controls.knobs.values
         self._parts.precision.set(higher=knobs.higher_precision)
         numerics.raise_eps(knobs.eps)
-        begun = _Begun(update, self.clock.tick + 1, self.attempted_step + 1, self._backups.take(), [], time.monotonic())
+        tick, backup = self.clock.tick + 1, self._backups.take()
+        begun = _StartedUpdate(update, tick, self.attempted_step + 1, backup, [], time.monotonic())
         self._begun = self._newest_begun = begun
         EngineGuard._newest = id(begun)
         self._keeper.progress.updating(begun.tick, self.clock.step, update.start, update.stop)
@@ -186,7 +187,8 @@ class EngineGuard:
         assert self._begun is not None
         if self.drill is not None:
             batch = self.drill.on_batch(self._place(), batch)
-        self._begun.fed.append(batch)  # the copy on the host: on the device it would be kept for two updates
+        self._begun.versions.append(versions(batch))
+        self._begun.inputs.append(batch)  # the host batch: a device batch would occupy memory for two updates
         self._handed_out = batch = self.world.on_device(batch)
         # Sharded gradients cannot wait: each rank would have to hold all of them.
         can_wait = self.world.size > 1 and not is_last and not self.state.is_sharded
@@ -202,8 +204,8 @@ class EngineGuard:
             raise TypeError("guard.step needs an objective; without one make the loss and call guard.update(loss)")
         begun = self._require_batch("step")
         if batch is not self._handed_out:
-            begun.fed[-1] = batch  # the loop has changed it
-        begun.versions.append(versions(begun.fed[-1]))
+            begun.inputs[-1] = batch  # the loop has changed it
+        begun.versions[-1] = versions(begun.inputs[-1])
         try:
             loss, metrics = self.objective.for_training(self.model, batch)
             if self.drill is not None:
@@ -218,11 +220,11 @@ class EngineGuard:
             if not self._losses:
                 self._evaluation_loss.compare(begun.step, loss, partial(self.objective, self.model, batch))
             return self.update(loss)
-        # Out of memory. Here, outside of `except`, the error keeps no tensor alive any longer.
+        # Out of memory. Handled outside of `except`, because the exception holds references to tensors.
         self._sizer.make_smaller(begun.step, evidence)
         self._begun = None
         self._roll_back(begun)
-        self._sizer.note_smaller(begun.step, evidence, began=begun.began)
+        self._sizer.note_smaller(begun.step, evidence, began=begun.started_at)
         return False
 
     def update(self, loss: torch.Tensor) -> bool:
@@ -241,11 +243,11 @@ class EngineGuard:
         with self._direct_steps.running("guard"):
             return self._send_to_gate()
 
-    def _require_batch(self, verb: str) -> _Begun:
+    def _require_batch(self, verb: str) -> _StartedUpdate:
         """Return the update whose batch the loop hands back; raise if there is none."""
         if not self._has_begun:
             raise TrainError(f"guard.{verb} before the loop: iterate over guard.batches(), which makes the batches")
-        if self._begun is None or len(self._losses) >= len(self._begun.fed):
+        if self._begun is None or len(self._losses) >= len(self._begun.inputs):
             raise TrainError(_TWICE.format(verb=verb))
         if EngineGuard._newest != id(self._begun):
             raise TrainError(_TWO_GUARDS)
@@ -290,14 +292,14 @@ class EngineGuard:
         self._keeper.progress.turned_to(Doing.BETWEEN)
         return self._judge_in_flight()
 
-    def _judge_in_flight(self, begun: _Begun | None = None) -> bool:
-        """Judge the update in flight. False: there was trouble, and the next one, `begun`, is dropped."""
+    def _judge_in_flight(self, begun: _StartedUpdate | None = None) -> bool:
+        """Judge the update in flight. False: anomalous, or it must be retried; the next update, `begun`, is dropped."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return True
 
         # What it measured, the same on every rank.
-        update, fed, attempt = flight.begun.update, flight.begun.fed, flight.attempt
+        update, fed, attempt = flight.begun.update, flight.begun.inputs, flight.attempt
         vitals = read_vitals(
             *(flight.begun.tick, self.clock.step, update.start, update.stop, attempt.settings[0]["lr"]),
             *(flight.sent.read(), flight.limits),
@@ -309,14 +311,14 @@ class EngineGuard:
         if not vitals.alike:
             with self._reporting_failure():
                 digests = [row[DIGEST] for row in attempt.rows_by_rank()]
-                self._recovery.ranks_differ(digests, began=flight.begun.began)
+                self._recovery.ranks_differ(digests, began=flight.begun.started_at)
         self.newest = vitals
         self.stopped |= vitals.stop_asked
         self.metrics.note(flight.metrics)
         finding = self._checks.judge(vitals)
         for remark in (*finding.remarks, *self._scans.remarks()):
             log.info("note: %s", remark)
-        self._set_limits()
+        self._updater.gate.limit(*self._checks.limits)
         self._recovery.add_vitals(vitals)
 
         # The gate has accepted it on the device; only now the host knows.
@@ -333,6 +335,12 @@ class EngineGuard:
         self._name_guilty_ranks()
         anomaly = scanned or finding.anomaly or self._recovery.explainer.foresee(vitals, fed)
         if anomaly is None and not finding.repeat:
+            if vitals.overflowed and flight.begun.backup.tables:
+                # Buffers may be NaN since its forward, and the next one has used them: repeat that.
+                if begun is not None:
+                    self._roll_back(begun)
+                self._backups.put_back(flight.begun.backup, with_scale=False)
+                return begun is None
             self._backups.let_go(flight.begun.backup)
             if vitals.accepted:
                 self._after_accepted(flight, vitals)
@@ -351,7 +359,7 @@ class EngineGuard:
             was_modified = flight.begun.versions != [versions(batch) for batch in fed]
             usual = self._examination.nan_is_usual
             refused = None if vitals.accepted else Refused(update, fed, flight.limits, was_modified, usual)
-            self._treat(refined, update, refused, began=flight.begun.began)
+            self._treat(refined, update, refused, began=flight.begun.started_at)
         return False
 
     def _after_accepted(self, flight: _InFlight, vitals: Vitals) -> None:
@@ -374,14 +382,14 @@ class EngineGuard:
             if self.objective is None:
                 warn_of_scalers(self._updater.scaler)
             log.info("%s", self._ring.describe())  # its size is known now that the optimizer has its moments
-            self._examination.learn_usual_batches(flight.begun.fed)
+            self._examination.learn_usual_batches(flight.begun.inputs)
 
     def _treat(self, anomaly: Anomaly, update: Update, refused: Refused | None = None, *, began: float | None) -> None:
         with self._reporting_failure():
             self._recovery.treat(anomaly, update, refused, began=began)
-        self._set_limits()
+        self._updater.gate.limit(*self._checks.limits)
 
-    def _roll_back(self, begun: _Begun) -> None:
+    def _roll_back(self, begun: _StartedUpdate) -> None:
         """Undo an update: its gradients, its changes to buffers, and the place in the data."""
         self._updater.drop_gradients()
         self._seed_between(begun.update.start)
@@ -403,27 +411,19 @@ class EngineGuard:
         if guilty := self._examination.guilty_ranks():
             self._recovery.name_guilty_ranks(guilty)
 
-    def _set_limits(self) -> None:
-        """Give the gate the limits of the checks."""
-        self._updater.gate.limit(*self._checks.limits)
-
     def _place(self) -> Place:
         begun = self._newest_begun
         assert begun is not None
         return Place(begun.tick, begun.step, begun.update.start, len(self._losses), self.world.rank)
 
     def _seed_between(self, position: int) -> None:
-        """Random numbers between updates depend on the place, too: an update that was undone leaves no trace."""
+        """Seed the code between updates by the data position: undoing an update also undoes its random numbers."""
         seed_all(mix(Purpose.BETWEEN, self.seed, position, self.world.rank), self.world.device)
 
     @property
     def attempted_step(self) -> int:
         """Accepted updates, including the one whose verdict is pending."""
         return self.clock.step + (self._in_flight is not None)
-
-    def stop_now(self) -> None:
-        """End the loop before its next update."""
-        self.stopped = True
 
     # What the public guard adds.
 

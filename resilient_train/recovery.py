@@ -266,9 +266,11 @@ class Recovery:
 
     def note_saves(self) -> None:
         """Write down whether checkpoints can be saved: an incident begins with a failure and lasts until a success."""
-        for failure in self.keeper.save_events():
-            if failure is not None:
-                self._saving_incident = self.note_process_incident(failure, ongoing=True)
+        for found in self.keeper.save_events():
+            if found is not None and found.signal is Signal.CHECKPOINT_DAMAGED:
+                self.note_process_incident(found)
+            elif found is not None:
+                self._saving_incident = self.note_process_incident(found, ongoing=True)
             elif self._saving_incident is not None:
                 self.incident_log.clear_ongoing(self._saving_incident)
 

@@ -243,7 +243,7 @@ def quarantine(
         return listed
     history, dataset = incident_log.run_history, samples.dataset  # type: ignore[attr-defined]
 
-    def read() -> tuple[str, dict[int, Quarantined], int]:
+    def read() -> tuple[str, dict[int, Quarantined], set[int]]:
         nonlocal listed
         how = change(history.data_sample, dataset) if history.data_sample is not None else ""
         if how and history.has_saved and data_changed == "refuse":

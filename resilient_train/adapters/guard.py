@@ -230,7 +230,7 @@ class Guard(guard.EngineGuard):
         resumed = self._recovery.resume(is_explained=self._sizer.previous_ran_out())
         self._sizer.as_before(self._keeper.previous_samples_per_update)
         self._checks.rewind_check.resumed(self.clock.step)
-        self._set_limits()
+        self._updater.gate.limit(*self._checks.limits)
         self._seed_between(self.samples.position)
         return resumed
 
@@ -308,6 +308,10 @@ class Guard(guard.EngineGuard):
 
     # For the command.
 
+    def stop_now(self) -> None:
+        """End the loop before its next update."""
+        self.stopped = True
+
     def let_go(self) -> None:
         """Undo what affects the whole process: worker processes, patched code, the epsilon of safe operations."""
         self._controls.unpatch()
@@ -344,7 +348,7 @@ class Guard(guard.EngineGuard):
 
     def hung(self, evidence: str, *, in_update: bool) -> None:
         """Record that the loop hangs, and write the newest verified state if possible, from another thread."""
-        began = self._newest_begun.began if self._newest_begun else None
+        began = self._newest_begun.started_at if self._newest_begun else None
         self._recovery.hung(evidence, in_update=in_update, began=began)
 
     # Inside.

@@ -15,7 +15,7 @@ import torch
 from resilient_train import __version__
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.manifest import CANDIDATE, VERIFIED, Manifest
-from resilient_train.checkpoint.resume import Resume, ResumePlan, Resumption
+from resilient_train.checkpoint.resume import Resume, ResumePlan, Resumption, incidents_of_damage
 from resilient_train.checkpoint.safetensors_files import SharedWrite
 from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.tree_files import SerializedTree
@@ -71,7 +71,10 @@ class CheckpointKeeper:
             history.note_update_size(parts.world.size, parts.samples.slicing.samples)
 
     def save_events(self) -> list[ProcessIncident | None]:
-        """What has changed since the last call: an incident if saving began to fail, None if it works again."""
+        """Return what happened since the last call: an incident if saving began to fail, None if it works again.
+
+        A rewind to disk adds an incident for each checkpoint that was damaged.
+        """
         events, self._save_events = self._save_events, []
         return events
 
@@ -273,10 +276,16 @@ class CheckpointKeeper:
     def restore(self, since: int) -> bool:
         """Load the newest verified checkpoint not after `since`; False if none can be read. All ranks call this."""
         self.close()
+        damaged: list[tuple[Entry, str]] = []
         with at_disk():
-            entry = self._parts.world.on_main(lambda: self.resumption.newest_readable(self._verified_until(since), []))
+            entry = self._parts.world.on_main(
+                lambda: self.resumption.newest_readable(self._verified_until(since), damaged)
+            )
+        for one, why in damaged:
+            log.error("the checkpoint %s cannot be restored: it %s", one.path.name, why)
         if entry is not None:
             self._load(entry, resuming=False)
+            self._save_events += incidents_of_damage(damaged, entry.step)
         return entry is not None
 
     def has_verified(self, since: int) -> bool:

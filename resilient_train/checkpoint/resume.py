@@ -97,12 +97,7 @@ class Resumption:
                 f"cannot resume: no usable checkpoint in {where}: {why}. run.resume=never starts a new run"
             )
         step = entry.step if entry else 0
-        found = [
-            ProcessIncident(
-                *(Signal.CHECKPOINT_DAMAGED, step + 1, step, f"{one.path.name} {why}", "fall_back"), rewound_to=step
-            )
-            for one, why in damaged
-        ]
+        found = incidents_of_damage(damaged, step)
         skipped, span = None, last.stop - last.start
         is_updating = last.doing in (Doing.UPDATING, Doing.FIRST)
         if self.directory is not None and endings.failure(self.directory, in_training=True) is not None:
@@ -251,6 +246,15 @@ class Resumption:
         signal = Signal.HANG if last.doing is Doing.HUNG or hung else Signal.CRASH
         remedy, lost = "skip" if skipped else "go_on", max(0, last.step - step)
         return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, tuple(rows), step, lost)
+
+
+def incidents_of_damage(damaged: Iterable[tuple[Entry, str]], step: int) -> list[ProcessIncident]:
+    """Return an incident for each damaged checkpoint: the run falls back to the state of `step`."""
+    signal = Signal.CHECKPOINT_DAMAGED
+    return [
+        ProcessIncident(signal, step + 1, step, f"{one.path.name} {why}", "fall_back", rewound_to=step)
+        for one, why in damaged
+    ]
 
 
 def _tick_of(remedies: Mapping[str, Any]) -> int:

@@ -44,7 +44,7 @@ class Refused:
     update: Update
     fed: Sequence[Any]  # its micro-batches as the model saw them
     limits: tuple[float, float]  # of the gate, for loss and gradient norm
-    was_modified: bool = False  # the objective wrote into its batches: they cannot be used again
+    was_modified: bool = False  # they were changed in place after the model got them: they cannot be used again
     nan_is_usual: bool = False  # in the batches of this run
 
     def allows_loss(self, one: Replayed) -> bool:
@@ -246,7 +246,7 @@ class Search:
         if not refused.was_modified:
             return [self._world.on_device(batch) for batch in refused.fed]
         if not refused.update.keys:
-            raise RuntimeError("the objective has written into the batch, and it cannot be fetched again")
+            raise RuntimeError("the batch was changed in place during its update, and it cannot be fetched again")
         return self._made(refused.update.keys)
 
     def _made(self, keys: Keys) -> Sequence[Any]:

@@ -46,7 +46,7 @@ class Quarantine:
         self._file = None if directory is None else directory / QUARANTINE
         self._fingerprint = functools.cache(fingerprint)
         self.rows: dict[int, Quarantined] = {}  # by their indices, in the order in which they were added
-        self.given = 0  # how many of them another run listed
+        self.given: set[int] = set()  # those of them that another run listed
         self._is_behind = False  # the file, because it could not be written
         if self._file is not None and self._file.exists():
             self._recall(self._file, data_may_differ=data_may_differ)
@@ -70,9 +70,9 @@ class Quarantine:
             raise ConfigError(key, path, f"cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise ConfigError(key, path, str(error)) from error
-        before = len(self.rows)
         self.adopt(rows)
-        self.given += len(self.rows) - before
+        # After a resume the list of this run has them already, with the same reasons.
+        self.given |= {row for row, why in rows.items() if self.rows[row] == why}
 
     def _recall(self, file: Path, *, data_may_differ: bool) -> None:
         """Read the list of this run; a damaged one does not stop the run."""

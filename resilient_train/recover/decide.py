@@ -137,9 +137,14 @@ def _over_budget(
     elif sum(not is_mild(one.decision.actions) for one in history) >= budget.run:
         return f"the budget of {counted(budget.run, 'incident')} in a run is used up"
     guilty, rows = case.facts.quarantined + len(set(case.diagnosis.rows)), case.facts.rows
-    if any(action.remedy == "quarantine" for action in actions) and guilty > (allowed := budget.rows_of(rows)):
+    if all(action.remedy != "quarantine" for action in actions):
+        return None
+    if guilty > (allowed := budget.rows_of(rows)):
         share = f"{guilty:,} of its {rows:,} rows are guilty"
         return f"the data set is broken: {share}, and the budget allows for {allowed:,}"
+    if guilty + case.facts.given >= rows:
+        share = f"all of its {rows:,} rows are guilty"
+        return f"the data set is broken: {share}, {case.facts.given:,} of them in another run"
     return None
 
 

@@ -23,7 +23,8 @@ class Circumstances:
     mixed_precision: bool = False
     loss_scaler: bool = False
     rows: int = 0  # rows of the data set that have an index; 0: none has one
-    quarantined: int = 0  # of these, already in quarantine
+    quarantined: int = 0  # of these, already in quarantine, except for `given`
+    given: int = 0  # of these, in quarantine because another run listed them: the budget does not count them
     armor: bool = False  # the guilty line is known and not patched yet
     at_start: bool = False  # the only verified state is the one that the run began with
     lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights

@@ -176,8 +176,13 @@ class Backups:
         copy_into(copies, live)
         return Backup(tables, live, shapes, copies)
 
-    def put_back(self, backup: Backup) -> None:
-        """Restore names, tensors and contents: buffers that were added are removed, replaced ones are put back."""
+    def put_back(self, backup: Backup, *, with_scale: bool = True) -> None:
+        """Restore names, tensors and contents: buffers that were added are removed, replaced ones are put back.
+
+        Without `with_scale` the loss scale stays as it is: after an overflow it has to be lower than before.
+        """
+        scale = self._scale()
+        kept = set() if with_scale else set(map(id, scale))
         resized = {
             id(one): copy.clone()
             for one, shape, copy in zip(backup.live, backup.shapes, backup.copies, strict=True)
@@ -190,9 +195,9 @@ class Backups:
             if table or then:
                 table.clear()
                 table.update({name: resized.get(id(one), one) for name, one in then.items()})
-        in_place = [place for place, one in enumerate(backup.live) if id(one) not in resized]
+        in_place = [place for place, one in enumerate(backup.live) if id(one) not in resized.keys() | kept]
         copy_into([backup.live[place] for place in in_place], [backup.copies[place] for place in in_place])
-        if self._scaler is not None and (scale := self._scale()) and not any(one is scale[0] for one in backup.live):
+        if self._scaler is not None and with_scale and scale and not any(one is scale[0] for one in backup.live):
             scale[0].fill_(self._scaler._init_scale)  # the scaler has made its tensors since
             scale[1].fill_(self._scaler._init_growth_tracker)
 

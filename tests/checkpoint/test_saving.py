@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 from resilient_train import numerics
 from resilient_train.adapters.guard import Guard
+from resilient_train.checkpoint.manifest import WEIGHTS
 from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.errors import ConfigError
@@ -328,6 +330,35 @@ def test_what_can_never_be_saved_ends_the_run_at_its_start(
     assert isinstance(said, str), said
     assert expected in said
     assert step == steps
+
+
+def rewound_to_disk(run_dir: Path) -> Any:
+    """The weights become NaN when there is no snapshot in memory, and only the oldest checkpoint is not damaged."""
+    guard = guarded(run_dir)
+    for batch in guard.batches(60):
+        guard.step(batch)
+        guard._keeper.close()  # so that there are several checkpoints by then
+        if guard.clock.tick == 41:
+            guard.settle()  # scans have seen steps 20 and 40
+            guard._keeper.close()
+            for path in sorted(run_dir.glob("checkpoints/step-*"))[1:]:
+                os.truncate(path / WEIGHTS, 1)
+            guard._ring.clear()
+            with torch.no_grad():
+                next(guard.state.model.parameters()).fill_(math.nan)
+    guard.close()
+    return [(str(one.anomaly.signal), one.rewound_to, one.anomaly.evidence) for one in guard.incidents]
+
+
+def test_a_rewind_to_disk_reports_a_damaged_checkpoint(tmp_path: Path) -> None:
+    """It falls back to the one before, as a resume does, and the damage is an incident."""
+    code, told = alone(rewound_to_disk, tmp_path / "run")
+    assert code == 0
+    (_, rewound_to, _), *damaged = told
+    assert damaged
+    for kind, step, evidence in damaged:
+        assert (kind, step) == ("checkpoint_damaged", rewound_to)
+        assert evidence.startswith("step-")
 
 
 def test_where_nothing_is_to_be_saved_on_the_way_it_is_no_mistake(tmp_path: Path) -> None:

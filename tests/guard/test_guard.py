@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from guarded import REWIND, SKIP, At, Net, adamw, guarded, rows, trained
+from guarded import REWIND, SKIP, At, Net, Poison, adamw, guarded, rows, trained
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from resilient_train.adapters.guard import Guard
+from resilient_train.data.rows import fingerprint
+from resilient_train.diagnose.verdict import TRANSIENT
 from resilient_train.errors import GaveUp
+from resilient_train.record.quarantine import QUARANTINE, Quarantine
 from resilient_train.state.ring import MemoryConfig, snapshot_to_drop
 from resilient_train.watch.config import named
 
@@ -121,6 +126,20 @@ def test_a_new_regime_is_not_fought_for_ever(at: int) -> None:
     assert all(torch.equal(weight, left[name]) for name, weight in weights(healthy).items())
 
 
+def test_a_loop_of_its_own_with_an_objective_is_replayed() -> None:
+    """The objective is only for diagnosis. Batches of a loader cannot be fetched again, and need not be."""
+    accelerator, model, poison = Accelerator(cpu=True), Net(), Poison("loss")
+    guard = Guard(accelerator, accelerator.prepare(model), adamw(model), data=DataLoader(rows(), batch_size=8),  # type: ignore[arg-type]
+                  objective=Poison("none"), recovery=SKIP)  # fmt: skip
+    for number, batch in enumerate(guard.batches(30), start=1):
+        poison.strikes = number == 20
+        loss = poison(guard.model, batch)
+        accelerator.backward(loss)
+        guard.update(loss)
+    (incident,) = guard.incidents
+    assert (str(incident.diagnosis.cause), incident.diagnosis.advice) == ("transient", TRANSIENT.advice)
+
+
 @pytest.mark.parametrize("at", [80, 160, 240])
 def test_an_objective_that_changes_is_not_taken_for_explosion(at: int) -> None:
     """Samples that were healthy have another loss at proven weights, as replays show: the rate is not to blame."""
@@ -161,6 +180,30 @@ def test_an_overflow_of_the_loss_scale_is_no_incident() -> None:
     assert finite(guard)
 
 
+class Overflow(At):
+    """Overflows in the forward as well, where BatchNorm sees it, and in the gradients."""
+
+    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+        loss = super().__call__(model, batch)
+        if self.poison.strikes:
+            model(batch[0] * torch.inf)
+        return loss
+
+
+@pytest.mark.parametrize("last", [10, 30])
+def test_an_overflow_leaves_nothing_in_the_buffers(last: int) -> None:
+    """Nor what the next update made of them: the state, but for the scale, is as if those samples were skipped."""
+    guard, other = scaled(Overflow("gradient", 10)), scaled(At("none"))
+    other.samples.skip(8 * 9, 8 * 10)
+    for one in (guard, other):
+        trained(one, last)
+    assert guard.incidents == []
+    assert guard.world.accelerator.scaler.get_scale() == 2.0**15
+    assert finite(guard)
+    buffers = dict(other.state.model.named_buffers())
+    assert all(torch.equal(one, buffers[name]) for name, one in guard.state.model.named_buffers())
+
+
 def test_a_refused_loss_does_not_move_the_loss_scale() -> None:
     """A loss that is not finite is not an overflow: the scale is what it was."""
     guard = trained(scaled(At("loss", 10)), 30)
@@ -175,6 +218,16 @@ def test_a_scale_that_collapses_is_an_incident() -> None:
         trained(guard, 60)
     assert set(signals(guard)) == {"scale_collapse"}
     assert guard.clock.tick < 200
+
+
+def test_rows_of_another_run_are_not_counted_after_a_crash(tmp_path: Path) -> None:
+    """The budget of rows is for those that this run finds."""
+    data = rows()
+    Quarantine(tmp_path, lambda: fingerprint(data)).add([1, 2], "it raises", 3, 1)
+    guard = guarded(adamw, At("none"), quarantine=tmp_path / QUARANTINE, recovery={**SKIP, "budget": {"rows": 1}})
+    guard._controls.quarantine_after_crash([5], "the process ended there twice", 1)
+    guard._controls.quarantine_after_crash([6], "the process ended there twice", 2)
+    assert sorted(guard._controls.quarantined.rows) == [1, 2, 5]
 
 
 def test_a_schedule_that_starts_again_declares_it() -> None:

@@ -101,6 +101,18 @@ def test_a_later_run_can_be_given_the_list(tmp_path: Path) -> None:
     assert given.read_text() == before
 
 
+def test_rows_of_another_run_are_known_as_such_after_a_resume(tmp_path: Path) -> None:
+    """They count against no budget, in the process that adopts the list and in every later one."""
+    (tmp_path / "later").mkdir()
+    given = listed(tmp_path, 3, 17)
+    for _ in range(2):
+        later = Quarantine(tmp_path / "later", same)
+        later.add([4, 3], "it raises", 5, 6)
+        later.load(given)
+        assert sorted(later.given) == [17]
+    assert sorted(later.rows) == [3, 4, 17]
+
+
 @pytest.mark.parametrize(
     ("here", "said"),
     [

@@ -282,6 +282,16 @@ def test_a_data_set_loses_so_many_rows_and_no_more(
     assert [action.remedy for action in other.actions] == ["skip"]
 
 
+def test_rows_that_another_run_listed_cost_nothing_but_one_row_stays() -> None:
+    """They are left out of the budget; with them no row may be left to train on."""
+    policy = parse({"ladders": {"default": [["quarantine"]]}, "budget": {"rows": 3}})
+    can = dataclasses.replace(ALL_APPLICABLE, rows=100, quarantined=1, given=97)
+    (decision,) = decisions(policy, [refused(9)], can, guilty(1))
+    assert decision.gave_up is None
+    (decision,) = decisions(policy, [refused(9)], can, guilty(1, 2))
+    assert decision.gave_up == "the data set is broken: all of its 100 rows are guilty, 97 of them in another run"
+
+
 def test_a_quarantine_passes_over() -> None:
     """Of a refused update it costs the budget of those, not that of incidents; next to a rewind it is one."""
     assert is_mild([Action("quarantine")])
