@@ -37,7 +37,8 @@ _FORMATS = re.compile(
     | sk-(?=[A-Za-z_-]{0,60}+\d)[\w-]{16,300}+                  # OpenAI, Anthropic and others
     | (?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}(?![A-Za-z0-9])       # AWS: key ids
     | (?:gh[oprsu]|npm|gsk|r8|[sr]k_(?:live|test))_[A-Za-z0-9]{16,300}+  # GitHub, npm, Groq, Replicate, Stripe
-    | (?:github_pat_|gl(?:pat|dt|rt|ptt|soat|ft|imt|agent|oas)-|xox[a-z]-|xapp-|AIza|ya29\.|GOCSPX-|pypi-AgE|nvapi-
+    | xox[a-z]-[A-Za-z0-9-]{10,300}+                            # Slack
+    | (?:github_pat_|gl(?:pat|dt|rt|ptt|soat|ft|imt|agent|oas)-|xapp-|AIza|ya29\.|GOCSPX-|pypi-AgE|nvapi-
         |wandb_v\d_)[\w-]{16,2000}+                            # GitHub, GitLab, Slack, Google, PyPI, NVIDIA, W&B
     | hooks\.slack\.com/services/[\w/]{20,200}+ | dapi[0-9a-f]{32} | SG\.[\w-]{16,100}+\.[\w-]{16,100}+
     | eyJ[\w+/-]{20,8000}+(?:\.[\w-]{0,8000}+){0,4}+={0,2}      # JSON in base 64, as in a JWT
@@ -75,7 +76,21 @@ _KEYS = {"api", "access", "private", "secret", "auth", "account", "signing", "en
 _IN_QUERIES = {"key", "pwd", "sig", "signature", "credential", "token"}
 _OF_A_VOCABULARY = {  # `pad_token` is a piece of text
     *("pad", "bos", "eos", "unk", "sep", "cls", "mask", "start", "begin", "end", "stop", "special", "separator"),
-    *("image", "audio", "video", "decoder", "word", "prefix", "suffix", "middle", "newline", "prompt"),
+    *(
+        "image",
+        "audio",
+        "video",
+        "decoder",
+        "word",
+        "prefix",
+        "suffix",
+        "middle",
+        "newline",
+        "prompt",
+        "blank",
+        "space",
+    ),
+    *("boundary", "first", "last", "next", "per", "target", "source", "text", "class", "head", "tail", "context"),
 }
 _LIKE_A_TOKEN = re.compile(r"[^\s<\[{|$][^\s]{7,}")
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -53,21 +54,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--follow", action="store_true", help="continue to upload until the run has ended")
     parser.add_argument("--system-metrics", action="store_true", help="also upload the use of this machine")
     parser.add_argument("--attached", action="store_true", help=argparse.SUPPRESS)  # to a run that started it
+    parser.add_argument("--home", type=Path, help=argparse.SUPPRESS)  # of the artifacts of a database
     given = parser.parse_args(arguments)
+    has_ended = _attached() if given.attached else partial(_has_ended, given.run_dir.absolute())
     try:
         store, experiment, is_late = _destination(given.run_dir, given.uri, given.experiment, attached=given.attached)
     except (_Unknown, ConfigError) as why:
         print(printable(f"{given.run_dir}: {why}"), file=sys.stderr)
         return 2
     run_dir = given.run_dir.absolute()
-    has_ended = _attached() if given.attached else partial(_has_ended, run_dir)
+    store = replace(store, home=given.home) if given.home is not None else store
     UploadCursor(run_dir).settle(trains=False)
     prepare = partial(backfill, run_dir, shown(store.uri), experiment) if is_late else None
     with counting("uploading", left_in(run_dir)) as on_progress:
         uploader = Uploader(run_dir, store, experiment, system_metrics=given.system_metrics, on_progress=on_progress)
         try:
             if given.follow:
-                _follow(uploader, has_ended, prepare)
+                _follow(uploader, has_ended, prepare, is_attached=given.attached)
             for pause in _ATTACHED_PAUSES_S if given.attached else _PAUSES_S:
                 if (trouble := _attempt(uploader.finish, prepare)) is None:
                     break
@@ -165,7 +168,13 @@ def _has_ended(run_dir: Path, pause_s: float) -> bool:
     return at_work(run_dir) is None
 
 
-def _follow(uploader: Uploader, has_ended: Callable[[float], bool], prepare: Callable[[], None] | None) -> None:
+def _follow(
+    uploader: Uploader,
+    has_ended: Callable[[float], bool],
+    prepare: Callable[[], None] | None,
+    *,
+    is_attached: bool,
+) -> None:
     """Upload what the run writes until it has ended; print what prevents that, each trouble once."""
     pause, failures, reported = 0.0, 0, ""
     while not has_ended(pause):
@@ -174,8 +183,13 @@ def _follow(uploader: Uploader, has_ended: Callable[[float], bool], prepare: Cal
         pause = min(2 * pause + 1, _RETRY_AT_MOST_S) if trouble else _EVERY_S
         if failures > 1 and trouble and trouble != reported:  # the first may be an idle connection that was closed
             print(printable(trouble), file=sys.stderr, flush=True)
-            uploader.cursor.note(trouble=trouble)
             reported = trouble
+            if is_attached:  # the run reports it
+                uploader.cursor.note(trouble=trouble)
+        elif not trouble and reported:
+            reported = ""
+            if is_attached:
+                uploader.cursor.note(trouble=None)
 
 
 def _attempt(upload: Callable[[], None], prepare: Callable[[], None] | None) -> str | None:

@@ -343,6 +343,8 @@ class CheckpointKeeper:
     def _job(self, snapshot: Snapshot) -> Job:
         """Make a job that writes a snapshot. Whatever takes time is left to the thread that writes."""
         parts, store, updates, shared = self._parts, self._store, self._parts.updates.copy(), None
+        parts.ring.settled()
+        snapshot.is_being_written = True  # first: in another thread the loop may drop it meanwhile
         if self._is_sharded:
             self._shared_writes += 1
             label = f"{self._label}-{self._shared_writes}"
@@ -354,8 +356,6 @@ class CheckpointKeeper:
             "lasting": sorted(self._persistent_names),  # the names in the model's state_dict
             "remembered": {name: item.state_dict() for name, item in self.resumption.remembered.items()},
         }
-        parts.ring.settled()
-        snapshot.is_being_written = True
 
         def write() -> Entry | None:
             assert store is not None

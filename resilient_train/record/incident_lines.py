@@ -67,7 +67,7 @@ def from_line(line: Any) -> Incident:
         advice=_take(line, "advice", str),
         culprit=_culprit(_take(line, "culprit", dict, None)),
         rows=_wholes(line, "rows"),
-        symptom=_culprit(_take(line, "symptom", dict, default=None)),
+        symptom=_culprit(_take(line, "symptom" if "symptom" in line else "follower", dict, default=None)),
     )
     decision = Decision(
         actions=tuple(_action(one) for one in _dicts(line, "actions")),

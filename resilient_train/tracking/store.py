@@ -55,7 +55,7 @@ class UploadCursor:
     def __init__(self, directory: Path) -> None:
         self.name = directory.name
         self._file, self._second = directory / KNOWN, directory / PLACE
-        self._known: dict[str, Any] = {}
+        self._known = self._read()  # noted at any time, also before a connection
 
     def recall(self, tracking_uri: str, experiment: str) -> str | None:
         """Return the id of the run, if it was begun in this store and experiment; else forget the others."""

@@ -167,12 +167,14 @@ class UploaderProcess:
     def __init__(self, directory: Path, store: Store, config: TrackingConfig) -> None:
         self._directory, self._where = directory.absolute(), shown(store.uri)
         self._command = [sys.executable, "-m", "resilient_train", "sync", str(self._directory), "--follow"]
-        self._command += ["--attached", "--experiment", config.experiment]
+        self._command += ["--attached", f"--experiment={config.experiment}"]
+        self._command += [f"--home={store.home}"] if store.home is not None else []
         self._command += ["--system-metrics"] * config.system_metrics
         # The address may hold a password, so it is no argument: those are public. Modules are found where ours are.
         path = os.pathsep.join(one for one in sys.path if isinstance(one, str))
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         self._environment = {**os.environ, **threads, "PYTHONPATH": path, "MLFLOW_TRACKING_URI": store.uri}
+        self._environment["PYTHONSAFEPATH"] = "1"  # else a mlflow.py in the working directory would be imported
         self._trouble: str | None = None
         self._has_complained = False
         self.process: subprocess.Popen[bytes] | None = None

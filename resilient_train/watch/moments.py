@@ -84,6 +84,11 @@ class Moments:
         """Accept the next measurement as it is."""
         self._sums = self.measured = None
 
+    def put_back(self) -> None:
+        """The last measurement is not judged: the next one covers its updates as well."""
+        if self.measured is not None:
+            self.faded, self.measured = self.measured.then(self.faded), None
+
     def landed(self, settings: Sequence[Mapping[str, Any]], norm: float | None) -> None:
         faded = self.faded
         faded.updates += 1

@@ -136,7 +136,8 @@ class Scans:
         """Measure what is due, or weights and optimizers if nothing is or `everything` is needed now."""
         self._add_up()
         if self._pending is not None:  # it was not judged, as something raised in between
-            self.rebase()
+            self._weights.put_back()
+            self._moments.put_back()
         if not self.layout.fits():
             self._norms.clean_step = clean_step = self.clean_step
             self._lay_out(clean_step)

@@ -183,6 +183,11 @@ class Weights:
         for group in self.groups:
             group.measured = Path()
 
+    def put_back(self) -> None:
+        """The last measurement is not judged: the next one covers its updates as well."""
+        for group in self.groups:
+            group.path, group.measured = group.measured.then(group.path), Path()
+
     def landed(self, settings: Sequence[Mapping[str, Any]], norm: float | None) -> None:
         for group, setting in zip(self.groups, settings, strict=True):
             group.landed(setting, norm)
@@ -232,6 +237,8 @@ class Weights:
         loudest = max((value for value in base.largest if isfinite(value)), default=0.0)
         worst, found = -1.0, None
         for number, weight in enumerate(self.weights):
+            if self._is_quiet(number, weight, base, seen):
+                continue
             excess, evidence = self._excess(number, weight, base, seen, loudest)
             if evidence and excess > worst:
                 worst = excess
@@ -239,6 +246,21 @@ class Weights:
         if found is None:
             self._learn(base, seen)
         return found
+
+    def _is_quiet(self, number: int, weight: Weight, base: _Measured, seen: _Measured) -> bool:
+        """Say whether a tensor changed little, and each element by no more than the updates can have moved it.
+
+        The sharper bound of its norm does not apply then: a loop may shrink its weights a little in each step.
+        """
+        before, top = base.lengths[number], base.largest[number]
+        moved, topped = abs(seen.lengths[number] - before), abs(seen.largest[number] - top)
+        if not (moved <= _REMARKABLE * before and topped <= _REMARKABLE * top):
+            return False
+        path = self._path(weight)
+        if path is None or path.unknown:
+            return True
+        far = path.element + path.whole
+        return topped <= far and moved <= weight.root * far
 
     def _excess(
         self, number: int, weight: Weight, base: _Measured, seen: _Measured, loudest: float

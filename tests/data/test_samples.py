@@ -559,3 +559,23 @@ def test_the_fewest_are_found(count: int, data: st.DataObject) -> None:
     assert not any(works_without([one for one in found if one != left]) for left in found)
     if count == 40 and len(groups) == 1:
         assert asked < 20
+
+
+def test_rows_that_draw_numbers_are_fetched_once_each() -> None:
+    """The first batch as well: a row may be slow, or count how often it is fetched."""
+
+    class Noisy(torch.utils.data.Dataset[torch.Tensor]):
+        def __init__(self) -> None:
+            self.fetched: list[int] = []
+
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, row: int) -> torch.Tensor:
+            self.fetched.append(row)
+            return torch.randn(2)
+
+    dataset = Noisy()
+    samples = over(dataset, Slicing(16))
+    batches(samples, 3)
+    assert len(dataset.fetched) == 48

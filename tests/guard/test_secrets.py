@@ -68,6 +68,7 @@ HIDDEN = [
     ("login(api_key='k3y4me2c', user='me')", "login(api_key=***, user='me')"),
     (f"ghp_{'aB3' * 12}, github_pat_{'aB3' * 9}, glpat-{'aB3' * 8}", "***, ***, ***"),
     ("xoxb-123456789012-abcdefABCDEF", "***"),
+    ("xoxb-1a2b3c4d5e6f", "***"),
     (f"sk-proj-{'aB3_' * 9} sk-ant-api03-{'aB3-' * 9}x", "*** ***"),
     (f"Bearer: eyJ{'hbGciOiJI' * 3}.eyJ{'zdWIiOiIx' * 3}.{'aB3-' * 9}", "Bearer: ***"),
     (f"AIza{'aB3-_' * 7} npm_{'aB3' * 12} dapi{'0a1b' * 8}", "*** *** ***"),
@@ -158,7 +159,10 @@ def test_values_of_secret_variables_are_hidden_wherever_they_turn_up(
         ),
         *((name, "customer_id", False) for name in ("account_key", "api_key")),  # such as the name of a column
         *((name, "hf_abcdefgh", True) for name in ("token", "data.train.token", "hub_token", "accessToken")),
-        *((name, "hf_abcdefgh", False) for name in ("pad_token", "tokenizer", "tokens", "token_type", "image_token")),
+        *(
+            (name, "hf_abcdefgh", False)
+            for name in ("pad_token", "class_token", "tokenizer", "tokens", "token_type", "image_token")
+        ),
         *((name, "abcdefgh", False) for name in ("key", "sort_key", "key_dim", "secret_sauce", "password_file")),
         *(
             ("token", value, False)

@@ -472,6 +472,7 @@ def test_an_incident_comes_back_from_its_line(incident: Incident) -> None:
     line = strictly(json.dumps(as_line(incident)))
     finite = from_line(line)  # an infinity in the settings became its name
     assert as_line(finite) == line
+    assert from_line({**line, "follower": line.pop("symptom")}) == finite, "as earlier versions called it"
     assert dataclasses.replace(finite, decision=incident.decision, diagnosis=incident.diagnosis) == incident
     assert len(describe(incident).split("\n")) in (2, 3, 4)
     assert "\n" not in describe_outcome(incident)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 import os
@@ -23,7 +24,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
 from resilient_train.tracking import uploads as tracking
 from resilient_train.tracking.review import command
-from resilient_train.tracking.store import TrackedRun, locate, shown, ui_command, url
+from resilient_train.tracking.store import TrackedRun, UploadCursor, locate, shown, ui_command, url
 from resilient_train.tracking.uploader import Uploader
 from resilient_train.tracking.uploads import NullTracker, TrackingConfig, build
 
@@ -443,3 +444,14 @@ def test_no_tracking_takes_every_call_and_has_no_run(caplog: pytest.LogCaptureFi
         tracker.artifact(Path("missing"))
         assert tracker.finish("completed") is tracker.run is None
     assert caplog.messages == []
+
+
+def test_trouble_before_the_first_connection_keeps_what_is_known(tmp_path: Path) -> None:
+    """A run that resumes while its server is down is still the same run in MLflow, and uploads nothing twice."""
+    with outbox(tmp_path / "run") as box:
+        box.put(METRICS, tick=1, values={"loss": 1.0})
+    known = {"tracking_uri": "http://127.0.0.1:9", "experiment": "e", "run_id": "abcdef0123456789", "delivered": 100}
+    (tmp_path / "run" / "mlflow.json").write_text(json.dumps(known))
+    UploadCursor(tmp_path / "run").note(trouble="connection refused")
+    now = json.loads((tmp_path / "run" / "mlflow.json").read_text())
+    assert now == {**known, "trouble": "connection refused"}

@@ -25,6 +25,7 @@ from resilient_train.watch.config import (
     OptimizerConfig,
     ReplicasConfig,
     WeightsConfig,
+    named,
 )
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.weights import GroupPath, Path, adam_stride, reach
@@ -711,3 +712,19 @@ def test_measuring_reads_nothing_on_the_host() -> None:
         vector = run.scans.measure()
     assert reads.count == 0
     assert (vector.dtype, vector.ndim, vector.requires_grad) == (torch.float32, 1, False)
+
+
+def test_a_loop_may_shrink_its_weights_a_little() -> None:
+    """By a projection, say: no element moved farther than the updates can move it."""
+    torch.manual_seed(0)
+    model = nn.Linear(1000, 1000, bias=False)
+    scans = Scans(named("default"), model, [torch.optim.SGD(model.parameters(), lr=0.01)])
+    for step in range(1, 31):
+        with torch.no_grad():
+            gradient = torch.randn_like(model.weight)
+            model.weight.sub_(0.01 * gradient / gradient.norm())
+            if step == 25:
+                model.weight.mul_(0.9)
+        scans.landed(step, [{"lr": 0.01}], 1.0)
+        if step % 10 == 0:
+            assert scans.judge(step, step, scans.measure().tolist()) is None
