@@ -45,7 +45,7 @@ from resilient_train.recover.causes import by_signal
 from resilient_train.state.randomness import set_deterministic
 from resilient_train.tracking import uploads as tracking
 from resilient_train.tracking.review import command
-from resilient_train.tracking.store import left_in
+from resilient_train.tracking.store import counted_entries, left_in
 from resilient_train.tracking.story import last_good_of
 from resilient_train.tracking.uploads import NullTracker, Tracker
 from resilient_train.types import Action, Anomaly, Decision, Signal
@@ -377,8 +377,8 @@ def _already_finished(composed: Composed, directory: RunDirectory, summary: dict
         log.info("differs from this command: %s", line)
     log.info("training is complete; run.resume=never starts a new run in a sibling directory")
     if world.is_main and (left := left_in(directory.path)):
-        entries = "1 entry" if left == 1 else f"{left:,} entries"
-        log.warning("MLflow lacks %s of it; to upload them:\n  %s", entries, command("sync", directory.path))
+        how = command("sync", directory.path)
+        log.warning("MLflow lacks %s of it; to upload them:\n  %s", counted_entries(left), how)
     evaluated = summary.get("eval")
     return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else loss, directory=directory.path)
 

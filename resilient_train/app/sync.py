@@ -25,7 +25,7 @@ from resilient_train.record.endings import at_work
 from resilient_train.record.outbox import BEGAN, OUTBOX, entries
 from resilient_train.tracking.connection import root_cause
 from resilient_train.tracking.review import where_to_look
-from resilient_train.tracking.store import Store, UploadCursor, left_in, locate, shown, ui_command
+from resilient_train.tracking.store import Store, UploadCursor, counted_entries, left_in, locate, shown, ui_command
 from resilient_train.tracking.uploader import Busy, Uploader, backfill, needs_backfill
 from resilient_train.tracking.uploads import EXPERIMENT
 from resilient_train.wording import printable
@@ -209,10 +209,10 @@ def _report(uploader: Uploader, store: Store, trouble: str | None) -> int:
     run_dir, where = uploader.run_dir, shown(store.uri)
     if trouble is not None:
         left = left_in(run_dir)
-        what = f"{left:,} entries are left" if left else "what MLflow shows of the run is not complete"
+        what = f"MLflow lacks {counted_entries(left)}" if left else "what MLflow shows of the run is not complete"
         print(f"{run_dir}: {what}:\n{printable(trouble)}", file=sys.stderr)
         return 1
-    what = f"{uploader.uploaded:,} entries were uploaded" if uploader.uploaded else "nothing was left to upload"
+    what = f"uploaded {counted_entries(uploader.uploaded)}" if uploader.uploaded else "nothing was left to upload"
     print(f"{run_dir}: {what}; MLflow at {where} has everything")
     for why in uploader.refused:
         print(printable(f"MLflow refused {shown(why)}"), file=sys.stderr)

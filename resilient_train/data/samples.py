@@ -186,13 +186,14 @@ class MapSamples(Samples):
         except Exception as error:
             trouble = in_one_line(error)  # not the error itself, which would keep the workers alive
             workers = getattr(self._batches, "_workers", [])
-            is_of_rows = may_pass(error) and all(one.is_alive() for one in workers)
+            lost_worker = not all(one.is_alive() for one in workers)
+            is_of_rows = may_pass(error) and not lost_worker
         else:
             planned = self._plan.ahead.popleft()
             assert planned.start >= self.position
             self.position = planned.stop
             return Update(planned.start, planned.stop, batches, self.slicing.of_this_rank(planned.keys))
-        return self._fetched_here(trouble, Retries(beat), is_of_rows=is_of_rows)
+        return self._fetched_here(trouble, Retries(beat), is_of_rows=is_of_rows, lost_worker=lost_worker)
 
     def go_back(self, update: Update) -> None:
         self.load_state_dict({"position": update.start})
@@ -260,7 +261,7 @@ class MapSamples(Samples):
             fetching._worker_pids_set = False
         return fetching  # type: ignore[no-any-return]
 
-    def _fetched_here(self, trouble: str, retries: Retries, *, is_of_rows: bool) -> Update:
+    def _fetched_here(self, trouble: str, retries: Retries, *, is_of_rows: bool, lost_worker: bool) -> Update:
         """Make the next update in this process, row by row if necessary. Workers start again after it."""
         self._batches = None
         span = self.stream.take(self.position, self.slicing.samples)
@@ -272,10 +273,12 @@ class MapSamples(Samples):
             failed |= {row.row: row for row in bad}
         self._require_storage([row for row in failed.values() if row.may_pass], span.start)
         if not failed:  # a worker that died, a disk that was away for a moment
-            if self._trouble_until is None or retries.pauses:
+            is_again, is_first = self._trouble_until == span.start, self._trouble_until is None
+            # Rows that fail now and then are reported once; the death of a worker costs seconds every time.
+            if is_first or retries.pauses or (lost_worker and not is_again):
                 attempt = f"try {retries.pauses + 2}" if retries.pauses else "the second try"
-                _log.warning("data: %s; the same rows came at %s, and training continues", trouble, attempt)
-            is_again, self._trouble_until = self._trouble_until == span.start, span.stop
+                _log.warning("data: %s; the same rows arrived at %s, and training continues", trouble, attempt)
+            self._trouble_until = span.stop
             if not is_of_rows:
                 self._loader = None  # a loader that has lost a worker cannot be iterated again
                 if is_again and self.num_workers:

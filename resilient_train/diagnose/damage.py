@@ -56,7 +56,7 @@ def lost_eps(optimizers: Iterable[Optimizer]) -> str | None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             eps = group.get("eps")
-            if not isinstance(eps, float):
+            if not isinstance(eps, int | float):
                 continue
             for dtype in {weight.dtype for weight in group["params"] if weight.is_floating_point()}:
                 if torch.tensor(eps, dtype=dtype).item() == 0:

@@ -279,7 +279,9 @@ def attempt_name(agents: Store, rank: int, size: int, patience: timedelta) -> st
                 answered[other] = word_of_other
                 agents.set(f"{_PREFIX}/answer/{word_of_other.decode()}", name)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{size - 1 - joined} of {size} processes have not come within {patience.seconds} s")
+            raise TimeoutError(
+                f"{size - 1 - joined} of {size} processes have not come within {patience.total_seconds():.0f} s"
+            )
         time.sleep(_PAUSE_S)
     return name
 

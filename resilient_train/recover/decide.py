@@ -181,7 +181,7 @@ def decisions_digest(incidents: Sequence[Incident], in_effect: Mapping[str, Any]
 
 def update_digest(decisions: int, step: int, tick: int, start: int, samples: int, knobs: KnobValues) -> int:
     """Digest the inputs of an update. It is computed for every update, so it is cheap."""
-    # Factors as float32: their last digit may differ between machines, without effect.
+    # Factors rounded to float32: their last digit may differ between machines, without effect.
     factors = (knobs.lr, knobs.clip, knobs.eps, knobs.ceiling, knobs.leapt_to, knobs.higher_precision)
     whole = crc32(pack("<5q5f?", decisions, step, tick, start, samples, *factors))
     return (whole ^ (whole >> DIGEST_BITS)) & ((1 << DIGEST_BITS) - 1)

@@ -175,6 +175,11 @@ def left_in(directory: Path) -> int:
         return 0
 
 
+def counted_entries(number: int) -> str:
+    """Say how many entries of the outbox there are."""
+    return "1 entry" if number == 1 else f"{number:,} entries"
+
+
 @dataclass(frozen=True)
 class Store:
     """A tracking store."""

@@ -23,7 +23,7 @@ from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBO
 from resilient_train.secrets import masked
 from resilient_train.tracking.connection import cut
 from resilient_train.tracking.review import command
-from resilient_train.tracking.store import Store, TrackedRun, UploadCursor, left_in, locate, shown
+from resilient_train.tracking.store import Store, TrackedRun, UploadCursor, counted_entries, left_in, locate, shown
 
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command
 
@@ -148,7 +148,9 @@ class OutboxTracker:
             explaining.cancel()
         if trouble is not None:
             left = left_in(self._directory)
-            what = f"{left:,} entries of {OUTBOX} are left" if left else "what it shows of the run is not complete"
+            what = (
+                f"it lacks {counted_entries(left)} of {OUTBOX}" if left else "what it shows of the run is not complete"
+            )
             _log.warning("MLflow at %s did not get everything: %s (%s)", shown(self._store.uri), what, trouble)
             _log.warning(
                 "to upload the rest, from any machine that has the directory:\n  %s", command("sync", self._directory)

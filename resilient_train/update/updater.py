@@ -172,7 +172,7 @@ class Updater:
             asked = lr / usual * factor if usual and isinstance(lr, int | float) else 0.0
             allowed = min(asked, _limit(asked, knobs))
             setting = {**setting, "lr": usual * allowed if allowed < asked else lr * factor}
-            if isinstance(eps, float):  # Adafactor's is a pair, for which a factor makes no sense
+            if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
                 setting["eps"] = max(eps * knobs.eps, _least_eps(group)) if self.mends_eps else eps * knobs.eps
             old: dict[str, Any] = {name: group.get(name) for name in setting}
             old[LR_OF_GUARD] = ours = group.get(LR_OF_GUARD, old["lr"])  # missing if the loop has loaded a state
@@ -222,10 +222,12 @@ def _least_eps(group: Mapping[str, Any]) -> float:
 def _digest_of_rates(settings: Settings) -> int:
     """Digest the rates of an update, for ranks to compare.
 
-    To a hundredth: the last digit may differ between machines, and replicas are compared as well.
+    To a hundredth: the last digit may differ between machines, and replicas are compared as well. The digits are cut
+    after two bytes, at multiples of a power of two. Times pi no round rate lies there, such as 2**-7 or a half: with
+    the next number below it the digest is the same.
     """
     rates = [setting["lr"] for setting in settings]
-    single = array("f", [rate for rate in rates if isinstance(rate, float)]).tobytes()
+    single = array("f", [math.pi * rate for rate in rates if isinstance(rate, float)]).tobytes()
     return crc32(single[_UPPER::4] + single[_UPPER + 1 :: 4]) % DIGESTS
 
 

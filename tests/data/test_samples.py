@@ -487,7 +487,7 @@ def test_a_row_that_raises_once_is_fetched_again(caplog: pytest.LogCaptureFixtur
             assert sha256(new.batches) == sha256(old.batches)
     (line,) = caplog.messages
     assert line.startswith("data: OSError: stale file handle (")
-    assert line.endswith("; the same rows came at the second try, and training continues")
+    assert line.endswith("; the same rows arrived at the second try, and training continues")
 
 
 @pytest.fixture
@@ -510,15 +510,16 @@ def test_a_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -
     plain, samples = by_hand(Augmented(400)), by_hand(Augmented(400), workers=2)
     with caplog.at_level(logging.WARNING, "resilient_train"):
         for number in range(12):
-            if number == 3:
+            if number in (3, 8):
                 os.kill(struck := workers_of(samples)[0].pid, signal.SIGKILL)
                 while _state(struck) != "Z":  # the training, in which nothing may be raised
                     time.sleep(0.01)
             assert sha256(samples.next_update().batches) == sha256(plain.next_update().batches)
         assert len(workers_of(samples)) == 2
         assert all(worker.is_alive() for worker in workers_of(samples))
-    (line,) = caplog.messages
-    assert re.search("exited unexpectedly|Connection|EOF", line)  # as it is met: by a signal, or by a pipe that is dead
+    assert len(caplog.messages) == 2
+    for line in caplog.messages:  # as it is met: by a signal, or by a pipe that is dead
+        assert re.search("exited unexpectedly|Connection|EOF", line)
     samples.close()
 
 

@@ -257,6 +257,7 @@ def test_damage_names_the_element() -> None:
         (torch.float16, 1e-3, False),
         (torch.bfloat16, 1e-8, False),
         (torch.float32, 0.0, True),
+        (torch.float32, 0, True),
     ],
 )
 def test_an_epsilon_that_its_type_cannot_hold(dtype: torch.dtype, eps: float, is_lost: bool) -> None:

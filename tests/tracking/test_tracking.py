@@ -297,6 +297,15 @@ def test_a_kill_while_the_database_is_created_does_not_ruin_it(tmp_path: Path) -
     assert history(uploaded(home / "after", home), "train/loss")[0][2] == 0.5
 
 
+def test_a_single_entry_is_counted_as_one(
+    home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resilient_train.tracking.uploads.left_in", lambda directory: 1)
+    tracker = build(config(f"http://127.0.0.1:{free_port()}"), tmp_path, home)
+    tracker.finish("failed")
+    assert "it lacks 1 entry of outbox.jsonl" in caplog.text
+
+
 def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_upload_it(
     home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,7 +318,7 @@ def test_a_dead_server_is_said_once_with_what_is_left_and_how_to_upload_it(
     *first, last, how = caplog.messages
     assert all("Training is not affected" in one for one in first)
     assert len(first) <= 1
-    assert "1,003 entries of outbox.jsonl are left" in last
+    assert "it lacks 1,003 entries of outbox.jsonl" in last
     assert "ConnectionRefusedError" in last
     assert how.endswith(command("sync", tmp_path))
     assert "secret" not in "".join(caplog.messages) + (tmp_path / OUTBOX).read_text()

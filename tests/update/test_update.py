@@ -211,6 +211,37 @@ def constant_updater(optimizer: torch.optim.Optimizer) -> Updater:
     return Updater([optimizer], [CurveSchedule(rates, constant, 0)], ClipConfig(None, None), device=CPU)
 
 
+def digest_of(lr: float) -> float:
+    """The digest that a rank with this rate sends to the others."""
+    weight = nn.Parameter(torch.zeros(()))
+    sent: list[torch.Tensor] = []
+
+    def gather(mine: torch.Tensor) -> torch.Tensor:
+        sent.append(mine)
+        return mine[None]
+
+    schedule, optimizer = CurveSchedule([lr], constant, 0), torch.optim.SGD([weight], lr=lr)
+    weight.grad = torch.ones(())
+    Updater([optimizer], [schedule], ClipConfig(None, None), gather, device=CPU).apply(0, torch.zeros(()))
+    return float(sent[0][-1])
+
+
+@pytest.mark.parametrize("rate", [2**-7, 0.5, 1.0, 0.75, 1e-3, 3e-4, 0.1])
+def test_ranks_whose_rates_differ_in_the_last_digit_are_alike(rate: float) -> None:
+    """As the cosine of another machine may differ; a rate that is off by a hundredth is no rounding."""
+    for other in (math.nextafter(rate, 0), math.nextafter(rate, 2), rate * (1 - 6e-8)):
+        assert digest_of(other) == digest_of(rate)
+    assert digest_of(1.01 * rate) != digest_of(rate)
+
+
+def test_an_epsilon_of_zero_is_mended_even_if_it_is_an_int() -> None:
+    weight = nn.Parameter(torch.zeros(()))
+    updater = constant_updater(torch.optim.AdamW([weight], lr=1.0, eps=0))
+    updater.mends_eps = True
+    weight.grad = torch.ones(())
+    assert updater.apply(0, torch.zeros(())).settings[0]["eps"] > 0
+
+
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_rate_that_the_loop_sets_is_not_overwritten_silently(at: int) -> None:
     """It is an error, at the first update and later; other settings are the loop's own."""
