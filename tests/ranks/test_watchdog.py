@@ -220,7 +220,7 @@ def test_a_diagnosis_may_take_longer_than_an_update(here: Path, run_command: com
     assert done.code == 0, done.stderr
     (found,) = incidents(Path("run"))
     assert (found["cause"], found["culprit"]["op"]) == ("operation", "log")
-    assert "Row 40 of the data" in found["advice"]
+    assert "Seen with row 40 of the data" in found["advice"]
     assert sum(calls) > 4 + 10
     assert max(calls) <= 2
 
