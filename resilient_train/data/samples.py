@@ -177,7 +177,7 @@ class MapSamples(Samples):
     def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
         """Fetch the next update's samples and move past them. Others replace rows that raise, which are named.
 
-        An error from a worker does not say which row raised it: the update is made again in this process.
+        An error from a worker does not say which row raised it: the rows are fetched again in this process.
         """
         try:
             if self._batches is None:
