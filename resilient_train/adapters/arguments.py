@@ -55,7 +55,7 @@ def world(accelerator: Any) -> World:
     return World(accelerator)
 
 
-def called(model: Any, world: World) -> nn.Module:
+def unwrapped(model: Any, world: World) -> nn.Module:
     """Unwrap a model from what replicates it over processes, but not from torch.compile."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {named_type(model)}")
@@ -68,9 +68,9 @@ def called(model: Any, world: World) -> nn.Module:
     if world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_") and not is_replicated:
         why = "each process would train a model of its own: give what accelerator.prepare(model) returns"
         raise ValueError(f"model: it is not prepared for {world.size} processes, so {why}")
-    # Given a compiled and replicated model, unwrap_model would unwrap the replicas of the caller's loop as well.
-    unwrapped: nn.Module = world.accelerator.unwrap_model(inner, keep_fp32_wrapper=True)
-    return model if unwrapped is inner else unwrapped
+    # unwrap_model on a compiled DDP model would also strip DDP from the caller's model.
+    bare: nn.Module = world.accelerator.unwrap_model(inner, keep_fp32_wrapper=True)
+    return model if bare is inner else bare
 
 
 def own_weights(model: nn.Module) -> frozenset[str] | None:
@@ -91,7 +91,7 @@ def objective(given: Any) -> Measured | None:
 
 
 def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
-    """Unwrap one optimizer or several from Accelerate's wrappers, which silently ignore a gate."""
+    """Unwrap one optimizer or several from Accelerate's wrappers, which would silently bypass the gate."""
     several = list(given) if isinstance(given, list | tuple) else [given]
     if not several:
         raise ValueError("optimizer: the list is empty")
@@ -101,7 +101,7 @@ def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
         name = type(one).__name__
         if not isinstance(one, Optimizer):
             raise TypeError(f"optimizer: expected a torch.optim.Optimizer or a list of them, got {named_type(one)}")
-        _, *parameters = inspect.signature(type(one).step).parameters.values()  # all others have closure=None
+        _, *parameters = inspect.signature(type(one).step).parameters.values()  # torch's usual step needs no argument
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         if any(each.default is inspect.Parameter.empty and each.kind in kinds for each in parameters):
             why = "its step computes the loss again, several times an update, which no gate can refuse"
@@ -180,7 +180,7 @@ def samples(
 def steps(given: int | None, key: str = "steps") -> int | None:
     """Check a number of updates, or None."""
     if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-        raise unusable(key, f"expected a number of updates, from 0, got {given!r}")
+        raise unusable(key, f"expected a whole number of at least 0, got {given!r}")
     return given
 
 
@@ -272,7 +272,7 @@ def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
     return policies.parse(given) if isinstance(given, Mapping) else policies.named(str(given))
 
 
-def check(run_dir: str | Path | None, drill: Any, /, **given: Any) -> None:
+def refuse_bad_numbers(run_dir: str | Path | None, drill: Any, /, **given: Any) -> None:
     """Refuse NaN and infinities, by the name of the argument, and checkpoints without a directory."""
     if run_dir is None and disk(given["disk"]).every:
         raise unusable("disk", "needs a run_dir: checkpoints are written there")
@@ -307,7 +307,7 @@ def cautions(
 ) -> Iterator[str]:
     """Say what is missing in a loop. `waits` are optimizers that the gate has to wait for."""
     if isinstance(samples, LoaderSamples):
-        yield "data: this loader is not ours and does not rewind: after a rewind come the batches that come next"
+        yield "data: your own loader does not rewind: after a rewind the loop gets the batches that come next"
     if 0 < samples.rows < samples.slicing.samples:
         many = f"an update takes {samples.slicing.samples:,} rows, and the data set has {samples.rows:,}"
         yield f"data: {many}: each update takes rows more than once"

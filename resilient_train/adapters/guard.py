@@ -49,6 +49,7 @@ _NO_TOTAL = (
     "guard.batches() yields the rest of a planned total: give one with Guard(steps=...), or ask for n more with "
     "guard.batches(n)"
 )
+_RECOVERED_AFTER = 50  # accepted updates at least, until an incident counts as recovered
 _FROM_THE_START = (
     "make or load the same model on every rank before it is prepared, and change no weights after that; "
     "if the ranks are meant to differ, set checks.replicas.every=0"
@@ -114,18 +115,18 @@ class Guard(guard.EngineGuard):
         slow makes progress.
         """
         world, clock = arguments.world(accelerator), Clock()
-        is_callers = incidents is None  # else the command's
-        if is_callers:
+        is_own_loop = incidents is None  # False: the command's, which reports its end itself
+        if is_own_loop:
             log_to_stderr(world)
             numbers = {"clip": clip, "verify_after": verify_after, "seed": seed, "num_workers": num_workers}
-            arguments.check(run_dir, drill, **numbers, disk=disk, memory=memory, checks=checks)
+            arguments.refuse_bad_numbers(run_dir, drill, **numbers, disk=disk, memory=memory, checks=checks)
         measured, self.steps = arguments.objective(objective), arguments.steps(steps)
         batch_size = arguments.batch_size(batch_size, data, world)
         slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, world.rank, world.size)
         device, scaler = world.device, accelerator.scaler
         arguments.hold_on_to_memory(device)
-        called = arguments.called(model, world)
-        bare = getattr(called, "_orig_mod", called)  # whose weights have their own names
+        unwrapped = arguments.unwrapped(model, world)
+        bare = getattr(unwrapped, "_orig_mod", unwrapped)  # without torch.compile's prefix in the names of weights
         optimizers = arguments.optimizers(optimizer, bare)
         rates = schedules(schedule, optimizers)
         samples = arguments.samples(
@@ -150,7 +151,7 @@ class Guard(guard.EngineGuard):
         search = None
         if measured is not None:
             replay = Replay(
-                called,
+                unwrapped,
                 lambda model, batch: measured.for_training(model, batch)[0],
                 anomaly_mode.backward,
                 backups,
@@ -171,28 +172,29 @@ class Guard(guard.EngineGuard):
             updater=updater,
             ring=Ring(state, memory or MemoryConfig(every=25, keep=4, max_gib=None), world.least),
             checks=Checks(checks),
-            scans=Scans(checks, called, optimizers, arguments.own_weights(model) if world.size > 1 else None),
-            precision=Precision(called, accelerator.mixed_precision),
+            scans=Scans(checks, unwrapped, optimizers, arguments.own_weights(model) if world.size > 1 else None),
+            precision=Precision(unwrapped, accelerator.mixed_precision),
             updates=UpdateHistory(),
             search=search,
             beat=beat,
         )
         home = Place(incidents) if incidents else place(run_dir, world, bool(resume), tracking)
         incidents = home.incident_log
-        keys = ("quarantine", "data_changed") if is_callers else ("data.quarantine", "run.data_changed")
+        keys = ("quarantine", "data_changed") if is_own_loop else ("data.quarantine", "run.data_changed")
         try:
             quarantined = arguments.quarantine(quarantine, data_changed, samples, incidents, world, keys=keys)
             how = resume if isinstance(resume, Resume) else Resume()
             keeper = CheckpointKeeper(disk, parts, incidents.directory, incidents.run_history, how)
+            recovered_after = max(verify_after, _RECOVERED_AFTER)
             controls = Controls(parts, policy, quarantined, keeper)
-            treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=max(verify_after, 50))
+            treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=recovered_after)
             self.reporter = RunReporter(clock, incidents, parts.updates, home, keeper.progress)
             super().__init__(
                 *(model, parts, treating),
                 objective=measured,
                 backups=backups,
                 anomaly_mode=anomaly_mode,
-                evaluation_loss=EvaluationLoss(checks.evaluation, called, backups, is_alone=world.size == 1),
+                evaluation_loss=EvaluationLoss(checks.evaluation, unwrapped, backups, is_alone=world.size == 1),
                 direct_steps=DirectStepCheck(optimizers),
                 verify_after=verify_after,
                 seed=seed,
@@ -203,7 +205,7 @@ class Guard(guard.EngineGuard):
             self._left: Path | None = None  # the state at the end of the loop
             waits = updater.gate.synchronous() if device.type != "cpu" else []
             self._cautions = [*arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
-            self._unused = warn_if_unused(self, world) if is_callers else None
+            self._unused = warn_if_unused(self, world) if is_own_loop else None
         except BaseException:
             if home.lock is not None:
                 home.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
@@ -269,7 +271,7 @@ class Guard(guard.EngineGuard):
         return self._left
 
     def close(self) -> None:
-        """End a run before its last step: check the last update, close recovered incidents, end worker processes."""
+        """End a run, at its last step or before: check the last update, close recovered incidents, end workers."""
         self._put_back_batch()
         error, gave_up = sys.exc_info()[1], None
         try:
@@ -336,7 +338,7 @@ class Guard(guard.EngineGuard):
         return self._keeper.saving_since
 
     def ended(self, *, was_killed: bool = False) -> None:
-        """Note that the process ends in order; `was_killed`: but another process of the run did not."""
+        """Note that the process ends by itself; `was_killed`: because another process of the run was killed."""
         self._recovery.process_ends(was_killed=was_killed)
 
     def leave_newest(self) -> tuple[int, Path | None]:
@@ -390,7 +392,7 @@ class Guard(guard.EngineGuard):
                 found = self._examination.examine_now()  # later examinations compare with this one
                 if found is not None and found.signal is Signal.RANK_MISMATCH:
                     raise RanksDiffer(f"{found.evidence}, before the first update: {_FROM_THE_START}")
-            if self._keeper.is_verified or self._ring.is_due(self.clock.step):  # else it would not be in memory either
+            if self._keeper.is_verified or self._ring.is_due(self.clock.step):  # else no snapshot is taken at this step
                 self._controls.snapshot(self.clock.step, verified=self._keeper.is_verified)
             if self._checks.rewind_check.is_open:  # since before the process ended
                 self._ring.keep_reference(self.clock.step)

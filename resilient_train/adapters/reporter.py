@@ -39,10 +39,10 @@ from resilient_train.wording import duration, log
 
 REPORT_EVERY = 10  # accepted updates of the caller's loop
 _JUDGED_AFTER = 50  # steps: before, a loss that has not fallen means nothing
-_LEAST = 0.01  # of the first loss
-_TIMED = 10_000  # laps that the median step time is taken of
+_LEAST_FALL = 0.01  # share of the first loss
+_TIMED = 10_000  # laps from which the median step time is taken
 
-_open: set[RunReporter] = set()  # of loops whose end is not reported yet
+_unreported: set[RunReporter] = set()  # of loops whose end is not reported yet
 
 _UNUSED = (
     "this guard has made no update, so it has protected nothing: iterate over guard.batches() and call guard.step or "
@@ -76,7 +76,7 @@ def warn_if_unused(guard: object, world: World) -> weakref.finalize[Any, Any]:
     return weakref.finalize(guard, log.warning if world.is_main else log.debug, "%s", _UNUSED)
 
 
-def status_of(error: BaseException | None) -> tuple[str, int]:
+def status_and_code(error: BaseException | None) -> tuple[str, int]:
     """Return the status and the exit code of a run that ends with this error, or with none."""
     if error is None:
         return "completed", 0
@@ -93,12 +93,12 @@ def verdict_of(
     if is_unrecovered(incidents):
         return "unrecovered"
     first, final = losses
-    if steps >= _JUDGED_AFTER and first is not None and final is not None and not final < first - _LEAST * abs(first):
-        return "no_progress"
-    return "recovered" if incidents else "well"
+    if steps < _JUDGED_AFTER or first is None or final is None or final < first - _LEAST_FALL * abs(first):
+        return "recovered" if incidents else "well"
+    return "no_progress"
 
 
-def write(summary: Summary, run_dir: Path) -> None:
+def write_summary(summary: Summary, run_dir: Path) -> None:
     """Write the summary; a full disk is logged."""
     try:
         summary.write(run_dir / SUMMARY)
@@ -135,7 +135,7 @@ def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path, *more: Pat
         for line in where_to_look(ui_command(run.tracking_uri), run.url):
             log.info("%s", line)
         summary.mlflow = run.as_dict()
-        write(summary, run_dir)
+        write_summary(summary, run_dir)
 
 
 @dataclass
@@ -202,8 +202,10 @@ class RunReporter:
         self.times.start_lap()
         if self.place.directory is None:
             return
-        _open.add(self)
-        is_new, self._is_over, self._ending = self._is_over, False, None
+        _unreported.add(self)
+        is_new = self._is_over
+        self._is_over = False
+        self._ending = None
         if self.place.lock is None:
             return
         endings.begin(self.place.directory, is_finished=False)  # before another rank may have failed again
@@ -245,7 +247,7 @@ class RunReporter:
         self._tracker.metrics(self.clock.tick, {f"eval/{name}": value for name, value in metrics.items()})
         if self._ending is not None and not self._is_over:  # many evaluate after the loop
             self._ending.eval = self.evaluated
-            write(self._ending, self._directory)
+            write_summary(self._ending, self._directory)
 
     # At the end.
 
@@ -287,13 +289,13 @@ class RunReporter:
         ending.why = why or (None if error is None else short_message(error))
         if why or not is_lost:  # else the progress stays as if this process was killed
             self.progress.turned_to(Doing.ENDED)
-        write(ending, self._directory)
+        write_summary(ending, self._directory)
 
     def fail(self, error: BaseException) -> None:
         """Report that an error ended the loop; a rank other than 0 leaves a note for rank 0."""
         if self.place.rank and not (self._is_over or isinstance(error, GaveUp | Stopped) or is_lost_peer(error)):
             endings.note_failure(self._directory, self.place.rank, short_message(error), in_training=True)
-        self.end(*status_of(error), error)
+        self.end(*status_and_code(error), error)
         self.conclude()
 
     def conclude(self) -> None:
@@ -301,7 +303,7 @@ class RunReporter:
         if self.place.lock is None or self._ending is None or self._is_over:
             return
         self._is_over = True
-        _open.discard(self)
+        _unreported.discard(self)
         if self._ending.status == "completed":
             log.info("%s", completed(self._ending))
         print_review(self._directory)
@@ -325,7 +327,7 @@ class RunReporter:
             self._ending.status, self._ending.exit_code = "failed", 1
             self._ending.why = "it was asked to stop, and no state could be written"
             log.error("%s", self._ending.why)
-            write(self._ending, self._directory)
+            write_summary(self._ending, self._directory)
         self.conclude()
 
     def left(self, error: BaseException | None) -> None:
@@ -343,7 +345,7 @@ class RunReporter:
 
     def _release(self) -> None:
         """Let another process resume in the directory."""
-        _open.discard(self)
+        _unreported.discard(self)
         if self.place.lock is not None:
             self.place.lock.release()
 
@@ -357,5 +359,5 @@ class RunReporter:
 def _at_exit() -> None:
     """Report loops that ended without a report: the interpreter has an error that was not caught."""
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    for one in list(_open):
+    for one in list(_unreported):
         one.left(error)

@@ -35,7 +35,7 @@ from resilient_train.ranks.process_exit import code_for_agent
 from resilient_train.record.endings import note_refusal
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
 
-_LAST_WORD_S = 2.0
+_LAST_WORD_S = 2.0  # seconds that other ranks wait for rank 0's report
 _wants_traceback = False
 _exit_codes: list[int] = []  # of the jobs of this process; Hydra does not return them
 _jobs: list[Job] = []  # of a sweep, in this process
@@ -108,7 +108,7 @@ def _completed(line: str, given: argparse.Namespace) -> list[str]:
     before = typed_words if line.endswith(" ") else typed_words[:-1]
     if before[:1] and before[0] in VERBS:
         return glob(f"{word}*/")
-    # Hydra takes a path with "python" in it for Python, and --config-dir from its own command line alone.
+    # Hydra takes a path that contains "python" for an interpreter, and reads --config-dir from sys.argv only.
     options = parse(before)
     folder = options.config_dir if options.config_dir and Path(options.config_dir).is_dir() else None
     os.environ["COMP_LINE"] = " ".join(["resilient-train", *options.words, word])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train import __version__
-from resilient_train.adapters.reporter import completed, finish_uploads, print_review, status_of, write
+from resilient_train.adapters.reporter import completed, finish_uploads, print_review, status_and_code, write_summary
 from resilient_train.app.build import Run, assemble, validate
 from resilient_train.app.config.compose import Composed, describe_changes, is_fixed
 from resilient_train.app.directory import RunDirectory, claim
@@ -56,7 +56,7 @@ _NOT_WELL = {"unrecovered": "an incident has not recovered", "no_progress": "the
 _HOME = Path("runs")  # of MLflow's database, if no other store is configured
 _KEPT = ("steps", "ticks", "steps_lost", "first_loss", "final_loss", "eval")  # of a summary, if a resume fails
 _LOADER = "torch/utils/data/dataloader.py"
-_FOR_OTHERS_S = 1.2  # until the watchdogs of other ranks have looked at their clocks, too
+_FOR_OTHERS_S = 1.2  # seconds in which the watchdogs of other ranks look at their clocks, too
 
 
 @dataclass(frozen=True)
@@ -211,11 +211,12 @@ class _Session:
     def _end_hung(self, hang: Hang) -> int:
         """Log where the run hangs, save what can be saved, and return the exit code. The watchdog's thread calls it."""
         world, directory, run = self.world, self.directory, self.run
-        where = next((f for f in reversed(called_by_us(hang.frames)) if is_users(f.f_code.co_filename)), None)
-        place = (
-            f"{where.f_code.co_filename}:{where.f_lineno}, in {where.f_code.co_name}" if where else "no line of yours"
-        )
-        for frame in hang.frames if where is None else ():  # user code may run in a worker of the data loader
+        users_frame = next((f for f in reversed(called_by_us(hang.frames)) if is_users(f.f_code.co_filename)), None)
+        place = "no line of yours"
+        if users_frame is not None:
+            code_object = users_frame.f_code
+            place = f"{code_object.co_filename}:{users_frame.f_lineno}, in {code_object.co_name}"
+        for frame in hang.frames if users_frame is None else ():  # user code may run in a worker of the data loader
             workers = getattr(frame.f_locals.get("self"), "_workers", [])
             if workers and frame.f_code.co_filename.endswith(_LOADER):
                 pids = ", ".join(str(one.pid) for one in workers)
@@ -223,12 +224,12 @@ class _Session:
         asked = "it was asked to stop, and " if hang.stop_asked else ""
         evidence = f"{asked}no {hang.phase} was finished for {hang.seconds:.0f} s; it hangs in {place}"
         # Rank 0 reports for the ranks that only wait for another; a rank that hangs in user code reports itself.
-        level = logging.ERROR if world.is_main or where else logging.INFO
+        level = logging.ERROR if world.is_main or users_frame else logging.INFO
         log.log(level, "%s: the process ends; all stacks are in %s", evidence, directory.log(world.rank))
         log.info("%s", hang.stacks, extra=IN_FILE_ONLY)
         code = 1
         if not hang.stop_asked:
-            mine = notes.Hung(world.rank, evidence, where is not None)
+            mine = notes.Hung(world.rank, evidence, users_frame is not None)
             if world.size > 1 and world.is_main:
                 noted = notes.gather_hung(directory.path, mine, world.size, _FOR_OTHERS_S)
                 if (found := notes.who_hung(noted, world.size)) != evidence:
@@ -245,15 +246,15 @@ class _Session:
                 decision = Decision((Action("end"),))
                 self.incident_log.record_treatment(self.incident_log.open(anomaly, by_signal(anomaly), decision))
         else:
-            is_for_another = self._was_asked_for_another()  # reads files, so not before the stacks are logged
-            if (why := endings.failure(directory.path) if is_for_another else None) is not None:
+            another_failed = self._stops_since_another_failed()  # reads files, so not before the stacks are logged
+            if (why := endings.failure(directory.path) if another_failed else None) is not None:
                 log.error("error: %s", why)
-            code = 75 if self._save_newest() and not is_for_another else 1  # 75: the same command resumes
+            code = 75 if self._save_newest() and not another_failed else 1  # 75: the same command resumes
             if run is not None:
-                run.guard.ended(was_killed=is_for_another and why is None)
+                run.guard.ended(was_killed=another_failed and why is None)
         if world.is_main:
             summary = self._summary("preempted" if code == 75 else "failed", code)
-            write(summary, directory.path)
+            write_summary(summary, directory.path)
             if code != 75:
                 hangs = f"no {hang.phase} was finished for {hang.seconds:.0f} s"
                 notify(self.config.notify, "hang", directory.path, asdict(summary), hangs)
@@ -277,20 +278,20 @@ class _Session:
         directory, run, is_main = self.directory, self.run, self.world.is_main
         was_lost = False
         if isinstance(error, Stopped):
-            is_of_another = self._was_asked_for_another()
+            another_failed = self._stops_since_another_failed()
         else:
-            is_of_another = error is not None and self.world.size > 1 and is_lost_peer(error)
-        if is_of_another:
+            another_failed = error is not None and self.world.size > 1 and is_lost_peer(error)
+        if another_failed:
             why = endings.failure(directory.path)
             was_lost = why is None
             ended = PeerEnded(why or "another process of this run ended; its error is in its train.rank*.log")
             ended.__cause__, error = error, ended
-        elif not is_main and error is not None and status_of(error)[0] == "failed":
+        elif not is_main and error is not None and status_and_code(error)[0] == "failed":
             endings.note_failure(directory.path, self.world.rank, short_message(error), in_training=self.has_begun)
         if run is not None and self.has_begun:  # else the journal still is the previous process's
             run.guard.ended(was_killed=was_lost)
         self.incident_log.close_files()
-        summary = self._summary(*status_of(error))
+        summary = self._summary(*status_and_code(error))
         if summary.weights_sha256 is not None:  # each rank logs its own
             log.info("weights_sha256 %s", summary.weights_sha256, extra=IN_FILE_ONLY)
         if error is None:
@@ -299,7 +300,7 @@ class _Session:
             _print_error(error, directory, self.world)
         if is_main:
             if self.has_begun or not isinstance(error, ConfigError):
-                write(summary, directory.path)  # before the uploads, which take time
+                write_summary(summary, directory.path)  # before the uploads, which take time
             elif "WORLD_SIZE" in os.environ:  # the run is unchanged, but a launcher hides the exit code
                 endings.note_refusal(directory.path, error.exit_code, str(error))
             if self.has_begun:
@@ -353,7 +354,7 @@ class _Session:
                 setattr(summary, name, value)
         return summary
 
-    def _was_asked_for_another(self) -> bool:
+    def _stops_since_another_failed(self) -> bool:
         """Say whether a launcher asks to stop because another rank failed, and not a person or a scheduler."""
         if self.world.size == 1 or (self.run is not None and self.run.guard.stopped):  # all ranks agreed to stop
             return False
