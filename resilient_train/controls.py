@@ -23,7 +23,7 @@ from resilient_train.types import Anomaly, Diagnosis, Incident
 from resilient_train.watch.vitals import Leap
 from resilient_train.wording import log
 
-_BEGINNING = 16  # accepted updates: what breaks so soon was wrong from the start
+_EARLY_STEPS = 16  # a failure within so many accepted updates counts as one from the start
 
 
 class Controls(RunControl):
@@ -43,14 +43,14 @@ class Controls(RunControl):
         self._suspects = (0, 0)  # the samples that it may come from
         self.rewound_to: int | None = None  # the step that its treatment rewound to
         self.trace = 0  # digest of the updates that the rewind undid
-        self._decisions: int | None = None  # their digest; None since another decision
+        self._decisions_digest: int | None = None  # cached; None after a new decision
 
     def begin(self, incident: Incident, suspects: tuple[int, int]) -> None:
         """Begin to treat an incident; it may come from the samples at positions [start, stop) of `suspects`."""
         self._incident, self._suspects = incident, suspects
-        self.rewound_to, self.trace, self._decisions = None, 0, None
+        self.rewound_to, self.trace, self._decisions_digest = None, 0, None
 
-    # What remedies do: `RunControl` says it.
+    # The methods that remedies call; see `RunControl`.
 
     def rewind(self, older: int = 0, steps: int = 0) -> None:
         assert self._incident is not None
@@ -59,7 +59,7 @@ class Controls(RunControl):
             far_enough = [snapshot for snapshot in verified if snapshot.step <= anomaly.step - steps] or verified[-1:]
             snapshot = far_enough[min(older, len(far_enough) - 1)]
             parts.ring.restore(snapshot)
-            parts.restore_statistics(snapshot.statistics)
+            parts.restore_statistics(snapshot.checks_state)
         elif self._keeper.restore(anomaly.since):
             parts.ring.clear()
             self.snapshot(parts.clock.step, verified=True)
@@ -89,7 +89,7 @@ class Controls(RunControl):
         self._parts.updater.reset_moments()
         self._parts.scans.rebase()
 
-    def armor(self) -> None:
+    def patch_line(self) -> None:
         assert self._incident is not None
         culprit = self._incident.diagnosis.broken
         assert culprit is not None
@@ -98,7 +98,7 @@ class Controls(RunControl):
         self._note_patched(where)
         self._parts.checks.patched()
 
-    def mend_eps(self) -> None:
+    def raise_zero_eps(self) -> None:
         self._parts.updater.mends_eps = True
 
     def lower_loss_scale(self, factor: float) -> None:
@@ -114,8 +114,8 @@ class Controls(RunControl):
         verified, reference = parts.ring.verified_until(anomaly.since), parts.checks.rewind_check.reference
         return Circumstances(
             snapshots=len(verified) or int(self._keeper.has_verified(anomaly.since)),
-            # Not with a patched line: the values that it replaces are no sign of a wrong rate.
-            at_start=max(anomaly.since, reference.step if reference else 0) < _BEGINNING
+            # Not after a line was patched: an early failure then does not indicate a wrong learning rate.
+            at_start=max(anomaly.since, reference.step if reference else 0) < _EARLY_STEPS
             and [snapshot.step for snapshot in verified] == [0]
             and not self._armor.lines,
             mixed_precision=parts.precision.is_mixed,
@@ -153,10 +153,10 @@ class Controls(RunControl):
     # What outlives a rewind, and the process.
 
     def snapshot(self, step: int, *, verified: bool = False) -> Snapshot | None:
-        """Keep the present state in memory, with what was learned and the remedies in effect."""
+        """Take a snapshot, with the state of the checks and the remedies in effect."""
         snapshot = self._parts.ring.take(step, verified=verified)
         if snapshot is not None:
-            snapshot.statistics, snapshot.remedies = self._parts.statistics(), self.state_dict()
+            snapshot.checks_state, snapshot.remedies = self._parts.statistics(), self.state_dict()
         return snapshot
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class Controls(RunControl):
             updater.usual_norm = None if usual is None else float(usual)
             rows = {row for row in map(int, state["quarantined"]) if row < samples.rows}  # the data set may be smaller
             if lost := sorted(rows - self.quarantined.rows.keys()):
-                self._quarantine_rows(lost, "its list was lost; a checkpoint or the journal had it", 0)
+                self._quarantine_rows(lost, "quarantine.json was lost; restored from a checkpoint or the journal", 0)
             self._parts.checks.rewind_check.load_persistent_state(state.get("reference"))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"the remedies in effect cannot be read: {in_one_line(error)}") from error
@@ -213,7 +213,7 @@ class Controls(RunControl):
         self.quarantined.add(rows, reason, self._parts.clock.step, incident)
 
     def quarantine_after_crash(self, rows: Sequence[int], reason: str, incident: int) -> None:
-        """Put rows in quarantine that end the process in any company, as far as the budget allows."""
+        """Quarantine rows common to the updates in which the process died, if the budget allows."""
         count, listed = self._parts.samples.rows, {*rows} | self.quarantined.rows.keys()
         if len(listed - self.quarantined.given) <= self._policy.budget.rows_of(count) and len(listed) < count:
             self._quarantine_rows(rows, reason, incident)
@@ -229,13 +229,13 @@ class Controls(RunControl):
     def digest(self, start: int, incidents: IncidentLog) -> int:
         """Digest the decisions on which ranks have to agree before an update whose samples begin at `start`."""
         parts = self._parts
-        if self._decisions is None:  # they change with an incident only
+        if self._decisions_digest is None:  # they change with an incident only
             in_effect = {
                 "skipped": parts.samples.skipped.spans,
                 "quarantined": sorted(self.quarantined.rows),
                 "armor": [(patch.function, patch.text, patch.count, patch.op) for patch in self._armor.lines],
                 "mends_eps": parts.updater.mends_eps,
             }
-            self._decisions = decisions_digest(incidents.incidents, in_effect)
+            self._decisions_digest = decisions_digest(incidents.incidents, in_effect)
         step, tick, samples = parts.clock.step, parts.clock.tick, parts.samples.slicing.samples
-        return update_digest(self._decisions, step, tick, start, samples, self.knobs.values)
+        return update_digest(self._decisions_digest, step, tick, start, samples, self.knobs.values)

@@ -305,10 +305,10 @@ class EngineGuard:
             *(flight.sent.read(), flight.limits),
             has_scale=self._updater.scaler is not None,
             is_busy=attempt.is_busy,
-            pace=attempt.pace,
+            lr_ratio=attempt.lr_ratio,
             by_rank=attempt.rows_by_rank,
         )
-        if not vitals.alike:
+        if not vitals.ranks_agree:
             with self._reporting_failure():
                 digests = [row[DIGEST] for row in attempt.rows_by_rank()]
                 self._recovery.ranks_differ(digests, began=flight.begun.started_at)
@@ -328,12 +328,12 @@ class EngineGuard:
             norm = self._updater.clipped(vitals.grad_norm, attempt.max_norm)
             self._scans.landed(self.clock.step, attempt.settings, norm)
             if flight.snapshot is not None:
-                flight.snapshot.statistics = self._parts.statistics()
+                flight.snapshot.checks_state = self._parts.statistics()
         elif flight.snapshot is not None:
             self._ring.drop(flight.snapshot)
         scanned = self._examination.verdict()
         self._name_guilty_ranks()
-        anomaly = scanned or finding.anomaly or self._recovery.explainer.foresee(vitals, fed)
+        anomaly = scanned or finding.anomaly or self._recovery.explainer.check_first_updates(vitals, fed)
         if anomaly is None and not finding.repeat:
             if vitals.overflowed and flight.begun.backup.tables:
                 # Buffers may be NaN since its forward, and the next one has used them: repeat that.

@@ -1,7 +1,6 @@
 """One incident: diagnose its cause, decide what to do, apply the remedies, write it down.
 
-`treat` is that story from top to bottom. What happens to the process or its files, and not to the training, has a
-shorter one: `note_process_incident`.
+`treat` does this in order. `note_process_incident` only records faults of the process or its files.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.controls import Controls
 from resilient_train.data.rows import sampled
 from resilient_train.data.samples import Update
-from resilient_train.diagnose.explain import Explainer, NoMeasure
+from resilient_train.diagnose.explain import Explainer, ReferenceInvalid
 from resilient_train.diagnose.search import Refused
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
 from resilient_train.ranks.world import odd_ones
@@ -40,7 +39,7 @@ from resilient_train.types import (
     Signal,
     Vitals,
 )
-from resilient_train.wording import farewell, log, rank_names
+from resilient_train.wording import final_message, log, rank_names
 
 
 class Recovery:
@@ -91,7 +90,7 @@ class Recovery:
             history.note_data(sampled(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
 
     def update_accepted(self, *, was_limited: bool) -> None:
-        """Count an update that landed without trouble; its rate `was_limited` below what the schedule asks for."""
+        """Count a healthy update. `was_limited`: a remedy kept its learning rate below the schedule's."""
         history, ring, check = self.incident_log.run_history, self.parts.ring, self.parts.checks.rewind_check
         step = self.parts.clock.step
         self.controls.knobs.advance(was_limited=was_limited, may_relax=check.is_at_reference(step))
@@ -115,7 +114,7 @@ class Recovery:
         parts, controls, checks = self.parts, self.controls, self.parts.checks
         phases, started, step_before = Phases(began), time.perf_counter(), parts.clock.step
 
-        # Trust no state newer than `since`. On disk before the diagnosis, in which the process may end.
+        # Drop snapshots and demote checkpoints newer than `since`, before the diagnosis: the process may die during it.
         anomaly, leap = self.explainer.since_leap(anomaly)
         suspects = parts.updates.first_to_blame(anomaly, update.start), update.stop
         parts.ring.distrust(anomaly.since)
@@ -129,7 +128,7 @@ class Recovery:
         try:
             reference = checks.rewind_check.reference
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
-        except NoMeasure as why:
+        except ReferenceInvalid as why:
             log.info("note: %s: what is usual is learned again", why)
             checks.start_over()
             return
@@ -183,7 +182,7 @@ class Recovery:
         if diagnosis.cause is Cause.CORRUPTION and (rewinds or decision.gave_up):
             if checks.is_only_reported:
                 checks.rewind_check.end()
-            return  # a rewind repeats the same updates, to the last bit
+            return  # a rewind recomputes the same updates bit for bit, so there is nothing to compare
         if anomaly.reached_weights:
             is_mild_ladder = all(is_mild(rung.do) for rung in self.policy.ladder(diagnosis.cause))
             is_reported = is_mild_ladder and bool(actions) and is_mild(actions)  # and nothing more will be done
@@ -200,7 +199,7 @@ class Recovery:
             phases.ended(REWIND)
             self.incident_log.add_phase(incident.id, phases.timed[-1])
         if self.parts.world.is_main:  # the other ranks do not know where the state was written
-            log.error("%s", farewell(incident, path, earlier))
+            log.error("%s", final_message(incident, path, earlier))
         raise GaveUp(f"gave up at step {incident.anomaly.step}: {incident.decision.gave_up}", path)
 
     def _restore_best(self, since: int) -> tuple[Path | None, bool]:
@@ -293,7 +292,7 @@ class Recovery:
         return met < self.policy.halvings
 
     def process_ends(self, *, was_killed: bool = False) -> None:
-        """Note that the process ends by itself, perhaps with an error: the samples in use did not end it.
+        """Record an orderly exit, perhaps with an error, so that a resume does not blame the current samples.
 
         `was_killed`: another process of the run was killed; then the progress file stays as it is.
         """
@@ -384,7 +383,7 @@ class Recovery:
 
 
 def _reached(anomaly: Anomaly) -> int:
-    """Return the step that the run had reached; quiet steps with a loss above the reference do not count."""
+    """Return the step that the run must reach again; for NOT_RECOVERED that is `since`."""
     return anomaly.since if anomaly.signal is Signal.NOT_RECOVERED else anomaly.step
 
 

@@ -33,6 +33,9 @@ class Signal(StrEnum):
     NOT_RECOVERED = "not_recovered"
 
 
+SPIKES = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)  # updates that a limit refused
+
+
 class Cause(StrEnum):
     """What was behind it."""
 
@@ -74,8 +77,8 @@ class Vitals(NamedTuple):
     ranks: tuple[int, ...] = ()  # where it began, if only on some ranks
     stop_asked: bool = False  # on any rank: all stop together
     any_busy: bool = False  # a checkpoint is being written on any rank
-    alike: bool = True  # all ranks made the same decisions before it
-    pace: float = 0.0  # its learning rate as a multiple of the configured one; 0: unknown
+    ranks_agree: bool = True  # all ranks made the same decisions before it
+    lr_ratio: float = 0.0  # its learning rate as a multiple of the configured one; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +86,9 @@ class Anomaly:
     """A fault that was noticed and needs treatment."""
 
     signal: Signal
-    step: int  # the update it was noticed at: the number of accepted ones, and itself
+    step: int  # number of the update it was noticed at; a refused update has the number it would have had
     tick: int
-    since: int  # the newest step whose state can be trusted
+    since: int  # the newest step whose state is still trusted
     evidence: str  # in words: "loss 8.12 where 2.9 to 3.4 was usual"
     landed: bool = True  # the weights contain it already
     ranks: tuple[int, ...] = ()
@@ -116,14 +119,16 @@ class Diagnosis:
     advice: str  # one sentence: what to do
     culprit: Culprit | None = None
     rows: tuple[int, ...] = ()
-    patchable: bool = False  # where it broke: not a sum that overflows, which has nothing left to learn from
+    # The failing operation may be patched; not if it overflowed to a single number, which leaves no healthy element.
+    patchable: bool = False
     reasons: Mapping[int, str] = field(default_factory=dict, compare=False)  # of rows, if each has a different one
     ranks: tuple[int, ...] = ()  # where a replay showed it, if only on some
-    symptom: Culprit | None = None  # what broke this time, where that only follows from the culprit in its armor
+    # The operation that failed this time, if only because of values from the patched culprit.
+    symptom: Culprit | None = None
 
     @property
     def broken(self) -> Culprit | None:
-        """Where it broke this time, and armor would go."""
+        """The operation that failed this time, which is the one to patch."""
         return self.symptom or self.culprit
 
 
@@ -157,7 +162,7 @@ class Incident:
     seconds: float = 0.0
     outcome: Outcome | None = None  # None while it is open
     drill: str = ""  # the injected faults that caused it: no advice is given
-    trace: int = 0  # digest of the updates that a rewind undid: attempts with the same digest were the same
+    trace: int = 0  # digest of the updates that its rewind undid
 
     @property
     def left_damage(self) -> bool:

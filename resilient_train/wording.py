@@ -13,8 +13,8 @@ from resilient_train.types import Action, Anomaly, Cause, Culprit, Diagnosis, In
 
 log = logging.getLogger("resilient_train")
 IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
-GOOD, ODD = {"style": "bold green"}, {"style": "bold yellow"}  # how a run ended
-PROGRESS = {"progress": True}  # marks lines that a live line makes needless on a terminal
+GOOD, WARNING = {"style": "bold green"}, {"style": "bold yellow"}  # how a run ended
+PROGRESS = {"progress": True}  # marks lines that are left out on a terminal with a live status line
 
 _NOTICED = {
     Signal.NONFINITE_BATCH: "the batch is not finite",
@@ -28,7 +28,7 @@ _NOTICED = {
     Signal.WEIGHTS_JUMP: "the weights jumped",
     Signal.OPTIMIZER_RANGE: "the optimizer's state is out of its range",
     Signal.SCALE_COLLAPSE: "the loss scale collapsed",
-    Signal.EXCEPTION: "the step raised an exception",
+    Signal.EXCEPTION: "a row cannot be fetched",
     Signal.OUT_OF_MEMORY: "the device ran out of memory",
     Signal.HANG: "the step hung",
     Signal.CRASH: "the process died",
@@ -59,7 +59,7 @@ def describe(incident: Incident) -> str:
     """Say in a few lines what was noticed, what was done about it, and what a person can do."""
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
     return _indented(
-        f"! step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}{drilled(incident)}",
+        f"! step {anomaly.step:,}: {noticed(anomaly)}{weights_suffix(anomaly)}{drill_suffix(incident)}",
         anomaly.evidence,
         f"{_cause(diagnosis)}; {_done(incident)}",
         # Without a line or rows, only the report has the advice.
@@ -67,7 +67,7 @@ def describe(incident: Incident) -> str:
     )
 
 
-def drilled(incident: Incident) -> str:
+def drill_suffix(incident: Incident) -> str:
     """Say that a drill caused an incident, to append to other words; empty if none did."""
     return f", on purpose (drill: {incident.drill})" if incident.drill else ""
 
@@ -81,15 +81,15 @@ def describe_outcome(incident: Incident, healthy_steps: int | None = None) -> st
         case Outcome.RECOVERED:
             return f"{name} recovered"
         case Outcome.RECURRED:
-            return f"{name} recurred: the same trouble is back, so what was done was not enough"
+            return f"{name} recurred: the same fault occurred again, so what was done was not enough"
         case Outcome.UNRECOVERED:
-            return f"{name} is unrecovered: {left_to_the_end(incident)}"
+            return f"{name} is unrecovered: {why_unrecovered(incident)}"
         case Outcome.GAVE_UP:
             return f"{name} could not be cured: {why_of(incident)}"
     return f"{name} is open: it counts as recovered once the run has stayed healthy"
 
 
-def left_to_the_end(incident: Incident) -> str:
+def why_unrecovered(incident: Incident) -> str:
     """Say why an incident is unrecovered."""
     if incident.diagnosis.cause is Cause.PROCESS:
         return "no state could be saved from then on"
@@ -99,24 +99,24 @@ def left_to_the_end(incident: Incident) -> str:
 def first_sign(incident: Incident) -> str:
     """Say in one line what was noticed, and where."""
     anomaly = incident.anomaly
-    line = f"step {anomaly.step:,}: {noticed(anomaly)}{reached(anomaly)}{drilled(incident)}"
+    line = f"step {anomaly.step:,}: {noticed(anomaly)}{weights_suffix(anomaly)}{drill_suffix(incident)}"
     return " ".join(f"{line}; {anomaly.evidence}".split()) if anomaly.evidence else line
 
 
-def cured(incident: Incident) -> str:
+def describe_treatment(incident: Incident) -> str:
     """Say in one line what the cause was, what was done about it, and, once that is known, whether it helped."""
     is_known = incident.outcome is not None and incident.decision.gave_up is None
     outcome = f"; {OUTCOMES[incident.outcome]}" if is_known else ""
     return f"{_cause(incident.diagnosis)}; {' '.join(_done(incident).split())}{outcome}"
 
 
-def farewell(incident: Incident, last_good: Path | None, before: Sequence[Incident] = ()) -> str:
+def final_message(incident: Incident, last_good: Path | None, before: Sequence[Incident] = ()) -> str:
     """Say at the end of a run that gave up what happened, what was tried, where the weights are, and what to do now."""
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
     tried = Counter(remedies_of(one) for one in (*before, incident) if one.decision.actions)
     times = [remedies if count == 1 else f"{remedies} ({count:,} times)" for remedies, count in tried.items()]
     return _indented(
-        f"gave up at step {anomaly.step:,}: {noticed(anomaly)}, {_cause(diagnosis)}{drilled(incident)}",
+        f"gave up at step {anomaly.step:,}: {noticed(anomaly)}, {_cause(diagnosis)}{drill_suffix(incident)}",
         anomaly.evidence,
         f"why: {why_of(incident)}",
         f"tried: {'; '.join(times) or 'nothing, as the policy says'}",
@@ -132,8 +132,8 @@ def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
         return found
     last = incidents[-1]
     line = masked(
-        f"step {last.anomaly.step:,}: {noticed(last.anomaly)}{drilled(last)}; {_cause(last.diagnosis)}; {_done(last)}; "
-        f"{OUTCOMES[last.outcome]}"
+        f"step {last.anomaly.step:,}: {noticed(last.anomaly)}{drill_suffix(last)}; "
+        f"{_cause(last.diagnosis)}; {_done(last)}; {OUTCOMES[last.outcome]}"
     )
     causes = dict.fromkeys(incident.diagnosis.cause for incident in incidents)
     if drills := dict.fromkeys(one.drill for one in incidents if one.drill):
@@ -148,7 +148,7 @@ def noticed(anomaly: Anomaly, *, by_name: bool = True) -> str:
     return f"{_NOTICED[anomaly.signal]}{where}" + (f" ({anomaly.signal})" if by_name else "")
 
 
-def reached(anomaly: Anomaly) -> str:
+def weights_suffix(anomaly: Anomaly) -> str:
     """Say whether an anomaly reached the weights, to append to other words; empty if it is not about weights."""
     if anomaly.signal in _NOT_ABOUT_WEIGHTS:
         return ""
@@ -278,10 +278,9 @@ def _stretch(settings: Settings) -> str:
 
 
 def _skipped(settings: Settings) -> str:
-    for unit in ("sample", "batch", "update", "step"):
-        if (plural := _plural(unit)) in settings:
-            return f"skipped {counted(settings.pop(plural), unit)}" + (" of data" if unit in ("update", "step") else "")
-    return "skipped the samples to blame"
+    if "updates" in settings:
+        return f"skipped {counted(settings.pop('updates'), 'update')} of data"
+    return "skipped the suspect samples"
 
 
 def _limited(settings: Settings) -> str:
@@ -302,7 +301,7 @@ _WORDS: dict[str, Callable[[Settings], str]] = {
     "mend_eps": lambda settings: "raised an epsilon that is 0 in its dtype",
     "repeat": lambda settings: "retried the update",
     "report": lambda settings: "reported only",
-    "go_on": lambda settings: "the same command resumed",
+    "go_on": lambda settings: "the run was resumed",
     "fall_back": lambda settings: "fell back to the previous one",
     "try_again": lambda settings: "training continues, and saving is retried",
     "smaller_batch": lambda settings: "smaller micro-batches, more of them to an update",

@@ -320,7 +320,7 @@ class Guard(guard.EngineGuard):
         self._direct_steps.end()
         numerics.raise_eps(1.0)
         self.samples.close()
-        self._keeper.let_go()
+        self._keeper.shutdown()
         self._recovery.note_saves()
 
     def report(self) -> Report | None:

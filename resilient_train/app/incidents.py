@@ -33,7 +33,7 @@ from resilient_train.wording import (
     duration,
     noticed,
     printable,
-    reached,
+    weights_suffix,
 )
 
 _LOOK_EVERY_S = 1.0
@@ -231,7 +231,7 @@ def _show_block(chapter: Chapter, story: Story, began_ms: int | None, page: Page
     after = f" ({duration(since)} after the start)" if 0 <= since < 1e9 else ""
     when = f"incident {incident.id:,}  {_clock(chapter.opened_ms)}{after}"
     page.line((when, "bold"), f"  step {anomaly.step:,}, tick {anomaly.tick:,}", hang=2)
-    row("noticed", noticed(anomaly) + reached(anomaly))
+    row("noticed", noticed(anomaly) + weights_suffix(anomaly))
     row("", anomaly.evidence)
     row("drill", f"{incident.drill}, on purpose" if incident.drill else "")
     row("cause", view.cause + (f": {view.rows}" if view.rows else ""))

@@ -49,7 +49,7 @@ from resilient_train.tracking.store import counted_entries, left_in
 from resilient_train.tracking.story import last_good_of
 from resilient_train.tracking.uploads import NullTracker, Tracker
 from resilient_train.types import Action, Anomaly, Decision, Signal
-from resilient_train.wording import GOOD, IN_FILE_ONLY, ODD, log
+from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, log
 
 _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
 _NOT_WELL = {"unrecovered": "an incident has not recovered", "no_progress": "the loss is not below where it began"}
@@ -389,7 +389,7 @@ def _print_error(error: BaseException, directory: RunDirectory, world: World) ->
     if isinstance(error, GaveUp):  # the guard has printed it
         return
     if isinstance(error, Stopped):
-        log.info("%s; the same command resumes", error, extra=ODD)
+        log.info("%s; the same command resumes", error, extra=WARNING)
     elif isinstance(error, TrainError):
         # Every rank finds the same mistake in a configuration, and the same differences; rank 0 reports for all.
         is_of_all = isinstance(error, ConfigError | RanksDiffer | PeerEnded)

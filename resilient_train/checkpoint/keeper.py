@@ -32,7 +32,7 @@ from resilient_train.state.tree import taken_apart
 from resilient_train.types import ProcessIncident, Signal
 from resilient_train.wording import IN_FILE_ONLY, log
 
-_FOR_OTHERS_S = 5.0
+_WAIT_FOR_RANKS_S = 5.0
 
 
 class CheckpointKeeper:
@@ -60,7 +60,7 @@ class CheckpointKeeper:
         self._shared_writes = 0
         self.resumption = Resumption(parts, history, self.progress, self._store, directory, how)
         self.previous_samples_per_update = 0  # as in ResumePlan
-        self._last_saved = 0  # the newest step on disk that is on the run's present course
+        self._last_saved = 0  # the newest step on disk that the run was not rewound past
         self._highest_saved = 0  # the highest step that was written, rewound or not
         self._last_rewind = (0, 0)  # tick and step
         self._candidate: Entry | None = None  # the run was resumed from it, and it is not verified yet
@@ -84,12 +84,13 @@ class CheckpointKeeper:
 
     def check(self) -> None:
         """Raise ConfigError on all ranks, each of which calls this, if something could never be saved."""
-        for name, why in filter(None, self._parts.world.all_of(self._unfit())):
+        for name, why in filter(None, self._parts.world.all_of(self._unsaveable())):
             if self._config.every:
                 raise unusable(name, why)
             log.warning("%s: %s", name, why)
 
-    def _unfit(self) -> tuple[str, str] | None:
+    def _unsaveable(self) -> tuple[str, str] | None:
+        """Return the first part that cannot be serialized, and why; None if all can."""
         if self._writer is None:
             return None
         parts = self._parts.state.live()
@@ -159,7 +160,7 @@ class CheckpointKeeper:
         self._read_outcomes()
         written = self._highest_saved, self._best.step if self._best is not None else 0
         if writing is not None and max(writing.step, *written) > since:
-            self.close()
+            self.wait()
         if self._best is not None:
             self._best.distrust(since)
         if self._candidate is not None and self._candidate.step > since:
@@ -198,7 +199,7 @@ class CheckpointKeeper:
 
         They wait for the one that writes: a launcher ends all processes soon after the first.
         """
-        self.close()
+        self.wait()
         with at_disk():
             found = self._parts.world.on_main(lambda: self._saved(snapshot))
             return found or self._on_all(lambda: self._write_now(self._job(snapshot)))
@@ -207,7 +208,7 @@ class CheckpointKeeper:
         """As `save`, but only this process calls it; None if the state is sharded, as that takes all ranks."""
         if not self._commits or self._is_sharded:
             return None
-        self.close()
+        self.wait()
         return self._saved(snapshot) or self._write_now(self._job(snapshot))
 
     def save_newest(self) -> tuple[int, Path | None]:
@@ -235,7 +236,7 @@ class CheckpointKeeper:
     def finish(self, remedies: Mapping[str, Any], *, healthy: bool) -> Path | None:
         """Write the present state, as verified at a healthy end, else as a candidate. All ranks call this."""
         parts = self._parts
-        self.close()
+        self.wait()
 
         def write() -> Path | None:
             if self._writer is None or (healthy and not self._config.every):
@@ -252,18 +253,18 @@ class CheckpointKeeper:
                 parts.world.on_main(self._write_best)
             return self._on_all(write)
 
-    def close(self, seconds: float | None = None) -> None:
+    def wait(self, seconds: float | None = None) -> None:
         """Wait until nothing is being written."""
         if self._writer is not None:
             self._writer.wait(seconds)
             self._read_outcomes()
 
-    def let_go(self) -> None:
-        """End with the run. Ranks that would have to write their shares may be gone: wait only a moment for them."""
+    def shutdown(self) -> None:
+        """Stop at the end of the run. Other ranks may have exited: wait `_WAIT_FOR_RANKS_S` at most for shares."""
         if self._is_sharded:
-            self.close(_FOR_OTHERS_S)
+            self.wait(_WAIT_FOR_RANKS_S)
             self._cancelled.set()
-        self.close()
+        self.wait()
 
     # Loading.
 
@@ -275,7 +276,7 @@ class CheckpointKeeper:
 
     def restore(self, since: int) -> bool:
         """Load the newest verified checkpoint not after `since`; False if none can be read. All ranks call this."""
-        self.close()
+        self.wait()
         damaged: list[tuple[Entry, str]] = []
         with at_disk():
             entry = self._parts.world.on_main(
@@ -290,7 +291,7 @@ class CheckpointKeeper:
 
     def has_verified(self, since: int) -> bool:
         """Say whether there is a checkpoint for `restore`, as far as manifests say. All ranks call this."""
-        self.close()
+        self.wait()
         with at_disk():
             return self._parts.world.on_main(lambda: bool(self._verified_until(since)))
 
@@ -350,8 +351,8 @@ class CheckpointKeeper:
             label = f"{self._label}-{self._shared_writes}"
             shared = SharedWrite(parts.world.rank, parts.world.size, label, self._cancelled)
         step, tick = snapshot.step, int(snapshot.remedies["tick"])
-        memory = {
-            "statistics": snapshot.statistics,
+        persistent = {
+            "statistics": snapshot.checks_state,
             "panel": parts.checks.persistent_state(),
             "lasting": sorted(self._persistent_names),  # the names in the model's state_dict
             "remembered": {name: item.state_dict() for name, item in self.resumption.remembered.items()},
@@ -364,7 +365,7 @@ class CheckpointKeeper:
                 store.write_share(lambda: snapshot.parts, shared)
                 return None
             content = snapshot.parts
-            memory["passed"] = updates.state_dict(step)
+            persistent["passed"] = updates.state_dict(step)
             manifest = Manifest(
                 kind=VERIFIED if snapshot.verified else CANDIDATE,
                 step=step,
@@ -384,7 +385,7 @@ class CheckpointKeeper:
             buffers = {name: one for name, one in content["buffers"].items() if one is not None}
             lasting = {name: one for name, one in buffers.items() if name in self._persistent_names}
             exported = {} if shared is not None else {**content["weights"], **lasting}
-            entry = store.write(manifest, content, exported, memory, shared)
+            entry = store.write(manifest, content, exported, persistent, shared)
             self._run_history.note_checkpoint(step, tick)
             return entry
 
@@ -405,8 +406,9 @@ class CheckpointKeeper:
         elif not outcome.trouble:
             if outcome.entry is not None:
                 self._highest_saved = max(self._highest_saved, step)
-                turned_at, to = self._last_rewind
-                self._last_saved = max(self._last_saved, step if outcome.job.tick > turned_at else min(step, to))
+                rewind_tick, rewind_step = self._last_rewind
+                is_after = outcome.job.tick > rewind_tick
+                self._last_saved = max(self._last_saved, step if is_after else min(step, rewind_step))
             if self._is_failing:
                 log.info("checkpoints are saved again: step %d", step)
                 self._is_failing = False

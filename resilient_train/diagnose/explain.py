@@ -23,30 +23,29 @@ from resilient_train.recover.remedies import is_mild
 from resilient_train.state import randomness
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import RunState
-from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Signal, Vitals, kind_of
+from resilient_train.types import SPIKES, Anomaly, Cause, Diagnosis, Incident, Signal, Vitals, kind_of
 from resilient_train.watch.reference import Reference
 from resilient_train.watch.vitals import FEW, WILD, Leap, PastUpdate, UpdateHistory
 
-_KNOWN_AFTER, _KNOWN_FOR = 2, 50  # incidents and updates: one like the last two needs no search
-_BY_LIMIT = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
+_KNOWN_AFTER, _KNOWN_FOR = 2, 50  # after 2 identical incidents within 50 updates, their diagnosis is tried first
 _OF_THE_LOSS = (Signal.LOSS_SPIKE, Signal.DIVERGENCE, Signal.NOT_RECOVERED)
 _OF_THE_RATE = (
     *(*_OF_THE_LOSS, Signal.GRAD_SPIKE, Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD),
     *(Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER),
 )
-_EXPLAINS = 0.5  # of a rise of the loss: samples that cause less of it are not to blame
-_PART = 0.25  # of it: a row that causes less of it is not to blame
+_MIN_SHARE_OF_UPDATE = 0.5  # of a rise of the loss: samples that cause less of it are not to blame
+_MIN_SHARE_OF_ROW = 0.25  # of it: a row that causes less of it is not to blame
 _SAME = 1e-3  # of a loss: how far two of the same update at the same weights may differ
 _AHEAD = 2048  # samples ahead that are searched as well, once bad rows are found
 _YOUNG = 16  # accepted updates, before which there is nothing to compare with
 _TO_COMPARE = 5  # updates with bad rows, and without them, that a comparison takes
 _CLEARLY = 0.9  # of the pairs of one with them and one without
-_BEGUN = 24  # accepted updates that show whether they differ wildly
+_FIRST_UPDATES = 24  # accepted updates that show whether they differ wildly
 _OTHERS = 128  # rows that a row is compared with
 _FAR_ABOVE = 100.0  # times what three of four rows do not exceed, or times the least of the first updates
 
 
-class NoMeasure(Exception):
+class ReferenceInvalid(Exception):
     """The samples of an earlier update have another loss now: no loss from before can be compared with one of now."""
 
 
@@ -60,19 +59,19 @@ class Explainer:
         state: RunState,
         ring: Ring,
         optimizers: Sequence[Optimizer],
-        passed: UpdateHistory,
+        updates: UpdateHistory,
         search: Search | None,
-        beat: Callable[[], None],
+        heartbeat: Callable[[], None],
     ) -> None:
-        """`search` is None where an update cannot be replayed; `beat` is called whenever a diagnosis made progress."""
+        """`search` is None if updates cannot be replayed; `heartbeat` is called when a diagnosis has made progress."""
         self._world, self._samples, self._state, self._ring = world, samples, state, ring
-        self._optimizers, self._passed, self._search, self._beat = optimizers, passed, search, beat
+        self._optimizers, self._updates, self._search, self._heartbeat = optimizers, updates, search, heartbeat
         self._first_sizes: dict[int, torch.Tensor] = {}  # the largest value of each field of the first updates
-        self._foreseen: tuple[str, Diagnosis] | None = None  # evidence of the anomaly that `foresee` returned, and why
+        self._of_first_updates: tuple[str, Diagnosis] | None = None  # evidence of that anomaly, and its diagnosis
 
     def since_leap(self, anomaly: Anomaly) -> tuple[Anomaly, Leap | None]:
         """Find out whether the learning rate rose lately. Updates that landed after a leap of it are not trusted."""
-        leap = self._passed.leap()
+        leap = self._updates.leap()
         if leap is None or not leap.is_sudden or anomaly.signal not in _OF_THE_RATE or leap.step > anomaly.since:
             return anomaly, leap
         return replace(anomaly, since=max(0, leap.step - 1)), leap
@@ -88,12 +87,12 @@ class Explainer:
     ) -> tuple[Diagnosis, Leap | None]:
         """Return the cause as far as it can be known, and the leap of the learning rate if that is to blame.
 
-        `reference` is the loss of the run before the trouble. Raises NoMeasure.
+        `reference` is the loss of the run before the trouble. Raises ReferenceInvalid.
         """
-        is_sudden, foreseen, self._foreseen = leap is not None and leap.is_sudden, self._foreseen, None
+        is_sudden, first, self._of_first_updates = leap is not None and leap.is_sudden, self._of_first_updates, None
         found: Diagnosis | None = None
-        if foreseen is not None and foreseen[0] == anomaly.evidence:
-            found = foreseen[1]
+        if first is not None and first[0] == anomaly.evidence:
+            found = first[1]
         elif anomaly.signal is Signal.EXCEPTION:
             found = verdict.on_bad_rows(*self._world.all_of({one.row: str(one) for one in update.failed}))
         elif not anomaly.landed:
@@ -103,7 +102,7 @@ class Explainer:
             if anomaly.signal in _OF_THE_LOSS and not is_sudden:
                 found = self._samples_behind(anomaly, reference)
             found = found or self._damage(anomaly, history)
-        # Bad rows are bad at any rate; and a rate that rose slowly makes a loss worse, but breaks no operation.
+        # Bad rows do not depend on the learning rate, and a slow rise of it makes no operation return NaN.
         if leap is None or found.cause is Cause.DATA:
             return found, None
         if not is_sudden and (found.culprit is not None or found.cause is not Cause.EXPLOSION):
@@ -119,10 +118,10 @@ class Explainer:
             return confirmed
         if anomaly.signal is Signal.NONFINITE_BATCH and (found := self._nonfinite_rows(update)) is not None:
             return found
-        found = search.diagnose(anomaly, refused, self._passed.recent_measurements()) if search is not None else None
-        if anomaly.signal not in _BY_LIMIT or (search is not None and (found is None or found.cause is not Cause.DATA)):
+        found = search.diagnose(anomaly, refused, self._updates.recent_measurements()) if search is not None else None
+        if anomaly.signal not in SPIKES or (search is not None and (found is None or found.cause is not Cause.DATA)):
             return found
-        more = self._far_above([update.start])  # those to come as well
+        more = self._find_outlier_rows([update.start])  # those to come as well
         if found is None or more is None:
             return found or more
         return replace(found, rows=tuple(sorted({*found.rows, *more.rows})))
@@ -142,7 +141,8 @@ class Explainer:
         verified = self._ring.verified_until(anomaly.since)
         before: Mapping[str, Any] = verified[0].parts["weights"] if verified else {}
         mine = damage.of_state(anomaly, dict(self._state.model.named_parameters()), before, self._optimizers)
-        theirs = enumerate(self._world.all_of(mine))  # a healthy rank names what moved farthest in health
+        # A healthy rank also names the weight that moved most, so keep only the anomaly's ranks.
+        theirs = enumerate(self._world.all_of(mine))
         blamed = [one for rank, one in theirs if one is not None and (not anomaly.ranks or rank in anomaly.ranks)]
         worst = max(blamed, key=lambda one: one.size, default=None)
         found = worst.diagnosis if worst is not None else by_signal(anomaly)
@@ -157,25 +157,25 @@ class Explainer:
 
     # Rows whose values are far above those of others.
 
-    def foresee(self, vitals: Vitals, fed: Sequence[Any]) -> Anomaly | None:
+    def check_first_updates(self, vitals: Vitals, fed: Sequence[Any]) -> Anomaly | None:
         """Look for bad rows, once, where the gradients or the values of the first updates differ wildly.
 
-        Clipped or normalized they would not be noticed. They are to blame only if the updates that hold them go worse.
+        Clipping or normalization hides such rows. Blame them only if updates with them have higher losses or norms.
         """
-        if vitals.step > _BEGUN or not vitals.accepted or not self._samples.rows:
+        if vitals.step > _FIRST_UPDATES or not vitals.accepted or not self._samples.rows:
             return None
         self._first_sizes[vitals.start] = by_rows.largest(fed)  # it stays on the device
-        if vitals.step < _BEGUN:
+        if vitals.step < _FIRST_UPDATES:
             return None
-        wildest, known = self._passed.wildest()
+        wildest, known = self._updates.wildest()
         by_rank = self._world.all_of(self._largest_of_first())  # each has values of its own
         suspects = dict.fromkeys([*(one.start for one in wildest), *(start for some in by_rank for start in some)])
-        found = self._far_above([*suspects], [one.start for one in known])
-        seen = self._goes_worse(found, known) if found is not None else None
+        found = self._find_outlier_rows([*suspects], [one.start for one in known])
+        seen = self._is_worse_with(found, known) if found is not None else None
         if found is None or seen is None:
             return None
         signal, evidence = seen
-        self._foreseen = evidence, found
+        self._of_first_updates = evidence, found
         return Anomaly(signal, vitals.step, vitals.tick, 0, evidence)
 
     def _largest_of_first(self) -> list[int]:
@@ -188,7 +188,7 @@ class Explainer:
         beyond = {start: max(map(truediv, one, least), default=0.0) for start, one in sizes.items()}
         return sorted((start for start, times in beyond.items() if times > _FAR_ABOVE), key=beyond.__getitem__)[-FEW:]
 
-    def _far_above(self, suspects: Sequence[int], also: Sequence[int] = ()) -> Diagnosis | None:
+    def _find_outlier_rows(self, suspects: Sequence[int], also: Sequence[int] = ()) -> Diagnosis | None:
         """Look for rows whose values are far above those of others, in the updates at these positions.
 
         If there are any, look for more in the updates `also` and in samples ahead, so that they are not met one by one.
@@ -198,7 +198,7 @@ class Explainer:
             return None
 
         def fetched(key: Key) -> Any:
-            self._beat()
+            self._heartbeat()
             try:
                 return self._samples.fetched(key)
             except Exception:  # a row that cannot be fetched is an incident when it is trained on
@@ -220,7 +220,7 @@ class Explainer:
             odd |= odd_of(keys_at([*also, *self._samples.starts(max(suspects), _AHEAD)]))
         return verdict.on_bad_rows(*self._world.all_of(odd))
 
-    def _goes_worse(self, found: Diagnosis, known: Sequence[PastUpdate]) -> tuple[Signal, str] | None:
+    def _is_worse_with(self, found: Diagnosis, known: Sequence[PastUpdate]) -> tuple[Signal, str] | None:
         """Whether the updates that hold rows go worse than others, and how that is seen; None where they do not.
 
         Where all losses fall at first, those that fall no further show in the later half.
@@ -247,11 +247,11 @@ class Explainer:
     def _samples_behind(self, anomaly: Anomaly, reference: Reference | None) -> Diagnosis | None:
         """Say whether what was trained on since the last good state explains the loss; None if it may be the weights.
 
-        Raises NoMeasure.
+        Raises ReferenceInvalid.
         """
-        suspects = self._passed.around(anomaly.since)[0]
-        odd = self._far_above([one.start for one in suspects])
-        if odd is not None and (anomaly.since < _YOUNG or self._goes_worse(odd, self._passed.recent())):
+        suspects = self._updates.around(anomaly.since)[0]
+        odd = self._find_outlier_rows([one.start for one in suspects])
+        if odd is not None and (anomaly.since < _YOUNG or self._is_worse_with(odd, self._updates.recent())):
             return odd
         verified = self._ring.verified_until(anomaly.since)
         if reference is None or not verified or not suspects:
@@ -261,7 +261,7 @@ class Explainer:
         if self._search is None or not self._samples.rows:
             is_high = is_first and first.loss - reference.level > max(rise / 2, reference.size)
             return verdict.on_changed(reference.level, first.loss) if is_high else None
-        trusted = self._passed.around(verified[0].step)[1]
+        trusted = self._updates.around(verified[0].step)[1]
         if not rise > 0 or not trusted:
             return None
         self._ring.settled()
@@ -269,22 +269,24 @@ class Explainer:
         with randomness.preserved(self._world.device):
             with self._state.weights_of(verified[0].parts):
                 usual, was = median([loss_at(one.start) for one in trusted]), median(one.loss for one in trusted)
-                if not usual - was > max(_EXPLAINS * rise, reference.size):
-                    if is_first and first.loss - usual > rise / 2 and loss_at(first.start) - usual < _PART * rise:
+                if not usual - was > max(_MIN_SHARE_OF_UPDATE * rise, reference.size):
+                    is_off = is_first and first.loss - usual > rise / 2
+                    if is_off and loss_at(first.start) - usual < _MIN_SHARE_OF_ROW * rise:
                         return verdict.TRANSIENT  # neither the samples nor the weights
                     bad = [loss_at(one.start) for one in suspects]
-                    if not median(bad) - usual > _EXPLAINS * rise:  # of what is not finite, too
+                    if not median(bad) - usual > _MIN_SHARE_OF_UPDATE * rise:  # of what is not finite, too
                         return None
                     worst = suspects[bad.index(max(bad))].start
-                    rows = self._search.raising(worst, trusted[-1].start, usual + _PART * (max(bad) - usual))
+                    limit = usual + _MIN_SHARE_OF_ROW * (max(bad) - usual)
+                    rows = self._search.raising(worst, trusted[-1].start, limit)
                     return verdict.on_misled(rows, usual, median(bad))
             for older in verified[1:]:  # did the objective change, or what it was given for a while?
-                if (then := self._passed.next_after(older.step)) is None:
+                if (then := self._updates.next_after(older.step)) is None:
                     continue
                 with self._state.weights_of(older.parts):
                     difference = abs(loss_at(then.start) - then.loss)
                 if difference <= _SAME * max(abs(then.loss), 1e-6):
-                    raise NoMeasure(
+                    raise ReferenceInvalid(
                         f"losses of {was:.4g} up to step {verified[0].step:,}, where the samples there "
                         f"have {usual:.4g} now"
                     )

@@ -22,14 +22,13 @@ from resilient_train.diagnose.verdict import Observations
 from resilient_train.errors import text_of
 from resilient_train.ranks.world import World
 from resilient_train.state import randomness
-from resilient_train.types import Anomaly, Cause, Culprit, Diagnosis, Signal
+from resilient_train.types import SPIKES, Anomaly, Cause, Culprit, Diagnosis, Signal
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
 _OTHERS = 128  # rows that a row is compared with
 _FAR = 4.0  # times the largest of those: what makes a gradient jump is an outlier
 _ABSURD = 1e4  # the same where an operation broke: one that cannot take a large value is to blame itself
 _NONFINITE = (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD, Signal.NONFINITE_BATCH)
-_SPIKES = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
 
 History = Sequence[Sequence[float]]  # losses, and gradient norms: of the updates before, then of the refused one
 Keys = Sequence[Sequence[Key]]  # of the micro-batches of an update
@@ -65,9 +64,9 @@ class Search:
 
     def diagnose(self, anomaly: Anomaly, refused: Refused, history: History) -> Diagnosis | None:
         """Find the cause; None where nothing is known beyond the signal."""
-        if anomaly.signal not in (*_NONFINITE, *_SPIKES):
+        if anomaly.signal not in (*_NONFINITE, *SPIKES):
             return None
-        is_spike = anomaly.signal in _SPIKES
+        is_spike = anomaly.signal in SPIKES
         with randomness.preserved(self._world.device):  # fetching rows changes it
             by_rank = self._world.all_of(self._observe(refused, is_spike))
         facts = verdict.together(by_rank)

@@ -43,8 +43,9 @@ class IncidentLog:
         self._open: dict[int, Incident] = {}  # those without an outcome
         self._lines: dict[int, str] = {}  # of incidents.jsonl, in the order of their outcomes
         self._treated: set[int] = set()
-        self._paused_ms: dict[int, int] = {}  # treated incidents after which no update was accepted yet: since when
-        self._ongoing: set[int] = set()  # incidents that do not recover, however healthy updates are
+        # By incident: when its treatment ended, until an update is accepted.
+        self._awaiting_update_ms: dict[int, int] = {}
+        self._ongoing: set[int] = set()  # incidents that healthy updates do not close
         for entry in self._journal.entries if self._journal else []:
             self._recall(entry)
         self.adopt(sorted(self._incidents.values(), key=lambda one: one.id))
@@ -52,7 +53,7 @@ class IncidentLog:
             if one.id not in self._treated:  # the process ended before it did what was decided
                 self._keep(replace(one, decision=replace(one.decision, actions=())))
         self._is_current = True  # incidents.jsonl
-        if self._file is not None and not self._is_as_it_should_be(self._file):
+        if self._file is not None and not self._is_up_to_date(self._file):
             self._write_lines()
         self._surroundings = Surroundings(directory, self.incidents)
 
@@ -145,7 +146,7 @@ class IncidentLog:
         incident = replace(incident, outcome=outcome or incident.outcome)
         assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
         self._write(CLOSED, incident, phases)
-        self._paused_ms.pop(incident.id, None)
+        self._awaiting_update_ms.pop(incident.id, None)
         self._lines[incident.id] = line = json.dumps(as_line(incident)) + "\n"
         self._write_lines(line)
         if ends_run:
@@ -160,9 +161,9 @@ class IncidentLog:
 
         While `loss_is_off` its reference, incidents that left damage stay open.
         """
-        if self._paused_ms:
+        if self._awaiting_update_ms:
             now = time.time_ns() // 1_000_000
-            for number, since in list(self._paused_ms.items()):
+            for number, since in list(self._awaiting_update_ms.items()):
                 self.add_phase(number, (RESUME, since, max(since, now)))
         for one in self.open_incidents:
             reached = one.anomaly.step - (not one.anomaly.landed)
@@ -191,7 +192,7 @@ class IncidentLog:
 
     def add_phase(self, number: int, phase: Timed) -> None:
         """Record a phase of an incident that ended after its entry was written."""
-        self._paused_ms.pop(number, None)
+        self._awaiting_update_ms.pop(number, None)
         if self._journal is not None:
             self._journal.write(PHASE, number=number, phase=phase)
 
@@ -228,13 +229,13 @@ class IncidentLog:
     def _pause(self, incident: Incident, at_ms: int) -> None:
         """Note when the first treatment of an incident ended: the resume phase lasts until an update is accepted."""
         if incident.id not in self._treated and incident.anomaly.signal not in _TRAINING_CONTINUES:
-            self._paused_ms[incident.id] = at_ms
+            self._awaiting_update_ms[incident.id] = at_ms
         self._treated.add(incident.id)
 
     def _recall(self, entry: Entry) -> None:
         kind = entry["kind"]
         if kind == PHASE and type(entry.get("number")) is int:
-            self._paused_ms.pop(entry["number"], None)
+            self._awaiting_update_ms.pop(entry["number"], None)
         if kind not in (OPENED, TREATED, CLOSED):
             return
         try:
@@ -246,10 +247,10 @@ class IncidentLog:
         if kind == TREATED:
             self._pause(incident, entry["at"])
         elif kind == CLOSED:
-            self._paused_ms.pop(incident.id, None)
+            self._awaiting_update_ms.pop(incident.id, None)
             self._lines[incident.id] = json.dumps(as_line(incident)) + "\n"
 
-    def _is_as_it_should_be(self, file: Path) -> bool:
+    def _is_up_to_date(self, file: Path) -> bool:
         try:
             return read_plain(file) == "".join(self._lines.values()).encode()
         except OSError:

@@ -24,7 +24,7 @@ _ADVICE: dict[Cause, dict[Signal, str]] = {
             "One gradient was far above anything recent: often a batch of outliers; if many follow, the learning rate "
             "is too high."
         ),
-        Signal.EXCEPTION: "The step raised an exception: its traceback is in train.log.",
+        Signal.EXCEPTION: "A row of the data cannot be fetched: mend its file, or the code that reads it.",
     },
     Cause.CORRUPTION: {
         Signal.NONFINITE_WEIGHTS: (

@@ -45,28 +45,28 @@ def decide(
     if _refused_in_a_row(anomaly, history) >= policy.budget.in_a_row:
         limit = counted(policy.budget.in_a_row, "update")
         return Decision(gave_up=f"the budget of {limit} in a row that did not land is used up")
-    case, counting, spent = Case(anomaly, diagnosis, circumstances, rewinds=False), _still_counting(history, anomaly), 0
-    repeated = None  # the rung whose last attempt gave the same numbers as an earlier one, and would again
-    if trace and any(one.trace == trace for one in counting):
-        last = counting[-1]
+    case, relevant, exhausted = Case(anomaly, diagnosis, circumstances, rewinds=False), _relevant(history, anomaly), 0
+    repeated = None  # a rung whose last attempt repeated an earlier one exactly: using it again cannot help
+    if trace and any(one.trace == trace for one in relevant):
+        last = relevant[-1]
         repeated = last.decision.rung if last.rewound_to is not None and last.diagnosis.cause == cause else None
     for place, rung in enumerate(ladder):
         actions = _applicable(rung, case)
         if not actions or (rung.landed and not anomaly.landed):
             continue
-        strikes = _strikes(policy, rung, place, case, counting, tick)
+        strikes = _strikes(policy, rung, place, case, relevant, tick)
         if place == repeated:
-            spent += 1
+            exhausted += 1
         elif rung.at_start and not (circumstances.at_start or strikes):
             continue
         elif strikes >= policy.strikes_of(rung, cause):
-            spent += 1
-        elif why := _over_budget(policy, actions, case, tick, counting, history):
+            exhausted += 1
+        elif why := _over_budget(policy, actions, case, tick, relevant, history):
             return Decision(rung=place, gave_up=why)
         else:
             return Decision(actions, place)
-    if spent:
-        return Decision(gave_up=f"the ladder for {cause} has no rung left, {counted(spent, 'rung')} did not help")
+    if exhausted:
+        return Decision(gave_up=f"the ladder for {cause} has no rung left, {counted(exhausted, 'rung')} did not help")
     return Decision(gave_up=f"none of the remedies for {cause} can be applied here")
 
 
@@ -80,28 +80,28 @@ def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def _still_counting(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:
-    """Leave out incidents that came from outside, were undone by a rewind, and have been passed since.
+def _relevant(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:
+    """Drop incidents not caused by the training that a rewind undid and that the run has since passed.
 
     The run was healthy beyond their step, so the next incident of that kind is a new one.
     """
-    counting, healthy_until = [], anomaly.since
+    relevant, healthy_until = [], anomaly.since
     for one in reversed(history):
         is_undone = one.diagnosis.cause in _FROM_OUTSIDE and not is_mild(one.decision.actions)
         if not (is_undone and healthy_until >= one.anomaly.step):
-            counting.append(one)
+            relevant.append(one)
         healthy_until = max(healthy_until, one.anomaly.since)
-    return counting[::-1]
+    return relevant[::-1]
 
 
-def _strikes(policy: Policy, rung: Rung, place: int, case: Case, counting: Sequence[Incident], tick: int) -> int:
+def _strikes(policy: Policy, rung: Rung, place: int, case: Case, relevant: Sequence[Incident], tick: int) -> int:
     """Count the incidents that a rung has met: within its ticks, or else since the cause was last forgiven.
 
     A cause is forgiven when the run gets well beyond the farthest step of its incidents. Incidents that mild lower
     rungs handled do not matter here. It is measured in steps, which rewinds take back: a run that returns to one place
     again and again has not got beyond it, however many ticks that takes.
     """
-    same_cause = [one for one in counting if one.diagnosis.cause == case.diagnosis.cause]
+    same_cause = [one for one in relevant if one.diagnosis.cause == case.diagnosis.cause]
     if rung.within is not None:
         oldest = tick - rung.within
         return sum(one.decision.rung == place and one.anomaly.tick >= oldest for one in same_cause)
@@ -122,12 +122,12 @@ def _over_budget(
     actions: Sequence[Action],
     case: Case,
     tick: int,
-    counting: Sequence[Incident],
+    relevant: Sequence[Incident],
     history: Sequence[Incident],
 ) -> str | None:
     """Name the budget that is used up, if one is. Reporting what landed costs nothing."""
     budget, within = policy.budget, f"within {counted(policy.budget.window, 'update')}"
-    recent = [one for one in counting if one.anomaly.tick >= tick - budget.window]
+    recent = [one for one in relevant if one.anomaly.tick >= tick - budget.window]
     if is_mild(actions):
         refused = sum(not one.anomaly.landed and is_mild(one.decision.actions) for one in recent)
         if not case.anomaly.landed and refused >= budget.refused:

@@ -63,10 +63,10 @@ class RunControl(Protocol):
     def reset_moments(self) -> None:
         """Reset the state of the optimizers."""
 
-    def armor(self) -> None:
+    def patch_line(self) -> None:
         """Patch the line of the operation that broke, for the rest of the run."""
 
-    def mend_eps(self) -> None:
+    def raise_zero_eps(self) -> None:
         """Raise an optimizer's epsilon to what its type can hold, for the rest of the run."""
 
     def lower_loss_scale(self, factor: float) -> None:
@@ -104,9 +104,9 @@ class Rewind(Remedy):
 
 @dataclass(frozen=True)
 class Skip(Remedy):
-    """Skip the samples to blame, or a window of updates; they come again in the next epoch."""
+    """Skip the suspect samples, or a window of updates; they come again in the next epoch."""
 
-    updates: int | None = limited(None, at_least=1)  # the window; null: the samples to blame
+    updates: int | None = limited(None, at_least=1)  # the window; null: the suspect samples
 
     def applies(self, case: Case) -> bool:
         """Samples that landed are behind the run unless it rewinds; then known bad rows go into quarantine instead."""
@@ -223,7 +223,7 @@ class MendEps(Remedy):
         return case.facts.lost_eps
 
     def apply(self, run: RunControl) -> None:
-        run.mend_eps()
+        run.raise_zero_eps()
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class PatchOperation(Remedy):
         return case.facts.armor and not case.anomaly.landed and case.diagnosis.culprit is not None
 
     def apply(self, run: RunControl) -> None:
-        run.armor()
+        run.patch_line()
 
 
 @dataclass(frozen=True)
@@ -308,6 +308,6 @@ def remedy_class(name: str, key: str) -> type[Remedy]:
 
 
 def is_mild(actions: Iterable[Action]) -> bool:
-    """Say whether actions change neither weights nor knobs, and skip or replace no more than the samples to blame."""
+    """Say whether actions change neither weights nor knobs, and skip or replace no more than the suspect samples."""
     mild = ("quarantine", "repeat", "report")
     return all(one.remedy in mild or (one.remedy == "skip" and not one.settings) for one in actions)

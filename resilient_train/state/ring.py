@@ -37,7 +37,7 @@ class Snapshot:
     plain: Tree  # the state without its tensors
     own: list[torch.Tensor]  # copies that only this snapshot holds: a later one may use their memory
     shared: dict[str, torch.Tensor]  # copies of weights that do not change, which other snapshots hold as well
-    statistics: Any = None  # of the checks; None until its own update is found healthy
+    checks_state: Any = None  # RunParts.statistics(); None until its update was accepted
     remedies: Any = None  # that were active after its update
     verified: bool = False
     is_reference: bool = False  # the run is measured against it: it is not dropped to make room
@@ -66,9 +66,10 @@ class Ring:
         """
         self._state, self._config, self._agree = state, config, agree
         self.snapshots: list[Snapshot] = []  # oldest first
-        self._set_aside: Snapshot | None = None  # the newest verified one from before a rewind to an older one
+        # The best verified snapshot that a rewind went back beyond, kept for the end of the run.
+        self._set_aside: Snapshot | None = None
         self.keeps_reference = False  # until the loss is back where it was before the incident
-        self._course_since = 0  # the step at which the run left the course on which `_set_aside` was taken
+        self._branch_step = 0  # the lowest step rewound to since `_set_aside` was taken
         self._spare: list[list[torch.Tensor]] = []  # memory of dropped snapshots
         self._frozen = Frozen()
         self._copier = Copier(state.device)
@@ -121,7 +122,7 @@ class Ring:
 
         While the loss is not back where it was before an incident, drop them instead.
         """
-        ripe = [one for one in self.snapshots if not one.verified and one.statistics is not None]
+        ripe = [one for one in self.snapshots if not one.verified and one.checks_state is not None]
         ripe = [one for one in ripe if one.step + after <= healthy_until and one.step <= scanned_until]
         if not is_back:
             self.drop(*ripe)
@@ -153,11 +154,10 @@ class Ring:
     def distrust(self, since: int) -> None:
         """Drop every snapshot after `since`, the newest step that can still be trusted.
 
-        The snapshot set aside was taken on an earlier course, all anomalies of which are known: it is dropped only if
-        `since` is before the step at which the two courses separate.
+        The snapshot set aside is from before a rewind. It stays valid unless `since` is before the step of that rewind.
         """
         self.drop(*[one for one in self.snapshots if one.step > since])
-        if since < self._course_since:
+        if since < self._branch_step:
             self._drop_set_aside()
 
     def drop(self, *dropped: Snapshot) -> None:
@@ -181,7 +181,7 @@ class Ring:
         """Drop everything: the run continues from a checkpoint."""
         self._drop_set_aside()
         self.drop(*self.snapshots)
-        self._course_since = 0
+        self._branch_step = 0
 
     def last_good(self, since: int) -> Snapshot | None:
         """The newest verified state, to end a run with; the run may have rewound to an older one since."""
@@ -198,9 +198,9 @@ class Ring:
         is_better = best is not None and (self._set_aside is None or best.step > self._set_aside.step)
         if best is not None and is_better and self._slots >= _SLOTS_TO_SET_ASIDE:
             self._drop_set_aside()
-            self._set_aside, self._course_since = best, snapshot.step
+            self._set_aside, self._branch_step = best, snapshot.step
             self.snapshots.remove(best)
-        self._course_since = min(self._course_since, snapshot.step)
+        self._branch_step = min(self._branch_step, snapshot.step)
         self.drop(*[one for one in self.snapshots if one.step > snapshot.step])
 
     def _settle_slots(self, size: int) -> tuple[int, float]:

@@ -10,11 +10,11 @@ from resilient_train.wording import (
     OUTCOMES,
     describe_cost,
     describe_culprit,
-    drilled,
+    drill_suffix,
     noticed,
-    reached,
     remedies_of,
     rows_named,
+    weights_suffix,
     why_of,
 )
 
@@ -47,8 +47,8 @@ class IncidentView:
         elif not is_treated:
             remedy = "being treated"
         return cls(
-            noticed=noticed(anomaly, by_name=False) + (reached(anomaly) if anomaly.landed else ", refused"),
-            drill=drilled(incident),
+            noticed=noticed(anomaly, by_name=False) + (weights_suffix(anomaly) if anomaly.landed else ", refused"),
+            drill=drill_suffix(incident),
             cause=str(diagnosis.cause),
             rows=rows_named(diagnosis.rows) if diagnosis.rows else "",
             culprit="" if diagnosis.culprit is None else describe_culprit(diagnosis.culprit),

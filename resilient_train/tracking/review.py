@@ -17,7 +17,7 @@ from resilient_train.record.endings import LOOP
 from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.tracking.story import Checkpoint, Story
 from resilient_train.types import Incident, Outcome
-from resilient_train.wording import counted, duration, left_to_the_end, noticed, remedies_in_short, rows_named, why_of
+from resilient_train.wording import counted, duration, noticed, remedies_in_short, rows_named, why_of, why_unrecovered
 
 WEIGHTS = "weights.safetensors"  # of a run that finished
 
@@ -123,7 +123,7 @@ def verdict(story: Story) -> tuple[str, str]:
         case "unrecovered":
             left = next(one for one in reversed(story.incidents) if one.outcome is Outcome.UNRECOVERED)
             what = f"incident {left.id:,} ({noticed(left.anomaly, by_name=False)}, step {left.anomaly.step:,})"
-            why = f"after {what} {left_to_the_end(left)}"
+            why = f"after {what} {why_unrecovered(left)}"
             return "Not recovered, needs attention", f"{where}; {why}. In all, {met}.{cost}"
         case "no_progress":
             first, final = ((story.summary or {}).get(key) for key in ("first_loss", "final_loss"))

@@ -18,7 +18,7 @@ from resilient_train.record.journal import plain
 from resilient_train.tracking.incident_view import HARMFUL, IncidentView
 from resilient_train.tracking.store import shown
 from resilient_train.tracking.story import Chapter
-from resilient_train.wording import cured, describe_outcome, first_sign, list_remedies, printable
+from resilient_train.wording import describe_outcome, describe_treatment, first_sign, list_remedies, printable
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -105,7 +105,7 @@ class Traces:
             execution_duration=ended - began,
             state=TraceState.ERROR if incident.outcome in HARMFUL else TraceState.OK,
             request_preview=_cut(first_sign(incident)),
-            response_preview=_cut(cured(incident)),
+            response_preview=_cut(describe_treatment(incident)),
             trace_metadata={"mlflow.sourceRun": self._run_id, "mlflow.trace_schema.version": "3"},
             tags={
                 "mlflow.traceName": _name(chapter),
@@ -125,7 +125,7 @@ def _spans(chapter: Chapter, trace_id: str) -> Iterator[dict[str, Any]]:
     incident = chapter.incident
     root = _id_of(f"{trace_id}/root")
     attributes = {"outcome": incident.outcome, "cause": incident.diagnosis.cause}
-    ends = {"inputs": first_sign(incident), "outputs": cured(incident)}
+    ends = {"inputs": first_sign(incident), "outputs": describe_treatment(incident)}
     status = "ERROR" if incident.outcome in HARMFUL else "OK"
     yield _span(trace_id, root, None, _name(chapter), _lasted(chapter), attributes, ends, status)
     seen: Counter[str] = Counter()

@@ -41,7 +41,7 @@ class Attempt:
     settings: Settings
     before: Settings  # the settings of the groups before it
     is_limited: bool  # the schedule asks for a higher rate than the knobs allow
-    pace: float  # the rate as a multiple of the configured one, in the group where that is highest
+    lr_ratio: float  # the rate as a multiple of the configured one, in the group where that is highest
     restarts: bool  # the schedule starts again with this update, on purpose
     max_norm: float | None  # the norm that gradients were clipped to
     is_busy: bool  # this process is writing a checkpoint
@@ -96,7 +96,7 @@ class Updater:
         self.require_groups()
         scale = self._unscale()
         grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip, self.usual_norm, self._over_ranks)
-        settings, before, planned, pace, asked = self._set(step, knobs, rate)
+        settings, before, planned, lr_ratio, asked = self._set(step, knobs, rate)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
         if not self.agreement.is_alone:
             digest ^= _digest_of_rates(settings)
@@ -108,7 +108,8 @@ class Updater:
         self.drop_gradients()
         restarts = self._restarts.at(step, planned)
         busy = self.agreement.is_set(Flag.BUSY)
-        return Attempt(measured, by_rank, numbers, settings, before, pace < asked, pace, restarts, max_norm, busy)
+        is_limited = lr_ratio < asked
+        return Attempt(measured, by_rank, numbers, settings, before, is_limited, lr_ratio, restarts, max_norm, busy)
 
     def loss_scale(self) -> float:
         """Return the factor of the loss in half precision, else 1."""
@@ -161,7 +162,7 @@ class Updater:
     def _set(self, step: int, knobs: KnobValues, rate: float) -> tuple[Settings, Settings, float, float, float]:
         """Derive the settings of all groups from the configured ones, and set them.
 
-        Returns them, the ones before, the scheduled rate, and the highest pace that is set and that was asked for.
+        Returns them, the ones before, the scheduled rate, and the highest ratios to a configured rate, set and asked.
         """
         settings, before, paces = [], [], [(0.0, 0.0)]
         planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
@@ -206,11 +207,11 @@ class Updater:
         return [torch.ones((), device=self.gate.device) if scale is None else scale.clone().reshape(())]
 
 
-def _limit(pace: float, knobs: KnobValues) -> float:
-    """Return how much of a pace is allowed. As the schedule falls after a leap, so does the limit."""
-    if pace <= knobs.ceiling:
-        return pace
-    return knobs.ceiling * (min(1.0, pace / knobs.leapt_to) if knobs.leapt_to else 1.0)
+def _limit(lr_ratio: float, knobs: KnobValues) -> float:
+    """Return the allowed ratio to the configured rate. As the schedule falls after a leap, so does the limit."""
+    if lr_ratio <= knobs.ceiling:
+        return lr_ratio
+    return knobs.ceiling * (min(1.0, lr_ratio / knobs.leapt_to) if knobs.leapt_to else 1.0)
 
 
 def _least_eps(group: Mapping[str, Any]) -> float:

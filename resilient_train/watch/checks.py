@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
-from resilient_train.types import Anomaly, Signal, Vitals
+from resilient_train.types import SPIKES, Anomaly, Signal, Vitals
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.limit import GradLimit, LossLimit, Refusals, ScaleCollapse
 from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, Slow
@@ -19,7 +19,6 @@ _REMEMBERED = 2048  # updates: further back than the memory snapshots of a run r
 _LATEST = 3  # losses whose median shows how far the loss is above the reference
 _AROUND = 2  # steps before and after a declared change without alarms
 _MOST_REPEATS = 2  # of one update that a limit refused by mistake
-_BY_LIMIT = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Finding:
 
     anomaly: Anomaly | None = None
     remarks: tuple[str, ...] = ()  # for the log
-    repeat: bool = False  # the update was refused by mistake: retry it, it will land now
+    repeat: bool = False  # the limit was too low: retry the update with the raised limit
 
 
 _NOTHING = Finding()
@@ -66,7 +65,7 @@ class Checks:
             "scale": self._scale,
         }
         self._empty = self.state_dict()
-        self._path: dict[int, tuple[float, float]] = {}  # loss and gradient norm of accepted updates, by step
+        self._accepted: dict[int, tuple[float, float]] = {}  # loss and gradient norm of accepted updates, by step
         self.is_only_reported = False  # the policy does nothing about the damage, so one alarm about it is enough
         self._refusals = Refusals(config.limit)
         self._declared: set[int] = set()  # steps without alarms
@@ -90,18 +89,18 @@ class Checks:
         self._declared.update(range(step - _AROUND, step + _AROUND + 1))
 
     def patched(self) -> None:
-        """Note that a line of user code is patched: the beginning of the run is no measure any more."""
+        """Note that a line of user code is patched: the run is no longer compared with its first updates."""
         self._early_divergence.forget()
 
     def require_recovery(self, since: int, step: int, *, is_only_reported: bool = False) -> None:
         """Compare the run with its losses up to `since`: damage came after that and was noticed at `step`."""
         if self.config.probation.every:
-            # The loss of the next step was measured at the same state. It counts where there are no others.
+            # The loss of step `since + 1` was computed with the weights of `since`: use it if there is no earlier loss.
             self.rewind_check.begin(self._reference(since) or self._reference(since + 1), step, since)
             self.is_only_reported = is_only_reported
 
     def _reference(self, until: int) -> Reference | None:
-        return Reference.of({step: loss for step, (loss, _) in self._path.items()}, until, self._level.scale)
+        return Reference.of({step: loss for step, (loss, _) in self._accepted.items()}, until, self._level.scale)
 
     @property
     def _is_silent(self) -> bool:
@@ -120,11 +119,11 @@ class Checks:
         """
         reference = self.rewind_check.reference
         trusted = since if reference is None else max(since, reference.step)
-        self._path = {other: measured for other, measured in self._path.items() if other <= trusted}
+        self._accepted = {other: measured for other, measured in self._accepted.items() if other <= trusted}
         self._latest.clear()
-        self.rewind_check.rewound(step, {other: loss for other, (loss, _) in self._path.items()}, rate)
-        if len(self._path) >= self.config.limit.warmup:
-            self._grad_limit.bound(max(norm for _, norm in self._path.values()))
+        self.rewind_check.rewound(step, {other: loss for other, (loss, _) in self._accepted.items()}, rate)
+        if len(self._accepted) >= self.config.limit.warmup:
+            self._grad_limit.bound(max(norm for _, norm in self._accepted.values()))
 
     def judge(self, vitals: Vitals) -> Finding:
         """Judge one attempted update."""
@@ -148,7 +147,7 @@ class Checks:
             # Nothing landed, but the loss scale is part of the state, and the newest weights may be what overflows.
             anomaly = _refused(vitals, Signal.SCALE_COLLAPSE, evidence, since=vitals.step - 1)
             return Finding(replace(anomaly, landed=True))
-        if vitals.refused in _BY_LIMIT:
+        if vitals.refused in SPIKES:
             return self._judge_refused(vitals, vitals.refused)
         if vitals.refused is not None:
             return Finding(_refused(vitals, vitals.refused, _measured(vitals), since=vitals.step))
@@ -160,7 +159,7 @@ class Checks:
         return Finding(self._judge_landed(vitals))
 
     def _judge_landed(self, vitals: Vitals) -> Anomaly | None:
-        """Learn from an accepted update. The first alarm counts; none if the damage was only reported."""
+        """Update the checks and return the first alarm; None while damage is only reported."""
         step, loss, check = vitals.step, vitals.loss, self.rewind_check
         if vitals.loss_scale is not None:
             self._scale.landed(vitals.loss_scale)
@@ -174,10 +173,10 @@ class Checks:
         if not outside:
             if self._level.learn(loss) or not self._level.ready:
                 self._loss_limit.refresh()
-            self._path.setdefault(step, (loss, vitals.grad_norm))
-            if len(self._path) > _REMEMBERED:
-                del self._path[next(iter(self._path))]
-        risen = self._rate_rise.see(step, loss, vitals.pace, self._reference)
+            self._accepted.setdefault(step, (loss, vitals.grad_norm))
+            if len(self._accepted) > _REMEMBERED:
+                del self._accepted[next(iter(self._accepted))]
+        risen = self._rate_rise.see(step, loss, vitals.lr_ratio, self._reference)
         climbed = None
         if not (outside and check.is_open):
             self._grad_limit.learn(vitals.grad_norm)
@@ -229,7 +228,7 @@ class Checks:
         return Finding(_refused(vitals, signal, evidence, since=vitals.step))
 
     def _about_loss(self, vitals: Vitals, signal: Signal, alarm: Alarm) -> Anomaly:
-        """Make an anomaly of the loss. It does not put in doubt the verified state that the run was rewound to."""
+        """Make an anomaly of the loss. Its `since` is never before the verified step that the run was rewound to."""
         verified = self.rewind_check.stands_on if self.rewind_check.is_open else None
         since = alarm.since if verified is None else max(alarm.since, min(verified, vitals.step))
         return _landed(vitals, signal, alarm.evidence, since)
@@ -246,14 +245,14 @@ class Checks:
         return min(reference.step if stands_on is None else stands_on, step)
 
     def at_end(self, vitals: Vitals) -> Anomaly | None:
-        """Judge a run that ends soon after its learning rate rose, before the next look at the effect of that."""
+        """Judge a run that ends soon after its learning rate rose, before the next comparison of its losses."""
         risen = None if self._is_silent else self._rate_rise.at_end(vitals.step)
         return self._about_loss(vitals, Signal.DIVERGENCE, risen) if risen else None
 
     def start_over(self) -> None:
         """Learn from scratch what is usual: it changes on purpose, or was never known."""
         self._level.forget()
-        self._path.clear()
+        self._accepted.clear()
         for check in (self._jump, self._rate_rise, self._creep, self._slow, self._loss_limit):
             check.forget()
         self.rewind_check.end()
@@ -263,7 +262,7 @@ class Checks:
     def persistent_state(self) -> dict[str, Any]:
         """Return the state that does not rewind, for a process that resumes here, as plain data."""
         return {
-            "path": [[step, *measured] for step, measured in self._path.items()],
+            "path": [[step, *measured] for step, measured in self._accepted.items()],
             "declared": sorted(self._declared),
             "refusals": self._refusals.state_dict(),
             "suspect": self._early_divergence.is_suspect,
@@ -271,7 +270,7 @@ class Checks:
         }
 
     def load_persistent_state(self, state: Mapping[str, Any]) -> None:
-        self._path = {int(step): (float(loss), float(norm)) for step, loss, norm in state["path"]}
+        self._accepted = {int(step): (float(loss), float(norm)) for step, loss, norm in state["path"]}
         self._declared |= {int(step) for step in state["declared"]}
         self._refusals.load_state_dict(state["refusals"])
         self._early_divergence.is_suspect = state["suspect"] is True

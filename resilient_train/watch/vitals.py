@@ -68,7 +68,7 @@ def read_vitals(
     *,
     has_scale: bool,
     is_busy: bool = False,
-    pace: float = 0.0,
+    lr_ratio: float = 0.0,
     by_rank: Callable[[], Sequence[Sequence[float]]] = tuple,
 ) -> Vitals:
     """Make the vitals of an update; `step` updates were accepted before it.
@@ -96,8 +96,8 @@ def read_vitals(
         ranks=() if signal is None else _where_not_finite(by_rank()),
         stop_asked=stop_asked > 0,
         any_busy=is_busy or any_busy > 0,
-        alike=most == least,
-        pace=pace,
+        ranks_agree=most == least,
+        lr_ratio=lr_ratio,
     )
 
 
@@ -177,7 +177,7 @@ class PastUpdate(NamedTuple):
     accepted: bool
     loss: float
     norm: float
-    pace: float = 0.0  # its learning rate as a multiple of the configured one
+    lr_ratio: float = 0.0  # its learning rate as a multiple of the configured one
 
     @property
     def has_samples(self) -> bool:
@@ -203,7 +203,7 @@ class UpdateHistory:
 
     def add(self, vitals: Vitals) -> None:
         step = vitals.step + (not vitals.accepted)
-        measured = vitals.loss, vitals.grad_norm, vitals.pace
+        measured = vitals.loss, vitals.grad_norm, vitals.lr_ratio
         self._append(PastUpdate(step, vitals.start, vitals.stop, vitals.accepted, *measured))
 
     def _append(self, update: PastUpdate) -> None:
@@ -254,18 +254,19 @@ class UpdateHistory:
 
     def leap(self) -> Leap | None:
         """Find a rise of the learning rate in the recent steps: sudden, or slow and beyond the configured rate."""
-        known = [one for one in self._passed if one.pace > _LEAST_PACE]
+        known = [one for one in self._passed if one.lr_ratio > _LEAST_PACE]
         if len(known) <= _LEAP_AFTER:
             return None
         first_recent, highest = known[-1].step - _RECENT_STEPS + 1, 0.0
         for place, one in enumerate(known):
             is_candidate = one.step >= first_recent and place >= _LEAP_AFTER
-            if is_candidate and one.pace >= (_LEAP if one.pace > 1.0 else _WARM_UP_STAGE) * highest:
-                return Leap(one.step, max(other.pace for other in known[place:]) / highest, highest, True)
-            highest = max(highest, one.pace)
-        older = [one.pace for one in known if one.step < first_recent]
-        usual = max(older or [one.pace for one in known[:_FIRST_PACES]])
-        first = next((one.step for one in known if one.step >= first_recent and one.pace > usual * _RISE_BEGINS), None)
+            if is_candidate and one.lr_ratio >= (_LEAP if one.lr_ratio > 1.0 else _WARM_UP_STAGE) * highest:
+                return Leap(one.step, max(other.lr_ratio for other in known[place:]) / highest, highest, True)
+            highest = max(highest, one.lr_ratio)
+        older = [one.lr_ratio for one in known if one.step < first_recent]
+        usual = max(older or [one.lr_ratio for one in known[:_FIRST_PACES]])
+        risen = (one.step for one in known if one.step >= first_recent and one.lr_ratio > usual * _RISE_BEGINS)
+        first = next(risen, None)
         if first is None or highest < _LEAP * usual or highest <= 1.0:  # up to the configured rate it is a warm-up
             return None
         return Leap(first, highest / usual, usual, False)
@@ -301,5 +302,5 @@ class UpdateHistory:
     def load_state_dict(self, state: Iterable[Sequence[float]]) -> None:
         self._passed.clear()
         for step, start, stop, accepted, *measured in state:
-            loss, norm, pace = (*map(float, measured), 0.0)[:3]
-            self._append(PastUpdate(int(step), int(start), int(stop), bool(accepted), loss, norm, pace))
+            loss, norm, lr_ratio = (*map(float, measured), 0.0)[:3]
+            self._append(PastUpdate(int(step), int(start), int(stop), bool(accepted), loss, norm, lr_ratio))

@@ -79,7 +79,7 @@ class At:
 
         def begun(guard: Guard, update: Any) -> None:
             if (do := what.pop(guard.clock.step, None)) is not None:
-                guard._keeper.close()
+                guard._keeper.wait()
                 (thread := threading.Thread(target=do)).start()
                 thread.join()
             time.sleep(0.005)  # so that the writer has its turn

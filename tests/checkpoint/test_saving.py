@@ -337,10 +337,10 @@ def rewound_to_disk(run_dir: Path) -> Any:
     guard = guarded(run_dir)
     for batch in guard.batches(60):
         guard.step(batch)
-        guard._keeper.close()  # so that there are several checkpoints by then
+        guard._keeper.wait()  # so that there are several checkpoints by then
         if guard.clock.tick == 41:
             guard.settle()  # scans have seen steps 20 and 40
-            guard._keeper.close()
+            guard._keeper.wait()
             for path in sorted(run_dir.glob("checkpoints/step-*"))[1:]:
                 os.truncate(path / WEIGHTS, 1)
             guard._ring.clear()
@@ -419,7 +419,7 @@ def test_what_is_being_written_and_not_to_be_trusted_is_waited_for(
     assert doubt.is_alive() is not is_trusted
     Sluggish.may.set()
     doubt.join(60)
-    guard._keeper.close()
+    guard._keeper.wait()
     kinds = [one.manifest.kind for one in Store(tmp_path / "run").entries() if one.manifest]
     assert kinds == ["verified" if is_trusted else "demoted"]
     guard.let_go()

@@ -350,4 +350,4 @@ def test_a_snapshot_survives_a_loop_that_is_left_and_entered_again() -> None:
         guard.step(batch)
     guard.settle()
     assert all(held.verified for held in guard._ring.snapshots if held.step <= 15)
-    assert all(held.statistics is not None for held in guard._ring.snapshots if held.step < guard.clock.step)
+    assert all(held.checks_state is not None for held in guard._ring.snapshots if held.step < guard.clock.step)

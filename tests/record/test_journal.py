@@ -26,10 +26,10 @@ from resilient_train.record.journal import Journal, plain, read
 from resilient_train.tracking.story import Chapter, Phase, chapters, status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
 from resilient_train.wording import (
-    cured,
     describe,
     describe_outcome,
-    farewell,
+    describe_treatment,
+    final_message,
     first_sign,
     remedies_in_short,
     tags,
@@ -417,7 +417,7 @@ POISON = Incident(
         Culprit("backward", "log", "net.head", "mine.py", 31, ({"name": "x", "min": -math.inf, "shape": [2, 3]},)),
         rows=(17, 90_000),
     ),
-    decision=Decision((Action("skip", {"samples": 32}),)),
+    decision=Decision((Action("skip"),)),
     steps_lost=1,
 )
 
@@ -476,7 +476,7 @@ def test_an_incident_comes_back_from_its_line(incident: Incident) -> None:
     assert dataclasses.replace(finite, decision=incident.decision, diagnosis=incident.diagnosis) == incident
     assert len(describe(incident).split("\n")) in (2, 3, 4)
     assert "\n" not in describe_outcome(incident)
-    assert farewell(incident, None)
+    assert final_message(incident, None)
     assert tags([incident], "clean")
 
 
@@ -746,9 +746,9 @@ def seen(incident: Incident, **changes: Any) -> Incident:
 
 def test_a_refused_update_is_told_in_two_lines() -> None:
     """What was noticed, that it did no harm, and what was done."""
-    assert describe(acted(Action("skip", {"samples": 32}), steps_lost=1)) == (
+    assert describe(acted(Action("skip"), steps_lost=1)) == (
         "! step 1,204: the loss is not finite (nonfinite_loss), refused before it reached the weights\n"
-        "  cause unknown; skipped 32 samples; nothing was lost"
+        "  cause unknown; skipped the suspect samples; nothing was lost"
     )
 
 
@@ -773,12 +773,11 @@ def test_a_diagnosis_names_line_and_rows() -> None:
 @pytest.mark.parametrize(
     ("action", "expected"),
     [
-        (Action("skip"), "skipped the samples to blame"),
-        (Action("skip", {"updates": None}), "skipped the samples to blame"),
+        (Action("skip"), "skipped the suspect samples"),
+        (Action("skip", {"updates": None}), "skipped the suspect samples"),
         (Action("lower_lr", {"factor": 1, "rewarm": 50}), "learning rate as before with 50 steps of warm-up"),
-        (Action("skip", {"samples": 1}), "skipped 1 sample"),
-        (Action("skip", {"batches": 1000}), "skipped 1,000 batches"),
-        (Action("skip", {"updates": 200}), "skipped 200 updates of data"),
+        (Action("skip", {"updates": 1}), "skipped 1 update of data"),
+        (Action("skip", {"updates": 2000}), "skipped 2,000 updates of data"),
         (Action("lower_lr", {"factor": 0.5}), "learning rate x0.5"),
         (Action("lower_lr", {"factor": 0.1, "rewarm": 1}), "learning rate x0.1 with 1 step of warm-up"),
         (Action("lower_lr", {"to": 1e-05}), "learning rate lowered to 1e-05"),
@@ -814,10 +813,10 @@ def test_every_remedy_has_words(action: Action, expected: str) -> None:
         ),
         (
             acted(Action("rewind"), Action("skip"), rewound_to=1000, steps_lost=300),
-            "rewound to step 1,000 (verified), skipped the samples to blame, in 0.00 s; 300 steps lost",
+            "rewound to step 1,000 (verified), skipped the suspect samples, in 0.00 s; 300 steps lost",
         ),
         (acted(Action("rewind")), "no rewind, as there was no state to go back to; nothing was lost"),
-        (seen(acted(Action("skip"), steps_lost=1), landed=True), "skipped the samples to blame; 1 step lost"),
+        (seen(acted(Action("skip"), steps_lost=1), landed=True), "skipped the suspect samples; 1 step lost"),
         (acted(), "nothing was done; nothing was lost"),
         (dataclasses.replace(POISON, decision=Decision(gave_up="no rung left")), "gave up: no rung left"),
     ],
@@ -832,12 +831,12 @@ def test_what_it_cost_is_told(incident: Incident, expected: str) -> None:
     [
         (
             acted(Action("rewind"), Action("skip"), rewound_to=1000, steps_lost=3),
-            "rewound, skipped the samples to blame",
+            "rewound, skipped the suspect samples",
         ),
         (acted(Action("lower_lr", {"factor": 1, "rewarm": 10})), "learning rate as before"),
         (acted(Action("lower_lr", {"factor": 0.5, "rewarm": 10})), "learning rate lowered"),
         (acted(Action("mine.knock_on_wood", {"how_often": 3})), "mine.knock_on_wood"),
-        (POISON, "skipped the samples to blame"),
+        (POISON, "skipped the suspect samples"),
         (acted(), "nothing was done"),
         (dataclasses.replace(POISON, decision=Decision(gave_up="no rung left")), "gave up"),
     ],
@@ -852,12 +851,14 @@ def test_an_incident_is_told_in_two_lines_that_stand_alone() -> None:
     where = "step 1,204: the loss jumped (loss_spike), in the weights since step 1,191"
     assert first_sign(SPIKE) == f"{where}; loss 8.12 where 2.9 to 3.4 was usual"
     rest = "learning rate x0.5 with 20 steps of warm-up, in 0.12 s; 27 steps lost"
-    assert cured(SPIKE) == f"cause explosion; rewound to step 1,177 (verified), {rest}"
-    assert cured(dataclasses.replace(SPIKE, outcome=Outcome.RECURRED)).endswith("; 27 steps lost; came back later")
+    assert describe_treatment(SPIKE) == f"cause explosion; rewound to step 1,177 (verified), {rest}"
+    assert describe_treatment(dataclasses.replace(SPIKE, outcome=Outcome.RECURRED)).endswith(
+        "; 27 steps lost; came back later"
+    )
     gave_up = dataclasses.replace(SPIKE, decision=Decision(gave_up="no\nrung left"), outcome=Outcome.GAVE_UP)
-    assert cured(gave_up) == "cause explosion; gave up: no rung left"
+    assert describe_treatment(gave_up) == "cause explosion; gave up: no rung left"
     along = dataclasses.replace(SPIKE, outcome=Outcome.GAVE_UP)
-    assert cured(along).endswith("; 27 steps lost; gave up"), "by a later one"
+    assert describe_treatment(along).endswith("; 27 steps lost; gave up"), "by a later one"
 
 
 @pytest.mark.parametrize("one", Signal)
@@ -889,7 +890,7 @@ def test_rows_are_counted_out(rows: tuple[int, ...], expected: str) -> None:
         (Outcome.RECOVERED, 50, "incident 3 recovered: 50 healthy steps since"),
         (Outcome.RECOVERED, 1, "incident 3 recovered: 1 healthy step since"),
         (Outcome.RECOVERED, None, "incident 3 recovered"),
-        (Outcome.RECURRED, None, "incident 3 recurred: the same trouble is back, so what was done was not enough"),
+        (Outcome.RECURRED, None, "incident 3 recurred: the same fault occurred again, so what was done was not enough"),
         (Outcome.GAVE_UP, None, "incident 3 could not be cured: the policy has nothing left"),
         (None, None, "incident 3 is open: it counts as recovered once the run has stayed healthy"),
     ],
@@ -904,7 +905,7 @@ def test_the_farewell_says_what_is_left_and_what_to_do() -> None:
     last = dataclasses.replace(
         SPIKE, id=9, decision=Decision(gave_up="3 incidents within 1,000 ticks"), rewound_to=None
     )
-    assert farewell(last, Path("runs/mine/checkpoints/1177"), [SPIKE, SPIKE, POISON]) == (
+    assert final_message(last, Path("runs/mine/checkpoints/1177"), [SPIKE, SPIKE, POISON]) == (
         "gave up at step 1,204: the loss jumped (loss_spike), cause explosion\n"
         "  loss 8.12 where 2.9 to 3.4 was usual\n"
         "  why: 3 incidents within 1,000 ticks\n"
@@ -917,7 +918,7 @@ def test_the_farewell_says_what_is_left_and_what_to_do() -> None:
 
 def test_a_farewell_with_nothing_to_say_stays_true() -> None:
     """No remedy, no checkpoint, no advice."""
-    said = farewell(acted(), None)
+    said = final_message(acted(), None)
     assert "tried: nothing, as the policy says" in said
     assert "last good weights: none were written" in said
     assert "what to try next" not in said

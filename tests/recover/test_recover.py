@@ -660,10 +660,10 @@ class Run:
     def reset_moments(self) -> None:
         self.done.append("reset_moments")
 
-    def armor(self) -> None:
+    def patch_line(self) -> None:
         self.done.append("armor")
 
-    def mend_eps(self) -> None:
+    def raise_zero_eps(self) -> None:
         self.done.append("mend_eps")
 
     def lower_loss_scale(self, factor: float) -> None:

@@ -327,7 +327,7 @@ def passed(paces: Sequence[float], *, losses: Callable[[int], float] = lambda st
     """Accepted updates from step 1 on, made with these rates."""
     updates = UpdateHistory()
     for step, pace in enumerate(paces, 1):
-        updates.add(Vitals(step, step, True, losses(step), 0.5, 1e-3 * pace, pace=pace))
+        updates.add(Vitals(step, step, True, losses(step), 0.5, 1e-3 * pace, lr_ratio=pace))
     return updates
 
 
@@ -384,7 +384,7 @@ def test_a_rewind_forgets_a_leap() -> None:
     assert updates.leap() is None
     for step, pace in enumerate(paces[100:], 101):
         limited = min(pace, leap.usual)
-        updates.add(Vitals(step + 8, step, True, 1.0, 0.5, 1e-3 * limited, pace=limited))
+        updates.add(Vitals(step + 8, step, True, 1.0, 0.5, 1e-3 * limited, lr_ratio=limited))
     assert updates.leap() is None
     assert updates.leap() is None
 

@@ -98,7 +98,7 @@ def test_what_one_rank_raises_all_hear(flags: list[set[Flag]], stop: bool, busy:
 )
 def test_digests_are_compared_to_the_last_bit(digests: list[int], alike: bool) -> None:
     """The largest and the least of them tell."""
-    assert heard([[1, 1]] * 3, digests=digests)[0].alike is alike
+    assert heard([[1, 1]] * 3, digests=digests)[0].ranks_agree is alike
 
 
 @pytest.mark.parametrize("scale", [(), (1024.0,)])
