@@ -910,7 +910,7 @@ def test_the_farewell_says_what_is_left_and_what_to_do() -> None:
         "  loss 8.12 where 2.9 to 3.4 was usual\n"
         "  why: 3 incidents within 1,000 ticks\n"
         "  tried: rewound to step 1,177 (verified), learning rate x0.5 with 20 steps of warm-up (2 times); "
-        "skipped 32 samples\n"
+        "skipped the suspect samples\n"
         "  last good weights: runs/mine/checkpoints/1177\n"
         "  what to try next: Lower the learning rate."
     )
