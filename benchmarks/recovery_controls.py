@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from resilient_train.app.build import Run
 from resilient_train.app.config import targets
-from resilient_train.drills import Place
+from resilient_train.drills import UpdatePlace
 from resilient_train.update.updater import parameter_groups
 
 
@@ -21,7 +21,7 @@ def by_hand(run: Run, *, skips: bool) -> tuple[int, int]:
     schedule, weights, accepted = LambdaLR(optimizer, rate(steps)), list(model.parameters()), 0
     for tick in range(1, steps + 1):
         update = run.guard.samples.next_update()
-        place = Place(tick, tick, update.start, 0, 0)
+        place = UpdatePlace(tick, tick, update.start, 0, 0)
         (batch,) = update.batches
         if drill is not None:
             drill.between_updates(place, model, [optimizer])

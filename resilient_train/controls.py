@@ -59,7 +59,7 @@ class Controls(RunControl):
             far_enough = [snapshot for snapshot in verified if snapshot.step <= anomaly.step - steps] or verified[-1:]
             snapshot = far_enough[min(older, len(far_enough) - 1)]
             parts.ring.restore(snapshot)
-            parts.restore_statistics(snapshot.checks_state)
+            parts.restore_checks_state(snapshot.checks_state)
         elif self._keeper.restore(anomaly.since):
             parts.ring.clear()
             self.snapshot(parts.clock.step, verified=True)
@@ -156,7 +156,7 @@ class Controls(RunControl):
         """Take a snapshot, with the state of the checks and the remedies in effect."""
         snapshot = self._parts.ring.take(step, verified=verified)
         if snapshot is not None:
-            snapshot.checks_state, snapshot.remedies = self._parts.statistics(), self.state_dict()
+            snapshot.checks_state, snapshot.remedies = self._parts.checks_state(), self.state_dict()
         return snapshot
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import nn
 from resilient_train import numerics
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.search import Refused
-from resilient_train.drills import Drill, Place
+from resilient_train.drills import Drill, UpdatePlace
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
 from resilient_train.micro_batches import MicroBatchSizer, is_out_of_memory, memory_evidence
 from resilient_train.record.progress import Doing
@@ -328,7 +328,7 @@ class EngineGuard:
             norm = self._updater.clipped(vitals.grad_norm, attempt.max_norm)
             self._scans.landed(self.clock.step, attempt.settings, norm)
             if flight.snapshot is not None:
-                flight.snapshot.checks_state = self._parts.statistics()
+                flight.snapshot.checks_state = self._parts.checks_state()
         elif flight.snapshot is not None:
             self._ring.drop(flight.snapshot)
         scanned = self._examination.verdict()
@@ -411,10 +411,10 @@ class EngineGuard:
         if guilty := self._examination.guilty_ranks():
             self._recovery.name_guilty_ranks(guilty)
 
-    def _place(self) -> Place:
+    def _place(self) -> UpdatePlace:
         begun = self._newest_begun
         assert begun is not None
-        return Place(begun.tick, begun.step, begun.update.start, len(self._losses), self.world.rank)
+        return UpdatePlace(begun.tick, begun.step, begun.update.start, len(self._losses), self.world.rank)
 
     def _seed_between(self, position: int) -> None:
         """Seed the code between updates by the data position: undoing an update also undoes its random numbers."""

@@ -34,10 +34,10 @@ class RunParts:
     search: Search | None  # None if a step cannot be replayed
     beat: Callable[[], None]  # called during long work, to show the watchdog its progress
 
-    def statistics(self) -> dict[str, Any]:
+    def checks_state(self) -> dict[str, Any]:
         """Return what checks and scans have learned, for a snapshot."""
         return {"panel": self.checks.state_dict(), "scans": self.scans.state_dict()}
 
-    def restore_statistics(self, statistics: Mapping[str, Any]) -> list[str]:
+    def restore_checks_state(self, state: Mapping[str, Any]) -> list[str]:
         """Restore what checks and scans had learned; return those that another version did not save."""
-        return self.checks.load_state_dict(statistics["panel"]) + self.scans.load_state_dict(statistics["scans"])
+        return self.checks.load_state_dict(state["panel"]) + self.scans.load_state_dict(state["scans"])

@@ -20,7 +20,7 @@ from resilient_train.checkpoint.safetensors_files import SharedWrite
 from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.checkpoint.tree_files import SerializedTree
 from resilient_train.checkpoint.weights import Best
-from resilient_train.checkpoint.writer import DiskConfig, Job, Outcome, Writer
+from resilient_train.checkpoint.writer import DiskConfig, Job, SaveResult, Writer
 from resilient_train.errors import in_one_line, unusable
 from resilient_train.files import at_disk
 from resilient_train.record.progress import Progress
@@ -242,7 +242,7 @@ class CheckpointKeeper:
             if self._writer is None or (healthy and not self._config.every):
                 return None
             verified, (plain, tensors) = self._unsaved(), taken_apart(parts.state.live())
-            present = Snapshot(parts.clock.step, plain, tensors, {}, parts.statistics(), remedies, verified=healthy)
+            present = Snapshot(parts.clock.step, plain, tensors, {}, parts.checks_state(), remedies, verified=healthy)
             path = self._write_now(self._job(present))
             if not healthy and verified is not None and verified.step < present.step:
                 self._write_now(self._job(verified))  # to go back to, should the candidate be bad
@@ -398,7 +398,7 @@ class CheckpointKeeper:
         while self._writer is not None and (outcome := self._writer.next_outcome()) is not None:
             self._note_outcome(outcome)
 
-    def _note_outcome(self, outcome: Outcome) -> None:
+    def _note_outcome(self, outcome: SaveResult) -> None:
         step = outcome.job.step
         if not self._commits:
             if outcome.trouble:  # rank 0 gets a note, and writes it to the journal

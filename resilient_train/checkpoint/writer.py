@@ -44,7 +44,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SaveResult:
     """The result of a job."""
 
     job: Job
@@ -73,7 +73,7 @@ class Writer:
         self._changed = threading.Condition()
         self.writing: Job | None = None
         self.began: float | None = None  # when, on the monotonic clock
-        self._outcomes: deque[Outcome] = deque()
+        self._outcomes: deque[SaveResult] = deque()
         self._pause, self._not_before = 0.0, 0.0
 
     @property
@@ -94,7 +94,7 @@ class Writer:
             job.done()
             self._free()
 
-    def write_now(self, job: Job) -> Outcome:
+    def write_now(self, job: Job) -> SaveResult:
         """Wait for the current job, then write this, even during a pause."""
         with at_disk(), self._changed:  # two at a time would write to the same directory
             self._changed.wait_for(lambda: self.writing is None)
@@ -109,7 +109,7 @@ class Writer:
         with at_disk(), self._changed:
             return self._changed.wait_for(lambda: self.writing is None, seconds)
 
-    def next_outcome(self) -> Outcome | None:
+    def next_outcome(self) -> SaveResult | None:
         """Remove and return the oldest outcome; None if there is none."""
         return self._outcomes.popleft() if self._outcomes else None
 
@@ -126,24 +126,24 @@ class Writer:
             self.writing = None
             self._changed.notify_all()
 
-    def _execute(self, job: Job) -> Outcome:
+    def _execute(self, job: Job) -> SaveResult:
         self.began = time.monotonic()
         try:
             entry = job.write()
             self._pause = self._not_before = 0.0
             if entry is not None:
                 self._prune(entry)
-            return Outcome(job, entry)
+            return SaveResult(job, entry)
         except Exception as error:  # whatever goes wrong, training continues
             return self._failed(job, error)
         finally:
             self.began = None
             job.done()
 
-    def _failed(self, job: Job, error: Exception) -> Outcome:
+    def _failed(self, job: Job, error: Exception) -> SaveResult:
         self._pause = min(max(_FIRST_PAUSE_S, 2 * self._pause), _LONGEST_PAUSE_S)
         self._not_before = time.monotonic() + self._pause
-        return Outcome(job, None, error)
+        return SaveResult(job, None, error)
 
     def _prune(self, entry: Entry) -> None:
         """Remove old checkpoints once the new one was read back."""

@@ -1,6 +1,6 @@
 """Faults on purpose: injected where and when you say, to see a run recover from them."""
 
-from resilient_train.drills.drill import Drill, Place, parse
+from resilient_train.drills.drill import Drill, UpdatePlace, parse
 from resilient_train.drills.faults import (
     BadMoments,
     BadRow,
@@ -18,5 +18,5 @@ from resilient_train.drills.faults import (
 # fmt: off
 __all__ = [
     "BadMoments", "BadRow", "BitFlip", "Crash", "Drill", "Fault", "Hang", "HotLr", "InfLoss", "LossSpike", "NanBatch",
-    "NanGrad", "Place", "parse",
+    "NanGrad", "UpdatePlace", "parse",
 ]

@@ -72,7 +72,7 @@ def _ticks(key: str, at: Any, steps: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class UpdatePlace:
     """A point in the run."""
 
     tick: int  # the current attempt, from 1: counts attempted updates and never goes back
@@ -119,24 +119,24 @@ class Drill:
         """Say whether a fault begins at this tick. The tick must then not be lost to a rewind of an earlier update."""
         return any(isinstance(fault, TickFault) and fault.begins(tick) for fault in self._faults.values())
 
-    def on_batch(self, place: Place, batch: Any) -> Any:
+    def on_batch(self, place: UpdatePlace, batch: Any) -> Any:
         """Call before the forward of each micro-batch. Returns the batch, or a spoiled copy."""
         for fault in self._striking("batch", place, batch):
             batch = fault.spoil(batch)
         return batch
 
-    def on_loss(self, place: Place, loss: torch.Tensor) -> torch.Tensor:
+    def on_loss(self, place: UpdatePlace, loss: torch.Tensor) -> torch.Tensor:
         """Call before the backward of each micro-batch."""
         for fault in self._striking("loss", place):
             loss = fault.spoil(loss)
         return loss
 
-    def on_gradients(self, place: Place, weights: Sequence[torch.Tensor]) -> None:
+    def on_gradients(self, place: UpdatePlace, weights: Sequence[torch.Tensor]) -> None:
         """Call after the last backward, before the gate."""
         for fault in self._striking("gradients", place):
             fault.spoil(weights)
 
-    def rate_factor(self, place: Place) -> float:
+    def rate_factor(self, place: UpdatePlace) -> float:
         """Return the factor for the learning rate of this update."""
         factor = 1.0
         for index, fault in self._faults.items():
@@ -145,13 +145,13 @@ class Drill:
                 factor *= fault.factor if fault.is_on(place.rank) else 1.0
         return factor
 
-    def between_updates(self, place: Place, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def between_updates(self, place: UpdatePlace, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Call just before the first forward of the update at `place`."""
         # An optimizer has no state before its first step, and whether the newest update was one is not known yet.
         for fault in self._striking("state", place, model, optimizers, can_check=place.step > 2):
             fault.spoil(place.tick, model, optimizers)
 
-    def _striking(self, what: Spoils, place: Place, *things: Any, can_check: bool = True) -> Iterator[Any]:
+    def _striking(self, what: Spoils, place: UpdatePlace, *things: Any, can_check: bool = True) -> Iterator[Any]:
         """Yield the faults that act here, after each was journalled.
 
         A fault that finds nothing to spoil is refused at the first call, however much later it would strike.

@@ -37,7 +37,7 @@ class Snapshot:
     plain: Tree  # the state without its tensors
     own: list[torch.Tensor]  # copies that only this snapshot holds: a later one may use their memory
     shared: dict[str, torch.Tensor]  # copies of weights that do not change, which other snapshots hold as well
-    checks_state: Any = None  # RunParts.statistics(); None until its update was accepted
+    checks_state: Any = None  # RunParts.checks_state(); None until its update was accepted
     remedies: Any = None  # that were active after its update
     verified: bool = False
     is_reference: bool = False  # the run is measured against it: it is not dropped to make room

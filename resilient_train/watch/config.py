@@ -60,7 +60,7 @@ class SlowConfig(_Every):
 
 
 @dataclass
-class ProbationConfig(_Every):
+class RewindCheckConfig(_Every):
     window: int = limited(at_least=8)
     share: float = limited(above=0)
     sigmas: float = limited(above=0)
@@ -119,7 +119,7 @@ class ChecksConfig:
     creep: CreepConfig
     slow: SlowConfig
     rate: RateConfig
-    probation: ProbationConfig
+    probation: RewindCheckConfig
     scale: ScaleConfig
     weights: WeightsConfig
     optimizer: OptimizerConfig

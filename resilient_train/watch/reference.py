@@ -10,7 +10,7 @@ from math import inf, isfinite, sqrt
 from statistics import fmean, median, stdev
 from typing import Any
 
-from resilient_train.watch.config import ProbationConfig
+from resilient_train.watch.config import RewindCheckConfig
 from resilient_train.watch.loss import PlainState
 
 WINDOW = 48  # losses that make a reference
@@ -128,7 +128,7 @@ class RewindCheck(PlainState):
 
     saved = ("_losses",)
 
-    def __init__(self, config: ProbationConfig) -> None:
+    def __init__(self, config: RewindCheckConfig) -> None:
         self.config = config
         self._losses: deque[float] = deque(maxlen=config.window)
         self.end()

@@ -32,7 +32,7 @@ from resilient_train.drills import (
     LossSpike,
     NanBatch,
     NanGrad,
-    Place,
+    UpdatePlace,
     parse,
 )
 from resilient_train.errors import ConfigError
@@ -96,8 +96,8 @@ class Run:
         self.optimizer.zero_grad()
         return seen
 
-    def _place(self, tick: int, micro: int) -> Place:
-        return Place(tick=tick, step=self.step, start=8 * self.step, micro=micro, rank=self.rank)
+    def _place(self, tick: int, micro: int) -> UpdatePlace:
+        return UpdatePlace(tick=tick, step=self.step, start=8 * self.step, micro=micro, rank=self.rank)
 
     def _weights(self) -> torch.Tensor:
         return torch.cat([weight.detach().flatten() for weight in self.model.parameters()]).clone()
@@ -136,7 +136,7 @@ def test_each_fault_spoils_its_own_place_at_its_own_tick(fault: Fault, seen: dic
 def test_what_a_fault_spoils_is_a_copy() -> None:
     """The tensors of the data set come through a drill as they were; those it leaves alone are not even copied."""
     run = Run(Journal().drill(NanBatch(at=[1])))
-    batch = run.drill.on_batch(Place(tick=1, step=1, start=0, micro=0, rank=0), run.batch)
+    batch = run.drill.on_batch(UpdatePlace(tick=1, step=1, start=0, micro=0, rank=0), run.batch)
     assert batch["x"][0].isnan().all()
     assert batch["x"][1:].equal(run.batch["x"][1:])
     assert batch["rows"] is run.batch["rows"]
@@ -158,7 +158,7 @@ def test_a_fault_fires_once_even_if_its_place_comes_again(fault: Fault) -> None:
 def test_a_hot_stretch_goes_on_after_a_restart() -> None:
     """A restart within its ticks finds the rate still hot, and does not journal it again."""
     journal, fault = Journal(), HotLr(at=[2], updates=3, factor=30)
-    place = Place(tick=3, step=3, start=0, micro=0, rank=0)
+    place = UpdatePlace(tick=3, step=3, start=0, micro=0, rank=0)
     assert journal.drill(fault).rate_factor(place) == 30
     assert journal.drill(fault).rate_factor(place) == 30
     assert journal.ticks == [("hot_lr", 2)]
@@ -167,7 +167,7 @@ def test_a_hot_stretch_goes_on_after_a_restart() -> None:
 def test_stretches_that_overlap_do_not_multiply() -> None:
     """A hot rate is hot once."""
     drill = Journal().drill(HotLr(at=[2, 3], updates=5))
-    assert drill.rate_factor(Place(tick=4, step=4, start=0, micro=0, rank=0)) == 100
+    assert drill.rate_factor(UpdatePlace(tick=4, step=4, start=0, micro=0, rank=0)) == 100
 
 
 @pytest.mark.parametrize("kind", [NanBatch, InfLoss, LossSpike, NanGrad, BitFlip, BadMoments])
@@ -314,7 +314,7 @@ def test_batches_of_any_shape_are_spoiled_and_keep_it(
     """A structure of tensors comes out as the same kind of structure, and the one that went in is as it was."""
     x = torch.ones(2, 3, dtype=torch.bfloat16)
     batch = wrap(x)
-    spoiled = Journal().drill(NanBatch(at=[1])).on_batch(Place(1, 1, 0, 0, 0), batch)
+    spoiled = Journal().drill(NanBatch(at=[1])).on_batch(UpdatePlace(1, 1, 0, 0, 0), batch)
     assert type(spoiled) is type(batch)
     assert unwrap(spoiled)[0].isnan().all()
     assert unwrap(spoiled)[1].equal(x[1])
@@ -325,7 +325,7 @@ def test_batches_of_any_shape_are_spoiled_and_keep_it(
 def test_token_batches_cannot_hold_nan() -> None:
     """The very first batch says so, long before the fault would strike."""
     with pytest.raises(ConfigError, match=r"drill=nan_batch: .*no floating-point numbers.*use inf_loss or nan_grad"):
-        Journal().drill(NanBatch(at=[100])).on_batch(Place(1, 1, 0, 0, 0), {"input_ids": torch.arange(4)})
+        Journal().drill(NanBatch(at=[100])).on_batch(UpdatePlace(1, 1, 0, 0, 0), {"input_ids": torch.arange(4)})
 
 
 def test_an_optimizer_without_moments_cannot_have_bad_ones() -> None:
@@ -343,8 +343,8 @@ def test_an_optional_fault_is_left_out_with_a_warning(caplog: pytest.LogCaptureF
     drill = journal.drill(NanBatch(at=[1], optional=True), InfLoss(at=[1]))
     batch = {"input_ids": torch.arange(4)}
     with caplog.at_level(logging.WARNING, "resilient_train"):
-        assert drill.on_batch(Place(1, 1, 0, 0, 0), batch) is batch
-    assert drill.on_loss(Place(1, 1, 0, 0, 0), torch.tensor(2.0)).isinf()
+        assert drill.on_batch(UpdatePlace(1, 1, 0, 0, 0), batch) is batch
+    assert drill.on_loss(UpdatePlace(1, 1, 0, 0, 0), torch.tensor(2.0)).isinf()
     assert "nan_batch is left out" in caplog.text
     assert journal.ticks == [("inf_loss", 1)]
 

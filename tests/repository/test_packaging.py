@@ -83,7 +83,7 @@ def test_the_test_script_explains_itself(repository: Path) -> None:
     """--help prints the usage and makes no environment."""
     shutil.copy(ROOT / "scripts/test", repository / "scripts/test")
     printed = printed_by([str(repository / "scripts/test"), "--help"], repository, dict(os.environ))
-    assert "scripts/test tests/ROOM/test_x.py -k name" in printed
+    assert "scripts/test tests/FOLDER/test_x.py -k name" in printed
     assert not (repository / ".venv").exists()
 
 
