@@ -184,7 +184,7 @@ def training(job: Job, on_step: OnStep, tell: Callable[[Any], None], *, every: i
     from resilient_train.app.train import train
     from resilient_train.ranks.world import World
     from resilient_train.record.incident_log import IncidentLog
-    from resilient_train.tracking.uploads import NullTracker
+    from resilient_train.tracking.tracker import NullTracker
 
     with TemporaryDirectory(prefix="checkpoints-") as place:
         settings = [f"run.steps={job.steps}", f"checkpoint.disk.every={every}", "data.eval._target_=null"]

@@ -49,7 +49,7 @@ def ours(job: Job, on_step: OnStep, tell: Callable[[Any], None]) -> None:
     from resilient_train.app.terminal import Terminal
     from resilient_train.app.train import train
     from resilient_train.ranks.world import World
-    from resilient_train.tracking import uploads as tracking
+    from resilient_train.tracking import tracker as tracking
 
     with TemporaryDirectory(prefix="step_cost-") as scratch:
         settings = [f"run.steps={job.steps}", f"run.log_every={job.log_every}", "data.eval._target_=null"]

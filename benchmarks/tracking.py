@@ -34,7 +34,7 @@ from interleaved import begin, table
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from moody import Door, mlflow_server
 
-from resilient_train.tracking.uploads import NullTracker, Tracker, TrackingConfig, build
+from resilient_train.tracking.tracker import NullTracker, Tracker, TrackingConfig, build
 
 MOST_MS_A_STEP, MOST_STALL_MS = 0.3, 50.0
 OF_SERVER = ("pass", "dead", "hang", "fail")

@@ -13,7 +13,7 @@ from resilient_train.ranks.world import World
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.journal import JOURNAL
 from resilient_train.tracking.store import locate
-from resilient_train.tracking.uploads import EXPERIMENT, TrackingConfig
+from resilient_train.tracking.tracker import EXPERIMENT, TrackingConfig
 from resilient_train.wording import log
 
 _DRAIN_S = 30.0  # how long the end of a loop waits for MLflow at most

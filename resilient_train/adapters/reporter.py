@@ -28,11 +28,11 @@ from resilient_train.record.endings import LOOP, SUMMARY, Loop, Summary
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.progress import Doing, Progress
 from resilient_train.state.run_state import Clock
-from resilient_train.tracking import uploads as tracking
+from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.review import review, where_to_look
 from resilient_train.tracking.store import ui_command
 from resilient_train.tracking.story import is_unrecovered, read_story
-from resilient_train.tracking.uploads import NullTracker, Tracker
+from resilient_train.tracking.tracker import NullTracker, Tracker
 from resilient_train.types import Incident, Vitals
 from resilient_train.watch.vitals import UpdateHistory
 from resilient_train.wording import duration, log

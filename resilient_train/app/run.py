@@ -43,11 +43,11 @@ from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Position, position_of
 from resilient_train.recover.causes import by_signal
 from resilient_train.state.randomness import set_deterministic
-from resilient_train.tracking import uploads as tracking
+from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.review import command
 from resilient_train.tracking.store import counted_entries, left_in
 from resilient_train.tracking.story import last_good_of
-from resilient_train.tracking.uploads import NullTracker, Tracker
+from resilient_train.tracking.tracker import NullTracker, Tracker
 from resilient_train.types import Action, Anomaly, Decision, Signal
 from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, log
 

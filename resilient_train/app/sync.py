@@ -26,8 +26,8 @@ from resilient_train.record.outbox import BEGAN, OUTBOX, entries
 from resilient_train.tracking.connection import root_cause
 from resilient_train.tracking.review import where_to_look
 from resilient_train.tracking.store import Store, UploadCursor, counted_entries, left_in, locate, shown, ui_command
+from resilient_train.tracking.tracker import EXPERIMENT
 from resilient_train.tracking.uploader import Busy, Uploader, backfill, needs_backfill
-from resilient_train.tracking.uploads import EXPERIMENT
 from resilient_train.wording import printable
 
 _EVERY_S = 1.5  # between uploads while a run lasts

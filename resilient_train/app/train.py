@@ -10,7 +10,7 @@ import torch
 from resilient_train.app.build import Run
 from resilient_train.app.terminal import Display
 from resilient_train.state.randomness import preserved
-from resilient_train.tracking.uploads import Tracker
+from resilient_train.tracking.tracker import Tracker
 from resilient_train.wording import log
 
 

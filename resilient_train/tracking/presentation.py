@@ -34,7 +34,8 @@ from resilient_train.wording import tags
 STRIP, PICTURES = "incidents.png", "incidents"  # artifacts: all incidents in one, and a folder with one of each
 MOST_PICTURES = 50  # of incidents; later ones have none
 
-_FEW, _REST = 20, 10  # with more incidents than that it rests, for so many times as long as showing them took
+_FEW, _REST = 20, 10  # incidents; with more it pauses for so many times as long as showing them took
+_MOST_FAILURES = 20  # traces that could not be uploaded, after which a refresh leaves the others out
 _NOTE = "mlflow.note.content"
 _OURS = "mlflow.resilience.note"  # the digest of the last note that this program wrote
 
@@ -54,7 +55,7 @@ class Presentation:
         prepare_run_list(connection.client, connection.experiment_id)
 
     def refresh(self, *, is_last: bool = False) -> Exception | None:
-        """Show what has changed, the words first; return what prevented some of it. Raises if nothing is answered.
+        """Show what has changed, the words first; return what prevented some of it. Raises if MLflow does not answer.
 
         An incident gets its trace and picture once its outcome is known, and the report is uploaded at the end: so
         uploads grow with the number of incidents, and not with its square. Words and the strip are made of all
@@ -68,7 +69,7 @@ class Presentation:
         self._attempt(lambda: self._describe(story))
         failures = 0
         for chapter in story.chapters:
-            if chapter.closed_ms is not None and chapter.incident.id not in self._shown and failures < _FEW:
+            if chapter.closed_ms is not None and chapter.incident.id not in self._shown and failures < _MOST_FAILURES:
                 is_traced = self._attempt(partial(self._traces.upload, chapter))
                 failures += not is_traced
                 if self._attempt(partial(self._draw, chapter)) and is_traced:

@@ -28,7 +28,7 @@ def review(story: Story, resumed_from: int | None = None) -> list[str]:
     """Sum up a run in some twenty lines at most: incidents, remedies, what to change, what is left, what to do next."""
     return [
         *([] if resumed_from is None else [_resumed(story, resumed_from)]),
-        f"{_made(story)}{'met ' * bool(story.chapters)}{incidents_met(story.incidents)}.{cost_and_drill(story)}",
+        f"{_made(story)}{'met ' if story.chapters else ''}{incidents_met(story.incidents)}.{cost_and_drill(story)}",
         *_cures(story.incidents),
         *_advice(story),
         *_left(story),
@@ -269,9 +269,9 @@ def python() -> str:
     return "python" if str(Path(sys.executable).parent) in folders else shlex.quote(sys.executable)
 
 
-def where_to_look(command: str, url: str | None) -> list[str]:
+def where_to_look(command_line: str, url: str | None) -> list[str]:
     """Say how to see a run in MLflow: the command that serves its database, if it is one, and the address."""
-    lines = [f"to see it, start\n  {command}"] if command else []
+    lines = [f"to see it, start\n  {command_line}"] if command_line else []
     if url:
         lines.append(f"{'and' if lines else 'to see it,'} open\n  {url}")
     return lines

@@ -25,7 +25,7 @@ from resilient_train.secrets import masked
 
 _log = logging.getLogger("resilient_train")
 
-KNOWN, PLACE = "mlflow.json", ".place"  # their names in a run directory
+MLFLOW_JSON, PLACE = "mlflow.json", ".place"  # their names in a run directory
 DEFAULT_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens unless told otherwise
 
 _IDENTITY = ("place", "copy")  # what damage must not take: it is in both files
@@ -54,12 +54,12 @@ class UploadCursor:
 
     def __init__(self, directory: Path) -> None:
         self.name = directory.name
-        self._file, self._second = directory / KNOWN, directory / PLACE
-        self._known = self._read()  # noted at any time, also before a connection
+        self._file, self._second = directory / MLFLOW_JSON, directory / PLACE
+        self._known = self._read_files()  # noted at any time, also before a connection
 
     def recall(self, tracking_uri: str, experiment: str) -> str | None:
         """Return the id of the run, if it was begun in this store and experiment; else forget the others."""
-        known = self._read()
+        known = self._read_files()
         place = {"tracking_uri": tracking_uri, "experiment": experiment}
         run_id = known.get("run_id") if known.items() >= place.items() else None
         if not isinstance(run_id, str) or not re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run_id):
@@ -82,7 +82,7 @@ class UploadCursor:
         only one to be seen, on another host and on another disk, is a copy once it `trains` there: before, it may have
         been brought there only to upload it.
         """
-        self._known = self._read()
+        self._known = self._read_files()
         directory, was = self._file.parent.absolute(), self._known.get("place")
         try:
             facts = directory.stat()
@@ -105,9 +105,13 @@ class UploadCursor:
         """Distinguishes a copied directory from its original, which has the same outbox."""
         return str(self._known.get("copy") or "")
 
+    def read(self) -> None:
+        """Read what another process has noted."""
+        self._known = self._read_files()
+
     def where(self) -> tuple[str, str] | None:
-        """Return the store and the experiment that the run was begun in, without secrets; None if it was in none."""
-        self._known = self._read()
+        """Read the store and the experiment that the run was begun in, without secrets; None if it was in none."""
+        self.read()
         uri, experiment = self._known.get("tracking_uri"), self._known.get("experiment")
         return (uri, experiment) if isinstance(uri, str) and isinstance(experiment, str) else None
 
@@ -129,10 +133,9 @@ class UploadCursor:
         found = self._known.get("files")
         return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
 
-    @property
-    def trouble(self) -> str | None:
-        """What prevents uploading now, as the uploader noted it last."""
-        self._known = self._read()
+    def read_trouble(self) -> str | None:
+        """Read what prevents uploading now, as the uploader noted it last."""
+        self.read()
         trouble = self._known.get("trouble")
         return trouble if isinstance(trouble, str) else None
 
@@ -142,7 +145,7 @@ class UploadCursor:
         with contextlib.suppress(OSError):
             commit_text(self._file, json.dumps(self._known, indent=2) + "\n")
 
-    def _read(self) -> dict[str, Any]:
+    def _read_files(self) -> dict[str, Any]:
         known, second = read_json(self._file), read_json(self._second)
         kept = _identity(second) if isinstance(second, dict) else {}
         return kept | known if isinstance(known, dict) else kept
@@ -168,7 +171,7 @@ def _is_copy(was: dict[str, Any], here: dict[str, Any], *, trains: bool) -> bool
 def left_in(directory: Path) -> int:
     """Count the entries of the outbox that MLflow does not have, as far as the run directory knows."""
     cursor = UploadCursor(directory)
-    cursor.where()
+    cursor.read()
     try:
         return sum(1 for _ in entries(directory / OUTBOX, cursor.uploaded))
     except OSError:

@@ -37,7 +37,7 @@ from resilient_train.types import Cause, Incident, Outcome
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
 _KILLED = "its process was killed (no exit message)"
-_LATEST_MS = 2**42  # a time after the year 2100 is none
+_LATEST_MS = 2**42  # 2109: later times are damage
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
 _MOST_ROWS = 8  # that are named
 
@@ -60,8 +60,8 @@ class Chapter:
 
     incident: Incident
     opened_ms: int
-    treated_ms: int | None = None  # null while something is being done about it
-    closed_ms: int | None = None  # null until the outcome is known
+    treated_ms: int | None = None  # None while something is being done about it
+    closed_ms: int | None = None  # None until the outcome is known
     phases: tuple[Phase, ...] = ()
 
 
@@ -96,19 +96,19 @@ class Story:
 
     directory: Path  # absolute
     chapters: tuple[Chapter, ...]  # in the order they were met
-    status: str  # clean, recovered, recovering, gave_up, preempted, failed
+    status: str  # clean, recovered, unrecovered, no_progress, recovering, gave_up, preempted, failed
     step: int = 0  # accepted updates
     tick: int = 0  # attempted ones
     steps: int | None = None  # planned
-    summary: Mapping[str, Any] | None = None  # null while it is at work, or was killed
-    why: str = ""  # it failed
+    summary: Mapping[str, Any] | None = None  # None while it is at work, or was killed
+    why: str = ""  # why it failed
     last_good: Checkpoint | None = None  # the newest verified one
     newest: Checkpoint | None = None  # that a resume would load: the same, or a later candidate
     best: Checkpoint | None = None  # weights alone
     quarantined: Mapping[int, str] = field(default_factory=dict)  # rows, and why
     remedies: Mapping[str, Any] | None = None  # active, as they were last written down
     advice: tuple[Advice, ...] = ()  # still open, the most important first
-    loop: Loop | None = None  # of the caller; null for a run of the command
+    loop: Loop | None = None  # of the caller; None for a run of the command
     fired_drills: tuple[FiredDrill, ...] = ()
 
     @property

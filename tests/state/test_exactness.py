@@ -17,7 +17,7 @@ from resilient_train.app.config.compose import load
 from resilient_train.app.train import train
 from resilient_train.ranks.world import World
 from resilient_train.state.tree import sha256
-from resilient_train.tracking.uploads import NullTracker
+from resilient_train.tracking.tracker import NullTracker
 from resilient_train.types import Vitals
 
 STEPS, CAPTURED_AT = 40, 17

@@ -27,7 +27,7 @@ from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox, entries
 from resilient_train.tracking.presentation import MOST_PICTURES
-from resilient_train.tracking.store import KNOWN, UploadCursor, locate
+from resilient_train.tracking.store import MLFLOW_JSON, UploadCursor, locate
 from resilient_train.tracking.story import read_story
 from resilient_train.tracking.uploader import Uploader
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal
@@ -201,7 +201,7 @@ def test_a_lost_cursor_costs_time_and_nothing_else(tmp_path: Path, server: str) 
         one = uploader(run_dir, server, "cursor")
         one.finish()
         one.close()
-        (run_dir / KNOWN).unlink()
+        (run_dir / MLFLOW_JSON).unlink()
     prove(run_dir, server, "cursor")
 
 
@@ -226,7 +226,7 @@ def test_whose_run_a_directory_is_outlives_damage(tmp_path: Path, server: str) -
         sent.close()
         assert sent.run is not None
         found[one].add(sent.run.run_id)
-        (one / KNOWN).write_bytes(b"\xff{")
+        (one / MLFLOW_JSON).write_bytes(b"\xff{")
 
     send(run_dir)
     shutil.copytree(run_dir, tmp_path / "copy")
@@ -356,7 +356,7 @@ import os, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 sys.path[:0] = [sys.argv[4], sys.argv[4] + "/tracking"]
-from resilient_train.tracking.uploads import TrackingConfig, build
+from resilient_train.tracking.tracker import TrackingConfig, build
 from test_delivery import met, IncidentLog
 
 run_dir, address, experiment = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -439,7 +439,7 @@ def test_a_trainer_that_is_killed_is_made_up_for(
     """The server hangs, the trainer is killed, and nobody outlives it for long; then `sync`, twice."""
     run_dir = tmp_path / "run"
     process = live(run_dir, door.address, "killed")
-    while not (run_dir / KNOWN).exists() or "run_id" not in (run_dir / KNOWN).read_text():
+    while not (run_dir / MLFLOW_JSON).exists() or "run_id" not in (run_dir / MLFLOW_JSON).read_text():
         time.sleep(0.05)
     door.mood = "hang"
     [uploader_pid] = _children(process.pid)

@@ -22,11 +22,11 @@ from omegaconf import OmegaConf
 from resilient_train import files
 from resilient_train.errors import ConfigError
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
-from resilient_train.tracking import uploads as tracking
+from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.review import command
 from resilient_train.tracking.store import TrackedRun, UploadCursor, locate, shown, ui_command, url
+from resilient_train.tracking.tracker import NullTracker, TrackingConfig, build
 from resilient_train.tracking.uploader import Uploader
-from resilient_train.tracking.uploads import NullTracker, TrackingConfig, build
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -226,7 +226,7 @@ def test_system_metrics_are_shown_when_asked_for(home: Path, tmp_path: Path, mon
 SCRIPT = """
 import sys
 from pathlib import Path
-from resilient_train.tracking.uploads import TrackingConfig, build
+from resilient_train.tracking.tracker import TrackingConfig, build
 
 run_dir = Path(sys.argv[2])
 run_dir.mkdir()
@@ -268,7 +268,7 @@ def test_processes_that_start_together_share_a_new_database(tmp_path: Path) -> N
 KILLED = """
 import os, sys
 from pathlib import Path
-from resilient_train.tracking.uploads import TrackingConfig, build
+from resilient_train.tracking.tracker import TrackingConfig, build
 
 def half_made(home):
     return any(path.stat().st_size > 100_000 for path in home.rglob("*.db"))
@@ -300,7 +300,7 @@ def test_a_kill_while_the_database_is_created_does_not_ruin_it(tmp_path: Path) -
 def test_a_single_entry_is_counted_as_one(
     home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("resilient_train.tracking.uploads.left_in", lambda directory: 1)
+    monkeypatch.setattr("resilient_train.tracking.tracker.left_in", lambda directory: 1)
     tracker = build(config(f"http://127.0.0.1:{free_port()}"), tmp_path, home)
     tracker.finish("failed")
     assert "it lacks 1 entry of outbox.jsonl" in caplog.text

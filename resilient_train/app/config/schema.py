@@ -10,7 +10,7 @@ from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.data.build import DataConfig
 from resilient_train.ranks.world import AccelerateConfig
 from resilient_train.state.ring import MemoryConfig
-from resilient_train.tracking.uploads import TrackingConfig
+from resilient_train.tracking.tracker import TrackingConfig
 from resilient_train.update.clip import ClipConfig
 from resilient_train.watch.config import ChecksConfig
 

@@ -233,7 +233,7 @@ class UploaderProcess:
     def _run(self) -> int:
         """Start one, watch what it notes until it ends, and return its exit code."""
         cursor = UploadCursor(self._directory)
-        if cursor.trouble is not None:  # of the previous one
+        if cursor.read_trouble() is not None:  # of the previous one
             cursor.note(trouble=None)
         with TemporaryFile() as said:
             self.process = process = subprocess.Popen(
@@ -252,7 +252,7 @@ class UploaderProcess:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     code = process.wait(_LOOK_EVERY_S)
                     break
-                if (trouble := cursor.trouble) is not None:
+                if (trouble := cursor.read_trouble()) is not None:
                     self._complain(trouble)
             lines = _last_lines(said)
         assert process.stdin is not None
