@@ -299,7 +299,7 @@ class EngineGuard:
             return True
 
         # What it measured, the same on every rank.
-        update, fed, attempt = flight.begun.update, flight.begun.inputs, flight.attempt
+        update, inputs, attempt = flight.begun.update, flight.begun.inputs, flight.attempt
         vitals = read_vitals(
             *(flight.begun.tick, self.clock.step, update.start, update.stop, attempt.settings[0]["lr"]),
             *(flight.sent.read(), flight.limits),
@@ -333,7 +333,7 @@ class EngineGuard:
             self._ring.drop(flight.snapshot)
         scanned = self._examination.verdict()
         self._name_guilty_ranks()
-        anomaly = scanned or finding.anomaly or self._recovery.explainer.check_first_updates(vitals, fed)
+        anomaly = scanned or finding.anomaly or self._recovery.explainer.check_first_updates(vitals, inputs)
         if anomaly is None and not finding.repeat:
             if vitals.overflowed and flight.begun.backup.tables:
                 # Buffers may be NaN since its forward, and the next one has used them: repeat that.
@@ -354,11 +354,11 @@ class EngineGuard:
             self._roll_back(first)
         if anomaly is not None:
             spiked = not float(flight.loss) <= flight.limits[0]
-            refined = scanned or self._examination.refine_signal(anomaly, fed, update.failed, spiked=spiked)
+            refined = scanned or self._examination.refine_signal(anomaly, inputs, update.failed, spiked=spiked)
             self._name_guilty_ranks()
-            was_modified = flight.begun.versions != [versions(batch) for batch in fed]
+            was_modified = flight.begun.versions != [versions(batch) for batch in inputs]
             usual = self._examination.nan_is_usual
-            refused = None if vitals.accepted else Refused(update, fed, flight.limits, was_modified, usual)
+            refused = None if vitals.accepted else Refused(update, inputs, flight.limits, was_modified, usual)
             self._treat(refined, update, refused, began=flight.begun.started_at)
         return False
 

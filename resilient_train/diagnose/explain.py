@@ -157,14 +157,14 @@ class Explainer:
 
     # Rows whose values are far above those of others.
 
-    def check_first_updates(self, vitals: Vitals, fed: Sequence[Any]) -> Anomaly | None:
+    def check_first_updates(self, vitals: Vitals, inputs: Sequence[Any]) -> Anomaly | None:
         """Look for bad rows, once, where the gradients or the values of the first updates differ wildly.
 
         Clipping or normalization hides such rows. Blame them only if updates with them have higher losses or norms.
         """
         if vitals.step > _FIRST_UPDATES or not vitals.accepted or not self._samples.rows:
             return None
-        self._first_sizes[vitals.start] = by_rows.largest(fed)  # it stays on the device
+        self._first_sizes[vitals.start] = by_rows.largest(inputs)  # it stays on the device
         if vitals.step < _FIRST_UPDATES:
             return None
         wildest, known = self._updates.wildest()

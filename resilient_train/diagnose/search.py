@@ -41,7 +41,7 @@ class Refused:
     """An update that the gate refused, and what it takes to replay it."""
 
     update: Update
-    fed: Sequence[Any]  # its micro-batches as the model saw them
+    inputs: Sequence[Any]  # its micro-batches as the model saw them
     limits: tuple[float, float]  # of the gate, for loss and gradient norm
     was_modified: bool = False  # they were changed in place after the model got them: they cannot be used again
     nan_is_usual: bool = False  # in the batches of this run
@@ -135,7 +135,7 @@ class Search:
             is_compared=control is not None,
             batch_is_bad=not is_spike
             and not refused.nan_is_usual
-            and any(by_rows.nonfinite_fields(one) for one in refused.fed),
+            and any(by_rows.nonfinite_fields(one) for one in refused.inputs),
             size=first.norm if first is not None and not is_spike else 0.0,
             layer=_grown(first, control) if is_spike and first and control else None,
             failure=why,
@@ -243,7 +243,7 @@ class Search:
 
     def _batches_of(self, refused: Refused) -> Sequence[Any]:
         if not refused.was_modified:
-            return [self._world.on_device(batch) for batch in refused.fed]
+            return [self._world.on_device(batch) for batch in refused.inputs]
         if not refused.update.keys:
             raise RuntimeError("the batch was changed in place during its update, and it cannot be fetched again")
         return self._made(refused.update.keys)

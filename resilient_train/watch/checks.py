@@ -10,7 +10,7 @@ from typing import Any
 
 from resilient_train.types import SPIKES, Anomaly, Signal, Vitals
 from resilient_train.watch.config import ChecksConfig
-from resilient_train.watch.limit import GradLimit, LossLimit, Refusals, ScaleCollapse
+from resilient_train.watch.limit import NO_LIMIT, GradLimit, LossLimit, Refusals, ScaleCollapse
 from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, Slow
 from resilient_train.watch.rate import EarlyDivergence, RateRise
 from resilient_train.watch.reference import Reference, RewindCheck, Standing
@@ -266,6 +266,8 @@ class Checks:
             "declared": sorted(self._declared),
             "refusals": self._refusals.state_dict(),
             "suspect": self._early_divergence.is_suspect,
+            "early_is_over": bool(self.config.overshoot.every) and self._early_divergence.is_over,
+            "grad_bound": self._grad_limit.upper_bound,
             "only_reported": self.is_only_reported,
         }
 
@@ -275,6 +277,8 @@ class Checks:
         self._refusals.load_state_dict(state["refusals"])
         self._early_divergence.is_suspect = state["suspect"] is True
         self.is_only_reported = state.get("only_reported") is True
+        self._early_divergence.is_over |= state.get("early_is_over") is True  # older checkpoints lack the last three
+        self._grad_limit.upper_bound = float(state.get("grad_bound", NO_LIMIT))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that rewinds with the run, as plain data."""

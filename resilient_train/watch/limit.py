@@ -40,7 +40,7 @@ class GradLimit(PlainState):
         self._norms: deque[float] = deque(maxlen=config.window)
         self._early: float | None = None  # the 90th percentile of the first norms
         self._fresh = 0  # norms since the last refresh
-        self._bound = NO_LIMIT  # upper bound of the limit after a rewind, until there are enough norms again
+        self.upper_bound = NO_LIMIT  # of the limit after a rewind, until there are enough norms again. Does not rewind
 
     @property
     def largest(self) -> float:
@@ -68,7 +68,7 @@ class GradLimit(PlainState):
         if not self.is_warm:
             # Of the median, not of the largest: in a run that explodes from the start every norm is the largest so far.
             times, median = _EARLY_LIMIT if len(self._norms) >= _FEW else _FIRST_LIMIT, self._median
-            self.limit = min(self._bound, as_float32(times * median) if median > 0 else NO_LIMIT)
+            self.limit = min(self.upper_bound, as_float32(times * median) if median > 0 else NO_LIMIT)
             return
         if self._early is None:
             median = self._median
@@ -84,18 +84,18 @@ class GradLimit(PlainState):
     def bound(self, largest: float) -> None:
         """Bound the limit by the largest norm before a rewind, until there are enough norms again."""
         if self.config.every and largest > 0:
-            self._bound = as_float32(self.config.grad_factor * largest)
+            self.upper_bound = as_float32(self.config.grad_factor * largest)
             self._refresh()
 
     def make_room(self, norms: list[float]) -> None:
         """Count refused norms as usual from now on."""
-        self._bound = NO_LIMIT
+        self.upper_bound = NO_LIMIT
         self._norms.extend(norms)
         self._refresh()
 
     def forget(self) -> None:
         self._norms.clear()
-        self._bound = NO_LIMIT
+        self.upper_bound = NO_LIMIT
         self._refresh()
 
 

@@ -42,7 +42,7 @@ class EarlyDivergence(PlainState):
         self._best = 0.0  # the lowest median
         self._good_at = 0  # the newest step with losses near the lowest
         self.is_suspect = False  # there was an alarm. Does not rewind
-        self._is_over = not config.every
+        self.is_over = not config.every  # does not rewind
 
     @property
     def first_norm(self) -> float | None:
@@ -51,7 +51,7 @@ class EarlyDivergence(PlainState):
     def see(self, step: int, which: int, loss: float, norm: float) -> Alarm | None:
         """Judge an attempted update. `which` identifies it: of an update that is retried the last attempt counts."""
         is_watched = self.is_suspect and step <= self.config.watched
-        if self._is_over or not (is_watched or step <= self.config.window):
+        if self.is_over or not (is_watched or step <= self.config.window):
             return None
         if which == self._which and self._losses:  # retried, perhaps with other rows in place of bad ones
             self._losses.pop()
@@ -100,7 +100,7 @@ class EarlyDivergence(PlainState):
 
     def forget(self) -> None:
         """Stop: something has changed on purpose, so the beginning of the run is no measure any more."""
-        self._is_over = True
+        self.is_over = True
 
 
 class RateRise(PlainState):

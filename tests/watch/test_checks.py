@@ -700,15 +700,42 @@ def test_what_jumps_right_behind_a_rewind_does_not_move_the_reference() -> None:
     assert run.checks.rewind_check.reference == reference
 
 
-def test_damage_that_is_only_reported_stays_so_in_the_next_process() -> None:
-    """A policy that does nothing about it is not alarmed anew behind a resume."""
-    run = warmed_up()
-    assert len(run.alarms([(6.0, 1.0)] * 20)) == 1
-    resumed = Checks(named("default"))
+def resume(run: Run) -> None:
+    """Continue with the checks of a process that has loaded all their state."""
+    resumed = Checks(run.checks.config)
     resumed.load_state_dict(json.loads(json.dumps(run.checks.state_dict())))
     resumed.load_persistent_state(json.loads(json.dumps(run.checks.persistent_state())))
     resumed.rewind_check.load_persistent_state(json.loads(json.dumps(run.checks.rewind_check.persistent_state())))
     run.checks = resumed
+
+
+def test_the_first_updates_of_a_patched_run_are_no_measure_after_a_resume_either() -> None:
+    """An early divergence compares with values that the patched line may have replaced."""
+    run = Run(only_overshoot())
+    assert run.alarms([(1.1, 0.3)]) == []
+    run.checks.patched()
+    resume(run)
+    assert run.alarms(SURGE) == []
+
+
+def test_the_bound_of_a_rewind_holds_after_a_resume_too() -> None:
+    """Until there are enough norms again, no norm is accepted that is far above those before the rewind."""
+    run = warmed_up()
+    state = Run().checks.state_dict()
+    run.checks.load_state_dict(state)
+    run.checks.rewound(0, 400)
+    run.alarms(curve(6))
+    bounded = run.checks.limits
+    resume(run)
+    assert run.attempt(*curve(7)[6]).anomaly is None
+    assert run.checks.limits[1] == bounded[1]
+
+
+def test_damage_that_is_only_reported_stays_so_in_the_next_process() -> None:
+    """A policy that does nothing about it is not alarmed anew behind a resume."""
+    run = warmed_up()
+    assert len(run.alarms([(6.0, 1.0)] * 20)) == 1
+    resume(run)
     assert run.alarms(curve(500, low=6.0)[400:]) == []
 
 
