@@ -240,7 +240,7 @@ class Run:
         rng = torch.Generator().manual_seed(1_000_003 * self.seed + self.step)
         torch.autograd.backward(self.recipe.loss(self.model, self.recipe.batch(rng)))
         anomaly = self._hear()
-        if self.scans.due(self.step):
+        if self.scans.is_due(self.step):
             self._scanned = self.step, self.scans.measure().tolist()
         norm = min(float(nn.utils.clip_grad_norm_(self.weights, 1.0)), 1.0)
         settings = self._set_rates()

@@ -274,7 +274,7 @@ class EngineGuard:
         agreement, controls = self._updater.agreement, self._controls
         agreement.set_flag(Flag.BUSY, self._keeper.is_busy)
         digest = 0 if agreement.is_alone else controls.digest(begun.update.start, self._recovery.incident_log)
-        attempt = self._updater.apply(self.clock.step, loss, controls.knobs.values, rate=rate, digest=digest)
+        attempt = self._updater.apply(self.clock.step, loss, controls.knobs.values, rate_factor=rate, digest=digest)
         if attempt.restarts:  # a schedule that starts again makes the loss jump on purpose
             self._checks.expect(self.clock.step + 1)
         self.clock.tick += 1

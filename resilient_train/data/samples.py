@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from resilient_train.data.failed_rows import FailedRow, Retries, may_pass, no_watchdog, with_substitutes
 from resilient_train.data.rows import Collate, RepeatableBatches
@@ -22,7 +22,7 @@ from resilient_train.ranks.process_exit import exit_with_parent
 
 _log = logging.getLogger("resilient_train")
 
-_MOST = 2**24  # samples of one process in an update
+_MOST_SAMPLES = 2**24  # samples of one process in an update
 _STORM_UPDATES, _STORM_ROWS = 16, 8  # if so many rows fail in so few updates, the storage is to blame, not the rows
 _NO_INDEX = "the rows of this data have no index"
 
@@ -48,9 +48,9 @@ class Slicing:
         return replace(self, batch_size=self.batch_size // 2, accumulation=2 * self.accumulation)
 
     def for_samples(self, samples: int) -> Slicing | None:
-        """Split another number of samples, into micro-batches no larger than now; None if they do not divide."""
+        """Split `samples` samples over the same ranks, in micro-batches no larger than now; None if impossible."""
         mine, rest = divmod(samples, self.world)
-        if rest or not 0 < mine <= _MOST:
+        if rest or not 0 < mine <= _MOST_SAMPLES:
             return None
         least = -(-mine // self.batch_size)
         accumulation = next(count for count in range(least, mine + 1) if mine % count == 0)
@@ -130,7 +130,7 @@ class Samples(Protocol):
         raise TypeError(_NO_INDEX)
 
     def starts(self, after: int, samples: int) -> list[int]:
-        """Return where the updates after the one at `after` begin, as long as fewer than `samples` lie between."""
+        """Return where the updates that follow the one at `after` begin, within `samples` samples."""
         raise TypeError(_NO_INDEX)
 
     def collated(self, keys: Sequence[Key]) -> Any:
@@ -248,7 +248,7 @@ class MapSamples(Samples):
         self._plan.ahead.clear()
         if not self.num_workers:  # a loader without workers does the same, and costs 70 us a batch
             batches = map(self._here.collated, self._plan)
-            return map(pin_memory, batches) if self.pin_memory else batches
+            return map(pinned, batches) if self.pin_memory else batches
         if self._loader is None:
             self._loader = loader(
                 *(self.dataset, self._plan, self.collate), num_workers=self.num_workers, pin_memory=self.pin_memory

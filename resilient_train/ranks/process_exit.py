@@ -1,4 +1,7 @@
-"""How a process ends: requests to stop, exit codes for launchers, the end of its parent. Loads first, without torch."""
+"""How a process ends: requests to stop, exit codes for launchers, the end of its parent.
+
+Imported first, so it must not import torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ from resilient_train.errors import Stopped
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-_ONE_REQUEST_S = 3.0  # within it, signals are one request: a launcher passes on the Ctrl-C that its group got, too
+_ONE_REQUEST_S = (
+    3.0  # within it, signals are one request: after Ctrl-C a process gets its own signal and the launcher's
+)
 _FINAL_CODES = (2, 3, 75)  # a restart would end the same way, or the end was requested
 _AGENT = "TORCHELASTIC_RUN_ID"  # an elastic agent sets it for its processes
 _PR_SET_PDEATHSIG = 1
@@ -82,7 +87,7 @@ class StopRequests:
         return self.since is not None
 
     def arrived(self) -> bool:
-        """The same from another thread, also while the main thread runs C code and handles no signals."""
+        """Say the same from another thread, even while the main thread runs C code."""
         if self.since is None and self._read >= 0:
             with suppress(OSError):
                 if numbers := {number for number in os.read(self._read, 64) if number in SIGNALS}:

@@ -167,7 +167,10 @@ class World:
         return sorted(set(gather_object(list(names)) if self.size > 1 else names))
 
     def all_of(self, mine: T) -> list[T]:
-        """Return what every rank has, in the order of the ranks. It pickles: for small objects, after an incident."""
+        """Return what every rank has, in the order of the ranks.
+
+        It pickles, so pass small objects, and not in every update.
+        """
         return gather_object([mine]) if self.size > 1 else [mine]
 
     def on_main(self, decide: Callable[[], T]) -> T:

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -51,6 +51,16 @@ class Attempt:
         return [] if self.by_rank is None else self.by_rank.tolist()
 
 
+class _SetRates(NamedTuple):
+    """The settings of an update. A ratio is that of a rate to the configured one, in the group where it is highest."""
+
+    settings: Settings
+    before: Settings  # the settings of the groups before it
+    planned_lr: float  # of the first group, by the schedule
+    lr_ratio: float
+    asked_ratio: float  # without the limit of the knobs
+
+
 class Updater:
     """The one place that changes weights."""
 
@@ -87,7 +97,13 @@ class Updater:
         self.note_rates()
 
     def apply(
-        self, step: int, loss: torch.Tensor, knobs: KnobValues = _AS_CONFIGURED, *, rate: float = 1.0, digest: int = 0
+        self,
+        step: int,
+        loss: torch.Tensor,
+        knobs: KnobValues = _AS_CONFIGURED,
+        *,
+        rate_factor: float = 1.0,
+        digest: int = 0,
     ) -> Attempt:
         """Send the gradients to the gate as update `step + 1`, and drop them. All optimizers step, or none does.
 
@@ -96,20 +112,28 @@ class Updater:
         self.require_groups()
         scale = self._unscale()
         grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip, self.usual_norm, self._over_ranks)
-        settings, before, planned, lr_ratio, asked = self._set(step, knobs, rate)
+        set_rates = self._set(step, knobs.lr * rate_factor, knobs)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
         if not self.agreement.is_alone:
-            digest ^= _digest_of_rates(settings)
+            digest ^= _digest_of_rates(set_rates.settings)
         measured, by_rank = self.agreement.reduce(torch.stack([loss, grad_norm, *scale]), digest)
         numbers = self.gate.step(measured)
         self.note_rates()
         if self.scaler is not None:
             self.scaler.update()
         self.drop_gradients()
-        restarts = self._restarts.at(step, planned)
-        busy = self.agreement.is_set(Flag.BUSY)
-        is_limited = lr_ratio < asked
-        return Attempt(measured, by_rank, numbers, settings, before, is_limited, lr_ratio, restarts, max_norm, busy)
+        return Attempt(
+            measured=measured,
+            by_rank=by_rank,
+            numbers=numbers,
+            settings=set_rates.settings,
+            before=set_rates.before,
+            is_limited=set_rates.lr_ratio < set_rates.asked_ratio,
+            lr_ratio=set_rates.lr_ratio,
+            restarts=self._restarts.at(step, set_rates.planned_lr),
+            max_norm=max_norm,
+            is_busy=self.agreement.is_set(Flag.BUSY),
+        )
 
     def loss_scale(self) -> float:
         """Return the factor of the loss in half precision, else 1."""
@@ -159,14 +183,10 @@ class Updater:
         for group in self._groups():
             group[LR_OF_GUARD] = group["lr"]
 
-    def _set(self, step: int, knobs: KnobValues, rate: float) -> tuple[Settings, Settings, float, float, float]:
-        """Derive the settings of all groups from the configured ones, and set them.
-
-        Returns them, the ones before, the scheduled rate, and the highest ratios to a configured rate, set and asked.
-        """
+    def _set(self, step: int, factor: float, knobs: KnobValues) -> _SetRates:
+        """Derive the settings of all groups from the configured ones, and set them; `factor` is that of the rates."""
         settings, before, paces = [], [], [(0.0, 0.0)]
         planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
-        factor = knobs.lr * rate
         for group, setting, (usual, eps) in zip(self._groups(), planned, self._configured, strict=True):
             lr = setting["lr"]
             # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
@@ -187,7 +207,7 @@ class Updater:
             settings.append(setting)
             before.append(old)
             paces.append((allowed, asked))
-        return settings, before, planned[0]["lr"], *map(max, zip(*paces, strict=True))
+        return _SetRates(settings, before, planned[0]["lr"], *map(max, zip(*paces, strict=True)))
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups of all optimizers. Not kept: `load_state_dict` puts others in their places."""

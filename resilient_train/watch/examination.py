@@ -55,7 +55,7 @@ class Examination:
         """
         if self._scans.replicas.is_due(self._clock.step):
             self._comparison = self._compare_replicas()
-        if not self._scans.due(self._clock.step):
+        if not self._scans.is_due(self._clock.step):
             return
         after = self._backups.take()
         self._backups.put_back(before)

@@ -32,7 +32,7 @@ class Alarm(NamedTuple):
 
 
 class PlainState:
-    """Base of the checks: the attributes in `saved` are its state, as plain data that shares nothing with them."""
+    """Base of the checks: `saved` names the attributes that are its state."""
 
     saved: ClassVar[tuple[str, ...]] = ()
 
@@ -92,7 +92,7 @@ class Level(PlainState):
         return True
 
     def forget(self) -> None:
-        """Start from scratch, except for the first loss: the descent from it still shows what is small."""
+        """Start from scratch, but keep the first loss: how far the loss fell since then shows what is small."""
         self.losses.clear()
         self.best = None
         self.ready = False
@@ -168,7 +168,7 @@ class Jump(PlainState):
         self._flags: deque[bool] = deque(maxlen=config.flagged_of)  # which of the latest losses were outside
         self._trusted: deque[int] = deque(maxlen=config.flagged_of)  # the newest trusted step at each flag
         self._usual_at = 0  # the newest step whose loss was usual
-        self._quiet = 0  # losses until the next alarm, which give a treatment time
+        self._quiet = 0  # losses without another alarm, while a treatment takes effect
 
     def is_outside(self, loss: float) -> bool:
         level, config = self.level, self.config
@@ -227,7 +227,7 @@ class Creep(PlainState):
         self.config, self.level = config, level
         self._block: list[float] = []
         self._means: deque[float] = deque(maxlen=config.blocks + config.lag)  # of the blocks before
-        self._sum = 0.0  # by how many spreads blocks were too high, added up
+        self._sum = 0.0  # sum of the spreads by which blocks were too high
         self._since = 0  # the newest step at which no climb showed
 
     def see(self, step: int, loss: float) -> Alarm | None:

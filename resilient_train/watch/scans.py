@@ -22,7 +22,7 @@ from resilient_train.watch.weights import Found, Weights
 
 Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 
-_PENDING = 64  # accepted updates, after which they are added up even if no measurement is due
+_ADD_UP_AFTER = 64  # accepted updates, after which they are added up even if no measurement is due
 _OFTEN = 2  # times that the same finding at the same step leads to a rewind; the third time it must be on purpose
 # The first explains the others: a negative moment makes weights NaN, and these make everything else NaN.
 _FIRST = (Signal.OPTIMIZER_RANGE, Signal.NONFINITE_WEIGHTS, Signal.NONFINITE_OPTIMIZER, Signal.WEIGHTS_JUMP)
@@ -59,11 +59,11 @@ class Scans:
         config: ChecksConfig,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        own: Collection[str] | None = None,
+        unreplicated: Collection[str] | None = None,
     ) -> None:
         """`optimizers` are torch's or the user's own, without Accelerate's wrapper.
 
-        `own` names the weights that differ between ranks, where all others are replicas; None: there are no replicas.
+        `unreplicated` names the weights that differ between ranks; None: there are no replicas.
         """
         self.config, self.model, self.optimizers = config, model, list(optimizers)
         self._remarks: list[str] = []
@@ -72,7 +72,7 @@ class Scans:
         self._times_found: dict[tuple[int, str], int] = {}  # by step and subject; does not rewind
         self._pending: _Pending | None = None
         self._lay_out(clean_step=0)
-        self.replicas = Replicas(config.replicas, own if self.layout.is_whole else None)
+        self.replicas = Replicas(config.replicas, unreplicated if self.layout.is_whole else None)
         self._norms = NormStatistics(config.norms, model, self.layout.device)
 
     def _lay_out(self, clean_step: int) -> None:
@@ -94,7 +94,7 @@ class Scans:
         return remarks
 
     def rebase(self) -> None:
-        """Accept the next measurement if only it is finite: something was changed on purpose."""
+        """Accept the next measurement as long as it is finite: something was changed on purpose."""
         self._weights.rebase()
         self._moments.rebase()
         self._pending = None
@@ -104,8 +104,8 @@ class Scans:
     def landed(self, step: int, groups: Settings, clipped_norm: float | None) -> None:
         """Note an accepted update: the settings it was made with, and the norm of the clipped gradients if known."""
         self._step = step
-        self._landed.append((groups, clipped_norm))  # to add it up takes ten times as long
-        if len(self._landed) >= _PENDING:
+        self._landed.append((groups, clipped_norm))  # adding it up takes ten times as long
+        if len(self._landed) >= _ADD_UP_AFTER:
             self._add_up()
 
     def _add_up(self) -> None:
@@ -120,7 +120,7 @@ class Scans:
             if self._moments.every:
                 self._moments.landed(settings, clipped_norm)
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether the state after `step` has to be measured."""
         return self._norms.is_armed or _due(self._weights.every, step) or _due(self._moments.every, step)
 
@@ -147,7 +147,7 @@ class Scans:
             self._remarks.append(f"not scanned, being sparse or of a type without norms: {', '.join(fresh)}")
         self._pending = pending = _Pending(step := self._step)
         rows: list[tuple[_Kind, Tensor]] = []
-        everything = everything or not self.due(step)
+        everything = everything or not self.is_due(step)
         if self._weights.every and (everything or _due(self._weights.every, step)):
             self._weights.begin()
             weights, buffers = self.layout.weights, self.layout.buffers()
@@ -165,12 +165,12 @@ class Scans:
         return torch.cat([row for _, row in rows]) if rows else torch.zeros(0, device=self.layout.device)
 
     def are_copies(self) -> list[bool]:
-        """For each number of the last measurement: is it the same on every rank, unless one of them is damaged?"""
+        """Return for each measured number whether it is the same on every healthy rank."""
         rows = self._pending.rows if self._pending is not None else []
         return [self.layout.is_whole and kind is not _Kind.OWN for kind, length in rows for _ in range(length)]
 
     def are_shares(self) -> list[bool]:
-        """For each number of the last measurement: has every rank a share of it, which have to be added up?"""
+        """Return for each measured number whether each rank has a share of it."""
         rows = self._pending.rows if self._pending is not None else []
         return [not self.layout.is_whole and kind is _Kind.SUM for kind, length in rows for _ in range(length)]
 
@@ -272,10 +272,10 @@ class Replicas:
     differ. So are sharded weights, and those that the replication is configured to ignore.
     """
 
-    def __init__(self, config: ReplicasConfig, ignored: Collection[str] | None) -> None:
-        """`ignored` names the weights that are no replicas; None: there are no replicas."""
-        self.every = 0 if ignored is None else config.every
-        self._ignored = frozenset(ignored or ())
+    def __init__(self, config: ReplicasConfig, unreplicated: Collection[str] | None) -> None:
+        """`unreplicated` names the weights that differ between ranks; None: there are no replicas."""
+        self.every = 0 if unreplicated is None else config.every
+        self._unreplicated = frozenset(unreplicated or ())
         self.clean_step = 0
 
     def is_due(self, step: int) -> bool:
@@ -305,12 +305,12 @@ class Replicas:
         if not layout.is_whole:
             return
         for weight, tensor in zip(layout.weights.items, layout.weights.tensors, strict=True):
-            if weight.name not in self._ignored:
+            if weight.name not in self._unreplicated:
                 yield weight.name, tensor
         for gauge in layout.moments()[:2]:
             for moment, tensor in zip(gauge.items, gauge.tensors, strict=True):
-                is_ignored = any(moment.name.endswith(f" of {name}") for name in self._ignored)
-                if moment.by_torch and not is_ignored:
+                is_unreplicated = any(moment.name.endswith(f" of {name}") for name in self._unreplicated)
+                if moment.by_torch and not is_unreplicated:
                     yield moment.name, tensor
 
 

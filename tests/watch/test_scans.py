@@ -135,7 +135,7 @@ class Run:
         loss = (self.model(x) - torch.sin(x @ self.truth)).pow(2).mean()
         torch.autograd.backward(loss)
         found = self.hear()
-        if self.scans.due(self.step):
+        if self.scans.is_due(self.step):
             self._sent = self.step, self.scans.measure().tolist()
         norm: float | None = None
         if self.max_norm is None:
@@ -315,7 +315,7 @@ def _sparse_update(run: Run) -> Anomaly | None:
     x = torch.randn(16, 8)
     torch.autograd.backward(run.model(x).pow(2).mean())
     found = run.hear()
-    if run.scans.due(run.step):
+    if run.scans.is_due(run.step):
         run._sent = run.step, run.scans.measure().tolist()
     for optimizer in run.optimizers:
         optimizer.step()
@@ -355,7 +355,7 @@ def _unclipped_update(run: Run) -> Anomaly | None:
     run.model.zero_grad()
     torch.autograd.backward(run.model(torch.randn(16, 8)).pow(2).mean())
     found = run.hear()
-    if run.scans.due(run.step):
+    if run.scans.is_due(run.step):
         run._sent = run.step, run.scans.measure().tolist()
     run.optimizers[0].step()
     run.step += 1
@@ -683,7 +683,7 @@ def test_the_clean_step_waits_for_every_scan() -> None:
     for told in range(-1, 40):  # the newest step that a verdict can be known of
         run.update()
         assert run.scans.clean_step == max(0, min(told // 4 * 4, told // 7 * 7))
-    assert Run(OPTIMIZERS["Adam"], checks=config(weights=0, optimizer=0)).scans.due(5) is False
+    assert Run(OPTIMIZERS["Adam"], checks=config(weights=0, optimizer=0)).scans.is_due(5) is False
 
 
 def test_everything_can_be_measured_out_of_turn() -> None:
