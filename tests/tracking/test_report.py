@@ -157,7 +157,7 @@ def test_a_note_leads_to_the_pictures_where_there_are_any() -> None:
         ({"status": "gave_up", "summary": {"status": "gave_up"}}, "Gave up, needs attention", "ends with 3"),
         ({"status": "preempted", "summary": {"status": "preempted"}}, "Stopped on request", "resumes from step 250"),
         ({"status": "failed", "summary": {}, "newest": None, "why": "RuntimeError: x"}, "Failed", "at step 0 again"),
-        ({"status": "recovered", "summary": {"status": "completed"}}, "Recovered", "the run is complete"),
+        ({"status": "recovered", "summary": {"status": "completed"}}, "Recovered", "raise `run.steps`"),
     ],
 )
 def test_every_status_has_its_verdict_and_says_what_the_same_command_would_do(
