@@ -550,7 +550,7 @@ def test_the_run_in_mlflow_is_the_same_one(nursery: Nursery) -> None:
     assert done["mlflow"]["run_id"] == stopped["mlflow"]["run_id"]
     with sqlite3.connect(store) as database:
         runs = database.execute("select run_uuid, status from runs").fetchall()
-        steps = [row[0] for row in database.execute("select step from metrics where key = 'loss' order by step")]
+        steps = [row[0] for row in database.execute("select step from metrics where key = 'train/loss' order by step")]
     assert runs == [(done["mlflow"]["run_id"], "FINISHED")]
     assert len(steps) == len(set(steps))
     assert steps[0] <= 10

@@ -148,7 +148,9 @@ def test_a_copied_directory_is_a_run_of_its_own_in_mlflow_and_a_moved_one_is_not
     client = MlflowClient(uri)
     (experiment,) = [one for one in client.search_experiments() if one.name == "resilient_train"]
     runs = client.search_runs([experiment.experiment_id])
-    steps = {one.info.run_id: [at.step for at in client.get_metric_history(one.info.run_id, "loss")] for one in runs}
+    steps = {
+        one.info.run_id: [at.step for at in client.get_metric_history(one.info.run_id, "train/loss")] for one in runs
+    }
     known = {
         name: json.loads((here / name / "summary.json").read_text())["mlflow"]["run_id"] for name in ("moved", "two")
     }
