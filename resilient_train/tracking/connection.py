@@ -90,7 +90,9 @@ def connect(store: Store, experiment: str, cursor: UploadCursor, outbox: Path, b
             tags, run_name = _TAGS | {"mlflow.user": _user()}, cursor.name
             began = next((one for one, _ in entries(outbox) if one is not None and one["kind"] == BEGAN), {})
             if isinstance(sweep := began.get("sweep"), str):
-                tags |= {"mlflow.parentRunId": _parent(client, experiment_id, sweep, began_ms, tags)}
+                key_of_sweep = hashlib.sha256(f"sweep {began.get('sweep_place', sweep)}".encode()).hexdigest()[:32]
+                parent = _parent(client, experiment_id, key_of_sweep, began_ms, tags, f"sweep {sweep}")
+                tags |= {"mlflow.parentRunId": parent}
                 run_name = str(began.get("job") or run_name)
             twins = [client.create_run(experiment_id, began_ms, tags | {KEY: key}, run_name)]
         run_id = twins[0].info.run_id
@@ -216,11 +218,12 @@ def _key(outbox: Path, cursor: UploadCursor) -> str:
         return hashlib.sha256(file.readline(2**20) + cursor.copy.encode()).hexdigest()[:32]
 
 
-def _parent(client: MlflowClient, experiment_id: str, sweep: str, began_ms: int, tags: Mapping[str, str]) -> str:
+def _parent(
+    client: MlflowClient, experiment_id: str, key: str, began_ms: int, tags: Mapping[str, str], run_name: str
+) -> str:
     """Find or create the run that holds the jobs of a sweep. Jobs that start together agree on the oldest one."""
-    key = hashlib.sha256(f"sweep {sweep}".encode()).hexdigest()[:32]
     if not _of_key(client, experiment_id, key):
-        mine = client.create_run(experiment_id, began_ms, {**tags, KEY: key}, f"sweep {sweep}").info.run_id
+        mine = client.create_run(experiment_id, began_ms, {**tags, KEY: key}, run_name).info.run_id
         client.set_terminated(mine)
         oldest = str(_of_key(client, experiment_id, key)[0].info.run_id)
         if oldest != mine:

@@ -110,7 +110,9 @@ def test_the_list_of_runs_is_prepared_once(client: MlflowClient, experiment: str
     assert client.get_experiment(experiment).tags[tag] == before
     view = json.loads(before)
     state = json.loads(view["state"])
-    assert {"tags.`resilience.status`", "tags.`resilience.cause`", "metrics.`loss`"} <= set(state["selectedColumns"])
+    assert {"tags.`resilience.status`", "tags.`resilience.cause`", "metrics.`train/loss`"} <= set(
+        state["selectedColumns"]
+    )
     assert state.items() <= view.items()
     assert isinstance(view["name"], str)
     assert isinstance(view["createdAt"], int)

@@ -62,12 +62,17 @@ def test_a_sweep_of_four_fills_one_file_with_four_runs(tmp_path: Path) -> None:
     client = client_of(environment["MLFLOW_TRACKING_URI"])
     home = client.get_experiment_by_name("resilient_train")
     assert home is not None
-    known = {run.info.run_id: run for run in client.search_runs([home.experiment_id])}
+    runs = client.search_runs([home.experiment_id])
+    known = {run.info.run_id: run for run in runs if "mlflow.parentRunId" in run.data.tags}
+    parents = {run.data.tags["mlflow.parentRunId"] for run in known.values()}
+    assert parents == {run.info.run_id for run in runs} - known.keys()
+    assert len(parents) == 2
     directories = [path.parent for path in tmp_path.glob("*/runs/*/summary.json")]
     assert len(directories) == len(known) == 6
     for run_dir in directories:
         run = known.pop(json.loads((run_dir / "summary.json").read_text())["mlflow"]["run_id"])
-        assert run.info.run_name == run_dir.name
+        lr, seed = (run.data.params[key] for key in ("optimizer.lr", "run.seed"))
+        assert run.info.run_name == (f"lr={lr}" if seed == "3" else f"run.seed={seed}, lr={lr}".replace("run.", ""))
         assert (run.info.status, run.data.tags["resilience.incidents"]) == ("FINISHED", "1")
         assert (float(run.data.params["optimizer.lr"]), run.data.params["run.seed"]) in [
             (lr, seed) for lr in (1e-3, 2e-3) for seed in ("1", "2", "3")

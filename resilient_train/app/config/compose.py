@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -143,7 +144,13 @@ def from_hydra(raw: DictConfig) -> Composed:
     if hydra.mode != RunMode.MULTIRUN:
         return composed(raw, hydra.runtime.choices, given=given)
     made = composed(raw, hydra.runtime.choices, swept=given, given=given)
-    return dataclasses.replace(made, sweep={"sweep": Path(hydra.sweep.dir).name, "job": name_of(given)})
+    return dataclasses.replace(made, sweep=_sweep(Path(hydra.sweep.dir), given))
+
+
+def _sweep(directory: Path, given: Sequence[str]) -> dict[str, str]:
+    """Name the sweep and its job. Sweeps that start in the same second elsewhere are others."""
+    place = f"{platform.node()}:{directory.absolute()}"
+    return {"sweep": directory.name, "sweep_place": place, "job": name_of(given)}
 
 
 def load(overrides: Sequence[str] = ()) -> Composed:
