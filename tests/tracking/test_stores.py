@@ -72,7 +72,7 @@ def test_a_sweep_of_four_fills_one_file_with_four_runs(tmp_path: Path) -> None:
     for run_dir in directories:
         run = known.pop(json.loads((run_dir / "summary.json").read_text())["mlflow"]["run_id"])
         lr, seed = (run.data.params[key] for key in ("optimizer.lr", "run.seed"))
-        assert run.info.run_name == (f"lr={lr}" if seed == "3" else f"run.seed={seed}, lr={lr}".replace("run.", ""))
+        assert run.info.run_name == (f"lr={lr}" if seed == "3" else f"lr={lr}, seed={seed}")
         assert (run.info.status, run.data.tags["resilience.incidents"]) == ("FINISHED", "1")
         assert (float(run.data.params["optimizer.lr"]), run.data.params["run.seed"]) in [
             (lr, seed) for lr in (1e-3, 2e-3) for seed in ("1", "2", "3")
