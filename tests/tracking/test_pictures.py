@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -147,5 +148,6 @@ def test_drawing_leaves_matplotlib_as_it_was() -> None:
         "print('matplotlib.pyplot' in sys.modules)\n"  # to look at a setting would import it
         "print(dict.__eq__(matplotlib.rcParams, before))"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=sys.path[0])
+    tests = Path(__file__).parents[1]
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=tests)
     assert ran.stdout.split() == ["False", "True"]
