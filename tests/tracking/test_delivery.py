@@ -421,7 +421,7 @@ def test_a_run_is_there_while_it_goes_on_and_whole_at_its_end(
     process = live(run_dir, server, "live")
     client = client_of(server)
     while (home := client.get_experiment_by_name("live")) is None or not (
-        runs := client.search_runs([home.experiment_id], "metrics.norm > 100")
+        runs := client.search_runs([home.experiment_id], "metrics.`train/norm` > 100")
     ):
         time.sleep(0.1)
     assert runs[0].info.status == "RUNNING"
