@@ -118,7 +118,7 @@ def drawn(count: int, seed: int) -> list[Mutant]:
 
 
 def noticed(mutant: Mutant, workers: int) -> tuple[str, float]:
-    """Say who notices a mutant (room, suite or nobody), and after how many seconds."""
+    """Say who notices a mutant (room, suite or no one), and after how many seconds."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         tree = Path(folder) / "tree"
@@ -129,7 +129,7 @@ def noticed(mutant: Mutant, workers: int) -> tuple[str, float]:
         tests = TESTS.get(mutant.room, (f"tests/{mutant.room}",))
         if _fails(tree, tests, ROOM_S, workers=0):
             return "room", time.monotonic() - began
-        return ("suite" if _fails(tree, ("tests",), SUITE_S, workers) else "nobody"), time.monotonic() - began
+        return ("suite" if _fails(tree, ("tests",), SUITE_S, workers) else "no one"), time.monotonic() - began
 
 
 def _fails(tree: Path, tests: tuple[str, ...], seconds: float, workers: int) -> bool:
@@ -178,13 +178,13 @@ def main() -> None:
         for number, (by, seconds) in enumerate(pool.map(lambda one: noticed(one, workers=2), mutants)):
             show(number, f"noticed by: {by}, {seconds:.0f} s")
             results.append({**asdict(mutants[number]), "by": by, "seconds": seconds})
-    counts = {by: sum(one["by"] == by for one in results) for by in ("room", "suite", "nobody")}
+    counts = {by: sum(one["by"] == by for one in results) for by in ("room", "suite", "no one")}
     print(
-        f"{counts['room']} noticed by the tests of their room, {counts['suite']} by others, {counts['nobody']} by none"
+        f"{counts['room']} noticed by the tests of their room, {counts['suite']} by others, {counts['no one']} by none"
     )
     if given.json:
         given.json.write_text(json.dumps(results, indent=2) + "\n")
-    sys.exit(counts["nobody"] > (1 - ENOUGH) * len(results))
+    sys.exit(counts["no one"] > (1 - ENOUGH) * len(results))
 
 
 def _short(code: str) -> str:

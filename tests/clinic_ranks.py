@@ -25,7 +25,7 @@ class Rows(Dataset[Any]):
         self.inputs = torch.randn(96, 5, generator=generator)
         self.labels = self.inputs.sum(-1)
         self.fault = fault
-        if fault == "rotten":
+        if fault == "bad_row":
             self.inputs[BAD_ROW, 2] = math.nan
         if fault == "operation":
             self.inputs[ZERO] = 0.0

@@ -349,7 +349,7 @@ def test_a_known_culprit_is_not_searched_for_again(program: ModuleType, monkeypa
 @pytest.mark.parametrize(
     ("fault", "strategy"),
     [
-        ("rotten", "copied"),
+        ("bad_row", "copied"),
         ("raising", "copied"),
         ("operation", "copied"),
         ("operation", "spread"),
@@ -372,7 +372,7 @@ def test_every_rank_learns_what_one_has_met(fault: str, strategy: str) -> None:
         assert text.endswith("# operation")
     else:
         row, signal = {
-            "rotten": (clinic_ranks.BAD_ROW, "nonfinite_batch"),
+            "bad_row": (clinic_ranks.BAD_ROW, "nonfinite_batch"),
             "raising": (clinic_ranks.RAISING, "exception"),
             "slope": (clinic_ranks.SLOPE, "nonfinite_grad"),
         }[fault]
