@@ -7,12 +7,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from resilient_train.adapters import hf as hf
     from resilient_train.adapters.guard import Guard as Guard
     from resilient_train.errors import GaveUp as GaveUp
     from resilient_train.ranks.process_exit import StopRequests as StopRequests
     from resilient_train.ranks.world import join as join
 
-__all__ = ["GaveUp", "Guard", "StopRequests", "join"]
+__all__ = ["GaveUp", "Guard", "StopRequests", "hf", "join"]
 
 __version__ = "0.1.0"
 
@@ -22,10 +23,13 @@ _HOMES = {
     "StopRequests": "resilient_train.ranks.process_exit",
     "join": "resilient_train.ranks.world",
 }
+_ADAPTERS = ("hf",)  # of trainers, which they do not import
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
+    if name in _ADAPTERS:
+        return import_module(f"resilient_train.adapters.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

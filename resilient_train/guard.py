@@ -30,7 +30,7 @@ from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backup, Backups
-from resilient_train.state.randomness import Purpose, mix, seed_all
+from resilient_train.state.randomness import Seeds
 from resilient_train.state.ring import Snapshot
 from resilient_train.types import Anomaly, Vitals
 from resilient_train.update.agreement import DIGEST, Flag
@@ -86,12 +86,12 @@ class EngineGuard:
         evaluation_loss: EvaluationLoss,
         direct_steps: DirectStepCheck,
         verify_after: int,
-        seed: int,
+        seeds: Seeds,
         drill: Drill | None,
         stop: Callable[[], bool],
     ) -> None:
         """`model` is called in the training loop; without an `objective` the loop computes the loss."""
-        self.model, self.objective, self.seed, self.drill = model, objective, seed, drill
+        self.model, self.objective, self.seeds, self.drill = model, objective, seeds, drill
         self.world, self.clock, self.samples, self.state = parts.world, parts.clock, parts.samples, parts.state
         self.stopped = False  # if True, the loop ends before its next update
         self.newest: Vitals | None = None  # the newest update whose verdict is known
@@ -154,8 +154,13 @@ class EngineGuard:
             return True
         if not (self.settle() and self.clock.step >= last):
             return self.clock.step < last
+        self.examine(is_end=is_plan)
+        return self.clock.step < last
+
+    def examine(self, *, is_end: bool = False) -> bool:
+        """Scan everything now, and at the end look at the loss as a whole. False: an anomaly was found and treated."""
         anomaly = self._examine_now()
-        if anomaly is None and self.newest is not None and is_plan:
+        if anomaly is None and self.newest is not None and is_end:
             anomaly = self._checks.at_end(self.newest)
             if anomaly is None and self._recovery.is_unrecovered():
                 anomaly = self._checks.not_recovered(self.newest)
@@ -163,7 +168,7 @@ class EngineGuard:
             newest, place = self._newest_begun, self.samples.position
             update = newest.update if newest else Update(place, place, [])
             self._treat(anomaly, update, began=newest.started_at if newest else None)
-        return self.clock.step < last
+        return anomaly is None
 
     def _begin(self, update: Update) -> None:
         self._losses.clear()
@@ -179,8 +184,7 @@ class EngineGuard:
         if self.drill is not None:
             self.drill.between_updates(self._place(), self.state.model, self._updater.optimizers)
         self._scans.arm(self.attempted_step)
-        # Training randomness is a function of the place in the stream: a repeated update repeats its dropout.
-        seed_all(mix(Purpose.UPDATE, self.seed, update.start, self.world.rank), self.world.device)
+        self.seeds.for_update(update.start)
 
     def _hand_out(self, batch: Any, *, is_last: bool) -> Iterator[Any]:
         """Yield one micro-batch to the loop; with the last one gradients are reduced over the ranks."""
@@ -190,8 +194,8 @@ class EngineGuard:
         self._begun.versions.append(versions(batch))
         self._begun.inputs.append(batch)  # the host batch: a device batch would occupy memory for two updates
         self._handed_out = batch = self.world.on_device(batch)
-        # Sharded gradients cannot wait: each rank would have to hold all of them.
-        can_wait = self.world.size > 1 and not is_last and not self.state.is_sharded
+        # Sharded gradients cannot wait: each rank would have to hold all of them. Trainers make them wait themselves.
+        can_wait = self.world.size > 1 and not is_last and not (self.state.is_sharded or self.samples.is_fed)
         waiting = self.world.accelerator.no_sync(self.model) if can_wait else nullcontext()
         with waiting, self._direct_steps.running("loop"), self._anomaly_mode.without_nan_check():
             yield batch
@@ -236,7 +240,7 @@ class EngineGuard:
         # Rows that could not be fetched make the loss NaN: so every rank learns of them and refuses the update.
         loss = torch.full_like(loss, math.nan) if begun.update.failed else loss.detach()
         self._losses.append(loss if loss.dtype is torch.float32 and loss.dim() == 0 else loss.float().reshape(()))
-        if len(self._losses) < self.samples.slicing.accumulation:
+        if len(self._losses) < len(begun.update.batches):
             return False
         if all(weight.grad is None for weight in self._updater.weights):
             raise TrainError("no weight has a gradient: call accelerator.backward(loss) before guard.update(loss)")
@@ -288,7 +292,7 @@ class EngineGuard:
         """Wait for the verdict on the last update. False: it was an anomaly, and has been treated."""
         if self._begun is not None:
             raise TrainError("guard.settle belongs between two updates: hand the batch over first")
-        self._seed_between(self.samples.position)
+        self.seeds.between(self.samples.position)
         self._keeper.progress.turned_to(Doing.BETWEEN)
         return self._judge_in_flight()
 
@@ -392,7 +396,7 @@ class EngineGuard:
     def _roll_back(self, begun: _StartedUpdate) -> None:
         """Undo an update: its gradients, its changes to buffers, and the place in the data."""
         self._updater.drop_gradients()
-        self._seed_between(begun.update.start)
+        self.seeds.between(begun.update.start)
         self._backups.put_back(begun.backup)
         self.samples.go_back(begun.update)
 
@@ -415,10 +419,6 @@ class EngineGuard:
         begun = self._newest_begun
         assert begun is not None
         return UpdatePlace(begun.tick, begun.step, begun.update.start, len(self._losses), self.world.rank)
-
-    def _seed_between(self, position: int) -> None:
-        """Seed the code between updates by the data position: undoing an update also undoes its random numbers."""
-        seed_all(mix(Purpose.BETWEEN, self.seed, position, self.world.rank), self.world.device)
 
     @property
     def attempted_step(self) -> int:

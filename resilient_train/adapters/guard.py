@@ -31,6 +31,7 @@ from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backups
+from resilient_train.state.randomness import RecordedStates, Seeds
 from resilient_train.state.ring import MemoryConfig, Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
 from resilient_train.types import Incident, Signal
@@ -136,6 +137,7 @@ class Guard(guard.EngineGuard):
             num_workers=num_workers,
             collate=collate,
         )
+        seeds = RecordedStates(device) if samples.is_fed else Seeds(seed, world.rank, device)
         more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
         self._settings = arguments.settings(optimizers, **more)
         checks, disk, policy = arguments.checks(checks), arguments.disk(disk), arguments.policy(recovery)
@@ -159,8 +161,7 @@ class Guard(guard.EngineGuard):
                 trained=updater.weights,
                 scale=updater.loss_scale,
                 over_ranks=lambda grads: norm_over_ranks(grads, world.sum),
-                seed=seed,
-                rank=world.rank,
+                seeds=seeds,
                 device=device,
             )
             search = Search(replay, samples, world, beat)
@@ -197,7 +198,7 @@ class Guard(guard.EngineGuard):
                 evaluation_loss=EvaluationLoss(checks.evaluation, unwrapped, backups, is_alone=world.size == 1),
                 direct_steps=DirectStepCheck(optimizers),
                 verify_after=verify_after,
-                seed=seed,
+                seeds=seeds,
                 drill=drill,
                 stop=stop,
             )
@@ -233,7 +234,7 @@ class Guard(guard.EngineGuard):
         self._sizer.as_before(self._keeper.previous_samples_per_update)
         self._checks.rewind_check.resumed(self.clock.step)
         self._updater.gate.limit(*self._checks.limits)
-        self._seed_between(self.samples.position)
+        self.seeds.between(self.samples.position)
         return resumed
 
     def epochs(self, count: int) -> Iterator[Epoch]:
@@ -262,6 +263,10 @@ class Guard(guard.EngineGuard):
             raise TrainError(_NO_TOTAL)
         limits = [self.steps, None if steps is None else self.attempted_step + steps]
         yield from self._batches_until(min(limit for limit in limits if limit is not None))
+
+    def follow(self, planned: int) -> Iterator[Any]:
+        """Yield micro-batches without end, for a trainer that plans so many updates and makes them itself."""
+        yield from self._batches_until(sys.maxsize, planned)
 
     def leave(self) -> Path | None:
         """Write the state when `batches` has ended, so that the run can resume from it; return its path."""
@@ -355,11 +360,11 @@ class Guard(guard.EngineGuard):
 
     # Inside.
 
-    def _batches_until(self, last: int) -> Iterator[Any]:
+    def _batches_until(self, last: int, planned: int | None = None) -> Iterator[Any]:
         try:
             self._start()
             self._left = None
-            planned = last if self.steps is None else self.steps
+            planned = planned or (last if self.steps is None else self.steps)
             self.reporter.begin(planned, {"steps": planned, **self._settings})
             if self.attempted_step >= last and not self.stopped:
                 what = "of the plan" if last >= planned else "that the loop asks for"
@@ -386,7 +391,7 @@ class Guard(guard.EngineGuard):
         if self._unused is not None:
             self._unused.detach()
         self._put_back_batch()
-        self._seed_between(self.samples.position)
+        self.seeds.between(self.samples.position)
         if not self._ring.snapshots and self._in_flight is None:
             if self.clock.step == 0:
                 found = self._examination.examine_now()  # later examinations compare with this one

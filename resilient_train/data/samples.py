@@ -88,6 +88,7 @@ class Samples(Protocol):
     slicing: Slicing
     skipped: Ranges
     rows: int = 0
+    is_fed: bool = False  # a trainer fetches them, and makes its updates itself
 
     @property
     def next_start(self) -> int:

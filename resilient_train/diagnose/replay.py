@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from resilient_train.diagnose.microscope import Microscope, Origin
 from resilient_train.state import randomness
 from resilient_train.state.copies import Backups
-from resilient_train.state.randomness import Purpose, mix, seed_all
+from resilient_train.state.randomness import Seeds
 from resilient_train.state.sharded import is_sharded, local_part
 
 
@@ -49,8 +49,7 @@ class Replay:
         trained: Iterable[Tensor],
         scale: Callable[[], float],
         over_ranks: Callable[[list[Tensor]], Tensor],
-        seed: int,
-        rank: int,
+        seeds: Seeds,
         device: torch.device,
     ) -> None:
         """`model` as training calls it, without the wrappers of other processes; `measure` returns the loss of a batch.
@@ -60,7 +59,7 @@ class Replay:
         """
         self.model, self._measure, self._backward = model, measure, backward
         self._backups, self._drop_gradients, self._over_ranks = backups, drop_gradients, over_ranks
-        self._seed, self._rank, self._device = seed, rank, device
+        self._seeds, self._device = seeds, device
         self._bare: nn.Module = getattr(model, "_orig_mod", model)
         self.armored: set[tuple[str, int, str]] = set()  # patched operations, by file, line and name
         self.is_sharded = any(map(is_sharded, self._bare.parameters()))
@@ -102,7 +101,7 @@ class Replay:
         return replace(measured, origin=origin)
 
     def _replayed(self, batches: Sequence[Any], start: int, microscope: Microscope | None) -> Replayed:
-        seed_all(mix(Purpose.UPDATE, self._seed, start, self._rank), self._device)
+        self._seeds.for_update(start)
         losses = []
         with microscope or nullcontext():
             for batch in batches:

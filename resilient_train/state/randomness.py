@@ -97,6 +97,45 @@ def preserved(device: torch.device) -> Iterator[None]:
             restore(name, state, device)
 
 
+class Seeds:
+    """Seeds the generators by the place in the run, so that a repeated update draws the same numbers: its dropout."""
+
+    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
+        self._seed, self._rank, self._device = seed, rank, device
+
+    def for_update(self, start: int) -> None:
+        """Prepare the generators for the update whose samples begin at this position."""
+        seed_all(mix(Purpose.UPDATE, self._seed, start, self._rank), self._device)
+
+    def between(self, position: int) -> None:
+        """Prepare them for the code between two updates: undoing an update also undoes its random numbers."""
+        seed_all(mix(Purpose.BETWEEN, self._seed, position, self._rank), self._device)
+
+
+class RecordedStates(Seeds):
+    """Leaves the generators to a trainer, and restores the states that it had before an update if that is repeated."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(0, 0, device)
+        self._states: dict[int, dict[str, Any]] = {}  # by the position of an update
+        self.start = self.times = 0  # of the newest update, and how many were prepared
+
+    def for_update(self, start: int) -> None:
+        self.start, self.times = start, self.times + 1
+        if (known := self._states.get(start)) is None:
+            self._states[start] = capture(self._device)
+            return
+        for name, state in known.items():
+            restore(name, state, self._device)
+
+    def between(self, position: int) -> None:
+        pass
+
+    def forget_before(self, position: int) -> None:
+        """Drop the states of updates that are not repeated any more."""
+        self._states = {start: states for start, states in self._states.items() if start >= position}
+
+
 def set_deterministic(enabled: bool) -> None:
     """Make torch use deterministic operations; the log names each operation that has no deterministic form."""
     if enabled:

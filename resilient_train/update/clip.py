@@ -62,6 +62,27 @@ def clip(
     return norm, max_norm
 
 
+def clip_further(
+    weights: Sequence[torch.Tensor],
+    norm: torch.Tensor,
+    max_norm: float | None,
+    tightened: float = 1.0,
+    usual: float | None = None,
+) -> tuple[torch.Tensor, float | None]:
+    """Tighten the clip of gradients that a trainer has measured, and clipped to `max_norm` if that is given.
+
+    Returns the same as `clip`.
+    """
+    configured = usual if max_norm is None else max_norm
+    if tightened >= 1 or configured is None:
+        return norm, max_norm
+    factor = (configured * tightened / (norm.clamp(max=max_norm) + 1e-6)).clamp_(max=1.0)
+    for weight in weights:
+        if weight.grad is not None:
+            weight.grad.mul_(factor.to(weight.grad.device))
+    return norm, configured * tightened
+
+
 def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of dense gradients of one type on one device. Torch's function would sort them at the same cost.
 

@@ -13,13 +13,14 @@ from zlib import crc32
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from resilient_train.errors import TrainError
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.state.sharded import is_sharded
 from resilient_train.update.agreement import DIGESTS, Agreement, Flag
-from resilient_train.update.clip import ClipConfig, clip
+from resilient_train.update.clip import ClipConfig, clip, clip_further
 from resilient_train.update.gate import Gate
 from resilient_train.update.schedule import RestartDetector, Schedule
 
@@ -84,6 +85,7 @@ class Updater:
         self.agreement = Agreement(gather, device)
         self.mends_eps = False  # raise an epsilon that underflows in the dtype of its weights
         self.usual_norm: float | None = None  # of recent gradients, for a tightened clip where none is configured
+        self.trainers_norm: torch.Tensor | None = None  # as the trainer measured it, which then has clipped as well
         self.gate = Gate(optimizers, device)
         self._restarts = RestartDetector()
         self.weights = [weight for group in self._groups() for weight in group["params"]]
@@ -111,7 +113,10 @@ class Updater:
         """
         self.require_groups()
         scale = self._unscale()
-        grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip, self.usual_norm, self._over_ranks)
+        if (norm := self.trainers_norm) is None:
+            grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip, self.usual_norm, self._over_ranks)
+        else:
+            grad_norm, max_norm = clip_further(self.weights, norm, self.clipping.max_norm, knobs.clip, self.usual_norm)
         set_rates = self._set(step, knobs.lr * rate_factor, knobs)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
         if not self.agreement.is_alone:
@@ -223,7 +228,8 @@ class Updater:
             return []
         scale = self.scaler._get_scale_async()
         for optimizer in self.optimizers:
-            self.scaler.unscale_(optimizer)
+            if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
+                self.scaler.unscale_(optimizer)
         return [torch.ones((), device=self.gate.device) if scale is None else scale.clone().reshape(())]
 
 

@@ -1,0 +1,167 @@
+"""Takes the loop of somebody else's trainer through the engine.
+
+The trainer fetches batches, runs forward and backward, and calls its optimizer, whose `step` is replaced by
+`Follower.step`: it lands the update or treats it, and then makes again what a rewind undid. So when it returns, the
+state is that after the newest batch, and the trainer's counters and its place in the data never go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from resilient_train.adapters.guard import Guard
+from resilient_train.data.fed import Fed, FedSamples
+from resilient_train.state.randomness import RecordedStates
+from resilient_train.types import Incident
+from resilient_train.update.updater import LR_OF_GUARD
+
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")  # what a trainer's schedule may set in a parameter group
+
+MakeAgain = Callable[[Any, int, Fed], torch.Tensor]
+
+
+class TrainersSettings:
+    """The settings of an optimizer's groups that the trainer's schedule made for the update at hand."""
+
+    def __init__(self) -> None:
+        self.now: Sequence[dict[str, Any]] = ()
+
+    def settings(self, step: int) -> Sequence[dict[str, Any]]:
+        return self.now
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def state_dict(self) -> Any:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+class Follower:
+    """One loop of a trainer."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        samples: FedSamples,
+        settings: TrainersSettings,
+        make_again: MakeAgain,
+        measure_norm: Callable[[], torch.Tensor | None],
+        *,
+        planned: int,
+    ) -> None:
+        """`make_again` runs forward and backward of a batch of an update, which is its number among them.
+
+        `measure_norm` clips the gradients as the trainer does, and returns their norm before.
+        """
+        self.guard, self.samples = guard, samples
+        self._settings, self._make_again, self._measure_norm = settings, make_again, measure_norm
+        self._updater = guard._updater
+        self._batches: Iterator[Any] = guard.follow(planned)
+        self._fed: Fed | None = None  # the newest update
+        self.taken = 0  # of its batches
+        self._loss: torch.Tensor | None = None  # of the newest micro-batch, until the next one begins
+        self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
+
+    # What the trainer's calls become.
+
+    def feed(self, batches: list[Any], rows: Sequence[Sequence[int]] = ()) -> Fed:
+        """Take the micro-batches of the next update, or the first of them: `feed_more` takes one more."""
+        self._fed, self.taken, self._loss = self.samples.feed(batches, rows), 0, None
+        return self._fed
+
+    def feed_more(self, batch: Any, rows: Sequence[int] = ()) -> None:
+        """Take one more micro-batch of the newest update, which has begun."""
+        self.samples.feed_more(self.fed, batch, rows)
+
+    @property
+    def fed(self) -> Fed:
+        """The newest update."""
+        assert self._fed is not None
+        return self._fed
+
+    def next_batch(self) -> Any:
+        """Begin the forward of a micro-batch, which this returns."""
+        if self._loss is not None:
+            self.guard.update(self._loss)
+        self.taken += 1
+        return next(self._batches)
+
+    def note(self, loss: torch.Tensor) -> None:
+        """Take the loss of a micro-batch after its backward; that of the update is the mean of them."""
+        self._loss = loss.detach()
+
+    def step(self) -> torch.Tensor | None:
+        """Land the newest update. Returns its loss if it had to be made again; NaN if it was left out at last."""
+        fed, groups = self.fed, self._updater._groups()
+        fed.settings = [{key: group[key] for key in _SCHEDULED if key in group} for group in groups]
+        assert self._loss is not None, "no forward and backward before the step"
+        is_landed = self._landed(fed, self._loss)
+        loss = None if is_landed else self.catch_up()
+        self._put_back_settings(fed)
+        if self.guard._ring.snapshots:
+            oldest = self.guard._ring.snapshots[0].plain["position"]["position"]
+            self.samples.forget_before(oldest)
+            seeds = self.guard.seeds
+            if isinstance(seeds, RecordedStates):
+                seeds.forget_before(oldest)
+        return loss
+
+    def catch_up(self) -> torch.Tensor:
+        """Make again what was undone, until the newest update has landed or is left out; return its loss, or NaN."""
+        result = torch.full((), torch.nan)
+        while self.samples.is_behind:
+            first = next(self._batches)
+            fed = self.samples.current
+            assert fed is not None
+            assert fed.batches is not None
+            count, losses = len(fed.batches), list[torch.Tensor]()
+            for number in range(count):
+                batch = next(self._batches) if number else first
+                losses.append(self._make_again(batch, number, fed).detach())
+                if number < count - 1:
+                    self.guard.update(losses[-1])
+            self.norm = self._measure_norm()
+            if self._landed(fed, losses[-1]) and fed is self._fed:
+                result = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
+        return result
+
+    def examine(self, *, is_end: bool = False) -> None:
+        """Scan the whole state, and repeat what a rewind undoes."""
+        while not self.guard.examine(is_end=is_end):
+            self.catch_up()
+            if self._fed is not None:
+                self._put_back_settings(self._fed)
+
+    def close(self) -> None:
+        """End the loop: its last state was examined, or an error ended it."""
+        try:
+            self.guard.close()
+        finally:
+            self._batches = iter(())
+            for group in self._updater._groups():
+                group.pop(LR_OF_GUARD, None)
+
+    @property
+    def incidents(self) -> list[Incident]:
+        """All incidents until now."""
+        return self.guard.incidents
+
+    # Inside.
+
+    def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
+        self._settings.now = fed.settings
+        self._updater.trainers_norm = self.norm
+        self._updater.note_rates()
+        self.guard.update(loss)
+        return self.guard.settle()
+
+    def _put_back_settings(self, fed: Fed) -> None:
+        """Give the groups the settings of the trainer's schedule again: some schedules multiply what they find."""
+        for group, setting in zip(self._updater._groups(), fed.settings, strict=True):
+            group.update(setting)

@@ -1,0 +1,346 @@
+"""Guards a Trainer of transformers, or of any class derived from it, such as those of TRL.
+
+    trainer = resilient_train.hf.guard(SFTTrainer(...), recovery="balanced")
+    trainer.train()
+
+The trainer stays what it is: its class is extended by one that overrides the places where it fetches batches, makes a
+step, clips and saves. What a rewind undoes is made again inside of the optimizer's step, so `global_step` and the place
+in the data never go back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate.utils import send_to_device
+
+from resilient_train.adapters import arguments
+from resilient_train.adapters.follower import Follower, TrainersSettings
+from resilient_train.adapters.guard import Guard
+from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows
+from resilient_train.data.fed import Fed, FedSamples
+from resilient_train.data.samples import Slicing
+from resilient_train.errors import TrainError, named_type
+from resilient_train.state.randomness import RecordedStates
+from resilient_train.update.objective import Measured
+from resilient_train.wording import log
+
+T = TypeVar("T")
+
+_ITSELF = "_resilient"  # the attribute of a guarded trainer
+_METRICS = ("_metrics", "_logs", "_total_train_tokens", "_pending_metrics")  # what TRL's trainers note in a forward
+
+
+def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T:
+    """Guard a trainer: from now on its `train` refuses, diagnoses, rewinds and cures.
+
+    `run_dir` is where incidents are written, by default a folder in the trainer's `output_dir`. `options` are those of
+    `resilient_train.Guard`: recovery, checks, memory, verify_after, quarantine, data_changed, tracking, drill.
+    """
+    if not hasattr(trainer, "get_batch_samples") or not hasattr(trainer, "_inner_training_loop"):
+        raise TypeError(f"trainer: expected a transformers.Trainer of version 5, got {named_type(trainer)}")
+    if unknown := options.keys() - _OPTIONS:
+        raise TypeError(f"guard got an unknown option {min(unknown)!r}; there are {', '.join(sorted(_OPTIONS))}")
+    given: Any = trainer
+    if isinstance(given, _Guarded):
+        raise TrainError("this trainer is guarded already")
+    arguments.world(given.accelerator)  # which refuses what cannot be guarded
+    if given.args.n_gpu > 1:
+        raise ValueError("trainer: DataParallel keeps copies that cannot be guarded: start it with torchrun")
+    given.args.logging_nan_inf_filter = False  # it hides NaN, and waits for the device at every micro-batch
+    options["run_dir"] = Path(given.args.output_dir) / "resilient_train" if run_dir is None else run_dir
+    kind = type(given)
+    given.__dict__[_ITSELF] = Guarding(given, options)
+    given.__class__ = type(kind.__name__, (_Guarded, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return trainer
+
+
+_OPTIONS = frozenset(
+    ("recovery", "checks", "memory", "verify_after", "quarantine", "data_changed", "tracking", "drill", "seed")
+)
+
+
+class Guarding:
+    """What a guarded trainer needs during one call of `train`."""
+
+    def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
+        self.trainer, self.options = trainer, options
+        self.follower: Follower | None = None  # None outside of `train`
+        self._resumes = False
+        self._dataset: Any = None  # map-style, and how a batch is made of its rows
+        self._collate: Any = None
+        self._rows: list[Any] = []  # of the batches that are being fetched
+        self._backward: Callable[..., None] | None = None  # Accelerate's
+        self._optimizer_step: Any = None
+        self._is_replay, self._number = False, 0  # which of an update's micro-batches it is
+        self._times = 0  # updates that were prepared, when `_number` was begun
+        self._replayed: torch.Tensor | None = None  # the loss whose backward a replay makes itself
+        self._loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
+        self._saved: list[tuple[int, Path]] = []  # accepted updates, and the trainer's checkpoint after them
+        self._seen = 0  # incidents
+
+    # Beginning and end.
+
+    @contextmanager
+    def training(self, resumes_from: Any) -> Iterator[None]:
+        self._resumes, accelerator = bool(resumes_from), self.trainer.accelerator
+        try:
+            yield
+        finally:
+            follower, self.follower = self.follower, None
+            if follower is not None:
+                accelerator.__dict__.pop("backward", None)
+                self.trainer.optimizer.step = self._optimizer_step
+                follower.close()
+
+    def begin(self) -> Follower:
+        """Make the guard when everything is prepared, before the first batch."""
+        trainer, args = self.trainer, self.trainer.args
+        accelerator, settings = trainer.accelerator, TrainersSettings()
+        world = arguments.world(accelerator)
+        batch_size = args.per_device_train_batch_size
+        slicing = Slicing(batch_size, args.gradient_accumulation_steps, world.rank, world.size)
+        samples = FedSamples(slicing, dataset=self._dataset, collate=self._collate)
+        clip = args.max_grad_norm or None
+        guard = Guard(
+            *(accelerator, trainer.model_wrapped, trainer.optimizer),
+            data=samples,
+            batch_size=batch_size,
+            schedule=settings,
+            objective=Measured(self._measured, "the trainer's loss", key="trainer"),
+            clip=clip,
+            resume=self._resumes,
+            **{"seed": args.seed, **self.options},
+        )
+        guard.clock.step = trainer.state.global_step
+        self.follower = follower = Follower(
+            *(guard, samples, settings, self._make_again, self._measure_norm), planned=trainer.state.max_steps
+        )
+        self._backward = accelerator.backward
+        accelerator.backward = self._run_backward
+        self._optimizer_step, trainer.optimizer.step = trainer.optimizer.step, self._step
+        trainer.optimizer._opt_called = True  # a mark of torch's schedulers, which look for it where `step` was
+        self._saved, self._seen = [], len(guard.incidents)
+        return follower
+
+    # Batches.
+
+    def number(self, loader: Any) -> Any:
+        """Let the batches of a loader carry the indices of their rows, unless these are only prompts."""
+        if not self._generates and (found := number_rows(loader)) is not None:
+            self._dataset, self._collate = found
+        return loader
+
+    def numbered(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of an epoch, without rows that are in quarantine, and note the indices of their rows."""
+        follower = self.follower or self.begin()
+        self._rows = []
+        for batch in batches:
+            if isinstance(batch, NumberedBatch):
+                healthy, rows = follower.samples.healthy(batch.batch, batch.rows)
+                self._rows.append(rows)
+                batch = healthy if rows is batch.rows else send_to_device(healthy, self.trainer.args.device)
+            yield batch
+
+    def fed(self, batches: list[Any], items: Any) -> tuple[list[Any], Any]:
+        """Pass on what the trainer has fetched for one update; its losses are divided by the number of `items`."""
+        if batches and self.follower is not None:
+            fed = self.follower.feed(batches, self._rows)
+            fed.more = {"items": items, "prepared": [], "step": getattr(self.trainer, "_step", None)}
+        return batches, items
+
+    @property
+    def _generates(self) -> bool:
+        """Whether the trainer makes its inputs from prompts now and then, and keeps them, as GRPO does."""
+        return hasattr(self.trainer, "_buffered_inputs")
+
+    def prepared(self, prepare: Callable[[Any], Any], inputs: Any) -> Any:
+        """Prepare inputs, but generate them only once: what is repeated gets what was generated for it."""
+        if self.follower is None or not self._generates or not self.trainer.model.training:
+            return prepare(inputs)
+        known = self._fed_at_hand().more["prepared"]
+        if self._number >= len(known):
+            known.append(prepare(inputs))
+        return dict(known[self._number])
+
+    # One update.
+
+    def training_step(self, plain: Callable[..., torch.Tensor], model: Any, inputs: Any, items: Any) -> torch.Tensor:
+        """Run forward and backward of a micro-batch, in the trainer's own way."""
+        follower = self.follower
+        if follower is None or self._is_replay:
+            return plain(model, inputs, items)
+        if not follower.taken:
+            self._loss_before = self.trainer._tr_loss.clone()
+        self._number = follower.taken
+        loss = plain(model, follower.next_batch(), items)
+        follower.note(loss * self.trainer.current_gradient_accumulation_steps)  # of which it is a share
+        return loss
+
+    def _step(self, closure: Any = None) -> None:
+        """Take the place of the optimizer's step."""
+        follower = self.follower
+        assert follower is not None
+        norm = follower.norm
+        loss = follower.step()
+        if loss is not None:
+            self._correct_logs(loss, norm)
+        self._look_at_incidents()
+
+    def note_norm(self, norm: Any) -> Any:
+        """Note what the trainer has measured of its gradients."""
+        if self.follower is not None:
+            full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            self.follower.norm = torch.as_tensor(full, dtype=torch.float32)
+            return self.follower.norm if isinstance(norm, torch.Tensor) else norm
+        return norm
+
+    def _correct_logs(self, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
+        """Count the loss of the update as it was made in the end; the mean so far, where it was left out."""
+        trainer, before = self.trainer, self._loss_before
+        assert before is not None
+        assert self.follower is not None
+        since = trainer.state.global_step - trainer._globalstep_last_logged
+        trainer._tr_loss.copy_(before + (loss.to(before.device) if loss.isfinite() else before / max(since, 1)))
+        if norm is not None and self.follower.norm is not None:
+            norm.copy_(self.follower.norm)
+
+    def _make_again(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
+        """Run forward and backward of a micro-batch that a rewind has undone."""
+        trainer, self._number = self.trainer, number
+        assert fed.batches is not None
+        is_last = number == len(fed.batches) - 1
+        if number == 0:
+            if fed.more.get("step") is not None:
+                trainer._step = fed.more["step"]
+            if "items" not in fed.more or fed.nbytes == 0:  # its rows were fetched again
+                fed.more |= {"items": trainer._get_num_items_in_batch(fed.batches, trainer.args.device)}
+                fed.more.setdefault("prepared", [])
+        trainer.current_gradient_accumulation_steps = len(fed.batches)
+        trainer.accelerator.gradient_state._set_sync_gradients(is_last)
+        model = trainer.model_wrapped
+        with nullcontext() if is_last else trainer.accelerator.no_sync(model=model):
+            return self._plain_step(model, batch, fed.more["items"]) * len(fed.batches)
+
+    def _measure_norm(self) -> torch.Tensor | None:
+        trainer = self.trainer
+        norm = trainer._clip_grad_norm(trainer.model_wrapped) if trainer.args.max_grad_norm > 0 else None
+        trainer._get_grad_norm(trainer.model_wrapped, grad_norm=norm)
+        return None if self.follower is None else self.follower.norm
+
+    # Replays.
+
+    def _measured(self, model: Any, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch, before its backward, for a replay."""
+        trainer, fed = self.trainer, self._fed_at_hand()
+        if self._times != (times := self._seeds.times):
+            self._times, self._number = times, 0
+        before = {name: copy.deepcopy(vars(trainer)[name]) for name in _METRICS if name in vars(trainer)}
+        before |= {name: getattr(trainer, name) for name in ("_step", "_buffered_inputs") if hasattr(trainer, name)}
+        self._is_replay, self._replayed = True, None
+        try:
+            loss = self._plain_step(model, batch, fed.more.get("items"))
+        finally:
+            self._is_replay = False
+            vars(trainer).update(before)
+        self._number += 1
+        return loss if self._replayed is None else self._replayed
+
+    def _run_backward(self, loss: torch.Tensor, **more: Any) -> None:
+        if self._is_replay:
+            self._replayed = loss
+        else:
+            assert self._backward is not None
+            self._backward(loss, **more)
+
+    def _plain_step(self, model: Any, batch: Any, items: Any) -> torch.Tensor:
+        loss: torch.Tensor = super(_Guarded, self.trainer).training_step(model, batch, items)  # type: ignore[misc]
+        return loss
+
+    def _fed_at_hand(self) -> Fed:
+        """Return the update that is being made or replayed."""
+        assert self.follower is not None
+        return self.follower.samples.at(self._seeds.start)
+
+    @property
+    def _seeds(self) -> RecordedStates:
+        assert self.follower is not None
+        assert isinstance(self.follower.guard.seeds, RecordedStates)
+        return self.follower.guard.seeds
+
+    # The trainer's checkpoints.
+
+    def before_save(self) -> None:
+        """Look at the whole state first, so that no damage gets into a checkpoint of the trainer's."""
+        if self.follower is not None:
+            self.follower.examine()
+            self._look_at_incidents()
+
+    def saved(self, folder: Path) -> None:
+        """Note a checkpoint, in case that its state turns out to be bad."""
+        if self.follower is not None:
+            self._saved.append((self.follower.guard.clock.step, folder))
+
+    def examine_end(self) -> None:
+        """Look at the state after the last update, before the trainer reports it."""
+        if self.follower is not None:
+            self.follower.examine(is_end=True)
+            self._look_at_incidents()
+
+    def _look_at_incidents(self) -> None:
+        """Rename checkpoints that were saved after damage had begun, so that nothing resumes from them."""
+        assert self.follower is not None
+        incidents = self.follower.incidents
+        for incident in incidents[self._seen :]:
+            if incident.rewound_to is None:
+                continue
+            for step, folder in [one for one in self._saved if one[0] > incident.anomaly.since]:
+                self._saved.remove((step, folder))
+                if self.trainer.state.best_model_checkpoint == str(folder):
+                    self.trainer.state.best_model_checkpoint = self.trainer.state.best_metric = None
+                if self.trainer.args.should_save and folder.exists():
+                    log.warning("%s holds a state from after the damage began: it is renamed", folder)
+                    folder.rename(folder.with_name(f"unverified-{folder.name}"))
+        self._seen = len(incidents)
+
+
+class _Guarded:
+    """What a guarded trainer does in another way."""
+
+    _resilient: Guarding
+
+    def _inner_training_loop(self, *args: Any, **more: Any) -> Any:
+        resumes_from = more.get("resume_from_checkpoint", args[2] if len(args) > 2 else None)
+        with self._resilient.training(resumes_from):
+            return super()._inner_training_loop(*args, **more)  # type: ignore[misc]
+
+    def get_train_dataloader(self) -> Any:
+        return self._resilient.number(super().get_train_dataloader())  # type: ignore[misc]
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        batches = self._resilient.numbered(epoch_iterator)
+        return self._resilient.fed(*super().get_batch_samples(batches, num_batches, device))  # type: ignore[misc]
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        return self._resilient.training_step(super().training_step, model, inputs, num_items_in_batch)  # type: ignore[misc]
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return self._resilient.prepared(super()._prepare_inputs, inputs)  # type: ignore[misc]
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        return self._resilient.note_norm(super()._get_grad_norm(model, grad_norm=grad_norm))  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._resilient.before_save()
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        folder = f"checkpoint-{self.state.global_step}"  # type: ignore[attr-defined]
+        self._resilient.saved(Path(self._get_output_dir(trial)) / folder)  # type: ignore[attr-defined]
+
+    def _finalize_training(self, *args: Any, **more: Any) -> Any:
+        self._resilient.examine_end()
+        return super()._finalize_training(*args, **more)  # type: ignore[misc]

@@ -1,0 +1,68 @@
+"""The indices of the rows in each batch of somebody else's loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from accelerate.utils import send_to_device
+from torch.utils.data._utils.pin_memory import pin_memory as pinned
+
+
+class NumberedBatch:
+    """A batch and the indices of its rows; it passes through pinned memory and to a device as the batch would."""
+
+    def __init__(self, batch: Any, rows: Sequence[int]) -> None:
+        self.batch, self.rows = batch, rows
+
+    def to(self, device: Any, non_blocking: bool = False, **more: Any) -> NumberedBatch:
+        return NumberedBatch(send_to_device(self.batch, device, non_blocking=non_blocking), self.rows)
+
+    def pin_memory(self, *device: Any) -> NumberedBatch:
+        return NumberedBatch(pinned(self.batch, *device), self.rows)  # type: ignore[no-untyped-call]
+
+
+class _NumberedRows:
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> tuple[int, Any]:
+        return row, self.dataset[row]
+
+    def __getitems__(self, rows: Sequence[int]) -> list[tuple[int, Any]]:
+        fetch_many = getattr(self.dataset, "__getitems__", None)
+        return [*zip(rows, fetch_many(rows) if fetch_many else map(self.dataset.__getitem__, rows), strict=True)]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not there yet: a worker is unpickling this
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+class _NumberedCollate:
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, rows: list[tuple[int, Any]]) -> NumberedBatch:
+        return NumberedBatch(self.collate([row for _, row in rows]), [int(number) for number, _ in rows])
+
+
+def number_rows(loader: Any) -> tuple[Any, Callable[[list[Any]], Any]] | None:
+    """Make a loader yield a `NumberedBatch`; return its data set and how it makes a batch of rows.
+
+    None, and the loader stays as it is, where rows have no index: of an iterable data set, or a loader without batches.
+    The index comes with the row, so it is right for any sampler, order and number of workers.
+    """
+    base = getattr(loader, "base_dataloader", loader)  # of a loader that Accelerate has prepared
+    dataset, collate = getattr(base, "dataset", None), getattr(base, "collate_fn", None)
+    has_index = hasattr(type(dataset), "__getitem__") and hasattr(type(dataset), "__len__")
+    if not has_index or collate is None or getattr(base, "batch_sampler", None) is None:
+        return None
+    if isinstance(dataset, _NumberedRows):  # the trainer keeps its loader
+        return dataset.dataset, collate.collate
+    base.__dict__["dataset"] = _NumberedRows(dataset)  # torch's loaders refuse a plain assignment
+    base.collate_fn = _NumberedCollate(collate)
+    return dataset, collate

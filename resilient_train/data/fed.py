@@ -1,0 +1,184 @@
+"""Samples that a trainer fetches: kept as long as an update may be repeated."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from resilient_train.data.failed_rows import no_watchdog
+from resilient_train.data.rows import Collate, RepeatableBatches
+from resilient_train.data.samples import Samples, Slicing, Update
+from resilient_train.data.stream import Key, Ranges, Stream
+from resilient_train.errors import TrainError
+from resilient_train.state.randomness import preserved
+from resilient_train.state.tree import leaves, rebuilt
+
+_MAX_BYTES = 2**30  # of kept batches: older ones are fetched again from the data set, or left out of a repetition
+_REMEMBERED = 10_000  # updates whose rows are known: further back than any rewind
+
+
+@dataclass(slots=True)
+class Fed:
+    """An update as the trainer fetched it."""
+
+    start: int
+    stop: int
+    batches: list[Any] | None  # None once it is too old to be kept
+    keys: list[Sequence[Key]]  # of each batch; empty if rows have no index
+    nbytes: int
+    settings: Sequence[dict[str, Any]] = ()  # what the trainer's schedule set in each parameter group for it
+    more: dict[str, Any] = field(default_factory=dict)  # what the trainer needs to make it again
+
+
+class FedSamples(Samples):
+    """Updates in the order in which a trainer fetched them; after a rewind they come again."""
+
+    is_fed = True
+
+    def __init__(self, slicing: Slicing, *, dataset: Any = None, collate: Collate | None = None) -> None:
+        """`dataset` is map-style, and `collate` makes a batch of its rows; without them rows have no index."""
+        self.slicing, self.dataset, self.position = slicing, dataset, 0
+        self.rows = len(dataset) if dataset is not None else 0
+        self._stream = Stream(self.rows, 0)
+        self.skipped: Ranges = self._stream.skipped
+        self._again = RepeatableBatches(dataset, collate) if collate is not None else None
+        self._fed: deque[Fed] = deque(maxlen=_REMEMBERED)
+        self._kept_bytes = 0
+        self.newest_stop = 0  # the end of everything that was fetched
+        self.current: Fed | None = None  # the update that was served last
+        self._served: Update | None = None  # the same, as it was served
+
+    # What the trainer fetches.
+
+    def feed(self, batches: list[Any], rows: Sequence[Sequence[int]] = ()) -> Fed:
+        """Take the micro-batches of one update; `rows` are the indices of their rows, if these are known."""
+        nbytes = sum(leaf.nbytes for leaf in leaves(batches) if isinstance(leaf, torch.Tensor))
+        start = self.newest_stop
+        keys: list[Sequence[Key]] = [[Key(0, start, row) for row in some] for some in rows]
+        fed = Fed(start, start + self.slicing.samples, batches, keys, nbytes)
+        self._fed.append(fed)
+        self.newest_stop, self._kept_bytes = fed.stop, self._kept_bytes + nbytes
+        for old in self._fed:
+            if self._kept_bytes <= _MAX_BYTES or old is fed:
+                break
+            self._drop_batches(old)
+        return fed
+
+    def feed_more(self, fed: Fed, batch: Any, rows: Sequence[int] = ()) -> None:
+        """Take one more micro-batch of the newest update, which is being made already."""
+        assert fed is self.current
+        assert fed.batches is not None
+        assert self._served is not None
+        fed.batches.append(batch)
+        if rows:
+            fed.keys.append([Key(0, fed.start, row) for row in rows])
+        self._served.batches.append(rebuilt(batch, lambda leaf: leaf))
+
+    def healthy(self, batch: Any, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:
+        """Return a batch that was just fetched, with others in the places of rows that are in quarantine."""
+        if self._stream.quarantined.isdisjoint(rows):
+            return batch, rows
+        keys = self._without_quarantined([Key(0, self.newest_stop, row) for row in rows])
+        with preserved(torch.device("cpu")):
+            return self.collated(keys), [key.row for key in keys]
+
+    def forget_before(self, position: int) -> None:
+        """Drop batches before a position to which no rewind goes back."""
+        for fed in self._fed:
+            if fed.start >= position:
+                break
+            self._drop_batches(fed)
+
+    def at(self, start: int) -> Fed:
+        """Return the update that begins at a position."""
+        return next(fed for fed in reversed(self._fed) if fed.start == start)
+
+    @property
+    def is_behind(self) -> bool:
+        """Say whether updates that were fetched are still to be made. Moves past those that are left out."""
+        if next(self._ahead(), None) is not None:
+            return True
+        self.position = self.newest_stop
+        return False
+
+    def _ahead(self) -> Iterator[Fed]:
+        for fed in self._fed:
+            is_available = fed.batches is not None or fed.keys
+            if is_available and fed.start >= self.position and self.skipped.end_at(fed.start) == fed.start:
+                yield fed
+
+    def _drop_batches(self, fed: Fed) -> None:
+        if fed.batches is not None:
+            self._kept_bytes -= fed.nbytes
+            fed.batches = None
+            fed.more.clear()
+
+    def _without_quarantined(self, keys: Sequence[Key]) -> list[Key]:
+        bad = self._stream.quarantined
+        others = iter(self._stream.others(keys, 0))
+        return [next(others) if key.row in bad else key for key in keys]
+
+    # What the engine asks for.
+
+    @property
+    def next_start(self) -> int:
+        return next((fed.start for fed in self._ahead()), self.position)
+
+    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
+        fed = next(self._ahead(), None)
+        if fed is None:
+            raise TrainError("the trainer has fetched no batch for the next update")
+        bad = self._stream.quarantined
+        if fed.keys and (fed.batches is None or any(key.row in bad for keys in fed.keys for key in keys)):
+            fed.keys = [self._without_quarantined(keys) for keys in fed.keys]
+            fed.batches, fed.nbytes = [self.collated(keys) for keys in fed.keys], 0
+        assert fed.batches is not None
+        self.position, self.current = fed.stop, fed
+        # In containers of their own: the trainer may take entries out of a batch.
+        batches = [rebuilt(batch, lambda leaf: leaf) for batch in fed.batches]
+        self._served = Update(fed.start, fed.stop, batches, fed.keys)
+        return self._served
+
+    def go_back(self, update: Update) -> None:
+        self.position = update.start
+
+    def skip(self, start: int, stop: int) -> None:
+        self.skipped.add(start, stop)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+    def close(self) -> None:
+        self._fed.clear()
+
+    def quarantine(self, rows: Iterable[int]) -> None:
+        self._stream.quarantine(rows)
+
+    def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
+        made = [fed for fed in self._fed if start <= fed.start < stop and self.skipped.end_at(fed.start) == fed.start]
+        return tuple(sorted({key.row for fed in made for keys in fed.keys for key in keys}))
+
+    def keys_at(self, start: int) -> list[Sequence[Key]]:
+        return self.at(start).keys
+
+    def starts(self, after: int, samples: int) -> list[int]:
+        """Only updates that were fetched already are known."""
+        return [fed.start for fed in self._fed if after < fed.start <= after + samples]
+
+    def collated(self, keys: Sequence[Key]) -> Any:
+        if self._again is None:
+            return super().collated(keys)
+        return self._again.collated(keys)
+
+    def fetched(self, key: Key) -> Any:
+        return super().fetched(key) if self._again is None else self._again.fetch(key)
+
+    def others(self, keys: Sequence[Key], draw: int) -> list[Key]:
+        return self._stream.others(keys, draw)
