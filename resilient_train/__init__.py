@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from resilient_train.adapters import hf as hf
+    from resilient_train.adapters import lightning as lightning
     from resilient_train.adapters.guard import Guard as Guard
     from resilient_train.errors import GaveUp as GaveUp
     from resilient_train.ranks.process_exit import StopRequests as StopRequests
     from resilient_train.ranks.world import join as join
 
-__all__ = ["GaveUp", "Guard", "StopRequests", "hf", "join"]
+__all__ = ["GaveUp", "Guard", "StopRequests", "hf", "join", "lightning"]
 
 __version__ = "0.1.0"
 
@@ -23,7 +24,7 @@ _HOMES = {
     "StopRequests": "resilient_train.ranks.process_exit",
     "join": "resilient_train.ranks.world",
 }
-_ADAPTERS = ("hf",)  # of trainers, which they do not import
+_ADAPTERS = ("hf", "lightning")  # of trainers; only that of Lightning imports it
 
 
 def __getattr__(name: str) -> Any:

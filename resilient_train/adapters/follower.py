@@ -1,13 +1,14 @@
 """Takes the loop of somebody else's trainer through the engine.
 
 The trainer fetches batches, runs forward and backward, and calls its optimizer, whose `step` is replaced by
-`Follower.step`: it lands the update or treats it, and then makes again what a rewind undid. So when it returns, the
+`Follower.step`: it lands the update or treats it, and then retries what a rewind undid. So when it returns, the
 state is that after the newest batch, and the trainer's counters and its place in the data never go back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ import torch
 from resilient_train.adapters.guard import Guard
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.state.randomness import RecordedStates
-from resilient_train.types import Incident
 from resilient_train.update.updater import LR_OF_GUARD
+from resilient_train.wording import log
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")  # what a trainer's schedule may set in a parameter group
 
+OPTIONS = frozenset(  # of Guard, where a trainer has the rest
+    ("recovery", "checks", "memory", "verify_after", "quarantine", "data_changed", "tracking", "drill", "seed")
+)
 MakeAgain = Callable[[Any, int, Fed], torch.Tensor]
 
 
@@ -67,6 +71,8 @@ class Follower:
         self.taken = 0  # of its batches
         self._loss: torch.Tensor | None = None  # of the newest micro-batch, until the next one begins
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
+        self._saved: list[tuple[int, Path]] = []  # accepted updates, and the trainer's checkpoint after them
+        self._seen = len(guard.incidents)
 
     # What the trainer's calls become.
 
@@ -97,13 +103,13 @@ class Follower:
         self._loss = loss.detach()
 
     def step(self) -> torch.Tensor | None:
-        """Land the newest update. Returns its loss if it had to be made again; NaN if it was left out at last."""
-        fed, groups = self.fed, self._updater._groups()
-        fed.settings = [{key: group[key] for key in _SCHEDULED if key in group} for group in groups]
+        """Land the newest update. Returns its loss if it was retried; NaN if it was left out at last."""
+        fed = self.fed
+        fed.settings = self._scheduled()
         assert self._loss is not None, "no forward and backward before the step"
         is_landed = self._landed(fed, self._loss)
         loss = None if is_landed else self.catch_up()
-        self._put_back_settings(fed)
+        self._put_back(fed.settings)
         if self.guard._ring.snapshots:
             oldest = self.guard._ring.snapshots[0].plain["position"]["position"]
             self.samples.forget_before(oldest)
@@ -131,12 +137,17 @@ class Follower:
                 result = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
         return result
 
+    def leave_out(self) -> None:
+        """Leave out the newest update, for which the trainer makes no step."""
+        self.guard._put_back_batch()
+        self.samples.skip(self.fed.start, self.fed.stop)
+
     def examine(self, *, is_end: bool = False) -> None:
         """Scan the whole state, and repeat what a rewind undoes."""
+        settings = self._scheduled()  # those of the next update, if the schedule has advanced
         while not self.guard.examine(is_end=is_end):
             self.catch_up()
-            if self._fed is not None:
-                self._put_back_settings(self._fed)
+            self._put_back(settings)
 
     def close(self) -> None:
         """End the loop: its last state was examined, or an error ended it."""
@@ -147,10 +158,26 @@ class Follower:
             for group in self._updater._groups():
                 group.pop(LR_OF_GUARD, None)
 
-    @property
-    def incidents(self) -> list[Incident]:
-        """All incidents until now."""
-        return self.guard.incidents
+    # The trainer's checkpoints.
+
+    def saved(self, path: Path) -> None:
+        """Note a checkpoint of the trainer's, in case that its state turns out to be bad."""
+        self._saved.append((self.guard.clock.step, path))
+
+    def rename_damaged(self, *, is_main: bool) -> list[Path]:
+        """Rename checkpoints that were saved after damage had begun, so that nothing resumes from them; return them.
+
+        Call it after each step and examination. `is_main`: this process wrote them.
+        """
+        rewound = [one for one in self.guard.incidents[self._seen :] if one.rewound_to is not None]
+        self._seen = len(self.guard.incidents)
+        damaged = [one for one in self._saved if any(one[0] > incident.anomaly.since for incident in rewound)]
+        for saved in damaged:
+            self._saved.remove(saved)
+            if is_main and (path := saved[1]).exists():
+                log.warning("%s holds a state from after the damage began: it is renamed", path)
+                path.rename(path.with_name(f"unverified-{path.name}"))
+        return [path for _, path in damaged]
 
     # Inside.
 
@@ -161,7 +188,10 @@ class Follower:
         self.guard.update(loss)
         return self.guard.settle()
 
-    def _put_back_settings(self, fed: Fed) -> None:
+    def _scheduled(self) -> list[dict[str, Any]]:
+        return [{key: group[key] for key in _SCHEDULED if key in group} for group in self._updater._groups()]
+
+    def _put_back(self, settings: Sequence[dict[str, Any]]) -> None:
         """Give the groups the settings of the trainer's schedule again: some schedules multiply what they find."""
-        for group, setting in zip(self._updater._groups(), fed.settings, strict=True):
+        for group, setting in zip(self._updater._groups(), settings, strict=True):
             group.update(setting)

@@ -4,7 +4,7 @@
     trainer.train()
 
 The trainer stays what it is: its class is extended by one that overrides the places where it fetches batches, makes a
-step, clips and saves. What a rewind undoes is made again inside of the optimizer's step, so `global_step` and the place
+step, clips and saves. What a rewind undoes is retried inside of the optimizer's step, so `global_step` and the place
 in the data never go back.
 """
 
@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from resilient_train.adapters import arguments
-from resilient_train.adapters.follower import Follower, TrainersSettings
+from resilient_train.adapters.follower import OPTIONS, Follower, TrainersSettings
 from resilient_train.adapters.guard import Guard
 from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows
 from resilient_train.data.fed import Fed, FedSamples
@@ -28,7 +28,6 @@ from resilient_train.data.samples import Slicing
 from resilient_train.errors import TrainError, named_type
 from resilient_train.state.randomness import RecordedStates
 from resilient_train.update.objective import Measured
-from resilient_train.wording import log
 
 T = TypeVar("T")
 
@@ -44,8 +43,8 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
     """
     if not hasattr(trainer, "get_batch_samples") or not hasattr(trainer, "_inner_training_loop"):
         raise TypeError(f"trainer: expected a transformers.Trainer of version 5, got {named_type(trainer)}")
-    if unknown := options.keys() - _OPTIONS:
-        raise TypeError(f"guard got an unknown option {min(unknown)!r}; there are {', '.join(sorted(_OPTIONS))}")
+    if unknown := options.keys() - OPTIONS:
+        raise TypeError(f"guard got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
     given: Any = trainer
     if isinstance(given, _Guarded):
         raise TrainError("this trainer is guarded already")
@@ -58,11 +57,6 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
     given.__dict__[_ITSELF] = Guarding(given, options)
     given.__class__ = type(kind.__name__, (_Guarded, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     return trainer
-
-
-_OPTIONS = frozenset(
-    ("recovery", "checks", "memory", "verify_after", "quarantine", "data_changed", "tracking", "drill", "seed")
-)
 
 
 class Guarding:
@@ -81,8 +75,6 @@ class Guarding:
         self._times = 0  # updates that were prepared, when `_number` was begun
         self._replayed: torch.Tensor | None = None  # the loss whose backward a replay makes itself
         self._loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
-        self._saved: list[tuple[int, Path]] = []  # accepted updates, and the trainer's checkpoint after them
-        self._seen = 0  # incidents
 
     # Beginning and end.
 
@@ -125,7 +117,6 @@ class Guarding:
         accelerator.backward = self._run_backward
         self._optimizer_step, trainer.optimizer.step = trainer.optimizer.step, self._step
         trainer.optimizer._opt_called = True  # a mark of torch's schedulers, which look for it where `step` was
-        self._saved, self._seen = [], len(guard.incidents)
         return follower
 
     # Batches.
@@ -282,9 +273,8 @@ class Guarding:
             self._look_at_incidents()
 
     def saved(self, folder: Path) -> None:
-        """Note a checkpoint, in case that its state turns out to be bad."""
         if self.follower is not None:
-            self._saved.append((self.follower.guard.clock.step, folder))
+            self.follower.saved(folder)
 
     def examine_end(self) -> None:
         """Look at the state after the last update, before the trainer reports it."""
@@ -293,20 +283,11 @@ class Guarding:
             self._look_at_incidents()
 
     def _look_at_incidents(self) -> None:
-        """Rename checkpoints that were saved after damage had begun, so that nothing resumes from them."""
+        """Let the trainer forget checkpoints that turned out to be bad."""
         assert self.follower is not None
-        incidents = self.follower.incidents
-        for incident in incidents[self._seen :]:
-            if incident.rewound_to is None:
-                continue
-            for step, folder in [one for one in self._saved if one[0] > incident.anomaly.since]:
-                self._saved.remove((step, folder))
-                if self.trainer.state.best_model_checkpoint == str(folder):
-                    self.trainer.state.best_model_checkpoint = self.trainer.state.best_metric = None
-                if self.trainer.args.should_save and folder.exists():
-                    log.warning("%s holds a state from after the damage began: it is renamed", folder)
-                    folder.rename(folder.with_name(f"unverified-{folder.name}"))
-        self._seen = len(incidents)
+        for folder in self.follower.rename_damaged(is_main=self.trainer.args.should_save):
+            if self.trainer.state.best_model_checkpoint == str(folder):
+                self.trainer.state.best_model_checkpoint = self.trainer.state.best_metric = None
 
 
 class _Guarded:

@@ -66,3 +66,11 @@ def number_rows(loader: Any) -> tuple[Any, Callable[[list[Any]], Any]] | None:
     base.__dict__["dataset"] = _NumberedRows(dataset)  # torch's loaders refuse a plain assignment
     base.collate_fn = _NumberedCollate(collate)
     return dataset, collate
+
+
+def without_numbers(loader: Any) -> None:
+    """Undo `number_rows`."""
+    base = getattr(loader, "base_dataloader", loader)
+    if isinstance(dataset := getattr(base, "dataset", None), _NumberedRows):
+        base.__dict__["dataset"] = dataset.dataset
+        base.collate_fn = base.collate_fn.collate

@@ -30,6 +30,7 @@ class Fed:
     batches: list[Any] | None  # None once it is too old to be kept
     keys: list[Sequence[Key]]  # of each batch; empty if rows have no index
     nbytes: int
+    number: int = 0  # of its first batch in the epoch, for a trainer that counts them
     settings: Sequence[dict[str, Any]] = ()  # what the trainer's schedule set in each parameter group for it
     more: dict[str, Any] = field(default_factory=dict)  # what the trainer needs to make it again
 

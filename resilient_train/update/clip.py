@@ -76,7 +76,8 @@ def clip_further(
     configured = usual if max_norm is None else max_norm
     if tightened >= 1 or configured is None:
         return norm, max_norm
-    factor = (configured * tightened / (norm.clamp(max=max_norm) + 1e-6)).clamp_(max=1.0)
+    clipped = norm if max_norm is None else norm.clamp(max=max_norm)
+    factor = (configured * tightened / (clipped + 1e-6)).clamp_(max=1.0)
     for weight in weights:
         if weight.grad is not None:
             weight.grad.mul_(factor.to(weight.grad.device))

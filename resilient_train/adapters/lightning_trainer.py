@@ -1,0 +1,79 @@
+"""A Lightning trainer: whether it can be guarded, its processes, what it has logged, and its checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torchmetrics import Metric
+
+
+def refuse(trainer: Any, module: Any) -> None:
+    """Raise if this trainer cannot be guarded."""
+    strategy, plugin = trainer.strategy, trainer.precision_plugin
+    if not module.automatic_optimization:
+        raise ValueError("Guarded: manual optimization is not supported yet: use automatic_optimization = True")
+    if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy) or strategy.root_device.type == "xla":
+        what = type(strategy).__name__
+        raise ValueError(f"Guarded: {what} is not supported yet: use one device, or strategy='ddp'")
+    if getattr(plugin, "scaler", None) is not None:
+        raise ValueError("Guarded: 16-mixed is not supported yet, as its GradScaler steps by itself: use bf16-mixed")
+
+
+def accelerator(trainer: Any) -> Accelerator:
+    """Make an Accelerator for the processes and the device of a trainer."""
+    device = trainer.strategy.root_device
+    if trainer.world_size > 1:  # Lightning's own launcher leaves some of these out
+        places = {"RANK": trainer.global_rank, "LOCAL_RANK": trainer.local_rank, "WORLD_SIZE": trainer.world_size}
+        places |= {"LOCAL_WORLD_SIZE": trainer.num_devices, "OMP_NUM_THREADS": torch.get_num_threads()}
+        for name, value in places.items():
+            os.environ.setdefault(name, str(value))
+    return Accelerator(cpu=device.type == "cpu", gradient_accumulation_steps=trainer.accumulate_grad_batches)
+
+
+def forget_checkpoint(callback: Any, path: str) -> None:
+    """Let a ModelCheckpoint forget a file."""
+    if path in getattr(callback, "best_k_models", {}):
+        del callback.best_k_models[path]
+    if getattr(callback, "best_model_path", None) == path:
+        best = min if callback.mode == "min" else max
+        callback.best_model_path = best(callback.best_k_models, key=callback.best_k_models.get, default="")
+        callback.best_model_score = callback.best_k_models.get(callback.best_model_path)
+    if getattr(callback, "last_model_path", None) == path:
+        callback.last_model_path = ""
+
+
+class Logged:
+    """What was logged so far, and the state of torchmetrics: a batch that runs again counts once."""
+
+    def __init__(self, trainer: Any, metrics: Sequence[Metric]) -> None:
+        self._results, self._connector = trainer.fit_loop.epoch_loop._results, trainer._logger_connector
+        self._entries = {key: dict(vars(entry)) for key, entry in self._results.items()}  # of tensors never changed
+        self._hook, self._metrics = (
+            self._connector._current_fx,
+            [(metric, _copied(vars(metric), metric)) for metric in metrics],
+        )
+
+    def restore(self) -> None:
+        for key in self._results.keys() - self._entries.keys():
+            del self._results[key]
+        for key, entry in self._entries.items():
+            vars(self._results[key]).update(entry)
+        self._connector._current_fx = self._hook
+        for metric, state in self._metrics:
+            vars(metric).update(_copied(state, metric))
+
+
+def _copied(state: Mapping[str, Any], metric: Metric) -> dict[str, Any]:
+    """Copy the values of a metric, which its updates change in place."""
+    copied = {}
+    for name in (*metric._defaults, "_update_count", "_computed", "_forward_cache"):
+        value = state[name]
+        copied[name] = (
+            value.clone() if isinstance(value, torch.Tensor) else [*value] if isinstance(value, list) else value
+        )
+    return copied
