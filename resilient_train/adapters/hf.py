@@ -116,7 +116,7 @@ class Guarding:
         self._backward = accelerator.backward
         accelerator.backward = self._run_backward
         self._optimizer_step, trainer.optimizer.step = trainer.optimizer.step, self._step
-        trainer.optimizer._opt_called = True  # a mark of torch's schedulers, which look for it where `step` was
+        trainer.optimizer._opt_called = True  # without this mark, torch's schedulers warn that no step was made
         return follower
 
     # Batches.
@@ -183,6 +183,8 @@ class Guarding:
             self._correct_logs(loss, norm)
         self._look_at_incidents()
 
+    _step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # another mark that they look for
+
     def note_norm(self, norm: Any) -> Any:
         """Note what the trainer has measured of its gradients."""
         if self.follower is not None:
@@ -209,9 +211,9 @@ class Guarding:
         if number == 0:
             if fed.more.get("step") is not None:
                 trainer._step = fed.more["step"]
-            if "items" not in fed.more or fed.nbytes == 0:  # its rows were fetched again
-                fed.more |= {"items": trainer._get_num_items_in_batch(fed.batches, trainer.args.device)}
-                fed.more.setdefault("prepared", [])
+            # Some of its rows may be others now, perhaps on another rank only: all ranks count again together.
+            fed.more["items"] = trainer._get_num_items_in_batch(fed.batches, trainer.args.device)
+            fed.more.setdefault("prepared", [])
         trainer.current_gradient_accumulation_steps = len(fed.batches)
         trainer.accelerator.gradient_state._set_sync_gradients(is_last)
         model = trainer.model_wrapped

@@ -1,0 +1,156 @@
+"""A Trainer of transformers under the guard: untouched while healthy, cured when struck."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import hf_programs as programs
+from warm import ENVIRONMENT
+
+import resilient_train
+from resilient_train.state.tree import sha256
+
+
+def weights(trainer: Any) -> str:
+    return sha256(dict(trainer.model.named_parameters()))
+
+
+def rows(trainer: Any) -> list[dict[str, float]]:
+    """What the trainer logged, without times."""
+    return [
+        {name: value for name, value in row.items() if "runtime" not in name and "per_second" not in name}
+        for row in trainer.state.log_history
+    ]
+
+
+def incidents(output: Path) -> list[dict[str, Any]]:
+    lines = (output / "resilient_train" / "incidents.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def trained(program: str, output: Path, fault: str = "", *, guarded: bool = True, **more: Any) -> Any:
+    trainer = programs.trainer(program, output, fault, **more)
+    if guarded:
+        assert resilient_train.hf.guard(trainer) is trainer
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}], ids=["usual", "plain"])
+@pytest.mark.parametrize("program", list(programs.PROGRAMS))
+def test_a_healthy_trainer_ends_with_the_same_bits_and_logs(program: str, more: dict[str, Any], tmp_path: Path) -> None:
+    plain = trained(program, tmp_path / "plain", guarded=False, **more)
+    guarded = trained(program, tmp_path / "guarded", **more)
+    assert weights(guarded) == weights(plain)
+    assert rows(guarded) == rows(plain)
+    assert incidents(tmp_path / "guarded") == []
+    assert type(guarded).__name__ == "Struck"
+
+
+@pytest.mark.parametrize(
+    ("fault", "signal", "cause"),
+    [
+        ("nan_batch", "nonfinite_loss", "transient"),
+        ("nan_grad", "nonfinite_grad", "transient"),
+        ("bit_flip", "weights_jump", "corruption"),
+    ],
+)
+@pytest.mark.parametrize("program", ["llama", "vit"])
+def test_what_strikes_once_leaves_no_trace(program: str, fault: str, signal: str, cause: str, tmp_path: Path) -> None:
+    healthy = trained(program, tmp_path / "healthy", guarded=False)
+    struck = trained(program, tmp_path / "struck", fault)
+    [incident] = incidents(tmp_path / "struck")
+    assert (incident["signal"], incident["cause"], incident["outcome"]) == (signal, cause, "recovered")
+    assert struck.state.global_step == 60
+    assert weights(struck) == weights(healthy)
+    assert [row["loss"] for row in rows(struck) if "loss" in row][:5] == [
+        row["loss"] for row in rows(healthy) if "loss" in row
+    ][:5]
+    assert all(row["loss"] == row["loss"] for row in rows(struck) if "loss" in row)  # no NaN in the logs
+
+
+def test_bad_rows_are_named_and_left_out_also_after_a_resume(tmp_path: Path) -> None:
+    struck = trained("gpt2", tmp_path, "bad_rows", save_strategy="steps", save_steps=50)
+    named = [incident["rows"] for incident in incidents(tmp_path)]
+    assert sorted(named) == [[17], [99]]
+    assert all(incident["cause"] == "data" for incident in incidents(tmp_path))
+    assert all(weight.isfinite().all() for weight in struck.model.parameters())
+    again = programs.trainer("gpt2", tmp_path, "bad_rows", steps=80)
+    resilient_train.hf.guard(again).train(resume_from_checkpoint=str(tmp_path / "checkpoint-50"))
+    assert again.state.global_step == 80
+    assert len(incidents(tmp_path)) == 2
+
+
+def test_a_broken_operation_is_named_by_its_line(tmp_path: Path) -> None:
+    struck = trained("vit", tmp_path, "operation", steps=120, learning_rate=3e-3)
+    found = incidents(tmp_path)
+    assert found
+    culprit = found[0]["culprit"]
+    assert culprit["file"].endswith("hf_programs.py")
+    assert "sqrt" in culprit["op"]
+    assert all(weight.isfinite().all() for weight in struck.model.parameters())
+    assert programs.evaluation_loss(struck) < 1.0
+
+
+@pytest.mark.parametrize("program", ["gpt2", "vit"])
+def test_a_hot_stretch_of_the_learning_rate_ends_where_a_healthy_run_ends(program: str, tmp_path: Path) -> None:
+    healthy = programs.evaluation_loss(trained(program, tmp_path / "healthy", guarded=False, steps=120))
+    plain = programs.evaluation_loss(trained(program, tmp_path / "plain", "hot_lr", guarded=False, steps=120))
+    struck = trained(program, tmp_path / "struck", "hot_lr", steps=120)
+    assert programs.evaluation_loss(struck) < healthy + 0.2 * (plain - healthy) + 0.05
+    assert struck.lr_scheduler.get_last_lr() == [1e-3]
+
+
+def test_a_checkpoint_from_after_the_damage_is_renamed(tmp_path: Path) -> None:
+    trained("llama", tmp_path, "bit_flip", save_strategy="steps", save_steps=10)
+    folders = {folder.name for folder in tmp_path.iterdir() if "checkpoint" in folder.name}
+    assert folders == {f"checkpoint-{step}" for step in (10, 20, 30, 40, 50, 60)}
+
+
+def test_two_ranks_meet_the_same_incidents(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    ended = subprocess.run(
+        [*torchrun, __file__, str(tmp_path)], env=ENVIRONMENT, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 0, ended.stderr
+    for fault, met in (("bad_rows", 2), ("nan_grad", 1)):
+        one, other = ((tmp_path / f"{fault}-{rank}").read_text() for rank in (0, 1))
+        assert one == other
+        assert [incident["outcome"] for incident in incidents(tmp_path / fault)] == ["recovered"] * met
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (lambda trainer: resilient_train.hf.guard(trainer.model), "expected a transformers.Trainer"),
+        (lambda trainer: resilient_train.hf.guard(trainer, steps=3), "unknown option 'steps'"),
+        (lambda trainer: resilient_train.hf.guard(resilient_train.hf.guard(trainer)), "guarded already"),
+    ],
+)
+def test_misuse_is_refused_in_a_line(wrong: Any, error: str, tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=error):
+        wrong(programs.trainer("vit", tmp_path))
+
+
+def test_an_error_of_the_user_passes_through_and_the_trainer_is_as_before(tmp_path: Path) -> None:
+    trainer = resilient_train.hf.guard(programs.trainer("vit", tmp_path))
+    plain, trainer.compute_loss = trainer.compute_loss, lambda *_, **__: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    trainer.compute_loss = plain
+    trainer.train()
+    assert trainer.state.global_step == 60
+
+
+if __name__ == "__main__":
+    for fault in ("bad_rows", "nan_grad"):
+        made = trained("llama", Path(sys.argv[1]) / fault, fault)
+        (Path(sys.argv[1]) / f"{fault}-{made.args.process_index}").write_text(weights(made))
