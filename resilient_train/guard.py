@@ -221,7 +221,7 @@ class EngineGuard:
             evidence = memory_evidence(error, self.world.device)
         else:
             self._reported.append(metrics)
-            if not self._losses:
+            if not self._losses and self._evaluation_loss.is_due(begun.step):
                 self._evaluation_loss.compare(begun.step, loss, partial(self.objective, self.model, batch))
             return self.update(loss)
         # Out of memory. Handled outside of `except`, because the exception holds references to tensors.

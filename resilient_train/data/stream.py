@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection, Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -123,8 +124,11 @@ class Stream:
         while start < stop:
             epoch, slot = divmod(start, self.rows)
             end = min(self.rows, slot + stop - start)
-            for place, row in enumerate(self._order(epoch)[slot:end].tolist(), start=slot):
-                keys.append(Key(self.seed, epoch, self._substitute(epoch, place) if row in self.quarantined else row))
+            rows = self._order(epoch)[slot:end].tolist()
+            if not self.quarantined.isdisjoint(rows):
+                bad = self.quarantined
+                rows = [self._substitute(epoch, slot + at) if row in bad else row for at, row in enumerate(rows)]
+            keys += map(Key, repeat(self.seed), repeat(epoch), rows)
             start += end - slot
         return keys
 

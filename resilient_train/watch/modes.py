@@ -74,14 +74,16 @@ class EvaluationLoss:
         self.is_on = config.every > 0 and is_alone and not is_compiled
         self._differences: list[float] = []  # of all healthy comparisons
 
+    def is_due(self, step: int) -> bool:
+        """Say whether to compare in this update."""
+        return self.is_on and step > 0 and step % self.config.every == 0
+
     @torch.no_grad()
     def compare(self, step: int, loss: Tensor, measure: Callable[[], tuple[Any, Any]]) -> None:
         """Log a line if the losses differ far more than before. `measure` returns the same loss, and its metrics.
 
-        Waits for the device at the steps where a comparison is due.
+        Waits for the device.
         """
-        if not (self.is_on and step > 0 and step % self.config.every == 0):
-            return
         flags = [(module, module.training) for module in self.model.modules()]
         before = self._backups.take()
         with preserved(loss.device):
