@@ -25,7 +25,7 @@ from torchmetrics import Metric
 
 from resilient_train.adapters.follower import OPTIONS, Follower, TrainersSettings
 from resilient_train.adapters.guard import Guard
-from resilient_train.adapters.lightning_trainer import Logged, accelerator, forget_checkpoint, refuse
+from resilient_train.adapters.lightning_trainer import Logged, accelerator, forget_checkpoint, is_last_step, refuse
 from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows, without_numbers
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
@@ -62,13 +62,8 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy runs without Lightning
         self._fit.begin({**self._options, "run_dir": folder})
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._fit is not None and self._fit.is_last:
+        if self._fit is not None and is_last_step(trainer):
             self._fit.examine()
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        assert self._fit is not None
-        self._fit.examine(is_end=True)
-        self._end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._end()
@@ -79,7 +74,8 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy runs without Lightning
     def _end(self) -> None:
         fit, self._fit = self._fit, None
         if fit is not None:
-            fit.end()
+            fit.restore()
+            fit.close()
 
 
 class _Fit:
@@ -110,8 +106,8 @@ class _Fit:
         # Plain functions: a copy of the module or of a callback must not copy what is here.
         trainer, fit_loop = self._trainer, self._trainer.fit_loop
         run, convert, validate = self._automatic.run, self._plugin.convert_input, self._loop.val_loop.run
+        end, loaders = fit_loop.on_run_end, fit_loop._load_combined_loader_states
         backward, save, note = self._strategy.backward, trainer.save_checkpoint, self._module.log
-        loaders = fit_loop._load_combined_loader_states
         self._replace(self._automatic, "run", lambda *given: self._run(run, *given))
         self._replace(self._strategy, "backward", lambda *given, **more: self._backward(backward, *given, **more))
         self._replace(self._plugin, "optimizer_step", lambda *given, **more: self._step(*given, **more))
@@ -120,6 +116,7 @@ class _Fit:
         self._replace(self._module, "log", lambda *given, **more: None if self._is_quiet else note(*given, **more))
         self._replace(self._loop.val_loop, "run", lambda: self._validate(validate))
         self._replace(trainer, "save_checkpoint", lambda *given, **more: self._save(save, *given, **more))
+        self._replace(fit_loop, "on_run_end", lambda: self._end(end))
         self._replace(fit_loop, "_load_combined_loader_states", lambda: self._number_rows(loaders))
 
     def _replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
@@ -156,10 +153,20 @@ class _Fit:
             *(guard, samples, settings, self._retry, self._measure_norm),
             planned=int(planned) if planned < sys.maxsize else sys.maxsize,
         )
-        trainer.optimizers[0]._opt_called = True  # a mark of torch's schedulers, which look for it where `step` was
 
-    def end(self) -> None:
-        """Restore everything that was replaced."""
+    def _end(self, plain: Callable[[], None]) -> None:
+        """End the guard before a callback takes over in `on_train_end`, for example with averages of the weights."""
+        self.examine(is_end=True)
+        self.close()
+        plain()
+
+    def close(self) -> None:
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower.close()
+
+    def restore(self) -> None:
+        """Put back everything that was replaced."""
         for owner, name, before in reversed(self._replaced):
             if before is _ABSENT:
                 vars(owner).pop(name, None)
@@ -167,8 +174,6 @@ class _Fit:
                 vars(owner)[name] = before
         for loader in self._loaders:
             without_numbers(loader)
-        if self._follower is not None:
-            self._follower.close()
 
     # Batches.
 
@@ -298,14 +303,6 @@ class _Fit:
 
     # Lightning's checkpoints.
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the newest update is the last one, unless the trainer is stopped early."""
-        fit_loop = self._trainer.fit_loop
-        is_last_epoch = 0 <= fit_loop.max_epochs <= fit_loop.epoch_progress.current.ready
-        is_last_step = 0 <= self._loop.max_steps <= self._trainer.global_step
-        return is_last_step or bool(is_last_epoch and self._loop._num_ready_batches_reached())
-
     def examine(self, *, is_end: bool = False) -> None:
         """Look at the whole state between two updates, unless that was done since the last one."""
         follower = self._follower
@@ -315,7 +312,7 @@ class _Fit:
             if not is_end:
                 return
             self._leave_out()
-        is_end = is_end or self.is_last
+        is_end = is_end or is_last_step(self._trainer)
         if self._examined in ((follower.guard.clock.tick, True), (follower.guard.clock.tick, is_end)):
             return
         before = Logged(self._trainer, self._metrics)

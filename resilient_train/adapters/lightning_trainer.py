@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
 
@@ -20,6 +22,9 @@ def refuse(trainer: Any, module: Any) -> None:
     if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy) or strategy.root_device.type == "xla":
         what = type(strategy).__name__
         raise ValueError(f"Guarded: {what} is not supported yet: use one device, or strategy='ddp'")
+    averages = any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks)
+    if averages and any(isinstance(each, _BatchNorm) for each in module.modules()):
+        raise ValueError("Guarded: StochasticWeightAveraging is not supported yet for models with batch normalization")
     if getattr(plugin, "scaler", None) is not None:
         raise ValueError("Guarded: 16-mixed is not supported yet, as its GradScaler steps by itself: use bf16-mixed")
 
@@ -33,6 +38,13 @@ def accelerator(trainer: Any) -> Accelerator:
         for name, value in places.items():
             os.environ.setdefault(name, str(value))
     return Accelerator(cpu=device.type == "cpu", gradient_accumulation_steps=trainer.accumulate_grad_batches)
+
+
+def is_last_step(trainer: Any) -> bool:
+    """Say whether the newest update is the last one, unless the trainer is stopped early."""
+    fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    is_last_epoch = 0 <= fit_loop.max_epochs <= fit_loop.epoch_progress.current.ready
+    return bool(0 <= loop.max_steps <= trainer.global_step or (is_last_epoch and loop._num_ready_batches_reached()))
 
 
 def forget_checkpoint(callback: Any, path: str) -> None:

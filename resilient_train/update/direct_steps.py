@@ -22,7 +22,7 @@ class DirectStepCheck:
         self._running: Literal["loop", "guard"] | None = None
         self._is_over = self._has_warned = False
         for optimizer in optimizers:
-            optimizer.step = self._watched(optimizer.step)  # type: ignore[method-assign]
+            optimizer.step = self._watched(optimizer, optimizer.step)  # type: ignore[method-assign]
 
     @contextmanager
     def running(self, who: Literal["loop", "guard"]) -> Iterator[None]:
@@ -37,7 +37,7 @@ class DirectStepCheck:
         """Note that the guard is closed: steps after it are on purpose."""
         self._is_over = True
 
-    def _watched(self, step: Any) -> Any:
+    def _watched(self, optimizer: Any, step: Any) -> Any:
         plain = getattr(step, "plain", step)  # without the wrapper of an earlier guard
 
         @functools.wraps(plain)
@@ -53,9 +53,12 @@ class DirectStepCheck:
                     "optimizer.step() was called outside of guard.batches(): such updates are not protected, and a "
                     "rewind does not know of them"
                 )
+            optimizer._opt_called = True
             return plain(*args, **kwargs)
 
         watched.plain = plain  # type: ignore[attr-defined]
+        # A scheduler of torch's that is made later would wrap a step of its class, to set that mark, and fails on this.
+        watched._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         return watched
 
 

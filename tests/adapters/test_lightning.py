@@ -1,0 +1,459 @@
+"""Lightning's Trainer under guard: what a plain run computes, and what becomes of faults."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
+from torch.utils.data import DataLoader, Dataset
+
+from resilient_train.errors import GaveUp
+
+L = pytest.importorskip("lightning")
+torchmetrics = pytest.importorskip("torchmetrics")
+
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.loggers import Logger  # noqa: E402
+
+from resilient_train.adapters.lightning import Guarded  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
+    pytest.mark.filterwarnings("ignore:.training_step. returned .None"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+
+AT = 60  # the step of a fault, of 96
+BATCH = 8
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __init__(self, rows: int = 256, bad: tuple[int, ...] = ()) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.y = torch.randint(0, 4, (rows,), generator=generator)
+        self.x = torch.randn(rows, 16, generator=generator) + 2 * nn.functional.one_hot(self.y, 16)
+        self.x[[*bad], 0] = math.nan
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[row], self.y[row]
+
+
+class Recorder(Logger):  # type: ignore[misc]
+    name, version = "recorder", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    def log_hyperparams(self, *given: Any, **more: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.rows.append((step, dict(metrics)))
+
+
+class Net(L.LightningModule):  # type: ignore[misc, name-defined]
+    """A small classifier with everything that has a state of its own: running statistics, dropout, a metric."""
+
+    def __init__(self, fault: str = "", schedule: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net: Any = nn.Sequential(
+            *(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1)),
+            *(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)),
+        )
+        self.accuracy: Any = torchmetrics.Accuracy("multiclass", num_classes=4)
+        self.fault, self.schedule, self.was_struck = fault, schedule, False
+
+    def strikes(self, fault: str) -> bool:
+        if self.fault != fault or self.trainer.global_step != AT or self.was_struck:
+            return False
+        self.was_struck = True
+        return True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if self.strikes("nan_batch"):
+            x = x * math.nan
+        if self.strikes("bit_flip"):
+            with torch.no_grad():
+                self.net[4].weight.view(-1)[7] -= 2.0**60
+        logits = self.net(x)
+        loss = nn.functional.cross_entropy(logits, y)
+        if self.fault == "operation":
+            rest = 1.0 - torch.softmax(8 * logits.float(), -1).amax(-1)
+            loss = loss + 0.01 * torch.sqrt(rest).mean()  # infinite slope where the model is sure
+        if self.fault == "always" and self.trainer.global_step >= AT:
+            loss = loss * math.nan
+        self.accuracy(logits.detach().nan_to_num(), y)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        if self.fault == "none" and batch_idx % 5 == 2:
+            return None
+        return {"loss": loss, "batch": batch_idx}
+
+    def on_after_backward(self) -> None:
+        if self.strikes("nan_gradient"):
+            self.net[0].weight.grad.view(-1)[3] = math.nan
+        if self.fault == "raises" and self.trainer.global_step == AT:
+            raise ZeroDivisionError("of the user")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norms = [one.grad.norm() for one in self.parameters() if one.grad is not None]
+        if norms:
+            self.log("norm", torch.stack(norms).norm())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 3e-3)
+        schedule = self.schedule
+        if self.fault == "rate":
+            schedule = lambda one: LambdaLR(one, lambda step: 300.0 if AT <= step < AT + 10 else 1.0)  # noqa: E731
+        if schedule is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule(optimizer), "interval": "step"}}
+
+
+@dataclass
+class Fitted:
+    trainer: Any
+    module: Net
+    rows: list[tuple[int, dict[str, float]]]
+    place: Path
+
+    @property
+    def weights(self) -> list[list[float]]:
+        return [value.double().reshape(-1).tolist() for value in self.module.state_dict().values()]
+
+    @property
+    def loss(self) -> float:
+        """Of the whole data without dropout."""
+        data = Rows()
+        self.module.eval()
+        with torch.no_grad():
+            return float(nn.functional.cross_entropy(self.module.net(data.x), data.y))
+
+    @property
+    def incidents(self) -> list[dict[str, Any]]:
+        lines = (self.place / "resilient_train" / "incidents.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def trainer_of(place: Path, *, guarded: bool, callbacks: tuple[Any, ...] = (), **more: Any) -> Any:
+    more = {"max_epochs": 3, "enable_checkpointing": False, "logger": Recorder(), "log_every_n_steps": 2, **more}
+    return L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=[*callbacks, *([Guarded()] if guarded else [])],
+        default_root_dir=place,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **more,
+    )
+
+
+def loader(bad: tuple[int, ...] = (), workers: int = 0) -> DataLoader[Any]:
+    return DataLoader(Rows(bad=bad), BATCH, shuffle=True, num_workers=workers)
+
+
+def fit(
+    place: Path,
+    fault: str = "",
+    *,
+    guarded: bool = True,
+    schedule: Any = None,
+    workers: int = 0,
+    patience: int | None = None,
+    **more: Any,
+) -> Fitted:
+    L.seed_everything(1, verbose=False)
+    if patience is not None:
+        more["callbacks"] = (EarlyStopping("val", patience=patience, min_delta=10.0),)
+    module, trainer = Net(fault, schedule), trainer_of(place, guarded=guarded, **more)
+    trainer.fit(module, loader((17, 99) if fault == "rows" else (), workers), DataLoader(Rows(64), 32))
+    return Fitted(trainer, module, trainer.logger.rows, place)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
+    return fit(tmp_path_factory.mktemp("healthy"), guarded=False)
+
+
+HEALTHY: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"accumulate_grad_batches": 4},
+    "a last update of fewer batches": {"accumulate_grad_batches": 5, "max_epochs": 2},
+    "clipped by norm": {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
+    "clipped by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "bf16": {"precision": "bf16-mixed", "gradient_clip_val": 0.5},
+    "schedule": {"schedule": lambda optimizer: ExponentialLR(optimizer, 0.97), "val_check_interval": 7},
+    "steps": {"max_steps": 40, "max_epochs": -1},
+    "stopped early": {"patience": 0},
+    "a worker": {"workers": 1, "max_epochs": 2},
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_run_is_that_without_the_guard(tmp_path: Path, name: str) -> None:
+    """The same rows reach the loggers, and the weights and running statistics are the same bits."""
+    plain, guarded = (fit(tmp_path / str(one), guarded=one, **HEALTHY[name]) for one in (False, True))
+    assert guarded.rows == plain.rows
+    assert guarded.weights == plain.weights
+    assert guarded.trainer.global_step == plain.trainer.global_step
+    assert not guarded.incidents
+
+
+FAULTS: dict[
+    str, tuple[dict[str, Any], float]
+] = {  # what the incident says, and how far the loss may be from that of a healthy run
+    "nan_batch": ({"signal": "nonfinite_loss", "cause": "transient", "step": AT + 1}, 0.0),
+    "nan_gradient": ({"signal": "nonfinite_grad", "cause": "transient", "step": AT + 1}, 0.0),
+    "bit_flip": ({"signal": "weights_jump", "cause": "corruption", "rewound_to": 25}, 0.0),
+    "rate": ({"cause": "rate", "rewound_to": 25}, 0.2),
+    "operation": ({"cause": "operation"}, 0.2),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_survived(tmp_path: Path, healthy: Fitted, fault: str) -> None:
+    """The run ends with the loss of a healthy one, no NaN was logged, and the incident names the cause."""
+    expected, tolerance = FAULTS[fault]
+    run = fit(tmp_path, fault, max_epochs=6 if fault == "operation" else 3)
+    first = run.incidents[0]
+    assert {name: first[name] for name in expected} == expected
+    assert first["outcome"] == "recovered"
+    assert run.loss <= healthy.loss + tolerance
+    assert all(math.isfinite(value) for _, row in run.rows for value in row.values())
+    if not tolerance:  # what was retried counts once
+        assert run.rows == healthy.rows
+        assert run.weights == healthy.weights
+
+
+def test_the_line_of_an_operation_is_named(tmp_path: Path) -> None:
+    """A line of the user's training_step that breaks gradients is the culprit, and is patched."""
+    first = fit(tmp_path, "operation", max_epochs=6).incidents[0]
+    line = Path(__file__).read_text().splitlines()[first["culprit"]["line"] - 1]
+    assert "torch.sqrt(rest)" in line
+    assert first["actions"] == [{"remedy": "armor"}]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_bad_rows_are_named_and_left_out(tmp_path: Path, accumulation: int) -> None:
+    """Two rows that hold NaN go to quarantine by their index, and none of the rest does."""
+    run = fit(tmp_path, "rows", accumulate_grad_batches=accumulation)
+    assert sorted(row for incident in run.incidents for row in incident["rows"]) == [17, 99]
+    listed = json.loads((run.place / "resilient_train" / "quarantine.json").read_text())
+    assert {"17", "99"} <= set(json.dumps(listed).replace('"', " ").replace(",", " ").replace(":", " ").split())
+    assert math.isfinite(run.loss)
+
+
+def test_a_batch_without_a_loss_is_skipped(tmp_path: Path) -> None:
+    """A training_step that returns None now and then makes no update, as without the guard."""
+    run = fit(tmp_path, "none")
+    assert not run.incidents
+    assert run.trainer.global_step == 96
+
+
+class Copies(Callback):  # type: ignore[misc]
+    """What a user's hook sees of each batch."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs["batch"] == batch_idx
+        self.losses.append(float(outputs["loss"]))
+
+
+def test_hooks_see_the_update_that_was_accepted(tmp_path: Path) -> None:
+    """`on_train_batch_end` gets the output of the retried batch, not that of the refused one."""
+    plain, guarded = Copies(), Copies()
+    fit(tmp_path / "plain", guarded=False, callbacks=(plain,))
+    fit(tmp_path / "guarded", "nan_batch", callbacks=(guarded,))
+    assert guarded.losses == plain.losses
+
+
+def test_a_checkpoint_of_a_damaged_state_is_renamed(tmp_path: Path) -> None:
+    """Checkpoints from before the damage stay, those after it are healthy, and Lightning forgets the renamed one."""
+
+    class Damage(Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:
+            if trainer.global_step == 63:
+                trainer.save_checkpoint(tmp_path / "saved.ckpt")
+
+    names = [f"step={step}.ckpt" for step in (20, 40, 60, 80)]
+    saver = ModelCheckpoint(tmp_path / "files", filename="{step}", every_n_train_steps=20, save_top_k=-1)
+    fit(tmp_path / "run", "rate", callbacks=(Damage(), saver), enable_checkpointing=True)
+    assert sorted(one.name for one in (tmp_path / "files").iterdir()) == names
+    assert (tmp_path / "unverified-saved.ckpt").exists() != (tmp_path / "saved.ckpt").exists()
+    for name in names:
+        state = torch.load(tmp_path / "files" / name, weights_only=False)["state_dict"]
+        assert all(value.isfinite().all() and value.abs().max() < 1e4 for value in state.values())
+
+
+def test_a_run_resumes_from_a_checkpoint_of_lightning(tmp_path: Path) -> None:
+    """One epoch, and two more from its checkpoint, are the run that is not guarded."""
+
+    def weights(guarded: bool) -> list[list[float]]:
+        place = tmp_path / str(guarded)
+        for epochs in (1, 3):
+            L.seed_everything(1, verbose=False)
+            module, saver = Net(), ModelCheckpoint(place / "files", save_last=True)
+            trainer = trainer_of(
+                place, guarded=guarded, callbacks=(saver,), max_epochs=epochs, enable_checkpointing=True
+            )
+            trainer.fit(module, loader(), ckpt_path=place / "files" / "last.ckpt" if epochs == 3 else None)
+        assert trainer.global_step == 96
+        return Fitted(trainer, module, [], place).weights
+
+    assert weights(True) == weights(False)
+    assert not (tmp_path / "True" / "resilient_train-2").exists()
+
+
+@pytest.mark.parametrize("ending", ["raises", "gives up", "completes"])
+def test_nothing_stays_replaced(tmp_path: Path, ending: str) -> None:
+    """However `fit` ends, trainer, module and loader are what they were, and an error is the user's own."""
+    L.seed_everything(1, verbose=False)
+    module, own = Net({"raises": "raises", "gives up": "always"}.get(ending, "nan_batch")), loader()
+    trainer = trainer_of(tmp_path, guarded=True)
+    loop = trainer.fit_loop
+    inner = (loop.epoch_loop, loop.epoch_loop.automatic_optimization, loop.epoch_loop.val_loop)
+    owners: list[Any] = [trainer, module, trainer.strategy, trainer.precision_plugin, loop, *inner]
+    before = [{name for name, value in vars(one).items() if callable(value)} for one in owners]
+    error = {"raises": ZeroDivisionError, "gives up": GaveUp}.get(ending)
+    if error is None:
+        trainer.fit(module, own)
+    else:
+        with pytest.raises(error):
+            trainer.fit(module, own)
+    added = [{name for name, value in vars(one).items() if callable(value)} for one in owners]
+    names = ("run", "backward", "optimizer_step", "clip_grad_by_norm", "convert_input", "log", "save_checkpoint")
+    assert not [name for was, now in zip(before, added, strict=True) for name in (now - was) if name in names]
+    assert isinstance(next(iter(own)), list)
+    assert isinstance(own.dataset, Rows)
+
+
+class _Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class _Lbfgs(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+REFUSED: dict[str, Any] = {"manual optimization is not supported": _Manual, "LBFGS is not supported": _Lbfgs}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_is_not_supported_is_refused(tmp_path: Path, why: str) -> None:
+    """In one line, before the first batch."""
+    with pytest.raises((ValueError, TypeError), match=why) as caught:
+        trainer_of(tmp_path, guarded=True).fit(REFUSED[why](), loader())
+    assert "\n" not in str(caught.value)
+
+
+def test_strategies_that_shard_are_refused_by_name(tmp_path: Path) -> None:
+    """As is the loss scaler of float16."""
+    from lightning.pytorch.plugins import MixedPrecision
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    from resilient_train.adapters.lightning_trainer import refuse
+
+    trainer = trainer_of(tmp_path, guarded=False)
+    trainer.strategy._precision_plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="16-mixed is not supported yet"):
+        refuse(trainer, Net())
+    trainer._accelerator_connector.strategy = FSDPStrategy()
+    with pytest.raises(ValueError, match="FSDPStrategy is not supported yet"):
+        refuse(trainer, Net())
+
+
+def test_options_are_checked() -> None:
+    """A misspelled one is an error that names them all."""
+    with pytest.raises(TypeError, match="unknown option 'recover'; there are checks, data_changed"):
+        Guarded(recover="balanced")
+
+
+RANKS = """
+import sys
+import torch
+import lightning as L
+from torch.utils.data import DataLoader
+from test_lightning import Guarded, Net, Recorder, Rows
+
+fault, place = sys.argv[1:]
+
+class OnOneRank(Net):
+    def strikes(self, fault):
+        return self.trainer.global_rank == 1 and super().strikes(fault)
+
+L.seed_everything(1, verbose=False)
+module = OnOneRank(fault)
+trainer = L.Trainer(
+    accelerator="cpu", strategy="ddp", devices=2, max_epochs=5, logger=False, default_root_dir=place,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    callbacks=[Guarded()] if fault != "plain" else [],
+)
+trainer.fit(module, DataLoader(Rows(bad=(17, 99) if fault == "rows" else ()), 8, shuffle=True))
+torch.save([one.detach() for one in module.parameters()], f"{place}/weights-{trainer.global_rank}.pt")
+"""
+
+
+def ranks(place: Path, fault: str) -> list[list[torch.Tensor]]:
+    """Fit on two processes, and return the weights of each."""
+    place.mkdir()
+    program = place / "program.py"
+    program.write_text(RANKS)
+    paths = os.pathsep.join([str(_ROOT), str(_ROOT / "tests"), str(_ROOT / "tests" / "adapters")])
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program), fault, str(place)]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [torch.load(place / f"weights-{rank}.pt") for rank in range(2)]
+
+
+def test_two_processes_treat_a_fault_of_one_alike(tmp_path: Path) -> None:
+    """Both ranks retry the update, rewind and leave rows out together: they end with the same weights."""
+    plain, flipped, rows = (ranks(tmp_path / fault, fault) for fault in ("plain", "bit_flip", "rows"))
+    for first, second in (plain, flipped, rows):
+        assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, plain[0], flipped[0]))
+    folder = tmp_path / "bit_flip" / "resilient_train"
+    incidents = [json.loads(line) for line in (folder / "incidents.jsonl").read_text().splitlines()]
+    assert [(one["rank"], one["cause"], one["rewound_to"]) for one in incidents] == [(1, "corruption", 25)]
+    lines = (tmp_path / "rows" / "resilient_train" / "incidents.jsonl").read_text().splitlines()
+    assert sorted(row for line in lines for row in json.loads(line)["rows"]) == [17, 99]
+
+
+def test_importing_the_package_does_not_import_lightning() -> None:
+    """Only `resilient_train.lightning` does."""
+    program = "import sys, resilient_train as r; print('lightning' in sys.modules); r.lightning.Guarded; print(sys.modules['lightning'].__name__)"  # noqa: E501
+    done = subprocess.run([sys.executable, "-c", program], cwd=_ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "lightning"]
