@@ -267,7 +267,7 @@ def test_bad_rows_are_named_and_left_out(tmp_path: Path, accumulation: int) -> N
     run = fit(tmp_path, "rows", accumulate_grad_batches=accumulation)
     assert sorted(row for incident in run.incidents for row in incident["rows"]) == [17, 99]
     listed = json.loads((run.place / "resilient_train" / "quarantine.json").read_text())
-    assert {"17", "99"} <= set(json.dumps(listed).replace('"', " ").replace(",", " ").replace(":", " ").split())
+    assert sorted(one["row"] for one in listed["rows"]) == [17, 99]
     assert math.isfinite(run.loss)
 
 
@@ -309,7 +309,8 @@ def test_a_checkpoint_of_a_damaged_state_is_renamed(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path / "files", filename="{step}", every_n_train_steps=20, save_top_k=-1)
     fit(tmp_path / "run", "rate", callbacks=(Damage(), saver), enable_checkpointing=True)
     assert sorted(one.name for one in (tmp_path / "files").iterdir()) == names
-    assert (tmp_path / "unverified-saved.ckpt").exists() != (tmp_path / "saved.ckpt").exists()
+    assert (tmp_path / "unverified-saved.ckpt").exists()
+    assert not (tmp_path / "saved.ckpt").exists()
     for name in names:
         state = torch.load(tmp_path / "files" / name, weights_only=False)["state_dict"]
         assert all(value.isfinite().all() and value.abs().max() < 1e4 for value in state.values())
@@ -403,53 +404,53 @@ def test_options_are_checked() -> None:
 
 RANKS = """
 import sys
+from pathlib import Path
 import torch
 import lightning as L
 from torch.utils.data import DataLoader
-from test_lightning import Guarded, Net, Recorder, Rows
-
-fault, place = sys.argv[1:]
+from test_lightning import Guarded, Net, Rows
 
 class OnOneRank(Net):
     def strikes(self, fault):
         return self.trainer.global_rank == 1 and super().strikes(fault)
 
-L.seed_everything(1, verbose=False)
-module = OnOneRank(fault)
-trainer = L.Trainer(
-    accelerator="cpu", strategy="ddp", devices=2, max_epochs=5, logger=False, default_root_dir=place,
-    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    callbacks=[Guarded()] if fault != "plain" else [],
-)
-trainer.fit(module, DataLoader(Rows(bad=(17, 99) if fault == "rows" else ()), 8, shuffle=True))
-torch.save([one.detach() for one in module.parameters()], f"{place}/weights-{trainer.global_rank}.pt")
+for fault in ("plain", "bit_flip", "rows"):
+    place = Path(sys.argv[1], fault)
+    L.seed_everything(1, verbose=False)
+    module = OnOneRank(fault)
+    trainer = L.Trainer(
+        accelerator="cpu", strategy="ddp", devices=2, max_epochs=5, logger=False, default_root_dir=place,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[Guarded()] if fault != "plain" else [],
+    )
+    trainer.fit(module, DataLoader(Rows(bad=(17, 99) if fault == "rows" else ()), 8, shuffle=True))
+    place.mkdir(exist_ok=True)
+    torch.save([one.detach() for one in module.parameters()], place / f"weights-{trainer.global_rank}.pt")
 """
 
 
-def ranks(place: Path, fault: str) -> list[list[torch.Tensor]]:
-    """Fit on two processes, and return the weights of each."""
-    place.mkdir()
-    program = place / "program.py"
-    program.write_text(RANKS)
-    paths = os.pathsep.join([str(_ROOT), str(_ROOT / "tests"), str(_ROOT / "tests" / "adapters")])
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program), fault, str(place)]
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [torch.load(place / f"weights-{rank}.pt") for rank in range(2)]
+ENDS = {"plain": [], "bit_flip": [("corruption", 25)], "rows": [("data", None, 17), ("data", None, 99)]}
 
 
 def test_two_processes_treat_a_fault_of_one_alike(tmp_path: Path) -> None:
     """Both ranks retry the update, rewind and leave rows out together: they end with the same weights."""
-    plain, flipped, rows = (ranks(tmp_path / fault, fault) for fault in ("plain", "bit_flip", "rows"))
-    for first, second in (plain, flipped, rows):
+    program = tmp_path / "program.py"
+    program.write_text(RANKS)
+    paths = os.pathsep.join([str(_ROOT), str(_ROOT / "tests"), str(_ROOT / "tests" / "adapters")])
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program), str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    weights = {one: [torch.load(tmp_path / one / f"weights-{rank}.pt") for rank in range(2)] for one in ENDS}
+    for first, second in weights.values():
         assert all(map(torch.equal, first, second))
-    assert all(map(torch.equal, plain[0], flipped[0]))
-    folder = tmp_path / "bit_flip" / "resilient_train"
-    incidents = [json.loads(line) for line in (folder / "incidents.jsonl").read_text().splitlines()]
-    assert [(one["rank"], one["cause"], one["rewound_to"]) for one in incidents] == [(1, "corruption", 25)]
-    lines = (tmp_path / "rows" / "resilient_train" / "incidents.jsonl").read_text().splitlines()
-    assert sorted(row for line in lines for row in json.loads(line)["rows"]) == [17, 99]
+    assert all(map(torch.equal, weights["plain"][0], weights["bit_flip"][0]))
+    for fault, expected in ENDS.items():
+        if fault != "plain":
+            lines = (tmp_path / fault / "resilient_train" / "incidents.jsonl").read_text().splitlines()
+            incidents = [json.loads(line) for line in lines]
+            assert sorted((one["cause"], one["rewound_to"], *one["rows"]) for one in incidents) == expected
 
 
 def test_importing_the_package_does_not_import_lightning() -> None:
