@@ -26,6 +26,7 @@ from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import TrainError, named_type
+from resilient_train.state import randomness
 from resilient_train.state.randomness import RecordedStates
 from resilient_train.update.objective import Measured
 
@@ -154,10 +155,13 @@ class Guarding:
         """Prepare inputs, but generate them only once: what is repeated gets what was generated for it."""
         if self.follower is None or not self._generates or not self.trainer.model.training:
             return prepare(inputs)
-        known = self._fed_at_hand().more["prepared"]
+        known, device = self._fed_at_hand().more["prepared"], self.trainer.args.device
         if self._number >= len(known):
-            known.append(prepare(inputs))
-        return dict(known[self._number])
+            known.append((prepare(inputs), randomness.capture(device)))
+        made, after = known[self._number]
+        for name, state in after.items():  # generation has drawn from it
+            randomness.restore(name, state, device)
+        return dict(made)
 
     # One update.
 
