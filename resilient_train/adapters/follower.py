@@ -138,7 +138,7 @@ class Follower:
         return result
 
     def leave_out(self) -> None:
-        """Leave out the newest update, for which the trainer makes no step."""
+        """Leave out the newest update, for which the trainer makes no step: its buffers are restored as well."""
         self.guard._put_back_batch()
         self.samples.skip(self.fed.start, self.fed.stop)
 

@@ -148,6 +148,8 @@ class _Fit:
             **options,
         )
         guard.clock.step = trainer.global_step
+        averages = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]  # of WeightAveraging
+        guard.keep(**{f"average_{number}": one for number, one in enumerate(averages) if one is not None})
         planned = trainer.estimated_stepping_batches
         self._follower = Follower(
             *(guard, samples, settings, self._retry, self._measure_norm),
@@ -179,10 +181,11 @@ class _Fit:
 
     def _number_rows(self, plain: Callable[[], None]) -> None:
         """Let the batches of the one loader carry the indices of their rows, before it is iterated."""
-        loaders = self._trainer.fit_loop._combined_loader.flattened
-        if len(loaders) == 1 and not self._trainer.reload_dataloaders_every_n_epochs:
-            self._numbered = number_rows(loaders[0])
-            self._loaders = loaders[:]
+        combined = self._trainer.fit_loop._combined_loader
+        is_alone = len(combined.flattened) == 1 and combined.iterables is combined.flattened[0]
+        if is_alone and not self._trainer.reload_dataloaders_every_n_epochs:
+            self._loaders = combined.flattened[:]
+            self._numbered = number_rows(*self._loaders)
         plain()
 
     def _unnumbered(self, batch: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -17,6 +18,8 @@ from torchmetrics import Metric
 def refuse(trainer: Any, module: Any) -> None:
     """Raise if this trainer cannot be guarded."""
     strategy, plugin = trainer.strategy, trainer.precision_plugin
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"Guarded: expected a lightning.pytorch.Trainer, got one of {type(trainer).__module__}")
     if not module.automatic_optimization:
         raise ValueError("Guarded: manual optimization is not supported yet: use automatic_optimization = True")
     if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy) or strategy.root_device.type == "xla":

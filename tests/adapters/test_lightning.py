@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from resilient_train.errors import GaveUp
 
 L = pytest.importorskip("lightning")
 torchmetrics = pytest.importorskip("torchmetrics")
 
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import Logger  # noqa: E402
 
 from resilient_train.adapters.lightning import Guarded  # noqa: E402
@@ -71,7 +71,7 @@ class Recorder(Logger):  # type: ignore[misc]
 class Net(L.LightningModule):  # type: ignore[misc, name-defined]
     """A small classifier with everything that has a state of its own: running statistics, dropout, a metric."""
 
-    def __init__(self, fault: str = "", schedule: Any = None) -> None:
+    def __init__(self, fault: str = "", schedule: Any = None, at: int = AT) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net: Any = nn.Sequential(
@@ -79,10 +79,10 @@ class Net(L.LightningModule):  # type: ignore[misc, name-defined]
             *(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)),
         )
         self.accuracy: Any = torchmetrics.Accuracy("multiclass", num_classes=4)
-        self.fault, self.schedule, self.was_struck = fault, schedule, False
+        self.fault, self.schedule, self.at, self.was_struck = fault, schedule, at, False
 
     def strikes(self, fault: str) -> bool:
-        if self.fault != fault or self.trainer.global_step != AT or self.was_struck:
+        if self.fault != fault or self.trainer.global_step != self.at or self.was_struck:
             return False
         self.was_struck = True
         return True
@@ -181,13 +181,14 @@ def fit(
     guarded: bool = True,
     schedule: Any = None,
     workers: int = 0,
+    at: int = AT,
     patience: int | None = None,
     **more: Any,
 ) -> Fitted:
     L.seed_everything(1, verbose=False)
     if patience is not None:
         more["callbacks"] = (EarlyStopping("val", patience=patience, min_delta=10.0),)
-    module, trainer = Net(fault, schedule), trainer_of(place, guarded=guarded, **more)
+    module, trainer = Net(fault, schedule, at), trainer_of(place, guarded=guarded, **more)
     trainer.fit(module, loader((17, 99) if fault == "rows" else (), workers), DataLoader(Rows(64), 32))
     return Fitted(trainer, module, trainer.logger.rows, place)
 
@@ -295,6 +296,34 @@ def test_hooks_see_the_update_that_was_accepted(tmp_path: Path) -> None:
     fit(tmp_path / "plain", guarded=False, callbacks=(plain,))
     fit(tmp_path / "guarded", "nan_batch", callbacks=(guarded,))
     assert guarded.losses == plain.losses
+
+
+def test_averages_of_the_weights_rewind_with_them(tmp_path: Path) -> None:
+    """Damage that is found a few updates later leaves no trace in the averages with which the run ends."""
+    run = fit(tmp_path, "bit_flip", callbacks=(EMAWeightAveraging(decay=0.9),), at=AT - 6)
+    assert run.incidents[0]["rewound_to"] == 25
+    assert all(value.abs().max() < 200 for value in run.module.state_dict().values())
+
+
+@pytest.mark.parametrize("nested", ["iterable", "mapping"])
+def test_rows_without_an_index_need_none(tmp_path: Path, nested: str) -> None:
+    """A stream, or loaders in a mapping, are repeated from memory."""
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([Rows()[row] for row in range(256)])
+
+    class OfMapping(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch["a"] if nested == "mapping" else batch, batch_idx)
+
+    def end(fault: str, *, guarded: bool) -> list[list[float]]:
+        L.seed_everything(1, verbose=False)
+        trainer, module = trainer_of(tmp_path / fault, guarded=guarded), OfMapping(fault)
+        trainer.fit(module, {"a": loader()} if nested == "mapping" else DataLoader(Stream(), BATCH))
+        return Fitted(trainer, module, [], tmp_path).weights
+
+    assert end("bit_flip", guarded=True) == end("", guarded=False)
 
 
 def test_a_checkpoint_of_a_damaged_state_is_renamed(tmp_path: Path) -> None:
