@@ -62,26 +62,26 @@ class Pictures(Dataset[dict[str, torch.Tensor]]):
         return {"pixel_values": self.pixels[row], "labels": self.labels[row]}
 
 
-def llama() -> nn.Module:
+def llama() -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **sizes, attention_dropout=0.1))
 
 
-def gpt2() -> nn.Module:
+def gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=WORDS, n_embd=32, n_layer=2, n_head=2, n_positions=LENGTH))
 
 
-def t5() -> nn.Module:
+def t5() -> Any:
     sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2}
     return T5ForConditionalGeneration(T5Config(vocab_size=WORDS, decoder_start_token_id=0, **sizes))
 
 
-def vit() -> nn.Module:
+def vit() -> Any:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
     return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=4))
 
 
-PROGRAMS: dict[str, tuple[Callable[[], nn.Module], type[Any]]] = {
+PROGRAMS: dict[str, tuple[Callable[[], Any], type[Any]]] = {
     "llama": (llama, Sentences),
     "gpt2": (gpt2, Sentences),
     "t5": (t5, Sentences),
@@ -89,7 +89,7 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], type[Any]]] = {
 }
 
 
-class Struck(Trainer):
+class Struck(Trainer):  # type: ignore[misc]  # mypy runs without transformers
     """A trainer that is struck by a fault once, in its own `training_step`."""
 
     fault = ""
@@ -104,7 +104,7 @@ class Struck(Trainer):
             matrix = [weight for weight in model.parameters() if weight.dim() == 2][-1]
             with torch.no_grad():
                 matrix.view(-1).view(torch.int32)[7] ^= 1 << 30
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         if strikes and self.fault == "nan_grad":
             next(weight.grad for weight in model.parameters() if weight.grad is not None).view(-1)[0] = torch.nan
         return loss
@@ -124,7 +124,11 @@ def trainer(program: str, output: Path, fault: str = "", *, steps: int = 60, **m
     make, data = PROGRAMS[program]
     torch.manual_seed(0)
     model = make()
-    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "learning_rate": 1e-3}
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+    }
     settings |= {"logging_steps": 5, "save_strategy": "no", "lr_scheduler_type": "linear", "warmup_steps": 5}
     args = TrainingArguments(
         str(output), max_steps=steps, report_to=[], use_cpu=True, disable_tqdm=True, seed=1, **(settings | more)

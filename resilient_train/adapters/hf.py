@@ -42,8 +42,8 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
     `run_dir` is where incidents are written, by default a folder in the trainer's `output_dir`. `options` are those of
     `resilient_train.Guard`: recovery, checks, memory, verify_after, quarantine, data_changed, tracking, drill.
     """
-    if not hasattr(trainer, "get_batch_samples") or not hasattr(trainer, "_inner_training_loop"):
-        raise TypeError(f"trainer: expected a transformers.Trainer of version 5, got {named_type(trainer)}")
+    if not hasattr(trainer, "get_batch_samples") or not hasattr(trainer, "_finalize_training"):
+        raise TypeError(f"trainer: expected a transformers.Trainer of version 5.4 or newer, got {named_type(trainer)}")
     if unknown := options.keys() - OPTIONS:
         raise TypeError(f"guard got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
     given: Any = trainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -148,6 +149,16 @@ def test_an_error_of_the_user_passes_through_and_the_trainer_is_as_before(tmp_pa
     trainer.compute_loss = plain
     trainer.train()
     assert trainer.state.global_step == 60
+
+
+def test_the_lines_of_the_page_guard_a_trainer(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+    [lines] = re.findall(r"```python\n(.*?hf\.guard.*?)```", page, re.DOTALL)
+    made = programs.trainer("vit", tmp_path, steps=4)
+    names = {"Trainer": type(made), "model": made.model, "args": made.args, "dataset": made.train_dataset}
+    exec(lines, names)
+    assert names["trainer"].state.global_step == 4
+    assert incidents(tmp_path) == []
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""TRL's trainers under the guard: one that trains on texts, and one that generates what it trains on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+
+from datasets import Dataset
+from test_hf import incidents, rows, weights
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+import resilient_train
+
+WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(61))]
+TEXTS = [" ".join(f"w{(7 * row + 3 * place) % 60}" for place in range(4 + row % 8)) for row in range(96)]
+AT = 8  # the step that a fault strikes
+USUAL: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-3,
+    "logging_steps": 2,
+}
+USUAL |= {"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "bf16": False}
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def struck(kind: Any) -> Any:
+    """Derive a trainer of which a gradient becomes NaN once."""
+
+    class Struck(kind):  # type: ignore[misc]
+        strikes = False
+
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+            if self.strikes and self.state.global_step == AT:
+                self.strikes = False
+                next(weight.grad for weight in model.parameters() if weight.grad is not None).view(-1)[0] = torch.nan
+            return loss
+
+    return Struck
+
+
+def trained(kind: str, output: Path, *, guarded: bool = True, strikes: bool = False) -> Any:
+    logging.set_verbosity_error()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes, pad_token_id=0, eos_token_id=1, bos_token_id=1))
+    if kind == "sft":
+        args = SFTConfig(str(output), max_steps=16, max_length=12, **USUAL)
+        data = Dataset.from_dict({"text": TEXTS})
+        trainer = struck(SFTTrainer)(model, args, train_dataset=data, processing_class=tokenizer())
+    else:
+        more = {"num_generations": 4, "max_completion_length": 5, "num_iterations": 2}
+        args = GRPOConfig(str(output), max_steps=12, **more, **USUAL)
+        data = Dataset.from_dict({"prompt": [" ".join(text.split()[:3]) for text in TEXTS]})
+        trainer = struck(GRPOTrainer)(
+            model, args=args, reward_funcs=reward, train_dataset=data, processing_class=tokenizer()
+        )
+    trainer.strikes = strikes
+    if guarded:
+        resilient_train.hf.guard(trainer)
+    set_seed(5)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_a_trainer_of_trl_is_untouched_while_healthy_and_cured_when_struck(kind: str, tmp_path: Path) -> None:
+    plain = trained(kind, tmp_path / "plain", guarded=False)
+    healthy = trained(kind, tmp_path / "healthy")
+    assert weights(healthy) == weights(plain)
+    assert [known(row) for row in rows(healthy)] == [known(row) for row in rows(plain)]
+    assert incidents(tmp_path / "healthy") == []
+    cured = trained(kind, tmp_path / "struck", strikes=True)
+    [incident] = incidents(tmp_path / "struck")
+    assert (incident["signal"], incident["cause"]) == ("nonfinite_grad", "transient")
+    assert weights(cured) == weights(plain)
+
+
+def known(row: dict[str, float]) -> dict[str, float]:
+    """Leave out times, and what is NaN in a run without the guard, too."""
+    return {name: value for name, value in row.items() if "time" not in name and value == value}
