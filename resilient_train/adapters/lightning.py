@@ -36,7 +36,7 @@ from resilient_train.update.objective import Measured
 _ABSENT = object()
 
 
-class Guarded(Callback):  # type: ignore[misc]  # mypy runs without Lightning
+class Guarded(Callback):
     """Makes a Trainer's `fit` refuse, diagnose, rewind and cure."""
 
     def __init__(self, *, run_dir: str | Path | None = None, **options: Any) -> None:

@@ -17,9 +17,10 @@ from torchmetrics import Metric
 
 def refuse(trainer: Any, module: Any) -> None:
     """Raise if this trainer cannot be guarded."""
-    strategy, plugin = trainer.strategy, trainer.precision_plugin
-    if not isinstance(trainer, Trainer):
+    is_ours = isinstance(trainer, Trainer)  # not of the package pytorch_lightning, whose classes are others
+    if not is_ours:
         raise TypeError(f"Guarded: expected a lightning.pytorch.Trainer, got one of {type(trainer).__module__}")
+    strategy, plugin = trainer.strategy, trainer.precision_plugin
     if not module.automatic_optimization:
         raise ValueError("Guarded: manual optimization is not supported yet: use automatic_optimization = True")
     if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy) or strategy.root_device.type == "xla":
