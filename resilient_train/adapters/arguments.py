@@ -46,6 +46,14 @@ _ENGINES |= {"XLA": "TPUs are not supported yet: use GPUs or CPUs"}
 _WRAPPERS = {"torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1, "deepspeed.": _ENGINES["DEEPSPEED"]}
 
 
+def accelerator(given: Any, model: Any) -> Any:
+    """Return the caller's Accelerator; for a loop of plain PyTorch make one, for the device of its model."""
+    if given is not None or not isinstance(model, nn.Module):
+        return given
+    first = next(model.parameters(), None)
+    return Accelerator(cpu=first is None or first.device.type == "cpu")
+
+
 def world(accelerator: Any) -> World:
     """Return the processes that the caller's Accelerator has joined."""
     if not isinstance(accelerator, Accelerator):

@@ -73,7 +73,7 @@ class Guard(guard.EngineGuard):
 
     def __init__(
         self,
-        accelerator: Accelerator,
+        accelerator: Accelerator | None,
         model: nn.Module,
         optimizer: Any,
         *,
@@ -104,6 +104,7 @@ class Guard(guard.EngineGuard):
     ) -> None:
         """Guard a loop: the model as Accelerate prepared it, the optimizer or several, a data set or a loader.
 
+        A loop of plain PyTorch gives None for the Accelerator.
         `steps` is the planned total: a run is complete after so many accepted updates, over all its processes.
         `objective` is `(model, batch) -> loss`; without one the loop computes the loss and passes it to `update`.
         `quarantine` is the quarantine.json of another run on the same data, whose rows are left out. `data_changed` is
@@ -115,6 +116,7 @@ class Guard(guard.EngineGuard):
         `incidents` is the log of a caller that reports the end of the run itself; `beat` is called whenever something
         slow makes progress.
         """
+        accelerator = arguments.accelerator(accelerator, model)
         world, clock = arguments.world(accelerator), Clock()
         is_own_loop = incidents is None  # False: the command's, which reports its end itself
         if is_own_loop:
