@@ -299,6 +299,19 @@ def test_hooks_see_the_update_that_was_accepted(tmp_path: Path) -> None:
     assert guarded.losses == plain.losses
 
 
+def test_damage_is_found_before_a_validation(tmp_path: Path) -> None:
+    """The state is scanned first, and what is trained again does not disturb a schedule that multiplies its rate."""
+
+    def schedule(optimizer: Any) -> ExponentialLR:
+        return ExponentialLR(optimizer, 0.97)
+
+    plain = fit(tmp_path / "plain", guarded=False, schedule=schedule)
+    run = fit(tmp_path / "guarded", "bit_flip", at=AT + 1, schedule=schedule)
+    assert [(one["step"], one["rewound_to"]) for one in run.incidents] == [(64, 25)]
+    assert run.weights == plain.weights
+    assert [row["val"] for _, row in run.rows if "val" in row] == [row["val"] for _, row in plain.rows if "val" in row]
+
+
 def test_averages_of_the_weights_rewind_with_them(tmp_path: Path) -> None:
     """Damage that is found a few updates later leaves no trace in the averages with which the run ends."""
     run = fit(tmp_path, "bit_flip", callbacks=(EMAWeightAveraging(decay=0.9),), at=AT - 6)
