@@ -36,7 +36,7 @@ from resilient_train.update.objective import Measured
 _ABSENT = object()
 
 
-class Guarded(Callback):
+class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
     """Makes a Trainer's `fit` refuse, diagnose, rewind and cure."""
 
     def __init__(self, *, run_dir: str | Path | None = None, **options: Any) -> None:

@@ -55,7 +55,7 @@ class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return self.x[row], self.y[row]
 
 
-class Recorder(Logger):
+class Recorder(Logger):  # type: ignore[misc]
     name, version = "recorder", 0
 
     def __init__(self) -> None:
@@ -280,7 +280,7 @@ def test_a_batch_without_a_loss_is_skipped(tmp_path: Path) -> None:
     assert run.trainer.global_step == 96
 
 
-class Copies(Callback):
+class Copies(Callback):  # type: ignore[misc]
     """What a user's hook sees of each batch."""
 
     def __init__(self) -> None:
@@ -343,7 +343,7 @@ def test_rows_without_an_index_need_none(tmp_path: Path, nested: str) -> None:
 def test_a_checkpoint_of_a_damaged_state_is_renamed(tmp_path: Path) -> None:
     """Checkpoints from before the damage stay, those after it are healthy, and Lightning forgets the renamed one."""
 
-    class Damage(Callback):
+    class Damage(Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:
             if trainer.global_step == 63:
                 trainer.save_checkpoint(tmp_path / "saved.ckpt")
