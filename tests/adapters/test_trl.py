@@ -57,6 +57,19 @@ def struck(kind: Any) -> Any:
     return Struck
 
 
+class Overflows(GRPOTrainer):  # type: ignore[misc]  # mypy runs without TRL
+    """A ratio overflows at padding, where a mask hides it: the loss is finite, its slope is 0 times infinity."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+        loss: torch.Tensor = super()._compute_loss(model, inputs)
+        ids, mask = inputs["completion_ids"], inputs["completion_mask"].bool()
+        scores = torch.log_softmax(model(input_ids=ids).logits.float(), dim=-1)
+        found = scores.gather(-1, ids[..., None]).squeeze(-1)
+        old = torch.where(mask, found.detach(), -500.0 if self.state.global_step >= 4 else 0.0)
+        ratio = torch.exp(found - old)
+        return loss + 0.01 * torch.where(mask, ratio, 0.0).mean()
+
+
 def trained(kind: str, output: Path, *, guarded: bool = True, strikes: bool = False) -> Any:
     logging.set_verbosity_error()
     torch.manual_seed(0)
@@ -70,7 +83,7 @@ def trained(kind: str, output: Path, *, guarded: bool = True, strikes: bool = Fa
         more = {"num_generations": 4, "max_completion_length": 5, "num_iterations": 2}
         args = GRPOConfig(str(output), max_steps=12, **more, **USUAL)
         data = Dataset.from_dict({"prompt": [" ".join(text.split()[:3]) for text in TEXTS]})
-        trainer = struck(GRPOTrainer)(
+        trainer = (Overflows if kind == "overflow" else struck(GRPOTrainer))(
             model, args=args, reward_funcs=reward, train_dataset=data, processing_class=tokenizer()
         )
     trainer.strikes = strikes
@@ -93,6 +106,17 @@ def test_a_trainer_of_trl_is_untouched_while_healthy_and_cured_when_struck(kind:
     [incident] = incidents(tmp_path / "struck")
     assert (incident["signal"], incident["cause"]) == ("nonfinite_grad", "transient")
     assert weights(cured) == weights(plain)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_ratio_that_overflows_at_padding_is_named_and_cured(tmp_path: Path) -> None:
+    cured = trained("overflow", tmp_path)
+    [incident] = incidents(tmp_path)
+    assert (incident["cause"], incident["outcome"]) == ("operation", "recovered")
+    assert incident["culprit"]["op"] == "exp"
+    assert incident["culprit"]["file"] == __file__
+    assert cured.state.global_step == 12
+    assert all(weight.isfinite().all() for weight in cured.model.parameters())
 
 
 def known(row: dict[str, float]) -> dict[str, float]:
