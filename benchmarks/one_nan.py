@@ -94,7 +94,7 @@ def accelerated(given: Program) -> str:
     return ""
 
 
-def hugging_face(given: Program) -> str:
+def hugging_face(given: Program, *, guarded: bool = False) -> str:
     """The Trainer of transformers."""
     transformers: Any = importlib.import_module("transformers")
 
@@ -112,11 +112,22 @@ def hugging_face(given: Program) -> str:
             folder, per_device_train_batch_size=BATCH, num_train_epochs=EPOCHS, learning_rate=3e-3, report_to=[],
             use_cpu=True, disable_tqdm=True, save_strategy="no",
         )  # fmt: skip
-        transformers.Trainer(Wrapped(), settings, train_dataset=rows).train()
-    return ""
+        trainer = transformers.Trainer(Wrapped(), settings, train_dataset=rows)
+        if guarded:
+            import resilient_train
+
+            resilient_train.hf.guard(trainer)
+        trainer.train()
+        return rows_named(Path(folder, "resilient_train"))
 
 
-def lightning(given: Program, *, detect_anomaly: bool = False) -> str:
+def rows_named(run_dir: Path) -> str:
+    """Return the rows that the incidents of a run name; none without the guard."""
+    lines = (run_dir / "incidents.jsonl").read_text().splitlines() if run_dir.exists() else []
+    return ", ".join(f"row {row:,}" for line in lines for row in json.loads(line)["rows"])
+
+
+def lightning(given: Program, *, detect_anomaly: bool = False, guarded: bool = False) -> str:
     """Lightning's Trainer."""
     pl: Any = importlib.import_module("lightning")
 
@@ -132,11 +143,18 @@ def lightning(given: Program, *, detect_anomaly: bool = False) -> str:
             return given.optimizer
 
     shown = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(
-        max_epochs=EPOCHS, accelerator="cpu", gradient_clip_val=1.0, detect_anomaly=detect_anomaly, **shown
-    )
-    trainer.fit(Module(), DataLoader(given.rows, BATCH, shuffle=True))
-    return ""
+    callbacks = []
+    if guarded:
+        import resilient_train
+
+        callbacks.append(resilient_train.lightning.Guarded())
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = pl.Trainer(
+            max_epochs=EPOCHS, accelerator="cpu", gradient_clip_val=1.0, detect_anomaly=detect_anomaly,
+            callbacks=callbacks, default_root_dir=folder, **shown,
+        )  # fmt: skip
+        trainer.fit(Module(), DataLoader(given.rows, BATCH, shuffle=True))
+        return rows_named(Path(folder, "resilient_train"))
 
 
 def arc(given: Program) -> str:
@@ -178,6 +196,8 @@ TRAINERS: dict[str, tuple[str, Callable[[Program], str]]] = {  # name: package, 
     "Lightning, `detect_anomaly=True`": ("lightning", lambda given: lightning(given, detect_anomaly=True)),
     "ARC": ("arc-training", arc),
     "resilient_train": ("torch", ours),
+    "guarded Hugging Face Trainer": ("transformers", lambda given: hugging_face(given, guarded=True)),
+    "guarded Lightning": ("lightning", lambda given: lightning(given, guarded=True)),
 }
 
 
