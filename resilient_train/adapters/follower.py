@@ -7,6 +7,7 @@ state is that after the newest batch, and the trainer's counters and its place i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.data.fed import Fed, FedSamples
+from resilient_train.errors import TrainError
 from resilient_train.state.randomness import RecordedStates
 from resilient_train.update.updater import LR_OF_GUARD
 from resilient_train.wording import log
@@ -66,9 +68,12 @@ class Follower:
         self.guard, self.samples = guard, samples
         self._settings, self._make_again, self._measure_norm = settings, make_again, measure_norm
         self._updater = guard._updater
+        self._updater.trainer_clips = True
         self._batches: Iterator[Any] = guard.follow(planned)
         self._fed: Fed | None = None  # the newest update
         self.taken = 0  # of its batches
+        self.is_left_out = False  # an earlier process skipped the newest update
+        self._is_open = False  # the trainer has fetched it, and made no step yet
         self._loss: torch.Tensor | None = None  # of the newest micro-batch, until the next one begins
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
         self._saved: list[tuple[int, Path]] = []  # accepted updates, and the trainer's checkpoint after them
@@ -77,8 +82,16 @@ class Follower:
     # What the trainer's calls become.
 
     def feed(self, batches: list[Any], rows: Sequence[Sequence[int]] = ()) -> Fed:
-        """Take the micro-batches of the next update, or the first of them: `feed_more` takes one more."""
+        """Take the micro-batches of the next update, or the first of them: `feed_more` takes one more.
+
+        If the trainer has made no step with those before, such as the last ones of an epoch, these belong to them.
+        """
+        if self._is_open and self._fed is not None:
+            for number, batch in enumerate(batches):
+                self.feed_more(batch, rows[number] if rows else ())
+            return self._fed
         self._fed, self.taken, self._loss = self.samples.feed(batches, rows), 0, None
+        self._is_open, self.is_left_out = True, self.samples.skips_newest
         return self._fed
 
     def feed_more(self, batch: Any, rows: Sequence[int] = ()) -> None:
@@ -93,9 +106,11 @@ class Follower:
 
     def next_batch(self) -> Any:
         """Begin the forward of a micro-batch, which this returns."""
+        self.taken += 1
+        if self.is_left_out:
+            return (self.fed.batches or [])[self.taken - 1]
         if self._loss is not None:
             self.guard.update(self._loss)
-        self.taken += 1
         return next(self._batches)
 
     def note(self, loss: torch.Tensor) -> None:
@@ -104,18 +119,20 @@ class Follower:
 
     def step(self) -> torch.Tensor | None:
         """Land the newest update. Returns its loss if it was retried; NaN if it was left out at last."""
-        fed = self.fed
+        fed, self._is_open = self.fed, False
+        if self.is_left_out:
+            self._updater.drop_gradients()
+            return torch.full((), torch.nan)
         fed.settings = self._scheduled()
         assert self._loss is not None, "no forward and backward before the step"
         is_landed = self._landed(fed, self._loss)
         loss = None if is_landed else self.catch_up()
         self._put_back(fed.settings)
-        if self.guard._ring.snapshots:
-            oldest = self.guard._ring.snapshots[0].plain["position"]["position"]
-            self.samples.forget_before(oldest)
-            seeds = self.guard.seeds
-            if isinstance(seeds, RecordedStates):
-                seeds.forget_before(oldest)
+        snapshots, seeds = self.guard._ring.snapshots, self.guard.seeds
+        oldest = snapshots[0].plain["position"]["position"] if snapshots else fed.start
+        self.samples.forget_before(oldest)
+        assert isinstance(seeds, RecordedStates)
+        seeds.forget_before(oldest)
         return loss
 
     def catch_up(self) -> torch.Tensor:
@@ -139,6 +156,7 @@ class Follower:
 
     def leave_out(self) -> None:
         """Leave out the newest update, for which the trainer makes no step: its buffers are restored as well."""
+        self._is_open = False
         self.guard._put_back_batch()
         self.samples.skip(self.fed.start, self.fed.stop)
 
@@ -151,8 +169,13 @@ class Follower:
 
     def close(self) -> None:
         """End the loop: its last state was examined, or an error ended it."""
+        error = sys.exc_info()[1]
+        is_alone = self.guard.world.size == 1 or isinstance(error, TrainError)  # which all ranks raise together
         try:
-            self.guard.close()
+            if error is None or is_alone:
+                self.guard.close()
+            else:
+                self.guard.abandon(error)
         finally:
             self._batches = iter(())
             for group in self._updater._groups():
@@ -169,14 +192,13 @@ class Follower:
 
         Call it after each step and examination. `is_main`: this process wrote them.
         """
-        rewound = [one for one in self.guard.incidents[self._seen :] if one.rewound_to is not None]
+        found = [one.anomaly for one in self.guard.incidents[self._seen :] if one.anomaly.reached_weights]
         self._seen = len(self.guard.incidents)
-        damaged = [one for one in self._saved if any(one[0] > incident.anomaly.since for incident in rewound)]
+        damaged = [one for one in self._saved if any(one[0] > anomaly.since for anomaly in found)]
         for saved in damaged:
             self._saved.remove(saved)
-            if is_main and (path := saved[1]).exists():
-                log.warning("%s holds a state from after the damage began: it is renamed", path)
-                path.rename(path.with_name(f"unverified-{path.name}"))
+            if is_main and saved[1].exists():
+                _rename(saved[1])
         return [path for _, path in damaged]
 
     # Inside.
@@ -195,3 +217,15 @@ class Follower:
         """Give the groups the settings of the trainer's schedule again: some schedules multiply what they find."""
         for group, setting in zip(self._updater._groups(), settings, strict=True):
             group.update(setting)
+
+
+def _rename(path: Path) -> None:
+    """Rename a damaged checkpoint; one of an earlier incident may have the name already."""
+    names = (f"unverified-{path.name}", *(f"unverified-{number}-{path.name}" for number in range(2, 100)))
+    to = next((path.with_name(name) for name in names if not path.with_name(name).exists()), path)
+    try:
+        path.rename(to)
+    except OSError as error:
+        log.error("%s holds a state from after the damage began, and cannot be renamed: %s", path, error)
+    else:
+        log.warning("%s holds a state from after the damage began: it is %s now", path, to.name)

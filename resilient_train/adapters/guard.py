@@ -300,6 +300,11 @@ class Guard(guard.EngineGuard):
         if gave_up is not None:
             raise gave_up
 
+    def abandon(self, error: BaseException) -> None:
+        """End a loop in which only this rank raised an error: the others may wait in a collective of the model."""
+        self.reporter.closed(error, self.steps)
+        self.let_go()
+
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Note an evaluation: once verified, the weights with the lowest loss are kept in `best`."""
         self._keeper.evaluated(metrics)

@@ -32,6 +32,7 @@ from resilient_train.update.objective import Measured
 
 T = TypeVar("T")
 
+_NOTE = "resilient_train.txt"  # in a checkpoint: the name of the run directory
 _ITSELF = "_resilient"  # the attribute of a guarded trainer
 _METRICS = ("_metrics", "_logs", "_total_train_tokens", "_pending_metrics")  # what TRL's trainers note in a forward
 
@@ -66,7 +67,7 @@ class Guarding:
     def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
         self.trainer, self.options = trainer, options
         self.follower: Follower | None = None  # None outside of `train`
-        self._resumes = False
+        self._resumes_from: Path | None = None  # a checkpoint of the trainer
         self._dataset: Any = None  # map-style, and how a batch is made of its rows
         self._collate: Any = None
         self._rows: list[Any] = []  # of the batches that are being fetched
@@ -81,7 +82,7 @@ class Guarding:
 
     @contextmanager
     def training(self, resumes_from: Any) -> Iterator[None]:
-        self._resumes, accelerator = bool(resumes_from), self.trainer.accelerator
+        self._resumes_from, accelerator = Path(resumes_from) if resumes_from else None, self.trainer.accelerator
         try:
             yield
         finally:
@@ -98,17 +99,25 @@ class Guarding:
         world = arguments.world(accelerator)
         batch_size = args.per_device_train_batch_size
         slicing = Slicing(batch_size, args.gradient_accumulation_steps, world.rank, world.size)
-        samples = FedSamples(slicing, dataset=self._dataset, collate=self._collate)
-        clip = args.max_grad_norm or None
+        samples = FedSamples(
+            slicing,
+            dataset=self._dataset,
+            collate=self._collate,
+            updates=trainer.state.global_step,
+            least=world.least,
+        )
+        options = {"seed": args.seed, **self.options}
+        if self._resumes_from is not None:
+            options["run_dir"] = _run_dir(self._resumes_from, options["run_dir"])
         guard = Guard(
             *(accelerator, trainer.model_wrapped, trainer.optimizer),
             data=samples,
             batch_size=batch_size,
             schedule=settings,
             objective=Measured(self._measured, "the trainer's loss", key="trainer"),
-            clip=clip,
-            resume=self._resumes,
-            **{"seed": args.seed, **self.options},
+            clip=args.max_grad_norm if args.max_grad_norm > 0 else None,
+            resume=self._resumes_from is not None,
+            **options,
         )
         guard.clock.step = trainer.state.global_step
         self.follower = follower = Follower(
@@ -142,8 +151,10 @@ class Guarding:
     def fed(self, batches: list[Any], items: Any) -> tuple[list[Any], Any]:
         """Pass on what the trainer has fetched for one update; its losses are divided by the number of `items`."""
         if batches and self.follower is not None:
-            fed = self.follower.feed(batches, self._rows)
-            fed.more = {"items": items, "prepared": [], "step": getattr(self.trainer, "_step", None)}
+            fed, step = self.follower.feed(batches, self._rows), getattr(self.trainer, "_step", None)
+            fed.more = fed.more or {"items": [], "shares": [], "prepared": [], "step": step}
+            fed.more["items"] += [items] * len(batches)
+            fed.more["shares"] += [len(batches)] * len(batches)
         return batches, items
 
     @property
@@ -182,10 +193,14 @@ class Guarding:
         follower = self.follower
         assert follower is not None
         norm = follower.norm
-        loss = follower.step()
+        try:
+            loss = follower.step()
+        finally:
+            self._look_at_incidents()
         if loss is not None:
             self._correct_logs(loss, norm)
-        self._look_at_incidents()
+        newest = follower.guard.newest  # after an overflow in fp16 the trainer's schedule waits
+        self.trainer.optimizer._is_overflow = newest is not None and newest.overflowed
 
     _step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # another mark that they look for
 
@@ -215,14 +230,18 @@ class Guarding:
         if number == 0:
             if fed.more.get("step") is not None:
                 trainer._step = fed.more["step"]
-            # Some of its rows may be others now, perhaps on another rank only: all ranks count again together.
-            fed.more["items"] = trainer._get_num_items_in_batch(fed.batches, trainer.args.device)
+            count = len(fed.batches)
             fed.more.setdefault("prepared", [])
-        trainer.current_gradient_accumulation_steps = len(fed.batches)
+            if fed.more.setdefault("shares", [count] * count) == [count] * count:
+                # Some of its rows may be others now, perhaps on another rank only: all ranks count again together.
+                items = trainer._get_num_items_in_batch(fed.batches, trainer.args.device)
+                fed.more["items"] = [items] * count
+        share: int = fed.more["shares"][number]
+        trainer.current_gradient_accumulation_steps = share
         trainer.accelerator.gradient_state._set_sync_gradients(is_last)
         model = trainer.model_wrapped
         with nullcontext() if is_last else trainer.accelerator.no_sync(model=model):
-            return self._plain_step(model, batch, fed.more["items"]) * len(fed.batches)
+            return self._plain_step(model, batch, fed.more["items"][number]) * share
 
     def _measure_norm(self) -> torch.Tensor | None:
         trainer = self.trainer
@@ -241,7 +260,8 @@ class Guarding:
         before |= {name: getattr(trainer, name) for name in ("_step", "_buffered_inputs") if hasattr(trainer, name)}
         self._is_replay, self._replayed = True, None
         try:
-            loss = self._plain_step(model, batch, fed.more.get("items"))
+            items = fed.more.get("items") or [None]
+            loss = self._plain_step(model, batch, items[min(self._number, len(items) - 1)])
         finally:
             self._is_replay = False
             vars(trainer).update(before)
@@ -262,7 +282,7 @@ class Guarding:
     def _fed_at_hand(self) -> Fed:
         """Return the update that is being made or replayed."""
         assert self.follower is not None
-        return self.follower.samples.at(self._seeds.start)
+        return self.follower.fed if self.follower.is_left_out else self.follower.samples.at(self._seeds.start)
 
     @property
     def _seeds(self) -> RecordedStates:
@@ -281,6 +301,9 @@ class Guarding:
     def saved(self, folder: Path) -> None:
         if self.follower is not None:
             self.follower.saved(folder)
+            run_dir = self.follower.guard.reporter.place.directory
+            if run_dir is not None and self.trainer.args.should_save:
+                (folder / _NOTE).write_text(run_dir.name)
 
     def examine_end(self) -> None:
         """Look at the state after the last update, before the trainer reports it."""
@@ -292,8 +315,15 @@ class Guarding:
         """Let the trainer forget checkpoints that turned out to be bad."""
         assert self.follower is not None
         for folder in self.follower.rename_damaged(is_main=self.trainer.args.should_save):
-            if self.trainer.state.best_model_checkpoint == str(folder):
-                self.trainer.state.best_model_checkpoint = self.trainer.state.best_metric = None
+            state = self.trainer.state
+            if state.best_model_checkpoint is not None and Path(state.best_model_checkpoint) == folder:
+                state.best_model_checkpoint = state.best_metric = state.best_global_step = None
+
+
+def _run_dir(checkpoint: Path, usual: Any) -> Path:
+    """Return the run directory of the run that saved a checkpoint: a second run has another one beside the first."""
+    note = checkpoint / _NOTE
+    return Path(usual).with_name(note.read_text().strip()) if note.exists() else Path(usual)
 
 
 class _Guarded:

@@ -23,6 +23,7 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from torchmetrics import Metric
 
+from resilient_train.adapters.arguments import world
 from resilient_train.adapters.follower import OPTIONS, Follower, TrainersSettings
 from resilient_train.adapters.guard import Guard
 from resilient_train.adapters.lightning_trainer import Logged, accelerator, forget_checkpoint, is_last_step, refuse
@@ -49,6 +50,13 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
             raise TypeError(f"Guarded got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
         self._run_dir, self._options = run_dir, options
         self._fit: _Fit | None = None
+        self._name = ""  # of the run directory that a checkpoint belongs to: a second run has one beside the first
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_dir": self._fit.run_dir.name if self._fit and self._fit.run_dir else ""}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._name = str(state_dict.get("run_dir", ""))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if sum(isinstance(callback, Guarded) for callback in trainer.callbacks) > 1:
@@ -59,6 +67,8 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         assert self._fit is not None
         folder = Path(trainer.default_root_dir) / "resilient_train" if self._run_dir is None else self._run_dir
+        if trainer.ckpt_path and self._name:
+            folder = Path(folder).with_name(self._name)
         self._fit.begin({**self._options, "run_dir": folder})
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -135,10 +145,17 @@ class _Fit:
         slicing = Slicing(size, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
         dataset, collate = self._numbered or (None, None)
         as_fetched = None if collate is None else lambda rows: self._transferred(collate(rows))
-        samples = FedSamples(slicing, dataset=dataset, collate=as_fetched)
+        made = accelerator(trainer)
+        samples = FedSamples(
+            slicing,
+            dataset=dataset,
+            collate=as_fetched,
+            updates=trainer.global_step,
+            least=world(made).least,
+        )
         by_norm = trainer.gradient_clip_algorithm != "value"
         guard = Guard(
-            *(accelerator(trainer), self._strategy.model, trainer.optimizers[0]),
+            *(made, self._strategy.model, trainer.optimizers[0]),
             data=samples,
             batch_size=size,
             schedule=settings,
@@ -155,6 +172,10 @@ class _Fit:
             *(guard, samples, settings, self._retry, self._measure_norm),
             planned=int(planned) if planned < sys.maxsize else sys.maxsize,
         )
+
+    @property
+    def run_dir(self) -> Path | None:
+        return None if self._follower is None else self._follower.guard.reporter.place.directory
 
     def _end(self, plain: Callable[[], None]) -> None:
         """End the guard before a callback takes over in `on_train_end`, for example with averages of the weights."""
@@ -238,13 +259,15 @@ class _Fit:
         if not self._has_gradients:
             self._leave_out()  # as training_step returned None
             return result
-        loss = follower.step()
+        try:
+            loss = follower.step()
+        finally:
+            self._look_at_incidents()
         if loss is not None and not loss.isfinite():  # it was left out
             assert self._logged is not None
             self._logged.restore()
             self._output = {}
         self._is_open, self._is_quiet, self._logged = False, False, None
-        self._look_at_incidents()
         return result
 
     def _leave_out(self) -> None:

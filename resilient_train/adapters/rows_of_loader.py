@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from accelerate.utils import send_to_device
+from torch.utils.data import IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 
@@ -59,6 +60,7 @@ def number_rows(loader: Any) -> tuple[Any, Callable[[list[Any]], Any]] | None:
     base = getattr(loader, "base_dataloader", loader)  # of a loader that Accelerate has prepared
     dataset, collate = getattr(base, "dataset", None), getattr(base, "collate_fn", None)
     has_index = hasattr(type(dataset), "__getitem__") and hasattr(type(dataset), "__len__")
+    has_index &= not isinstance(dataset, IterableDataset)  # torch's class has __getitem__, which raises
     if not has_index or collate is None or getattr(base, "batch_sampler", None) is None:
         return None
     if isinstance(dataset, _NumberedRows):  # the trainer keeps its loader

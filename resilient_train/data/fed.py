@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,8 +19,10 @@ from resilient_train.errors import TrainError
 from resilient_train.state.randomness import preserved
 from resilient_train.state.tree import leaves, rebuilt
 
+_log = logging.getLogger("resilient_train")
+
 _MAX_BYTES = 2**30  # of kept batches: older ones are fetched again from the data set, or left out of a repetition
-_REMEMBERED = 10_000  # updates whose rows are known: further back than any rewind
+_REMEMBERED = 10_000  # older updates whose rows are known: further back than any rewind from a checkpoint
 
 
 @dataclass(slots=True)
@@ -40,16 +44,31 @@ class FedSamples(Samples):
 
     is_fed = True
 
-    def __init__(self, slicing: Slicing, *, dataset: Any = None, collate: Collate | None = None) -> None:
-        """`dataset` is map-style, and `collate` makes a batch of its rows; without them rows have no index."""
-        self.slicing, self.dataset, self.position = slicing, dataset, 0
+    def __init__(
+        self,
+        slicing: Slicing,
+        *,
+        dataset: Any = None,
+        collate: Collate | None = None,
+        updates: int = 0,
+        least: Callable[[float], float] = lambda number: number,
+    ) -> None:
+        """`dataset` is map-style, and `collate` makes a batch of its rows; without them rows have no index.
+
+        The trainer has made so many `updates` in earlier processes. `least` returns the least of a number over all
+        ranks, which may have kept different numbers of batches.
+        """
+        self.slicing, self.dataset, self._least = slicing, dataset, least
+        self.position = updates * slicing.samples
         self.rows = len(dataset) if dataset is not None else 0
         self._stream = Stream(self.rows, 0)
         self.skipped: Ranges = self._stream.skipped
         self._again = RepeatableBatches(dataset, collate) if collate is not None else None
-        self._fed: deque[Fed] = deque(maxlen=_REMEMBERED)
+        self._fed: deque[Fed] = deque()  # that may come again
+        self._older: deque[Fed] = deque(maxlen=_REMEMBERED)  # without their batches
         self._kept_bytes = 0
-        self.newest_stop = 0  # the end of everything that was fetched
+        self._has_dropped = False
+        self.newest_stop = self.position  # the end of everything that was fetched
         self.current: Fed | None = None  # the update that was served last
         self._served: Update | None = None  # the same, as it was served
 
@@ -66,6 +85,9 @@ class FedSamples(Samples):
         for old in self._fed:
             if self._kept_bytes <= _MAX_BYTES or old is fed:
                 break
+            if not self._has_dropped and not self.rows:
+                _log.info("data: batches since the oldest snapshot take over 1 GiB: a rewind leaves the oldest out")
+            self._has_dropped = True
             self._drop_batches(old)
         return fed
 
@@ -89,14 +111,21 @@ class FedSamples(Samples):
 
     def forget_before(self, position: int) -> None:
         """Drop batches before a position to which no rewind goes back."""
-        for fed in self._fed:
-            if fed.start >= position:
-                break
+        while self._fed and self._fed[0].start < position:
+            fed = self._fed.popleft()
             self._drop_batches(fed)
+            self._older.append(fed)
 
     def at(self, start: int) -> Fed:
         """Return the update that begins at a position."""
-        return next(fed for fed in reversed(self._fed) if fed.start == start)
+        known = chain(reversed(self._fed), reversed(self._older))
+        return next(fed for fed in known if fed.start == start)
+
+    @property
+    def skips_newest(self) -> bool:
+        """Say whether the newest update was skipped by an earlier process already."""
+        newest = self._fed[-1]
+        return self.skipped.end_at(newest.start) != newest.start
 
     @property
     def is_behind(self) -> bool:
@@ -155,15 +184,19 @@ class FedSamples(Samples):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
+        first = next((fed.start for fed in self._ahead()), self.newest_stop)
+        self.position = -round(self._least(-first))  # the ranks make the same updates again
 
     def close(self) -> None:
         self._fed.clear()
+        self._older.clear()
 
     def quarantine(self, rows: Iterable[int]) -> None:
         self._stream.quarantine(rows)
 
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
-        made = [fed for fed in self._fed if start <= fed.start < stop and self.skipped.end_at(fed.start) == fed.start]
+        within = [fed for fed in chain(self._older, self._fed) if start <= fed.start < stop]
+        made = [fed for fed in within if self.skipped.end_at(fed.start) == fed.start]
         return tuple(sorted({key.row for fed in made for keys in fed.keys for key in keys}))
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:

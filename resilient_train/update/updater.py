@@ -85,7 +85,8 @@ class Updater:
         self.agreement = Agreement(gather, device)
         self.mends_eps = False  # raise an epsilon that underflows in the dtype of its weights
         self.usual_norm: float | None = None  # of recent gradients, for a tightened clip where none is configured
-        self.trainers_norm: torch.Tensor | None = None  # as the trainer measured it, which then has clipped as well
+        self.trainer_clips = False  # a trainer, before it steps
+        self.trainers_norm: torch.Tensor | None = None  # as it measured that before; None if it did not
         self.gate = Gate(optimizers, device)
         self._restarts = RestartDetector()
         self.weights = [weight for group in self._groups() for weight in group["params"]]
@@ -113,9 +114,11 @@ class Updater:
         """
         self.require_groups()
         scale = self._unscale()
-        if (norm := self.trainers_norm) is None:
+        if not self.trainer_clips:
             grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip, self.usual_norm, self._over_ranks)
         else:
+            if (norm := self.trainers_norm) is None:
+                norm, _ = clip(self.weights, ClipConfig(None, None), over_ranks=self._over_ranks)
             grad_norm, max_norm = clip_further(self.weights, norm, self.clipping.max_norm, knobs.clip, self.usual_norm)
         set_rates = self._set(step, knobs.lr * rate_factor, knobs)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()

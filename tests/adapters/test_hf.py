@@ -6,10 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import IterableDataset
 
 pytest.importorskip("transformers")
 
@@ -17,6 +21,7 @@ import hf_programs as programs
 from warm import ENVIRONMENT
 
 import resilient_train
+from resilient_train import GaveUp
 from resilient_train.state.tree import sha256
 
 
@@ -45,7 +50,9 @@ def trained(program: str, output: Path, fault: str = "", *, guarded: bool = True
     return trainer
 
 
-@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 1, "max_grad_norm": 0.0}], ids=["usual", "plain"])
+@pytest.mark.parametrize(
+    "more", [{}, {"gradient_accumulation_steps": 1, "max_grad_norm": -1.0}], ids=["usual", "plain"]
+)
 @pytest.mark.parametrize("program", list(programs.PROGRAMS))
 def test_a_healthy_trainer_ends_with_the_same_bits_and_logs(program: str, more: dict[str, Any], tmp_path: Path) -> None:
     plain = trained(program, tmp_path / "plain", guarded=False, **more)
@@ -110,10 +117,78 @@ def test_a_hot_stretch_of_the_learning_rate_ends_where_a_healthy_run_ends(progra
     assert struck.lr_scheduler.get_last_lr() == [1e-3]
 
 
-def test_a_checkpoint_from_after_the_damage_is_renamed(tmp_path: Path) -> None:
+def folders(output: Path) -> set[str]:
+    return {folder.name for folder in output.iterdir() if "checkpoint" in folder.name}
+
+
+def test_no_checkpoint_holds_damage_that_a_scan_finds(tmp_path: Path) -> None:
     trained("llama", tmp_path, "bit_flip", save_strategy="steps", save_steps=10)
-    folders = {folder.name for folder in tmp_path.iterdir() if "checkpoint" in folder.name}
-    assert folders == {f"checkpoint-{step}" for step in (10, 20, 30, 40, 50, 60)}
+    assert folders(tmp_path) == {f"checkpoint-{step}" for step in (10, 20, 30, 40, 50, 60)}
+
+
+@pytest.mark.parametrize("recovery", ["balanced", "off"])
+def test_a_checkpoint_from_after_the_damage_began_is_renamed(recovery: str, tmp_path: Path) -> None:
+    (tmp_path / f"unverified-checkpoint-{programs.AT + 2}").mkdir()  # of an earlier run
+    trainer = programs.trainer("vit", tmp_path, "hot_lr", save_strategy="steps", save_steps=2)
+    resilient_train.hf.guard(trainer, recovery=recovery)
+    with pytest.raises(GaveUp) if recovery == "off" else nullcontext():
+        trainer.train()
+    [since] = {incident["since"] for incident in incidents(tmp_path) if incident["landed"]} or [programs.AT]
+    saved = folders(tmp_path)
+    assert f"checkpoint-{since}" in saved
+    assert f"unverified-2-checkpoint-{programs.AT + 2}" in saved
+    if recovery == "off":
+        assert max(int(name.rpartition("-")[2]) for name in saved if name.startswith("checkpoint")) <= since
+
+
+class Stream(IterableDataset[dict[str, torch.Tensor]]):
+    """Rows without an index, though their number is known; one of them is bad."""
+
+    def __init__(self, bad: int | None = None, rows: int = 200) -> None:
+        self.pictures = programs.Pictures(() if bad is None else (bad,))
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (self.pictures[row % programs.ROWS] for row in range(self.rows))
+
+
+def of_a_stream(output: Path, stream: Stream, *, guarded: bool = True, **more: Any) -> Any:
+    trainer = programs.trainer("vit", output, **more)
+    trainer.train_dataset = stream
+    return resilient_train.hf.guard(trainer) if guarded else trainer
+
+
+def test_batches_that_do_not_fill_an_update_are_carried_into_the_next_pass(tmp_path: Path) -> None:
+    plain = of_a_stream(tmp_path / "plain", Stream(rows=40), guarded=False, steps=12, gradient_accumulation_steps=4)
+    plain.train()
+    guarded = of_a_stream(tmp_path / "guarded", Stream(rows=40), steps=12, gradient_accumulation_steps=4)
+    guarded.train()
+    assert weights(guarded) == weights(plain)
+
+
+def test_what_was_skipped_is_left_out_again_after_a_resume(tmp_path: Path) -> None:
+    of_a_stream(tmp_path, Stream(bad=100), save_strategy="steps", save_steps=10, steps=20).train()
+    [incident] = incidents(tmp_path)
+    assert incident["actions"] == [{"remedy": "skip"}]
+    again = of_a_stream(tmp_path, Stream(bad=100), steps=25)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    assert again.state.global_step == 25
+    assert len(incidents(tmp_path)) == 1
+    assert all(weight.isfinite().all() for weight in again.model.parameters())
+
+
+def test_a_resume_finds_the_run_directory_of_its_checkpoint(tmp_path: Path) -> None:
+    trained("vit", tmp_path, steps=4)
+    trained("vit", tmp_path, "bad_rows", steps=50, save_strategy="steps", save_steps=50)
+    second = tmp_path / "resilient_train-2"
+    assert len((second / "incidents.jsonl").read_text().splitlines()) == 2
+    again = programs.trainer("vit", tmp_path, "bad_rows", steps=100)
+    resilient_train.hf.guard(again).train(resume_from_checkpoint=True)
+    assert len((second / "incidents.jsonl").read_text().splitlines()) == 2
+    assert not (tmp_path / "resilient_train-3").exists()
 
 
 def test_two_ranks_meet_the_same_incidents(tmp_path: Path) -> None:
