@@ -191,11 +191,19 @@ def test_a_resume_finds_the_run_directory_of_its_checkpoint(tmp_path: Path) -> N
     assert not (tmp_path / "resilient_train-3").exists()
 
 
+def on_two_ranks(*words: str) -> subprocess.CompletedProcess[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
+    return subprocess.run([*torchrun, *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+
+def test_an_error_on_one_rank_is_that_error(tmp_path: Path) -> None:
+    ended = on_two_ranks(str(tmp_path), "raises")
+    assert ended.returncode != 0
+    assert "ZeroDivisionError" in ended.stderr
+
+
 def test_two_ranks_meet_the_same_incidents(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    ended = subprocess.run(
-        [*torchrun, __file__, str(tmp_path)], env=ENVIRONMENT, capture_output=True, text=True, timeout=200
-    )
+    ended = on_two_ranks(str(tmp_path), "bad_rows", "nan_grad")
     assert ended.returncode == 0, ended.stderr
     for fault, met in (("bad_rows", 2), ("nan_grad", 1)):
         one, other = ((tmp_path / f"{fault}-{rank}").read_text() for rank in (0, 1))
@@ -237,6 +245,6 @@ def test_the_lines_of_the_page_guard_a_trainer(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    for fault in ("bad_rows", "nan_grad"):
+    for fault in sys.argv[2:]:
         made = trained("llama", Path(sys.argv[1]) / fault, fault)
         (Path(sys.argv[1]) / f"{fault}-{made.args.process_index}").write_text(weights(made))
