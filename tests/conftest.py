@@ -12,6 +12,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
+import slow
 import torch
 from command import Outcome, command
 from filelock import FileLock
@@ -24,6 +25,14 @@ from resilient_train import files
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]  # for processes that import a test file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that only `scripts/test --all` runs."""
+    names = slow.listed()
+    for item in items:
+        if slow.function_of(item.nodeid) in names:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -321,7 +321,7 @@ class Guarding:
 
 
 def _run_dir(checkpoint: Path, usual: Any) -> Path:
-    """Return the run directory of the run that saved a checkpoint: a second run has another one beside the first."""
+    """Return the run directory of the run that saved a checkpoint: a second run has its own."""
     note = checkpoint / _NOTE
     return Path(usual).with_name(note.read_text().strip()) if note.exists() else Path(usual)
 

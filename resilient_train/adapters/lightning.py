@@ -50,7 +50,7 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
             raise TypeError(f"Guarded got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
         self._run_dir, self._options = run_dir, options
         self._fit: _Fit | None = None
-        self._name = ""  # of the run directory that a checkpoint belongs to: a second run has one beside the first
+        self._name = ""  # of the run directory that a checkpoint belongs to: a second run has its own
 
     def state_dict(self) -> dict[str, Any]:
         return {"run_dir": self._fit.run_dir.name if self._fit and self._fit.run_dir else ""}
