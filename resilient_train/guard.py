@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
@@ -25,48 +24,21 @@ from resilient_train.data.samples import Update
 from resilient_train.diagnose.search import Refused
 from resilient_train.drills import Drill, UpdatePlace
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
+from resilient_train.in_flight import InFlight, StartedUpdate
 from resilient_train.micro_batches import MicroBatchSizer, is_out_of_memory, memory_evidence
 from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
-from resilient_train.state.copies import Backup, Backups
+from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import Seeds
-from resilient_train.state.ring import Snapshot
 from resilient_train.types import Anomaly, Vitals
 from resilient_train.update.agreement import DIGEST, Flag
 from resilient_train.update.direct_steps import DirectStepCheck, warn_of_scalers
 from resilient_train.update.objective import Measured, Metrics
-from resilient_train.update.updater import Attempt
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.modes import AnomalyMode, EvaluationLoss
-from resilient_train.watch.vitals import MetricsLog, Sent, mean, mean_metrics, read_vitals, versions
+from resilient_train.watch.vitals import MetricsLog, Sent, landed, mean, mean_metrics, read_vitals, versions
 from resilient_train.wording import log
-
-
-@dataclass
-class _StartedUpdate:
-    """An update whose forward and backward are under way."""
-
-    update: Update
-    tick: int
-    step: int  # its number if it is accepted
-    backup: Backup  # of the buffers before it
-    inputs: list[Any]  # its micro-batches, as the model saw them
-    started_at: float  # on the monotonic clock
-    versions: list[Any] = field(default_factory=list)  # Tensor._version of each tensor before the forward pass
-
-
-@dataclass
-class _InFlight:
-    """An update that went through the gate on the device, and whose verdict is pending."""
-
-    begun: _StartedUpdate
-    attempt: Attempt
-    loss: torch.Tensor  # of this rank
-    limits: tuple[float, float]
-    sent: Sent
-    metrics: Metrics
-    snapshot: Snapshot | None = None  # of the state after it, if one was taken
 
 
 class EngineGuard:
@@ -103,9 +75,9 @@ class EngineGuard:
         self._sizer = MicroBatchSizer(recovery)
         self._examination = Examination(self.world, self.clock, self._scans, backups)
         self._direct_steps, self._verify_after, self._stop = direct_steps, verify_after, stop
-        self._begun: _StartedUpdate | None = None
-        self._newest_begun: _StartedUpdate | None = None
-        self._in_flight: _InFlight | None = None
+        self._begun: StartedUpdate | None = None
+        self._newest_begun: StartedUpdate | None = None
+        self._in_flight: InFlight | None = None
         self._handed_out: Any = None  # the batch that the loop has now
         self._losses: list[torch.Tensor] = []  # of the micro-batches so far
         self._reported: list[Metrics] = []
@@ -158,17 +130,20 @@ class EngineGuard:
         return self.clock.step < last
 
     def examine(self, *, is_end: bool = False) -> bool:
-        """Scan everything now, and at the end look at the loss as a whole. False: an anomaly was found and treated."""
+        """Scan everything now, and at the end look at the loss as a whole. False: an anomaly was found and treated.
+
+        One that is only observed leaves nothing to repeat.
+        """
         anomaly = self._examine_now()
         if anomaly is None and self.newest is not None and is_end:
             anomaly = self._checks.at_end(self.newest)
             if anomaly is None and self._recovery.is_unrecovered():
                 anomaly = self._checks.not_recovered(self.newest)
-        if anomaly is not None:
+        if anomaly is not None and not self._recovery.counts(anomaly):
             newest, place = self._newest_begun, self.samples.position
             update = newest.update if newest else Update(place, place, [])
             self._treat(anomaly, update, began=newest.started_at if newest else None)
-        return anomaly is None
+        return anomaly is None or self._recovery.observes
 
     def _begin(self, update: Update) -> None:
         self._losses.clear()
@@ -177,7 +152,7 @@ class EngineGuard:
         self._parts.precision.set(higher=knobs.higher_precision)
         numerics.raise_eps(knobs.eps)
         tick, backup = self.clock.tick + 1, self._backups.take()
-        begun = _StartedUpdate(update, tick, self.attempted_step + 1, backup, [], time.monotonic())
+        begun = StartedUpdate(update, tick, self.attempted_step + 1, backup, [], time.monotonic())
         self._begun = self._newest_begun = begun
         EngineGuard._newest = id(begun)
         self._keeper.progress.updating(begun.tick, self.clock.step, update.start, update.stop)
@@ -247,7 +222,7 @@ class EngineGuard:
         with self._direct_steps.running("guard"):
             return self._send_to_gate()
 
-    def _require_batch(self, verb: str) -> _StartedUpdate:
+    def _require_batch(self, verb: str) -> StartedUpdate:
         """Return the update whose batch the loop hands back; raise if there is none."""
         if not self._has_begun:
             raise TrainError(f"guard.{verb} before the loop: iterate over guard.batches(), which makes the batches")
@@ -283,7 +258,8 @@ class EngineGuard:
             self._checks.expect(self.clock.step + 1)
         self.clock.tick += 1
         sent, metrics = Sent(attempt.measured, attempt.numbers), mean_metrics(self._reported)
-        self._in_flight = _InFlight(begun, attempt, loss, self._updater.gate.limits, sent, metrics)
+        gate = self._updater.gate
+        self._in_flight = InFlight(begun, attempt, loss, gate.limits, sent, metrics, gate.is_open)
         return True
 
     # The verdict, an update later.
@@ -296,7 +272,7 @@ class EngineGuard:
         self._keeper.progress.turned_to(Doing.BETWEEN)
         return self._judge_in_flight()
 
-    def _judge_in_flight(self, begun: _StartedUpdate | None = None) -> bool:
+    def _judge_in_flight(self, begun: StartedUpdate | None = None) -> bool:
         """Judge the update in flight. False: anomalous, or it must be retried; the next update, `begun`, is dropped."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
@@ -316,10 +292,12 @@ class EngineGuard:
             with self._reporting_failure():
                 digests = [row[DIGEST] for row in attempt.rows_by_rank()]
                 self._recovery.ranks_differ(digests, began=flight.begun.started_at)
+        finding = self._checks.judge(vitals)
+        if flight.is_open:  # the checks learn nothing from it, as if it was refused
+            vitals = landed(vitals)
         self.newest = vitals
         self.stopped |= vitals.stop_asked
         self.metrics.note(flight.metrics)
-        finding = self._checks.judge(vitals)
         for remark in (*finding.remarks, *self._scans.remarks()):
             log.info("note: %s", remark)
         self._updater.gate.limit(*self._checks.limits)
@@ -338,8 +316,12 @@ class EngineGuard:
         scanned = self._examination.verdict()
         self._name_guilty_ranks()
         anomaly = scanned or finding.anomaly or self._recovery.explainer.check_first_updates(vitals, inputs)
-        if anomaly is None and not finding.repeat:
-            if vitals.overflowed and flight.begun.backup.tables:
+        if anomaly is not None and self._recovery.counts(anomaly):
+            self._backups.let_go(flight.begun.backup)
+            self._on_accepted()
+            return True
+        if anomaly is None and (flight.is_open or not finding.repeat):
+            if vitals.overflowed and not self._recovery.observes and flight.begun.backup.tables:
                 # Buffers may be NaN since its forward, and the next one has used them: repeat that.
                 if begun is not None:
                     self._roll_back(begun)
@@ -353,6 +335,10 @@ class EngineGuard:
         # Trouble. Undo the refused update and the next one, then treat it.
         if not vitals.accepted:
             self._updater.undo(attempt)
+            if self._recovery.observes:  # the very same update lands: one attempt, with the faults of its drill
+                self.clock.tick -= 1
+                if self.drill is not None:
+                    self.drill.repeat(flight.begun.tick)
         self._updater.drop_gradients()
         if (first := begun if vitals.accepted else flight.begun) is not None:
             self._roll_back(first)
@@ -364,9 +350,9 @@ class EngineGuard:
             usual = self._examination.nan_is_usual
             refused = None if vitals.accepted else Refused(update, inputs, flight.limits, was_modified, usual)
             self._treat(refined, update, refused, began=flight.begun.started_at)
-        return False
+        return self._recovery.observes and vitals.accepted and begun is None  # then nothing was undone
 
-    def _after_accepted(self, flight: _InFlight, vitals: Vitals) -> None:
+    def _after_accepted(self, flight: InFlight, vitals: Vitals) -> None:
         """Verify the snapshots that have been healthy for long enough, and save those that are due."""
         step, recovery, keeper = self.clock.step, self._recovery, self._keeper
         recovery.update_accepted(was_limited=flight.attempt.is_limited)
@@ -376,7 +362,8 @@ class EngineGuard:
             keeper.check()
         if flight.snapshot is not None:
             flight.snapshot.remedies = self._controls.state_dict()
-        is_back = self._checks.is_only_reported or self._checks.rewind_check.is_at_reference(step)
+        is_back = self._checks.rewind_check.is_at_reference(step)
+        is_back |= self._checks.is_only_reported and not recovery.observes
         scanned = self._scans.clean_step
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=self._verify_after, is_back=is_back)
         keeper.verified(any_busy=vitals.any_busy)
@@ -393,7 +380,7 @@ class EngineGuard:
             self._recovery.treat(anomaly, update, refused, began=began)
         self._updater.gate.limit(*self._checks.limits)
 
-    def _roll_back(self, begun: _StartedUpdate) -> None:
+    def _roll_back(self, begun: StartedUpdate) -> None:
         """Undo an update: its gradients, its changes to buffers, and the place in the data."""
         self._updater.drop_gradients()
         self.seeds.between(begun.update.start)

@@ -62,6 +62,10 @@ class Recovery:
             *(parts.updates, parts.search, parts.beat),
         )
         self._recovered_after = recovered_after
+        self.observes = policy.observe  # incidents are reported, and every update lands
+        self._observed: int | None = None  # number of the incident that further anomalies count into
+        self._anomalous_step = 0  # the newest of them
+        self._ended_damaged = False  # the loop ended before it was healthy again
         self._saving_incident: int | None = None  # number of the newest one about checkpoints that cannot be saved
 
     # What every update reports.
@@ -93,6 +97,8 @@ class Recovery:
         """Count a healthy update. `was_limited`: a remedy kept its learning rate below the schedule's."""
         history, ring, check = self.incident_log.run_history, self.parts.ring, self.parts.checks.rewind_check
         step = self.parts.clock.step
+        if self._observed is not None and step >= self._anomalous_step + self._recovered_after:
+            self._end_observed()
         self.controls.knobs.advance(was_limited=was_limited, may_relax=check.is_at_reference(step))
         had_reference = history.remedies is not None and history.remedies.get("reference") is not None
         self.incident_log.update_accepted(step, recovered_after=self._recovered_after, loss_is_off=check.is_open)
@@ -150,6 +156,9 @@ class Recovery:
         phases.ended(DECIDE)
         if decision.gave_up is not None:
             self._give_up(incident, phases)
+        if self.observes:
+            self._observe(incident, phases, time.perf_counter() - started)
+            return
 
         # Apply the remedies.
         controls.begin(incident, suspects)
@@ -174,6 +183,43 @@ class Recovery:
         phases.extend_last()
         self._note_remedies()
         self.incident_log.record_treatment(incident, phases.timed)
+
+    def _observe(self, incident: Incident, phases: Phases, seconds: float) -> None:
+        """Write an incident down, and let every update land until no further anomaly has come for a while."""
+        self._observed = incident.id
+        self._anomalous_step = self.parts.clock.step + (not incident.anomaly.landed)
+        self.parts.updater.gate.is_open = True
+        self.incident_log.record_treatment(replace(incident, seconds=seconds), phases.timed, ongoing=True)
+
+    def counts(self, anomaly: Anomaly) -> bool:
+        """Say whether an anomaly belongs to the incident that is observed, and count it. It is not diagnosed.
+
+        Neither weights with NaN nor a run that has diverged make an incident of every update.
+        """
+        if self._observed is None:
+            return False
+        parts, step = self.parts, self.parts.clock.step
+        parts.ring.distrust(anomaly.since)
+        self.keeper.distrust(anomaly.since)
+        [incident] = [one for one in self.incident_log.open_incidents if one.id == self._observed]
+        if step > self._anomalous_step:
+            self._anomalous_step = step
+            self.incident_log.count_further(self._observed, step)
+        elif not incident.anomaly.landed:  # it was refused, and has landed now
+            parts.checks.require_recovery(anomaly.since, step, is_only_reported=True)
+            self.incident_log.update(replace(incident, anomaly=replace(incident.anomaly, landed=True)))
+        return True
+
+    def _end_observed(self) -> None:
+        """Refuse anomalous updates again: the next one is an incident of its own."""
+        if self._observed is not None:
+            self.incident_log.clear_ongoing(self._observed)
+            self._observed, self.parts.updater.gate.is_open = None, False
+
+    @property
+    def is_damaged(self) -> bool:
+        """Whether the state may hold damage that was only observed."""
+        return self.observes and (self._observed is not None or self._ended_damaged or not self._is_back())
 
     def _set_reference(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> None:
         """If damage has to be undone, require the loss to return to its level at `since`, and keep that state."""
@@ -351,6 +397,8 @@ class Recovery:
         """The run is complete: close its incidents, as recovered if the loss is back or was never off."""
         check = self.parts.checks.rewind_check
         is_back = self._is_back()
+        self._ended_damaged = self._observed is not None
+        self._end_observed()
         self.incident_log.close_all(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED)
         if is_back and check.is_open:
             check.end()
@@ -363,7 +411,7 @@ class Recovery:
 
     def is_unrecovered(self) -> bool:
         """Say whether the run may not end as it is: the loss is not back, and the policy does more than report that."""
-        return not self._is_back() and not self.parts.checks.is_only_reported
+        return not (self._is_back() or self.parts.checks.is_only_reported or self.observes)
 
     def end_unrecovered(self) -> GaveUp:
         """End a run whose loss is not back: its result is the best verified state. Returns the error to raise."""

@@ -33,6 +33,7 @@ class Signal(StrEnum):
     NOT_RECOVERED = "not_recovered"
 
 
+OBSERVE = "observe"  # the action of a policy that only observes
 SPIKES = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)  # updates that a limit refused
 
 
@@ -58,6 +59,7 @@ class Outcome(StrEnum):
     RECURRED = "recurred"
     UNRECOVERED = "unrecovered"  # the loss did not come back, or saving failed until the end
     GAVE_UP = "gave_up"
+    OBSERVED = "observed"  # by policy it was only reported
 
 
 class Vitals(NamedTuple):
@@ -163,6 +165,12 @@ class Incident:
     outcome: Outcome | None = None  # None while it is open
     drill: str = ""  # the injected faults that caused it: no advice is given
     trace: int = 0  # digest of the updates that its rewind undid
+    further: int = 0  # anomalous updates that followed, where incidents are only observed
+
+    @property
+    def is_observed(self) -> bool:
+        """Say whether the policy only observes: nothing was changed."""
+        return any(action.remedy == OBSERVE for action in self.decision.actions)
 
     @property
     def left_damage(self) -> bool:

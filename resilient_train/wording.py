@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.secrets import masked
-from resilient_train.types import Action, Anomaly, Cause, Culprit, Diagnosis, Incident, Outcome, Signal
+from resilient_train.types import OBSERVE, Action, Anomaly, Cause, Culprit, Diagnosis, Incident, Outcome, Signal
 
 log = logging.getLogger("resilient_train")
 IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
@@ -45,6 +45,7 @@ OUTCOMES = {
     Outcome.RECURRED: "came back later",
     Outcome.UNRECOVERED: "not recovered",
     Outcome.GAVE_UP: "gave up",
+    Outcome.OBSERVED: "observed, not treated",
 }
 
 _SHORTEST_S = 0.005  # that is worth reporting
@@ -59,7 +60,7 @@ def describe(incident: Incident) -> str:
     """Say in a few lines what was noticed, what was done about it, and what a person can do."""
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
     return _indented(
-        f"! step {anomaly.step:,}: {noticed(anomaly)}{weights_suffix(anomaly)}{drill_suffix(incident)}",
+        f"! step {anomaly.step:,}: {noticed(anomaly)}{reached_suffix(incident)}{drill_suffix(incident)}",
         anomaly.evidence,
         f"{_cause(diagnosis)}; {_done(incident)}",
         # Without a line or rows, only the report has the advice.
@@ -86,7 +87,19 @@ def describe_outcome(incident: Incident, healthy_steps: int | None = None) -> st
             return f"{name} is unrecovered: {why_unrecovered(incident)}"
         case Outcome.GAVE_UP:
             return f"{name} could not be cured: {why_of(incident)}"
+        case Outcome.OBSERVED:
+            return f"{name} was observed, not treated{further(incident)}"
     return f"{name} is open: it counts as recovered once the run has stayed healthy"
+
+
+def describe_further(incident: Incident) -> str:
+    """Say in one line how many anomalous updates have followed an incident so far."""
+    return f"incident {incident.id:,} continues{further(incident)}"
+
+
+def further(incident: Incident) -> str:
+    """Say how many anomalous updates followed an incident that was only observed, to append to other words."""
+    return f": {counted(incident.further, 'more anomalous update')} followed" if incident.further else ""
 
 
 def why_unrecovered(incident: Incident) -> str:
@@ -99,7 +112,7 @@ def why_unrecovered(incident: Incident) -> str:
 def first_sign(incident: Incident) -> str:
     """Say in one line what was noticed, and where."""
     anomaly = incident.anomaly
-    line = f"step {anomaly.step:,}: {noticed(anomaly)}{weights_suffix(anomaly)}{drill_suffix(incident)}"
+    line = f"step {anomaly.step:,}: {noticed(anomaly)}{reached_suffix(incident)}{drill_suffix(incident)}"
     return " ".join(f"{line}; {anomaly.evidence}".split()) if anomaly.evidence else line
 
 
@@ -158,6 +171,13 @@ def weights_suffix(anomaly: Anomaly) -> str:
     return ", in the weights already" if first >= anomaly.step else f", in the weights since step {first:,}"
 
 
+def reached_suffix(incident: Incident) -> str:
+    """Say whether an incident reached the weights, to append to other words."""
+    if incident.is_observed and not incident.anomaly.landed:
+        return ", not kept from the weights"
+    return weights_suffix(incident.anomaly)
+
+
 def _cause(diagnosis: Diagnosis) -> str:
     details = []
     if diagnosis.culprit:
@@ -176,7 +196,8 @@ def describe_culprit(culprit: Culprit) -> str:
 def describe_cost(incident: Incident) -> str:
     """Say what an incident cost: updates that are repeated, and time."""
     took = f", {in_seconds(incident.seconds)}" if incident.seconds >= _SHORTEST_S else ""
-    return _lost(incident).removeprefix("; ") + took
+    lost = "no update" if incident.is_observed else _lost(incident).removeprefix("; ")
+    return lost + took
 
 
 def rows_named(rows: Sequence[int]) -> str:
@@ -202,7 +223,7 @@ def _done(incident: Incident) -> str:
     words = remedies_of(incident)
     if incident.rewound_to is not None:
         words += f", in {in_seconds(incident.seconds)}"
-    return f"{words or 'nothing was done'}{_lost(incident)}"
+    return f"{words or 'nothing was done'}{'' if incident.is_observed else _lost(incident)}"
 
 
 def _lost(incident: Incident) -> str:
@@ -301,6 +322,7 @@ _WORDS: dict[str, Callable[[Settings], str]] = {
     "mend_eps": lambda settings: "raised an epsilon that is 0 in its dtype",
     "repeat": lambda settings: "retried the update",
     "report": lambda settings: "reported only",
+    OBSERVE: lambda settings: "only observed, nothing is changed",
     "go_on": lambda settings: "the run was resumed",
     "fall_back": lambda settings: "fell back to the previous one",
     "try_again": lambda settings: "training continues, and saving is retried",

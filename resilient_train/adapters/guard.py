@@ -282,7 +282,7 @@ class Guard(guard.EngineGuard):
         self._put_back_batch()
         error, gave_up = sys.exc_info()[1], None
         try:
-            if self.settle() and self._examine_now() is None:
+            if (self.settle() and self._examine_now() is None) or self._recovery.observes:
                 if error is None and self._recovery.is_unrecovered():
                     gave_up = self._recovery.end_unrecovered()
                 else:
@@ -314,6 +314,11 @@ class Guard(guard.EngineGuard):
     def incidents(self) -> list[Incident]:
         """All incidents until now."""
         return self._recovery.incident_log.incidents
+
+    @property
+    def observes(self) -> bool:
+        """Whether the policy reports incidents only, and lets every update land."""
+        return self._recovery.observes
 
     @property
     def recent_loss(self) -> float | None:
@@ -418,7 +423,8 @@ class Guard(guard.EngineGuard):
         self.reporter.end("completed", digests=(self.state.weights_sha256(), self.state.sha256()))
 
     def _finish_saving(self, *, healthy: bool) -> Path | None:
-        left = self._keeper.finish(self._controls.state_dict(), healthy=healthy)
+        remedies, damaged = self._controls.state_dict(), self._recovery.is_damaged
+        left = self._keeper.finish(remedies, healthy=healthy, damaged=damaged)
         self._recovery.note_saves()
         if healthy:
             self._recovery.close_saving_incident()

@@ -218,7 +218,8 @@ class Guarding:
         assert before is not None
         assert self.follower is not None
         since = trainer.state.global_step - trainer._globalstep_last_logged
-        trainer._tr_loss.copy_(before + (loss.to(before.device) if loss.isfinite() else before / max(since, 1)))
+        is_counted = loss.isfinite() or self.follower.guard.observes
+        trainer._tr_loss.copy_(before + (loss.to(before.device) if is_counted else before / max(since, 1)))
         if norm is not None and self.follower.norm is not None:
             norm.copy_(self.follower.norm)
 

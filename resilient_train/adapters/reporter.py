@@ -92,6 +92,8 @@ def verdict_of(
         return status
     if is_unrecovered(incidents):
         return "unrecovered"
+    if any(one.is_observed for one in incidents):
+        return "observed"
     first, final = losses
     if steps < _JUDGED_AFTER or first is None or final is None or final < first - _LEAST_FALL * abs(first):
         return "recovered" if incidents else "well"

@@ -33,14 +33,14 @@ from resilient_train.wording import (
     duration,
     noticed,
     printable,
-    weights_suffix,
+    reached_suffix,
 )
 
 _LOOK_EVERY_S = 1.0
 _RESTARTS_WITHIN_S = 120.0  # by a launcher on another host, which cannot be seen
 
 _STYLES = {"clean": "bold green", "recovered": "bold green", "gave_up": "bold red", "failed": "bold red"}
-_STYLES |= {"unrecovered": "bold red", "no_progress": "bold yellow"}
+_STYLES |= {"unrecovered": "bold red", "no_progress": "bold yellow", "observed": "bold yellow"}
 
 _LARGEST_SOURCE = 2**22  # bytes
 _LABELS = 9  # columns
@@ -50,6 +50,7 @@ _OUTCOMES = {
     Outcome.RECURRED: (f"{OUTCOMES[Outcome.RECURRED]}: what was done was not enough", "yellow"),
     Outcome.UNRECOVERED: (f"{OUTCOMES[Outcome.UNRECOVERED]}: it was not over at the end of the run", "red"),
     Outcome.GAVE_UP: ("gave up", "red"),
+    Outcome.OBSERVED: (OUTCOMES[Outcome.OBSERVED], "yellow"),
     None: ("open: it counts as recovered once the run has stayed healthy", "yellow"),
 }
 
@@ -231,7 +232,7 @@ def _show_block(chapter: Chapter, story: Story, began_ms: int | None, page: Page
     after = f" ({duration(since)} after the start)" if 0 <= since < 1e9 else ""
     when = f"incident {incident.id:,}  {_clock(chapter.opened_ms)}{after}"
     page.line((when, "bold"), f"  step {anomaly.step:,}, tick {anomaly.tick:,}", hang=2)
-    row("noticed", noticed(anomaly) + weights_suffix(anomaly))
+    row("noticed", noticed(anomaly) + reached_suffix(incident))
     row("", anomaly.evidence)
     row("drill", f"{incident.drill}, on purpose" if incident.drill else "")
     row("cause", view.cause + (f": {view.rows}" if view.rows else ""))

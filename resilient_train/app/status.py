@@ -29,6 +29,7 @@ from resilient_train.wording import printable
 _NOT_WELL = {
     "unrecovered": "not recovered, an incident was not over at the end of the run",
     "no_progress": "the loss did not fall",
+    "observed": "incidents were observed, not treated",
 }
 
 

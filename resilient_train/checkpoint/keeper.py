@@ -233,8 +233,11 @@ class CheckpointKeeper:
             return max(0, step - self._last_saved), lambda: None
         return max(0, step - snapshot.step), lambda: self._write_now(self._job(snapshot))
 
-    def finish(self, remedies: Mapping[str, Any], *, healthy: bool) -> Path | None:
-        """Write the present state, as verified at a healthy end, else as a candidate. All ranks call this."""
+    def finish(self, remedies: Mapping[str, Any], *, healthy: bool, damaged: bool = False) -> Path | None:
+        """Write the present state, as verified at a healthy end, else as a candidate. All ranks call this.
+
+        One that may hold damage that was only observed is a candidate, too.
+        """
         parts = self._parts
         self.wait()
 
@@ -242,14 +245,15 @@ class CheckpointKeeper:
             if self._writer is None or (healthy and not self._config.every):
                 return None
             verified, (plain, tensors) = self._unsaved(), taken_apart(parts.state.live())
-            present = Snapshot(parts.clock.step, plain, tensors, {}, parts.checks_state(), remedies, verified=healthy)
+            present = Snapshot(parts.clock.step, plain, tensors, {}, parts.checks_state(), remedies)
+            present.verified = healthy and not damaged
             path = self._write_now(self._job(present))
-            if not healthy and verified is not None and verified.step < present.step:
+            if not present.verified and verified is not None and verified.step < present.step:
                 self._write_now(self._job(verified))  # to go back to, should the candidate be bad
             return path
 
         with at_disk():
-            if healthy:
+            if healthy and not damaged:
                 parts.world.on_main(self._write_best)
             return self._on_all(write)
 

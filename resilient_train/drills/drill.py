@@ -104,6 +104,7 @@ class Drill:
         self._faults = dict(enumerate(faults))
         self._has_fired, self._fired, self._about = has_fired, fired, about
         self._struck: dict[int, tuple[int, int]] = {}  # where each fault struck last: tick and micro-batch
+        self._again: int | None = None  # the tick whose update is retried as it was
         self._checked: set[str] = set()  # kinds of things that were checked for something to spoil
 
     def wrapped(self, dataset: Any) -> Any:
@@ -118,6 +119,10 @@ class Drill:
     def strikes_at(self, tick: int) -> bool:
         """Say whether a fault begins at this tick. The tick must then not be lost to a rewind of an earlier update."""
         return any(isinstance(fault, TickFault) and fault.begins(tick) for fault in self._faults.values())
+
+    def repeat(self, tick: int) -> None:
+        """Strike again in the update of this tick: the policy only observes, and lets the very same update land."""
+        self._again = tick
 
     def on_batch(self, place: UpdatePlace, batch: Any) -> Any:
         """Call before the forward of each micro-batch. Returns the batch, or a spoiled copy."""
@@ -147,6 +152,8 @@ class Drill:
 
     def between_updates(self, place: UpdatePlace, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Call just before the first forward of the update at `place`."""
+        if place.tick == self._again:
+            return  # these faults stay
         # An optimizer has no state before its first step, and whether the newest update was one is not known yet.
         for fault in self._striking("state", place, model, optimizers, can_check=place.step > 2):
             fault.spoil(place.tick, model, optimizers)
@@ -165,7 +172,10 @@ class Drill:
             begins = fault.begins(place.tick)
             if (begins or is_first) and not self._is_possible(index, fault, *things):
                 continue
-            continues = fault.whole_update and self._struck.get(index) == (place.tick, place.micro - 1)
+            struck = self._struck.get(index)
+            continues = fault.whole_update and struck == (place.tick, place.micro - 1)
+            if place.tick == self._again and struck is not None:
+                continues |= fault.whole_update or struck == (place.tick, place.micro)
             if begins and (continues or self._journal_once(index, fault, place.tick)):
                 self._struck[index] = place.tick, place.micro
                 if fault.is_on(place.rank):

@@ -42,6 +42,8 @@ def as_line(incident: Incident) -> dict[str, Any]:
         "drill": incident.drill,
         "trace": incident.trace,
     }
+    if incident.is_observed:
+        line["further"] = incident.further
     whole: dict[str, Any] = masked_tree(plain(line))
     return whole
 
@@ -85,6 +87,7 @@ def from_line(line: Any) -> Incident:
         outcome=None if outcome is None else Outcome(outcome),
         drill=_take(line, "drill", str, default=""),
         trace=_whole(line, "trace", 0),
+        further=_whole(line, "further", 0),
     )
 
 

@@ -18,7 +18,7 @@ from resilient_train.record.journal import JOURNAL, Entry, Journal
 from resilient_train.record.run_history import RunHistory, drill_behind
 from resilient_train.record.surroundings import RESUME, Surroundings, Timed
 from resilient_train.types import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals, kind_of
-from resilient_train.wording import describe, describe_outcome, log
+from resilient_train.wording import describe, describe_further, describe_outcome, log
 
 INCIDENTS = "incidents.jsonl"  # its name in a run directory
 
@@ -141,8 +141,10 @@ class IncidentLog:
     ) -> None:
         """Record the outcome of an incident, by default the one it has, and list it.
 
-        One that `ends_run` has no treatment: its `phases` are recorded here, and so are the measurements before it.
+        That of an incident that was only observed is always this. One that `ends_run` has no treatment: its `phases`
+        are recorded here, and so are the measurements before it.
         """
+        outcome = Outcome.OBSERVED if incident.is_observed else outcome
         incident = replace(incident, outcome=outcome or incident.outcome)
         assert incident.outcome is not None, f"incident {incident.id} has no outcome yet"
         self._write(CLOSED, incident, phases)
@@ -153,7 +155,10 @@ class IncidentLog:
             self._surroundings.begin(incident)
         else:
             self._surroundings.end(incident)
-        if incident.outcome is Outcome.RECOVERED:  # one that recurred is reported by the incident that came after it
+        if incident.outcome in (
+            Outcome.RECOVERED,
+            Outcome.OBSERVED,
+        ):  # one that recurred is reported by the incident that came after it
             log.info("%s", describe_outcome(incident, healthy_steps))
 
     def update_accepted(self, step: int, *, recovered_after: int, loss_is_off: bool) -> None:
@@ -170,6 +175,15 @@ class IncidentLog:
             is_over = step >= reached + recovered_after and one.id not in self._ongoing
             if is_over and not (loss_is_off and one.left_damage):
                 self.close(one, Outcome.RECOVERED, healthy_steps=recovered_after)
+
+    def count_further(self, number: int, step: int) -> None:
+        """Count one more anomalous update into an incident that is only observed, and write down each doubling."""
+        incident = self._incidents[number]
+        incident = replace(incident, further=incident.further + 1)
+        self._keep(incident)
+        if incident.further & (incident.further - 1) == 0:
+            self.update(incident)
+            log.info("step %d: %s", step, describe_further(incident))
 
     def clear_ongoing(self, number: int) -> None:
         """Let healthy updates close an ongoing incident from now on."""

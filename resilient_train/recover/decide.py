@@ -15,7 +15,7 @@ from zlib import crc32
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.recover.policy import Policy, Rung
 from resilient_train.recover.remedies import Case, Circumstances, is_mild, remedy
-from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident
+from resilient_train.types import OBSERVE, Action, Anomaly, Cause, Decision, Diagnosis, Incident
 from resilient_train.wording import counted
 
 DIGEST_BITS = 24  # float32 holds a number of so many bits exactly
@@ -37,6 +37,8 @@ def decide(
     `history` holds the earlier incidents; those up to the last one that ended the run no longer count, so a run that is
     resumed with a better configuration starts fresh. `trace` is the digest of the updates since the last rewind.
     """
+    if policy.observe:
+        return Decision((Action(OBSERVE),))
     cause, ladder = diagnosis.cause, policy.ladder(diagnosis.cause)
     if not ladder:
         return Decision(gave_up=f"the policy has no remedy for {cause}")

@@ -132,6 +132,7 @@ class Policy:
     crashes: int = limited(2, **_COUNT)  # the process ended so often at the same samples: then they are skipped
     halvings: int = limited(4, at_least=0)  # of the micro-batch, when the device is out of memory
     budget: Budget = field(default_factory=Budget)
+    observe: bool = False  # report only, and let every update land: ladders and budget do not matter
 
     def ladder(self, cause: Cause) -> tuple[Rung, ...]:
         """Return the rungs for a cause."""

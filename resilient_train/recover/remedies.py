@@ -10,7 +10,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.imports import Unimportable, find
 from resilient_train.reader import limited as limited  # custom remedies import it from here
 from resilient_train.recover.knobs import Knobs
-from resilient_train.types import Action, Anomaly, Diagnosis
+from resilient_train.types import OBSERVE, Action, Anomaly, Diagnosis
 
 _MIN_CUT = 0.01  # the least that one remedy multiplies the learning rate by
 
@@ -309,5 +309,5 @@ def remedy_class(name: str, key: str) -> type[Remedy]:
 
 def is_mild(actions: Iterable[Action]) -> bool:
     """Say whether actions change neither weights nor knobs, and skip or replace no more than the suspect samples."""
-    mild = ("quarantine", "repeat", "report")
+    mild = ("quarantine", "repeat", "report", OBSERVE)
     return all(one.remedy in mild or (one.remedy == "skip" and not one.settings) for one in actions)

@@ -26,6 +26,7 @@ _LOOKS = {  # mark, colour and filling of an incident in the strip
     Outcome.RECURRED: ("o", UNDONE, UNDONE),
     Outcome.UNRECOVERED: ("X", BAD, BAD),
     Outcome.GAVE_UP: ("X", BAD, BAD),
+    Outcome.OBSERVED: ("o", CURVE, CURVE),
     None: ("o", BAD, "white"),
 }
 _TICKS = "tick: attempted updates"

@@ -12,9 +12,9 @@ from resilient_train.wording import (
     describe_culprit,
     drill_suffix,
     noticed,
+    reached_suffix,
     remedies_of,
     rows_named,
-    weights_suffix,
     why_of,
 )
 
@@ -46,8 +46,9 @@ class IncidentView:
             remedy = f"gave up: {why_of(incident)}"
         elif not is_treated:
             remedy = "being treated"
+        is_let_through = anomaly.landed or incident.is_observed
         return cls(
-            noticed=noticed(anomaly, by_name=False) + (weights_suffix(anomaly) if anomaly.landed else ", refused"),
+            noticed=noticed(anomaly, by_name=False) + (reached_suffix(incident) if is_let_through else ", refused"),
             drill=drill_suffix(incident),
             cause=str(diagnosis.cause),
             rows=rows_named(diagnosis.rows) if diagnosis.rows else "",

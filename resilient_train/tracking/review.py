@@ -17,7 +17,16 @@ from resilient_train.record.endings import LOOP
 from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.tracking.story import Checkpoint, Story
 from resilient_train.types import Incident, Outcome
-from resilient_train.wording import counted, duration, noticed, remedies_in_short, rows_named, why_of, why_unrecovered
+from resilient_train.wording import (
+    counted,
+    duration,
+    further,
+    noticed,
+    remedies_in_short,
+    rows_named,
+    why_of,
+    why_unrecovered,
+)
 
 WEIGHTS = "weights.safetensors"  # of a run that finished
 
@@ -120,6 +129,11 @@ def verdict(story: Story) -> tuple[str, str]:
             last = next(one for one in reversed(story.incidents) if one.outcome is None)
             what = f"incident {last.id:,} ({noticed(last.anomaly, by_name=False)}, step {last.anomaly.step:,})"
             return "Recovering", f"{where}; {what} is open until the run has stayed healthy. In all, {met}.{cost}"
+        case "observed":
+            last = next(one for one in reversed(story.incidents) if one.is_observed)
+            what = f"incident {last.id:,} ({noticed(last.anomaly, by_name=False)}, step {last.anomaly.step:,})"
+            more = f"; the last was {what}{further(last)}"
+            return "Observed, not treated", f"{where}; {met}{more}.{cost}{_results(story.summary)}"
         case "unrecovered":
             left = next(one for one in reversed(story.incidents) if one.outcome is Outcome.UNRECOVERED)
             what = f"incident {left.id:,} ({noticed(left.anomaly, by_name=False)}, step {left.anomaly.step:,})"
@@ -211,6 +225,8 @@ def incidents_met(incidents: Sequence[Incident]) -> str:
         left = [(outcomes[Outcome.UNRECOVERED], "not recovered"), (outcomes[Outcome.GAVE_UP], "not cured")]
         left += [(outcomes[None], "open"), (again, "came back")]
         return f"{met}, {', '.join(f'{count:,} {what}' for count, what in left if count)}"
+    if seen := outcomes[Outcome.OBSERVED]:
+        return f"{met}, {seen:,} observed, not treated"
     if again:
         return f"{met}, {again:,} needed a second treatment"
     return f"{met}, {'it did not come' if len(incidents) == 1 else 'none of which came'} back"

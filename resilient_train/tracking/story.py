@@ -206,7 +206,7 @@ def _whole(value: Any, otherwise: int) -> int:
 def status_by(incidents: Sequence[Incident], summary: Mapping[str, Any] | None = None) -> str:
     """Say in one word how a run fares, by its incidents and by the summary that its last end wrote.
 
-    That is clean, recovered, recovering, unrecovered, no_progress, gave_up, preempted or failed.
+    That is clean, recovered, recovering, observed, unrecovered, no_progress, gave_up, preempted or failed.
     """
     ended = summary.get("status") if summary is not None else None
     if ended in ("gave_up", "preempted", "failed"):
@@ -219,6 +219,8 @@ def status_by(incidents: Sequence[Incident], summary: Mapping[str, Any] | None =
         return "gave_up"
     if is_unrecovered(incidents):
         return "unrecovered"
+    if any(one.is_observed for one in incidents):
+        return "observed"
     return "recovering" if any(one.outcome is None for one in incidents) else "recovered"
 
 
@@ -305,7 +307,7 @@ def open_advice(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
     """
     incidents = [one for one in incidents if not one.drill]
     gave_up = [one for one in incidents if one.outcome is Outcome.GAVE_UP]
-    is_open = [one for one in incidents if one.outcome is None]
+    is_open = [one for one in incidents if one.outcome in (None, Outcome.OBSERVED)]
     with_rows = [one for one in incidents if one.diagnosis.rows and one.diagnosis.culprit is None]
     kinds = Counter(map(_kind, incidents))
     each = partial(_each, abouts=_abouts(incidents))

@@ -19,9 +19,12 @@ class Gate:
     something behind once they have begun a step: for them the host reads what was measured and decides.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], device: torch.device) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], device: torch.device, *, skips_overflow: bool = False) -> None:
+        """`skips_overflow`: while it is open, gradients that are not finite make no step, as with a loss scaler."""
         self.optimizers, self.device = list(optimizers), device
         self.limits = (NO_LIMIT, LARGEST_NORM)  # of loss and gradient norm
+        self.is_open = False  # all updates land, as without a gate: the policy only observes
+        self._skips_overflow = skips_overflow
         self._on_device = torch.tensor(self.limits, dtype=torch.float32, device=device)
         self._stateless: set[int] = set()  # ids of weights that have no state after an update, as in plain SGD
 
@@ -47,6 +50,11 @@ class Gate:
 
         Returns the numbers if the host had to read them, so that they are not read twice.
         """
+        if self.is_open:
+            if not self._skips_overflow or math.isfinite(measured[1]):
+                for optimizer in self.optimizers:
+                    optimizer.step()
+            return None
         waits_for = self.synchronous()
         if waits_for or not self._is_settled():
             numbers: list[float] = measured.tolist()

@@ -87,7 +87,7 @@ class Updater:
         self.usual_norm: float | None = None  # of recent gradients, for a tightened clip where none is configured
         self.trainer_clips = False  # a trainer, before it steps
         self.trainers_norm: torch.Tensor | None = None  # as it measured that before; None if it did not
-        self.gate = Gate(optimizers, device)
+        self.gate = Gate(optimizers, device, skips_overflow=scaler is not None)
         self._restarts = RestartDetector()
         self.weights = [weight for group in self._groups() for weight in group["params"]]
         self._over_ranks = over_ranks if any(map(is_sharded, self.weights)) else None

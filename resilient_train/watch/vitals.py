@@ -101,6 +101,16 @@ def read_vitals(
     )
 
 
+def landed(vitals: Vitals) -> Vitals:
+    """Return the vitals of an update that a limit would have refused, and that has landed through the open gate.
+
+    With a loss scale it has not, if its gradients are not finite.
+    """
+    if vitals.accepted or (vitals.loss_scale is not None and not isfinite(vitals.grad_norm)):
+        return vitals
+    return vitals._replace(step=vitals.step + 1, accepted=True, refused=None)
+
+
 def _where_not_finite(by_rank: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """Return the ranks on which trouble began, without those that only received it; none if that does not show.
 

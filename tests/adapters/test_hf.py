@@ -85,6 +85,23 @@ def test_what_strikes_once_leaves_no_trace(program: str, fault: str, signal: str
     assert all(row["loss"] == row["loss"] for row in rows(struck) if "loss" in row)  # no NaN in the logs
 
 
+@pytest.mark.parametrize(
+    ("program", "fault"),
+    [("gpt2", "bad_rows"), ("vit", "hot_lr"), ("vit", "bit_flip"), ("llama", "")],
+)
+def test_a_trainer_that_is_only_observed_ends_as_a_plain_one(program: str, fault: str, tmp_path: Path) -> None:
+    """With `recovery="observe"`: the same bits and logs, NaN included, and its incidents are reported."""
+    plain = trained(program, tmp_path / "plain", fault, guarded=False, logging_nan_inf_filter=False)
+    seen = resilient_train.hf.guard(programs.trainer(program, tmp_path / "seen", fault), recovery="observe")
+    seen.train()
+    assert weights(seen) == weights(plain)
+    assert repr(rows(seen)) == repr(rows(plain))
+    found = incidents(tmp_path / "seen")
+    assert bool(found) == bool(fault)
+    assert len(found) < 3
+    assert {incident["outcome"] for incident in found} <= {"observed"}
+
+
 def test_bad_rows_are_named_and_left_out_also_after_a_resume(tmp_path: Path) -> None:
     struck = trained("gpt2", tmp_path, "bad_rows", save_strategy="steps", save_steps=50)
     named = [incident["rows"] for incident in incidents(tmp_path)]

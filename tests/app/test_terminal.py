@@ -661,7 +661,7 @@ def test_questions_and_mistakes_are_answered_without_torch(arguments: list[str])
 COMPLETED = {
     "resilient-train mod": {"model=", "model."},
     "resilient-train recovery=": {
-        f"recovery={name}" for name in ("aggressive", "balanced", "conservative", "off", "palm", "skip")
+        f"recovery={name}" for name in ("aggressive", "balanced", "conservative", "observe", "off", "palm", "skip")
     },
     "resilient-train model=mlp model.h": {"model.hidden."},
     "resilient-train run.steps=5 --config-dir own model=t": {"model=tiny"},

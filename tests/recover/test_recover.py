@@ -32,7 +32,7 @@ from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Dia
 policy_named = functools.cache(named)  # reading YAML takes longer than most of these tests
 
 SHIPPED = conf() / "recovery"
-POLICIES = ["aggressive", "balanced", "conservative", "off", "palm", "skip"]
+POLICIES = ["aggressive", "balanced", "conservative", "off", "palm", "skip"]  # that do something
 ALL_APPLICABLE = Circumstances(snapshots=4, mixed_precision=True, loss_scaler=True, rows=10_000)
 
 
@@ -492,7 +492,7 @@ def test_shipped_policies(name: str) -> None:
 
 def test_all_policies_are_tested() -> None:
     """A policy that is added to the package is added to these tests."""
-    assert sorted(file.stem for file in SHIPPED.glob("*.yaml")) == POLICIES
+    assert {file.stem for file in SHIPPED.glob("*.yaml")} == {*POLICIES, "observe"}  # which has test_observe.py
 
 
 def test_aggressive_uses_everything() -> None:

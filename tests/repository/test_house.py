@@ -39,8 +39,9 @@ MAY_KNOW: dict[str, set[str]] = {
         "watch",
     },
     "micro_batches": {"record", "recovery"},
+    "in_flight": {"data", "state", "update", "watch"},
     "guard": {
-        *("data", "diagnose", "drills", "micro_batches", "numerics", "record", "recovery", "run_parts"),
+        *("data", "diagnose", "drills", "in_flight", "micro_batches", "numerics", "record", "recovery", "run_parts"),
         *("state", "update", "watch"),
     },
     # What is around it.

@@ -1,0 +1,205 @@
+"""recovery=observe: everything is checked, diagnosed and reported, and the run ends as a plain loop does."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import SAVING, command
+from guarded import Net, adamw, rows
+from torch.nn import functional as F
+
+from resilient_train.adapters.guard import Guard
+from resilient_train.app import incidents
+from resilient_train.drills import BitFlip, Drill, HotLr, LossSpike, NanBatch, NanGrad, UpdatePlace
+from resilient_train.recover.decide import decide
+from resilient_train.recover.policy import parse
+from resilient_train.recover.remedies import Circumstances
+from resilient_train.state.randomness import Seeds
+from resilient_train.state.ring import MemoryConfig
+from resilient_train.state.tree import sha256
+from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Outcome, Signal
+from resilient_train.update.clip import ClipConfig, clip
+
+STEPS, AT = 120, 40
+BAD = (17, 99)
+
+
+class Rows:
+    """The rows of `guarded`; bad ones hold a NaN."""
+
+    def __init__(self, *bad: int) -> None:
+        self.rows = rows()
+        for row in bad:
+            self.rows[row][0][0] = math.nan
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
+        return self.rows[row]
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def the_drill(*faults: Any) -> Drill:
+    fired: set[int] = set()
+    return Drill(faults, has_fired=fired.__contains__, fired=lambda number, name, tick: fired.add(number))
+
+
+def parts() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, adamw(model)
+
+
+def plain(faults: list[Any], data: Any) -> Net:
+    """A loop without a guard, with the samples, the random numbers and the faults of a guarded one."""
+    samples = Guard(None, *parts(), data=data, batch_size=8).samples
+    seeds, drill = Seeds(0, 0, torch.device("cpu")), the_drill(*faults)
+    model, optimizer = parts()
+    for step in range(1, STEPS + 1):
+        update = samples.next_update()
+        place = UpdatePlace(step, step, update.start, 0, 0)
+        drill.between_updates(place, model, [optimizer])
+        seeds.for_update(update.start)
+        loss = drill.on_loss(place, loss_of(model, drill.on_batch(place, update.batches[0])))
+        loss.backward()  # type: ignore[no-untyped-call]
+        weights = list(model.parameters())
+        drill.on_gradients(place, weights)
+        clip(weights, ClipConfig(1.0, None))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * drill.rate_factor(place)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def observed(faults: list[Any], data: Any, **more: Any) -> tuple[Guard, Net]:
+    model, optimizer = parts()
+    more = {"objective": loss_of, "steps": STEPS, "drill": the_drill(*faults) if faults else None, **more}
+    guard = Guard(None, model, optimizer, data=data, batch_size=8, recovery="observe", clip=1.0, **more)
+    for batch in guard.batches():
+        guard.step(batch)
+    guard.close()
+    return guard, model
+
+
+def state(model: Net) -> str:
+    return sha256(model.state_dict())
+
+
+def is_finite(model: Net) -> bool:
+    return all(bool(one.isfinite().all()) for one in model.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("faults", "bad", "signals", "ends_finite"),
+    [
+        pytest.param([], (), [], True, id="healthy"),
+        pytest.param([NanBatch(at=[AT])], (), ["nonfinite_batch"], False, id="NaN batch"),
+        pytest.param([NanGrad(at=[AT])], (), ["nonfinite_grad"], False, id="NaN gradient"),
+        pytest.param([NanGrad(at=[1])], (), ["nonfinite_grad"], False, id="in the first update"),
+        pytest.param([NanGrad(at=[STEPS])], (), ["nonfinite_grad"], False, id="in the last update"),
+        pytest.param([LossSpike(at=[AT], factor=1e6)], (), ["loss_spike"], True, id="exploding loss"),
+        pytest.param([LossSpike(at=[AT, AT + 1, AT + 9], factor=1e6)], (), ["loss_spike"], True, id="three in a row"),
+        pytest.param([BitFlip(at=[AT])], (), ["nonfinite_weights"], False, id="bit flip"),
+        pytest.param([HotLr(at=[AT], factor=300.0, updates=30)], (), ["divergence"], True, id="hot rate"),
+        pytest.param([], BAD, ["nonfinite_batch"], False, id="rows with NaN"),
+    ],
+)
+def test_a_run_ends_as_a_plain_loop_does(
+    faults: list[Any], bad: tuple[int, ...], signals: list[str], ends_finite: bool, tmp_path: Path
+) -> None:
+    """Weights and buffers to the last bit, whatever strikes; incidents are reported, and none counts as recovered."""
+    guard, model = observed(faults, Rows(*bad), run_dir=tmp_path)
+    assert state(model) == state(plain(faults, Rows(*bad)))
+    assert is_finite(model) == ends_finite
+    assert [str(one.anomaly.signal) for one in guard.incidents] == signals
+    assert {one.outcome for one in guard.incidents} <= {Outcome.OBSERVED}
+    assert (guard.clock.step, guard.clock.tick) == (STEPS, STEPS)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"], summary["steps_lost"]) == ("completed", 0, 0)
+    assert summary["incidents"]["recovered"] == 0
+    assert (summary["verdict"] == "observed") == bool(signals)
+
+
+class Counted:
+    """Counts the forwards of a run, those of replays included."""
+
+    calls = 0
+
+    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+        self.calls += 1
+        return loss_of(model, batch)
+
+
+def test_weights_with_nan_make_one_incident_and_no_replays(tmp_path: Path) -> None:
+    """All losses are NaN from the first update of a bad row on: the others count into its incident."""
+    objective = Counted()
+    guard, model = observed([], Rows(BAD[0]), objective=objective, steps=1000, run_dir=tmp_path)
+    [incident] = guard.incidents
+    assert not is_finite(model)
+    assert incident.diagnosis.rows == (BAD[0],)
+    assert incident.further == 1000 - incident.anomaly.step
+    assert objective.calls < 1000 + 100
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) < 60
+    [line] = (tmp_path / "incidents.jsonl").read_text().splitlines()
+    told = json.loads(line)
+    assert (told["outcome"], told["further"], told["actions"]) == (
+        "observed",
+        incident.further,
+        [{"remedy": "observe"}],
+    )
+
+
+@pytest.mark.parametrize("checks", ["default", "off"])
+def test_no_state_after_the_damage_is_verified(checks: str, tmp_path: Path) -> None:
+    """The last one is a candidate, next to the newest that was verified before."""
+    memory = MemoryConfig(every=5, keep=4, max_gib=None)
+    more = {"checks": checks, "memory": memory, "disk": 5, "verify_after": 5, "run_dir": tmp_path}
+    observed([NanGrad(at=[AT])], Rows(), **more)
+    files = (tmp_path / "checkpoints").glob("*/manifest.json")
+    kinds = {one["step"]: one["kind"] for one in (json.loads(file.read_text()) for file in files)}
+    assert kinds[STEPS] == "candidate"
+    assert max(step for step, kind in kinds.items() if kind == "verified") < AT
+
+
+def test_trouble_that_keeps_returning_is_one_incident_and_after_quiet_a_new_one() -> None:
+    """Further anomalies count into the incident until 50 updates were healthy; then the next one is diagnosed."""
+    often = [*range(30, 90, 10)]
+    guard, _ = observed([LossSpike(at=[*often, 180], factor=1e6)], Rows(), steps=240)
+    assert [(one.anomaly.step, one.further) for one in guard.incidents] == [(30, len(often) - 1), (180, 0)]
+    assert all(one.anomaly.landed for one in guard.incidents)
+
+
+def test_the_command_completes_and_says_that_it_only_observed(
+    run_command: command, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command ends with 0 at the planned end, with weights of NaN, and says that it was only observed."""
+    run = [*SAVING, "run.dir=run", "run.steps=60", "drill=nan_batch", "drill.at=[30]", "recovery=observe"]
+    done = run_command(run)
+    assert done.code == 0, done.stderr
+    assert "incident 1 was observed, not treated: 30 more anomalous updates followed" in done.stdout
+    assert "1 incident (1 data), 1 observed, not treated" in done.stdout
+    assert "recovered" not in done.stdout
+    summary = done.summary("run")
+    assert (summary["status"], summary["verdict"], summary["steps"]) == ("completed", "observed", 60)
+    assert incidents.main(["run"]) == 0
+    assert "Observed, not treated" in capsys.readouterr().out
+
+
+def test_no_budget_ends_a_run_that_is_only_observed() -> None:
+    """Not even one of a policy of one's own that allows for nothing."""
+    budget = dict.fromkeys(("incidents", "run", "refused", "in_a_row"), 0)
+    policy = parse({"ladders": {"default": []}, "observe": True, "budget": budget})
+    for landed in (True, False):
+        anomaly = Anomaly(Signal.NONFINITE_GRAD, 9, 1000, 2, "", landed=landed)
+        decision = decide(policy, anomaly, Diagnosis(Cause.UNKNOWN, ""), [], 1000, Circumstances())
+        assert decision == Decision((Action("observe"),))
