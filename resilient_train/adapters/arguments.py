@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -72,21 +73,40 @@ def unwrapped(model: Any, world: World) -> nn.Module:
             if kind.__module__.startswith(package):
                 raise ValueError(f"model: {why}")
     inner = getattr(model, "_orig_mod", model)
-    is_replicated = any(map(is_sharded, model.parameters())) or isinstance(inner, DistributedDataParallel)
+    synchronized = {id(weight) for _, one in _replicated(inner) for weight in one.parameters()}
+    is_replicated = any(map(is_sharded, model.parameters())) or (
+        bool(synchronized) and all(id(one) in synchronized for one in model.parameters() if one.requires_grad)
+    )
     if world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_") and not is_replicated:
         why = "each process would train a model of its own: give what accelerator.prepare(model) returns"
         raise ValueError(f"model: it is not prepared for {world.size} processes, so {why}")
     # unwrap_model on a compiled DDP model would also strip DDP from the caller's model.
     bare: nn.Module = world.accelerator.unwrap_model(inner, keep_fp32_wrapper=True)
-    return model if bare is inner else bare
+    if bare is not inner:
+        return bare
+    if not synchronized:
+        return model
+    # Networks that were prepared one by one: their weights have the names that they have in one process.
+    bare = copy.copy(inner)
+    bare._modules = inner._modules.copy()
+    for name, one in inner.named_children():
+        bare._modules[name] = world.accelerator.unwrap_model(getattr(one, "_orig_mod", one), keep_fp32_wrapper=True)
+    return bare
+
+
+def _replicated(model: nn.Module) -> list[tuple[str, DistributedDataParallel]]:
+    """Return what DDP replicates, the model or networks in it, each with the beginning of the names of its weights."""
+    several = [("", model), *((f"{name}.", one) for name, one in model.named_children())]
+    several = [(name, getattr(one, "_orig_mod", one)) for name, one in several]
+    return [(name, one) for name, one in several if isinstance(one, DistributedDataParallel)]
 
 
 def own_weights(model: nn.Module) -> frozenset[str] | None:
     """Return the weights that DDP does not synchronize; None for a model that is not replicated."""
-    replicated = getattr(model, "_orig_mod", model)
-    if not isinstance(replicated, DistributedDataParallel):
+    replicated = _replicated(getattr(model, "_orig_mod", model))
+    if not replicated:
         return None
-    return frozenset(replicated.parameters_to_ignore)
+    return frozenset(f"{name}{ignored}" for name, one in replicated for ignored in one.parameters_to_ignore)
 
 
 def objective(given: Any) -> Measured | None:
