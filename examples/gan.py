@@ -1,13 +1,12 @@
 """Two losses, two optimizers: how a GAN goes under a guard.
 
     python examples/gan.py             # both below, one after the other
-    python examples/gan.py in_turn     # as tutorials write it: the guard says at the first batch that it cannot
-    python examples/gan.py together    # both losses added, one guard with both optimizers: it trains
+    python examples/gan.py in_turn     # as tutorials write it: one optimizer steps, then the other
+    python examples/gan.py together    # both losses added: both optimizers step at once, and an update can be replayed
 
-A guard makes one update of a batch, which lands as a whole or not at all. So a loop that steps the discriminator, and
-then the generator against the discriminator that it has just changed, is not supported. What is: compute both losses
-with the same weights, cut each off from the weights that it is not for, add them up, and let both optimizers step
-together ("simultaneous" instead of "alternating" gradient steps).
+A guard makes one update of a batch, which lands as a whole or not at all, also where its optimizers step in turn. To
+let them step together ("simultaneous" instead of "alternating" gradient steps), compute both losses with the same
+weights, cut each off from the weights that it is not for, and add them up.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -63,34 +61,44 @@ class Gan(nn.Module):
         return loss_of_critic, loss_of_generator
 
 
-def build(accelerator: Accelerator) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    """Build the model and an optimizer for each half of it."""
-    torch.manual_seed(0)
-    model = Gan()
-    halves = (model.generator, model.critic)
-    optimizers = [torch.optim.Adam(half.parameters(), lr=1e-3, betas=(0.5, 0.999)) for half in halves]
-    model, *optimizers = accelerator.prepare(model, *optimizers)
-    return model, optimizers
+def adam(network: nn.Module) -> torch.optim.Optimizer:
+    """Make the optimizer of one network."""
+    return torch.optim.Adam(network.parameters(), lr=1e-3, betas=(0.5, 0.999))
 
 
-def in_turn(run_dir: Path) -> None:
-    """Hand over one loss after the other: refused with a clear line."""
+def in_turn(run_dir: Path) -> nn.Module:
+    """Step the critic, and then the generator against the critic that has just changed."""
     accelerator = Accelerator(cpu=True)
-    model, optimizers = build(accelerator)
-    guard = Guard(accelerator, model, optimizers, data=Ring(), batch_size=BATCH_SIZE, steps=STEPS, run_dir=run_dir)
+    torch.manual_seed(0)
+    gan = Gan()
+    generator, critic = accelerator.prepare(gan.generator, gan.critic)  # each alone: on several ranks a DDP for each
+    of_generator, of_critic = adam(generator), adam(critic)
+    guard = Guard(
+        accelerator,
+        nn.ModuleDict({"generator": generator, "critic": critic}),
+        [of_generator, of_critic],
+        data=Ring(),
+        batch_size=BATCH_SIZE,
+        steps=STEPS,
+        run_dir=run_dir,
+    )
     for real in guard.batches():
-        loss_of_critic, _ = model(real)
-        accelerator.backward(loss_of_critic)
-        guard.update(loss_of_critic)
-        _, loss_of_generator = model(real)
-        accelerator.backward(loss_of_generator)
-        guard.update(loss_of_generator)
+        fake = generator(torch.randn(len(real), NOISE, device=real.device))
+        loss = softplus(-critic(real)).mean() + softplus(critic(fake.detach())).mean()
+        accelerator.backward(loss)
+        guard.update(loss, optimizer=of_critic)  # the critic has stepped when this returns
+        loss = softplus(-critic(fake)).mean()
+        accelerator.backward(loss)
+        guard.update(loss, optimizer=of_generator)  # the turn is complete: one update, which lands as a whole or not
+    return gan
 
 
-def together(run_dir: Path) -> Any:
+def together(run_dir: Path) -> nn.Module:
     """Add the losses: one update, which both optimizers make or neither."""
     accelerator = Accelerator(cpu=True)
-    model, optimizers = build(accelerator)
+    torch.manual_seed(0)
+    gan = Gan()
+    model, *optimizers = accelerator.prepare(gan, adam(gan.generator), adam(gan.critic))
     guard = Guard(
         accelerator,
         model,
@@ -103,7 +111,7 @@ def together(run_dir: Path) -> Any:
     )
     for real in guard.batches():
         guard.step(real)
-    return accelerator.unwrap_model(model)
+    return gan
 
 
 @torch.no_grad()
@@ -119,15 +127,9 @@ def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in names or ["in_turn", "together"]:
             print(f"\n{name}", flush=True)
-            if name == "in_turn":
-                try:
-                    in_turn(Path(folder) / name)
-                except Exception as error:
-                    print(f"{type(error).__name__}: {error}", flush=True)
-            else:
-                model = together(Path(folder) / name)
-                assert all(bool(weight.isfinite().all()) for weight in model.parameters())
-                print(f"{name}: weights finite, points lie {distance(model):.3f} from the circle", flush=True)
+            model = {"in_turn": in_turn, "together": together}[name](Path(folder) / name)
+            assert all(bool(weight.isfinite().all()) for weight in model.parameters())
+            print(f"{name}: weights finite, points lie {distance(model):.3f} from the circle", flush=True)
 
 
 if __name__ == "__main__":

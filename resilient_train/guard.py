@@ -34,10 +34,11 @@ from resilient_train.state.randomness import Seeds
 from resilient_train.types import Anomaly, Vitals
 from resilient_train.update.agreement import DIGEST, Flag
 from resilient_train.update.direct_steps import DirectStepCheck, warn_of_scalers
-from resilient_train.update.objective import Measured, Metrics
+from resilient_train.update.objective import Measured, Metrics, scalar
+from resilient_train.update.turns import TWICE, TWO_GUARDS
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.modes import AnomalyMode, EvaluationLoss
-from resilient_train.watch.vitals import MetricsLog, Sent, landed, mean, mean_metrics, read_vitals, versions
+from resilient_train.watch.vitals import MetricsLog, Sent, landed, mean, mean_metrics, versions
 from resilient_train.wording import log
 
 
@@ -71,7 +72,8 @@ class EngineGuard:
         self._parts, self._recovery = parts, recovery
         self._keeper, self._controls = recovery.keeper, recovery.controls
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
-        self._backups, self._anomaly_mode, self._evaluation_loss = backups, anomaly_mode, evaluation_loss
+        self._turns, self._backups = parts.updater.turns, backups
+        self._anomaly_mode, self._evaluation_loss = anomaly_mode, evaluation_loss
         self._sizer = MicroBatchSizer(recovery)
         self._examination = Examination(self.world, self.clock, self._scans, backups)
         self._direct_steps, self._verify_after, self._stop = direct_steps, verify_after, stop
@@ -109,9 +111,10 @@ class EngineGuard:
             for number, batch in enumerate(update.batches, start=1):
                 yield from self._hand_out(batch, is_last=number == len(update.batches))
                 if self._begun is None:
+                    self._end_dropped_turn()
                     break  # it was dropped, or is complete
                 if len(self._losses) < number:
-                    raise TrainError("a batch was not handed back: call guard.step(batch), or guard.update(loss)")
+                    raise TrainError(self._turns.missing)
 
     def _continues(self, last: int, *, is_plan: bool) -> bool:
         """Say whether another update follows. After the last one, wait for its verdict and scan everything first."""
@@ -148,6 +151,7 @@ class EngineGuard:
     def _begin(self, update: Update) -> None:
         self._losses.clear()
         self._reported.clear()
+        self._turns.begin()
         knobs = self._controls.knobs.values
         self._parts.precision.set(higher=knobs.higher_precision)
         numerics.raise_eps(knobs.eps)
@@ -206,60 +210,76 @@ class EngineGuard:
         self._sizer.note_smaller(begun.step, evidence, began=begun.started_at)
         return False
 
-    def update(self, loss: torch.Tensor) -> bool:
-        """Continue after the loop's own forward and backward of a batch; returns the same as `step`."""
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
-            raise TypeError(f"guard.update takes the loss as a scalar tensor, not one of {what}")
+    def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> bool:
+        """Continue after the loop's own forward and backward of a batch; returns the same as `step`.
+
+        With `optimizer` the loss is that of one optimizer, which steps now: the update ends with the last of them.
+        """
+        loss = scalar(loss)
+        accumulation, observes = self.samples.slicing.accumulation, self._recovery.observes
+        how: dict[str, Any] = {
+            "accumulation": accumulation,
+            "has_objective": self.objective is not None,
+            "observes": observes,
+        }
+        if not self._turns.take(optimizer, **how):
+            self._updater.drop_gradients()
+            return False
         begun = self._require_batch("update")
         # Rows that could not be fetched make the loss NaN: so every rank learns of them and refuses the update.
-        loss = torch.full_like(loss, math.nan) if begun.update.failed else loss.detach()
-        self._losses.append(loss if loss.dtype is torch.float32 and loss.dim() == 0 else loss.float().reshape(()))
-        if len(self._losses) < len(begun.update.batches):
-            return False
-        if all(weight.grad is None for weight in self._updater.weights):
+        loss = torch.full_like(loss, math.nan) if begun.update.failed else loss
+        if optimizer is None:
+            self._losses.append(loss)
+            if len(self._losses) < len(begun.update.batches):
+                return False
+        if all(weight.grad is None for weight in self._turns.weights or self._updater.weights):
             raise TrainError("no weight has a gradient: call accelerator.backward(loss) before guard.update(loss)")
         with self._direct_steps.running("guard"):
-            return self._send_to_gate()
+            return self._send_to_gate(loss if len(self._losses) < 2 else mean(self._losses))
 
     def _require_batch(self, verb: str) -> StartedUpdate:
         """Return the update whose batch the loop hands back; raise if there is none."""
         if not self._has_begun:
             raise TrainError(f"guard.{verb} before the loop: iterate over guard.batches(), which makes the batches")
         if self._begun is None or len(self._losses) >= len(self._begun.inputs):
-            raise TrainError(_TWICE.format(verb=verb))
+            raise TrainError(TWICE.format(verb=verb))
         if EngineGuard._newest != id(self._begun):
-            raise TrainError(_TWO_GUARDS)
+            raise TrainError(TWO_GUARDS)
         return self._begun
 
-    def _send_to_gate(self) -> bool:
+    def _send_to_gate(self, loss: torch.Tensor) -> bool:
         """Between backward and optimizer: read the verdict on the last update, then send this one through the gate.
 
         All ranks do this at the same point. Nothing waits for the device: the last update was measured long ago.
         """
         begun, self._begun = self._begun, None
         assert begun is not None
-        if not self._judge_in_flight(begun):
-            return False
-        if self.stopped:
-            self._roll_back(begun)
-            return False
+        if not self._turns.has_stepped:
+            is_clear = self._judge_in_flight(begun)
+            if is_clear and self.stopped:
+                self._roll_back(begun)
+            if not is_clear or self.stopped:
+                self._turns.drop(self._backups)
+                return False
+            self._examination.launch(begun.backup)
         if self.drill is not None:
-            self.drill.on_gradients(self._place(), self._updater.weights)
-        self._examination.launch(begun.backup)
-        loss = self._losses[0] if len(self._losses) == 1 else mean(self._losses)
+            self.drill.on_gradients(self._place(), self._turns.weights or self._updater.weights)
         rate = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
         self._ring.before_change()
         agreement, controls = self._updater.agreement, self._controls
         agreement.set_flag(Flag.BUSY, self._keeper.is_busy)
         digest = 0 if agreement.is_alone else controls.digest(begun.update.start, self._recovery.incident_log)
+        self._begun = begun if self._turns.current is not None else None  # to undo, if the loop is left in a turn
         attempt = self._updater.apply(self.clock.step, loss, controls.knobs.values, rate_factor=rate, digest=digest)
+        if not self._turns.is_complete:
+            return False
+        self._begun = None
         if attempt.restarts:  # a schedule that starts again makes the loss jump on purpose
             self._checks.expect(self.clock.step + 1)
         self.clock.tick += 1
         sent, metrics = Sent(attempt.measured, attempt.numbers), mean_metrics(self._reported)
         gate = self._updater.gate
-        self._in_flight = InFlight(begun, attempt, loss, gate.limits, sent, metrics, gate.is_open)
+        self._in_flight = InFlight(begun, attempt, gate.limits, sent, metrics, gate.is_open)
         return True
 
     # The verdict, an update later.
@@ -278,16 +298,8 @@ class EngineGuard:
         if flight is None:
             return True
 
-        # What it measured, the same on every rank.
         update, inputs, attempt = flight.begun.update, flight.begun.inputs, flight.attempt
-        vitals = read_vitals(
-            *(flight.begun.tick, self.clock.step, update.start, update.stop, attempt.settings[0]["lr"]),
-            *(flight.sent.read(), flight.limits),
-            has_scale=self._updater.scaler is not None,
-            is_busy=attempt.is_busy,
-            lr_ratio=attempt.lr_ratio,
-            by_rank=attempt.rows_by_rank,
-        )
+        vitals = flight.vitals(self.clock.step, has_scale=self._updater.scaler is not None)
         if not vitals.ranks_agree:
             with self._reporting_failure():
                 digests = [row[DIGEST] for row in attempt.rows_by_rank()]
@@ -304,10 +316,12 @@ class EngineGuard:
         self._recovery.add_vitals(vitals)
 
         # The gate has accepted it on the device; only now the host knows.
+        was_half = not vitals.accepted and self._turns.undo()
         if vitals.accepted:
             self.clock.step += 1
+            self._turns.land()
             self._updater.accept(self.clock.step)
-            norm = self._updater.clipped(vitals.grad_norm, attempt.max_norm)
+            norm = self._updater.clipped(vitals.grad_norm, attempt)
             self._scans.landed(self.clock.step, attempt.settings, norm)
             if flight.snapshot is not None:
                 flight.snapshot.checks_state = self._parts.checks_state()
@@ -321,8 +335,9 @@ class EngineGuard:
             self._on_accepted()
             return True
         if anomaly is None and (flight.is_open or not finding.repeat):
-            if vitals.overflowed and not self._recovery.observes and flight.begun.backup.tables:
-                # Buffers may be NaN since its forward, and the next one has used them: repeat that.
+            is_overflow = vitals.overflowed and not self._recovery.observes
+            if was_half or (is_overflow and flight.begun.backup.tables):
+                # Buffers may be NaN since its forward, and the next one has used them, or half an update: repeat that.
                 if begun is not None:
                     self._roll_back(begun)
                 self._backups.put_back(flight.begun.backup, with_scale=False)
@@ -343,7 +358,7 @@ class EngineGuard:
         if (first := begun if vitals.accepted else flight.begun) is not None:
             self._roll_back(first)
         if anomaly is not None:
-            spiked = not float(flight.loss) <= flight.limits[0]
+            spiked = not float(flight.attempt.loss) <= flight.limits[0]
             refined = scanned or self._examination.refine_signal(anomaly, inputs, update.failed, spiked=spiked)
             self._name_guilty_ranks()
             was_modified = flight.begun.versions != [versions(batch) for batch in inputs]
@@ -381,7 +396,9 @@ class EngineGuard:
         self._updater.gate.limit(*self._checks.limits)
 
     def _roll_back(self, begun: StartedUpdate) -> None:
-        """Undo an update: its gradients, its changes to buffers, and the place in the data."""
+        """Undo an update: its gradients and first steps, its changes to buffers, and the place in the data."""
+        if self._turns.has_stepped:
+            self._turns.undo()
         self._updater.drop_gradients()
         self.seeds.between(begun.update.start)
         self._backups.put_back(begun.backup)
@@ -389,9 +406,16 @@ class EngineGuard:
 
     def _put_back_batch(self) -> None:
         """Undo an update whose loop was left: its batch comes again when the loop is entered again."""
+        self._end_dropped_turn()
         if self._begun is not None:
             self._roll_back(self._begun)
             self._begun = None
+
+    def _end_dropped_turn(self) -> None:
+        """Undo what the loop did for the other losses of a turn that was dropped at its first."""
+        if self._turns.end_dropped(self._backups):
+            self._updater.drop_gradients()
+            self.seeds.between(self.samples.position)
 
     def _examine_now(self) -> Anomaly | None:
         found = self._examination.examine_now()
@@ -427,11 +451,3 @@ class EngineGuard:
         except (GaveUp, RanksDiffer, StorageFailed) as error:
             self._on_failure(error)
             raise
-
-
-_IN_TURN = (
-    "losses that are stepped in turn, as in a GAN, are not supported; "
-    "add them up and give one guard all optimizers, which then step together"
-)
-_TWICE = f"guard.{{verb}} was called twice for one batch: {_IN_TURN}"
-_TWO_GUARDS = f"two guards are at work in turn: {_IN_TURN}"

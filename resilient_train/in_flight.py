@@ -1,18 +1,17 @@
-"""An update under way, and one whose verdict is pending."""
+"""An update on its way: begun by the loop, then sent to the gate, until its verdict is known."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from resilient_train.data.samples import Update
 from resilient_train.state.copies import Backup
 from resilient_train.state.ring import Snapshot
+from resilient_train.types import Vitals
 from resilient_train.update.objective import Metrics
 from resilient_train.update.updater import Attempt
-from resilient_train.watch.vitals import Sent
+from resilient_train.watch.vitals import Sent, read_vitals
 
 
 @dataclass
@@ -34,9 +33,20 @@ class InFlight:
 
     begun: StartedUpdate
     attempt: Attempt
-    loss: torch.Tensor  # of this rank
     limits: tuple[float, float]
     sent: Sent
     metrics: Metrics
     is_open: bool  # the gate was: it has landed, whatever it measured
     snapshot: Snapshot | None = None  # of the state after it, if one was taken
+
+    def vitals(self, step: int, *, has_scale: bool) -> Vitals:
+        """Read what it measured, the same on every rank, after `step` accepted updates. Waits for the device."""
+        update, attempt = self.begun.update, self.attempt
+        return read_vitals(
+            *(self.begun.tick, step, update.start, update.stop, attempt.settings[0]["lr"]),
+            *(self.sent.read(), self.limits),
+            has_scale=has_scale,
+            is_busy=attempt.is_busy,
+            lr_ratio=attempt.lr_ratio,
+            by_rank=attempt.rows_by_rank,
+        )

@@ -85,7 +85,7 @@ class RunState:
             buffers.setdefault(owner, {})[name] = value
         _restore_tables([(module._buffers, buffers.get(path, {})) for path, module in self.model.named_modules()])
         for number, optimizer in enumerate(self.optimizers):
-            _restore_optimizer(optimizer, parts[f"optimizer.{number}"])
+            restore_optimizer(optimizer, parts[f"optimizer.{number}"])
         self.clock.step = parts["clock"]
         for name, item in self._stateful.items():
             item.load_state_dict(to_original_device(parts[name]))
@@ -147,7 +147,7 @@ class RunState:
             "clock": self.clock.step,
         }
         for number, optimizer in enumerate(self.optimizers):
-            parts[f"optimizer.{number}"] = _optimizer_tree(optimizer)
+            parts[f"optimizer.{number}"] = optimizer_tree(optimizer)
         parts |= {name: item.state_dict() for name, item in self._stateful.items()}
         return parts | {f"random.{name}": state for name, state in randomness.capture(self.device).items()}
 
@@ -205,7 +205,7 @@ def _restore_tables(tables: Iterable[tuple[dict[Any, Any], Mapping[Any, Any]]]) 
     copy_into(targets, sources)
 
 
-def _optimizer_tree(optimizer: Optimizer) -> Tree:
+def optimizer_tree(optimizer: Optimizer) -> Tree:
     """The moments by the number of their weight, the settings of every group, and what the class itself adds.
 
     `Optimizer.load_state_dict` casts moments to the dtype of their weights and could not restore fp32 moments of bf16
@@ -223,7 +223,8 @@ def _optimizer_tree(optimizer: Optimizer) -> Tree:
     return tree
 
 
-def _restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
+def restore_optimizer(optimizer: Optimizer, saved: Tree) -> None:
+    """Restore a copy of what `optimizer_tree` returned, in place."""
     if "own" in saved:
         optimizer.load_state_dict({**optimizer.state_dict(), **to_original_device(saved["own"])})
     for key in [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:

@@ -38,28 +38,35 @@ class Gate:
 
     def admits(self, loss: float, grad_norm: float) -> bool:
         """Decide on the host, as the device does."""
-        return -math.inf < loss <= self.limits[0] and grad_norm <= self.limits[1]
+        return self._admits(loss, grad_norm, self.limits[0])
+
+    def _admits(self, loss: float, grad_norm: float, limit: float) -> bool:
+        return -math.inf < loss <= limit and grad_norm <= self.limits[1]
 
     def synchronous(self) -> list[str]:
         """Name the optimizers for which the host has to wait for the measurement."""
-        return [type(one).__name__ for one in self.optimizers if not _heeds_found_inf(one)]
+        return _synchronous(self.optimizers)
 
     @torch.no_grad()
-    def step(self, measured: torch.Tensor) -> list[float] | None:
+    def step(
+        self, measured: torch.Tensor, only: Optimizer | None = None, *, is_whole: bool = True
+    ) -> list[float] | None:
         """Step if `measured`, which begins with loss and gradient norm, is admitted.
 
+        With `only`, step one optimizer. Unless it `is_whole`, more losses follow, and the limit is that of their sum.
         Returns the numbers if the host had to read them, so that they are not read twice.
         """
+        optimizers = self.optimizers if only is None else [only]
         if self.is_open:
             if not self._skips_overflow or math.isfinite(measured[1]):
-                for optimizer in self.optimizers:
+                for optimizer in optimizers:
                     optimizer.step()
             return None
-        waits_for = self.synchronous()
-        if waits_for or not self._is_settled():
+        waits_for = _synchronous(optimizers)
+        if waits_for or not self._is_settled(optimizers):
             numbers: list[float] = measured.tolist()
-            if self.admits(*numbers[:2]):
-                for optimizer in self.optimizers:
+            if self._admits(numbers[0], numbers[1], self.limits[0] if is_whole else NO_LIMIT):
+                for optimizer in optimizers:
                     optimizer.step()
                     if not waits_for:
                         state, moved = optimizer.state, _with_gradient(optimizer)
@@ -67,8 +74,12 @@ class Gate:
             return numbers
         heads = measured if measured.numel() == 2 else measured[:2]
         heads = heads.nan_to_num(nan=math.inf, neginf=math.inf)  # a loss of -inf is below every limit, but no loss
-        refused = (heads <= self._on_device).all().logical_not().float()
-        for optimizer in self.optimizers:
+        limits = self._on_device
+        if not is_whole:
+            limits = limits.clone()
+            limits[0].fill_(NO_LIMIT)
+        refused = (heads <= limits).all().logical_not().float()
+        for optimizer in optimizers:
             optimizer.found_inf = refused  # type: ignore[attr-defined]
             try:
                 optimizer.step()
@@ -76,18 +87,22 @@ class Gate:
                 del optimizer.found_inf  # type: ignore[attr-defined]
         return None
 
-    def _is_settled(self) -> bool:
+    def _is_settled(self, optimizers: Sequence[Optimizer]) -> bool:
         """Say whether every weight with a gradient has its state, or needs none.
 
         A refused step would leave new state behind, and torch's fused SGD fills its momentum with garbage then.
         """
-        for optimizer in self.optimizers:
+        for optimizer in optimizers:
             weights, state = _with_gradient(optimizer), optimizer.state
             if state and all(map(state.get, weights)):  # the usual case, in every update: a loop in C
                 continue
             if not all(id(weight) in self._stateless or state.get(weight) for weight in weights):
                 return False
         return True
+
+
+def _synchronous(optimizers: Sequence[Optimizer]) -> list[str]:
+    return [type(one).__name__ for one in optimizers if not _heeds_found_inf(one)]
 
 
 def _with_gradient(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -53,3 +53,12 @@ class Measured:
 
     def _error(self, why: str) -> ConfigError:
         return ConfigError(self.key, self.name, why)
+
+
+def scalar(loss: Any) -> torch.Tensor:
+    """Return a loss that the loop hands over as a detached number in float32."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"type {type(loss).__name__}"
+        raise TypeError(f"guard.update takes the loss as a scalar tensor, not one of {what}")
+    made: torch.Tensor = loss.detach()
+    return made if made.dtype is torch.float32 and made.dim() == 0 else made.float().reshape(())

@@ -23,6 +23,7 @@ from resilient_train.update.agreement import DIGESTS, Agreement, Flag
 from resilient_train.update.clip import ClipConfig, clip, clip_further
 from resilient_train.update.gate import Gate
 from resilient_train.update.schedule import RestartDetector, Schedule
+from resilient_train.update.turns import Turns
 
 _UPPER = 2 if sys.byteorder == "little" else 0  # where the two upper bytes of a float32 begin
 LR_OF_GUARD = "lr_of_guard"  # a key of each parameter group: the lr that the guard set; rewinds with the group
@@ -36,6 +37,7 @@ Settings = Sequence[Mapping[str, Any]]  # by parameter group of all optimizers
 class Attempt:
     """An update that was sent to the gate."""
 
+    loss: torch.Tensor  # of this rank
     measured: torch.Tensor  # loss, gradient norm, loss scale if there is one; with ranks, as `Agreement.reduce` says
     by_rank: torch.Tensor | None  # a row for each rank; None if there is only one
     numbers: list[float] | None  # `measured` on the host, if the gate had to read it
@@ -46,6 +48,7 @@ class Attempt:
     restarts: bool  # the schedule starts again with this update, on purpose
     max_norm: float | None  # the norm that gradients were clipped to
     is_busy: bool  # this process is writing a checkpoint
+    is_turn: bool = False  # the optimizers stepped one after the other, and each had its gradients clipped alone
 
     def rows_by_rank(self) -> list[list[float]]:
         """Return what each rank measured, a row each. The host waits for the device."""
@@ -88,6 +91,7 @@ class Updater:
         self.trainer_clips = False  # a trainer, before it steps
         self.trainers_norm: torch.Tensor | None = None  # as it measured that before; None if it did not
         self.gate = Gate(optimizers, device, skips_overflow=scaler is not None)
+        self.turns = Turns(optimizers)
         self._restarts = RestartDetector()
         self.weights = [weight for group in self._groups() for weight in group["params"]]
         self._over_ranks = over_ranks if any(map(is_sharded, self.weights)) else None
@@ -110,12 +114,15 @@ class Updater:
     ) -> Attempt:
         """Send the gradients to the gate as update `step + 1`, and drop them. All optimizers step, or none does.
 
-        `digest` is of the decisions that all ranks must have taken alike.
+        In a turn, that is the gradients of the optimizer that is next. `digest` is of the decisions that all ranks must
+        have taken alike.
         """
         self.require_groups()
-        scale = self._unscale()
+        turns, one = self.turns, self.turns.current
+        scale = self._unscale(self.optimizers if one is None else [one])
+        weights = self.weights if one is None else turns.weights
         if not self.trainer_clips:
-            grad_norm, max_norm = clip(self.weights, self.clipping, knobs.clip, self.usual_norm, self._over_ranks)
+            grad_norm, max_norm = clip(weights, self.clipping, knobs.clip, self.usual_norm, self._over_ranks)
         else:
             if (norm := self.trainers_norm) is None:
                 norm, _ = clip(self.weights, ClipConfig(None, None), over_ranks=self._over_ranks)
@@ -124,23 +131,28 @@ class Updater:
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
         if not self.agreement.is_alone:
             digest ^= _digest_of_rates(set_rates.settings)
+        if one is not None:
+            loss, grad_norm = turns.add(loss, grad_norm)
+            turns.save(self._groups(), set_rates.before)
         measured, by_rank = self.agreement.reduce(torch.stack([loss, grad_norm, *scale]), digest)
-        numbers = self.gate.step(measured)
+        numbers = self.gate.step(measured, one, is_whole=turns.is_complete)
         self.note_rates()
-        if self.scaler is not None:
+        if self.scaler is not None and turns.is_complete:
             self.scaler.update()
-        self.drop_gradients()
+        self.drop_gradients(in_turn=not turns.is_complete)
         return Attempt(
+            loss=loss,
             measured=measured,
             by_rank=by_rank,
             numbers=numbers,
             settings=set_rates.settings,
-            before=set_rates.before,
+            before=set_rates.before if one is None else turns.before,
             is_limited=set_rates.lr_ratio < set_rates.asked_ratio,
             lr_ratio=set_rates.lr_ratio,
-            restarts=self._restarts.at(step, set_rates.planned_lr),
+            restarts=turns.is_complete and self._restarts.at(step, set_rates.planned_lr),
             max_norm=max_norm,
             is_busy=self.agreement.is_set(Flag.BUSY),
+            is_turn=one is not None,
         )
 
     def loss_scale(self) -> float:
@@ -167,19 +179,21 @@ class Updater:
         for group, setting in zip(self._groups(), attempt.before, strict=True):
             group.update(setting)
 
-    def clipped(self, grad_norm: float, max_norm: float | None) -> float | None:
-        """Return the norm of the gradients after clipping; None if clipping by value makes it unknown."""
+    def clipped(self, grad_norm: float, attempt: Attempt) -> float | None:
+        """Return the norm of the gradients after clipping; None if it is unknown: clipped by value, or one by one."""
         if self.clipping.max_value is not None:
             return None
-        return grad_norm if max_norm is None else min(grad_norm, max_norm)
+        if attempt.max_norm is None or grad_norm <= attempt.max_norm:
+            return grad_norm
+        return None if attempt.is_turn else attempt.max_norm
 
-    def drop_gradients(self) -> None:
-        """Discard the gradients without a step."""
+    def drop_gradients(self, *, in_turn: bool = False) -> None:
+        """Discard the gradients without a step; in a turn, the loss scaler has yet to hear how they were."""
         for optimizer in self._own_zero_grad:
             optimizer.zero_grad()
         for weight in self.weights:
             weight.grad = None
-        if self.scaler is not None:
+        if self.scaler is not None and not in_turn:
             self.scaler._per_optimizer_states.clear()
 
     def reset_moments(self) -> None:
@@ -221,7 +235,7 @@ class Updater:
         """Return the parameter groups of all optimizers. Not kept: `load_state_dict` puts others in their places."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-    def _unscale(self) -> list[torch.Tensor]:
+    def _unscale(self, optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
         """Divide the gradients by the loss scale, and return it.
 
         An overflow needs no flag: a gradient that is not finite makes a norm that passes no gate. `scaler.update`
@@ -230,7 +244,7 @@ class Updater:
         if self.scaler is None:
             return []
         scale = self.scaler._get_scale_async()
-        for optimizer in self.optimizers:
+        for optimizer in optimizers:
             if self.scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.UNSCALED:
                 self.scaler.unscale_(optimizer)
         return [torch.ones((), device=self.gate.device) if scale is None else scale.clone().reshape(())]

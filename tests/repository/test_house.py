@@ -41,8 +41,8 @@ MAY_KNOW: dict[str, set[str]] = {
     "micro_batches": {"record", "recovery"},
     "in_flight": {"data", "state", "update", "watch"},
     "guard": {
-        *("data", "diagnose", "drills", "in_flight", "micro_batches", "numerics", "record", "recovery", "run_parts"),
-        *("state", "update", "watch"),
+        *("data", "diagnose", "drills", "in_flight", "micro_batches", "numerics", "record", "recovery"),
+        *("run_parts", "state", "update", "watch"),
     },
     # What is around it.
     "zoo": set(),

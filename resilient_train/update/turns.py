@@ -1,0 +1,157 @@
+"""Losses that are stepped in turn, as in a GAN: one update, in which each optimizer steps once with its own loss.
+
+An optimizer has stepped when `update` returns, so that the next loss sees its new weights, and the verdict comes after
+the last one. Until then a copy on the device has the weights and moments from before each step but the last: if a later
+loss is refused, all of them are restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from resilient_train.errors import TrainError, named_type
+from resilient_train.state.copies import Backup, Backups, room
+from resilient_train.state.run_state import optimizer_tree, restore_optimizer
+from resilient_train.state.sharded import local_part
+from resilient_train.state.tree import Tree, copy_into, put_together, taken_apart
+
+_HOW = "for losses that are stepped in turn, as in a GAN, call guard.update(loss, optimizer=...) for each optimizer"
+TWICE = f"guard.{{verb}} was called twice for one batch: {_HOW}"
+TWO_GUARDS = f"two guards are at work in turn, which would not rewind together: give one of them all networks; {_HOW}"
+_NOT_HANDED_BACK = "a batch was not handed back: call guard.step(batch), or guard.update(loss)"
+
+
+class _Saved(NamedTuple):
+    """An optimizer and its weights as they were before its step."""
+
+    optimizer: Optimizer
+    plain: Tree
+    tensors: list[torch.Tensor]
+
+
+class Turns:
+    """The turn of the newest update, if its losses are stepped in turn."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self.current: Optimizer | None = None  # whose loss the loop has handed over; None if it is that of all
+        self.has_stepped = False  # an optimizer has, in the newest update
+        self._taken: list[Optimizer] = []  # whose losses were handed over, the current one included
+        self._loss = self._norm = torch.zeros(())  # of the turn so far
+        self._groups: Sequence[dict[str, Any]] = ()  # of all optimizers
+        self.before: Sequence[Mapping[str, Any]] = ()  # the settings of the groups before the turn
+        self._saved: list[_Saved] = []
+        self._memory: dict[int, list[torch.Tensor]] = {}  # of the copies, by the id of the optimizer
+        self._dropped: Backup | None = None  # the buffers when the turn was dropped, whose other losses still come
+
+    def begin(self) -> None:
+        """Begin an update. What was saved stays until the verdict on the last one."""
+        self.current, self.has_stepped = None, False
+        self._taken.clear()
+
+    def take(self, optimizer: Any, *, accumulation: int, has_objective: bool, observes: bool) -> bool:
+        """Take a loss for an optimizer, or for all of them if it is None. False: its turn was dropped."""
+        if optimizer is None:
+            if self._taken:
+                raise TrainError(f"guard.update(loss) in the middle of a turn, without its optimizer: {_HOW}")
+            return True
+        known = [one for one in self._optimizers if one is optimizer or one is getattr(optimizer, "optimizer", None)]
+        if not known:
+            what = f"the guard does not know this optimizer, {named_type(optimizer)}"
+            raise TrainError(f"guard.update: {what}: give Guard a list of all optimizers")
+        if any(one is known[0] for one in self._taken):
+            raise TrainError(f"guard.update was called twice in a turn for {self._name(known[0])}: each steps once")
+        if accumulation > 1:
+            raise TrainError("losses in turn cannot accumulate gradients: set gradient_accumulation_steps to 1")
+        if observes:
+            raise TrainError("recovery=observe does not know losses in turn yet: choose another policy")
+        if has_objective:
+            raise TrainError("losses in turn have no objective, which is one loss for all: leave out objective=")
+        self.current = known[0]
+        self._taken.append(known[0])
+        return self._dropped is None
+
+    @property
+    def is_complete(self) -> bool:
+        """Say whether the current loss is the last one: always, if it is that of all optimizers."""
+        return self.current is None or len(self._taken) == len(self._optimizers)
+
+    @property
+    def missing(self) -> str:
+        """Say what the loop has not handed over."""
+        if not self._taken:
+            return _NOT_HANDED_BACK
+        left = [self._name(one) for one in self._optimizers if not any(one is taken for taken in self._taken)]
+        return f"a turn is not complete, {' and '.join(left)} did not step: {_HOW}"
+
+    def _name(self, optimizer: Optimizer) -> str:
+        place = next(number for number, one in enumerate(self._optimizers, start=1) if one is optimizer)
+        return f"{type(optimizer).__name__}, number {place} of {len(self._optimizers)}"
+
+    # What the updater asks.
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The weights of the current optimizer."""
+        return _weights(self.current) if self.current is not None else []
+
+    def add(self, loss: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of the losses so far, and the norm of the gradients so far as if they were one vector."""
+        if self.has_stepped:
+            loss, norm = self._loss + loss, torch.hypot(self._norm, norm)
+        self._loss, self._norm = loss, norm
+        return loss, norm
+
+    def save(self, groups: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> None:
+        """Copy the current optimizer and its weights, unless its step is the last, which the gate decides alone.
+
+        `before` has the settings of the groups before the turn: each step sets them to those of the turn.
+        """
+        if not self.has_stepped:
+            self.has_stepped, self._groups, self.before = True, groups, before
+        if self.is_complete or self.current is None:
+            return
+        plain, sources = taken_apart({"weights": self.weights, "optimizer": optimizer_tree(self.current)})
+        copies = room(sources, self._memory.get(id(self.current), []), torch.empty_like)
+        copy_into(copies, sources)
+        self._memory[id(self.current)] = copies
+        self._saved.append(_Saved(self.current, plain, copies))
+
+    # The verdict.
+
+    def land(self) -> None:
+        """The newest turn was accepted: its copies may be overwritten."""
+        self._saved.clear()
+
+    def undo(self) -> bool:
+        """Restore the optimizers that have stepped in a turn which was not accepted; say whether there are any."""
+        saved, self._saved = self._saved, []
+        for optimizer, plain, tensors in saved:
+            parts = put_together(plain, tensors)
+            copy_into(list(map(local_part, _weights(optimizer))), list(map(local_part, parts["weights"])))
+            restore_optimizer(optimizer, parts["optimizer"])
+        if saved:
+            for group, settings in zip(self._groups, self.before, strict=True):
+                group.update(settings)
+        return bool(saved)
+
+    def drop(self, backups: Backups) -> None:
+        """Note that the turn was undone at its first loss. The loop does not know, and computes the others."""
+        if self.current is not None:
+            self._dropped = backups.take()
+
+    def end_dropped(self, backups: Backups) -> bool:
+        """Restore the buffers if the newest turn was dropped, since the loop has computed its other losses."""
+        dropped, self._dropped = self._dropped, None
+        if dropped is not None:
+            backups.put_back(dropped)
+            backups.let_go(dropped)
+        return dropped is not None
+
+
+def _weights(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]

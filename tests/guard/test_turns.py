@@ -1,0 +1,328 @@
+"""Losses that are stepped in turn: each network sees the new weights of the other, and a bad turn changes neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pairs
+import pytest
+import torch
+from accelerate import Accelerator
+from group import together
+from guarded import REWIND, SKIP
+from pairs import BATCH_SIZE, Fault, Pair, train
+
+from resilient_train.adapters.guard import Guard
+from resilient_train.errors import TrainError
+from resilient_train.state.ring import MemoryConfig
+from resilient_train.state.tree import sha256
+
+STEPS, STRUCK = 60, 30
+OFTEN = MemoryConfig(every=10, keep=4, max_gib=None)
+kinds = pytest.mark.parametrize("kind", ["gan", "actor"])
+
+
+def pair(kind: str, *, fused: bool = True) -> Pair:
+    return Pair(Accelerator(cpu=True), kind, fused=fused)
+
+
+def finished(kind: str, fault: Fault | None = None, **more: Any) -> tuple[Pair, Guard]:
+    trained = pair(kind)
+    guard = trained.guard(**{"steps": STEPS, "memory": OFTEN, **more})
+    train(trained, guard, fault)
+    return trained, guard
+
+
+def state_of(guard: Guard) -> str:
+    """The digest of all weights, buffers and moments: a plain loop has other random numbers."""
+    live = guard.state.live()
+    return sha256([live["weights"], live["buffers"], live["optimizer.0"], live["optimizer.1"]])
+
+
+@kinds
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_healthy_run_ends_as_a_plain_loop(kind: str, fused: bool) -> None:
+    """To the last bit, with the batches and the random numbers of the guard."""
+    guarded = pair(kind, fused=fused)
+    guard = guarded.guard(steps=STEPS, clip=None)
+    batches = train(guarded, guard)
+    assert (guard.clock.step, guard.clock.tick, guard.incidents) == (STEPS, STEPS, [])
+
+    plain, start = pair(kind, fused=fused), 0
+    for batch in batches:
+        guard.seeds.for_update(start)
+        plain.plain([batch])
+        start += BATCH_SIZE
+    assert plain.digests() == guarded.digests()
+    for mine, theirs in zip(guarded.bare.buffers(), plain.bare.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@kinds
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_bad_loss_changes_neither_network(kind: str, how: str, place: int, fused: bool) -> None:
+    """Weights and moments are those before the turn, in its first loss or its second."""
+    trained = pair(kind, fused=fused)
+    guard = trained.guard(steps=STRUCK + 2, recovery=SKIP)
+    train(trained, guard, Fault(STRUCK, trained.names[place], how), settles=True)
+    (incident,) = guard.incidents
+    assert incident.anomaly.signal == ("nonfinite_loss" if how == "loss" else "nonfinite_grad")
+    assert incident.anomaly.step == STRUCK
+
+
+@kinds
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("turn", [1, STRUCK, STEPS])
+def test_a_skipped_turn_is_as_if_it_had_never_been(kind: str, how: str, place: int, turn: int) -> None:
+    """The verdict comes when the loop is in the next turn: to the last bit the run without those samples."""
+    name = pair(kind).names[place]
+    _, guard = finished(kind, Fault(turn, name, how), recovery=SKIP)
+    healthy = pair(kind)
+    other = healthy.guard(steps=STEPS, recovery=SKIP, memory=OFTEN)
+    other.samples.skip(BATCH_SIZE * (turn - 1), BATCH_SIZE * turn)
+    train(healthy, other)
+    assert guard.clock.tick == STEPS + 1
+    assert state_of(guard) == state_of(other)
+
+
+@kinds
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_spike_of_one_loss_changes_neither_network(kind: str, place: int, fused: bool) -> None:
+    """A gradient a million times the usual is beyond the limit of the whole turn."""
+    trained = pair(kind, fused=fused)
+    guard = trained.guard(steps=52, recovery=SKIP)
+    train(trained, guard, Fault(50, trained.names[place], "spike"), settles=True)
+    assert [str(one.anomaly.signal) in ("grad_spike", "loss_spike") for one in guard.incidents] == [True]
+
+
+@kinds
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("turn", [10, STEPS])
+def test_an_overflow_of_the_loss_scale_leaves_the_turn_out(kind: str, place: int, turn: int) -> None:
+    """Without an incident. The scale halves once, and all else is as if those samples were skipped."""
+    states = []
+    for fault in (Fault(turn, pair(kind).names[place], "gradient"), None):
+        accelerator = Accelerator(cpu=True)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=10**6)
+        trained = Pair(accelerator, kind)
+        guard = trained.guard(steps=STEPS, recovery=SKIP)
+        if fault is None:
+            guard.samples.skip(BATCH_SIZE * (turn - 1), BATCH_SIZE * turn)
+        train(trained, guard, fault)
+        assert (guard.clock.step, guard.incidents) == (STEPS, [])
+        assert accelerator.scaler.get_scale() == 2.0 ** (15 if fault else 16)
+        states.append(state_of(guard))
+    assert states[0] == states[1]
+
+
+@kinds
+@pytest.mark.parametrize("recovery", [REWIND, "balanced"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_rewind_takes_both_networks_back(kind: str, recovery: Any, place: int) -> None:
+    """A fault that does not come again: the run ends as the healthy one, or on other samples just as well."""
+    _, healthy = finished(kind)
+    _, guard = finished(kind, Fault(STRUCK + 5, pair(kind).names[place], "loss"), recovery=recovery)
+    (incident,) = guard.incidents
+    assert guard.clock.step == STEPS
+    if recovery == REWIND:
+        assert incident.rewound_to is not None
+        assert state_of(guard) == state_of(healthy)
+    assert guard.recent_loss == pytest.approx(healthy.recent_loss, abs=0.1)
+
+
+@kinds
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_flipped_bit_in_one_network_rewinds_both(kind: str, place: int) -> None:
+    """The highest bit of the exponent of one weight: to the last bit the run without it."""
+    healthy, _ = finished(kind)
+    struck = pair(kind)
+    guard = struck.guard(steps=STEPS, memory=OFTEN)
+    for turn, batch in enumerate(guard.batches(), start=1):
+        if turn == STRUCK + 5:
+            weight = next(iter(struck.bare[struck.names[place]].parameters()))
+            weight.data.view(torch.int32).view(-1)[0] ^= 1 << 30
+        for name in struck.names:
+            loss = struck.backward(name, batch)
+            guard.update(loss, optimizer=struck.optimizers[name])
+    assert [one.rewound_to is not None for one in guard.incidents] == [True]
+    assert struck.digests() == healthy.digests()
+
+
+@kinds
+def test_a_loop_that_is_left_within_a_turn_undoes_it(kind: str) -> None:
+    """And makes it when it is entered again."""
+    healthy, _ = finished(kind)
+    left = pair(kind)
+    guard = left.guard(steps=STEPS, memory=OFTEN)
+    for turn, batch in enumerate(guard.batches(), start=1):
+        before = left.digests()
+        loss = left.backward(left.names[0], batch)
+        guard.update(loss, optimizer=left.optimizers[left.names[0]])
+        if turn == STRUCK:
+            assert left.digests()[left.names[0]] != before[left.names[0]]
+            break
+        loss = left.backward(left.names[1], batch)
+        guard.update(loss, optimizer=left.optimizers[left.names[1]])
+    train(left, guard)
+    assert (guard.clock.tick, left.digests()) == (STEPS, healthy.digests())
+
+
+@kinds
+def test_a_run_resumes_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
+    """Stopped between two turns, and completed by other objects: as the run that was not stopped."""
+    healthy, _ = finished(kind)
+    more: dict[str, Any] = {"steps": STEPS, "memory": OFTEN, "run_dir": tmp_path / "run", "disk": 10, "resume": True}
+    first = pair(kind)
+    guard: Guard = first.guard(**more, stop=lambda: guard.clock.step >= STRUCK)
+    train(first, guard)
+    assert guard.stopped
+    guard.leave()
+    guard.close()
+    second = pair(kind)
+    guard = second.guard(**more)
+    train(second, guard)
+    assert second.digests() == healthy.digests()
+    guard.close()
+
+
+@pytest.mark.parametrize("norm", [1e-2, 1e9])
+def test_each_network_has_its_gradients_clipped_alone(norm: float) -> None:
+    """As `clip_grad_norm_` before each step does, and no scan takes that for damage."""
+    clipped = pair("actor")
+    guard = clipped.guard(steps=2 * STEPS, clip=norm)
+    batches = train(clipped, guard)
+    assert guard.incidents == []
+    plain = pair("actor")
+    for batch in batches:
+        for name in plain.names:
+            plain.backward(name, batch)
+            torch.nn.utils.clip_grad_norm_(plain.bare[name].parameters(), norm)
+            plain.optimizers[name].step()
+    for mine, theirs in zip(clipped.bare.parameters(), plain.bare.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+Body = Callable[[Pair, Guard, Any], Any]
+
+
+def every_batch(body: Body, made: Pair, guard: Guard) -> None:
+    for batch in guard.batches():
+        body(made, guard, batch)
+
+
+def first(made: Pair, guard: Guard, batch: Any) -> None:
+    guard.update(made.backward("critic", batch), optimizer=made.optimizers["critic"])
+
+
+def twice(made: Pair, guard: Guard, batch: Any) -> None:
+    first(made, guard, batch)
+    first(made, guard, batch)
+
+
+def one_more(made: Pair, guard: Guard, batch: Any) -> None:
+    for name in ("critic", "actor", "critic"):
+        guard.update(made.backward(name, batch), optimizer=made.optimizers[name])
+
+
+def unknown(made: Pair, guard: Guard, batch: Any) -> None:
+    guard.update(made.backward("critic", batch), optimizer=torch.optim.SGD(made.bare.parameters()))
+
+
+def mixed(made: Pair, guard: Guard, batch: Any) -> None:
+    first(made, guard, batch)
+    guard.update(made.backward("actor", batch))
+
+
+def mixed_the_other_way(made: Pair, guard: Guard, batch: Any) -> None:
+    guard.update(made.backward("actor", batch))
+    first(made, guard, batch)
+
+
+def without_a_second_backward(made: Pair, guard: Guard, batch: Any) -> None:
+    losses = {name: made.loss(name, batch) for name in made.names}
+    made.accelerator.backward(sum(losses.values()))
+    for name, loss in losses.items():
+        guard.update(loss, optimizer=made.optimizers[name])
+
+
+@pytest.mark.parametrize(
+    ("body", "line"),
+    [
+        (twice, "called twice in a turn for AdamW, number 1 of 2: each steps once"),
+        (one_more, "called twice in a turn for AdamW, number 1 of 2: each steps once"),
+        (unknown, r"does not know this optimizer, .*SGD: give Guard a list of all optimizers"),
+        (mixed, r"guard.update\(loss\) in the middle of a turn, without its optimizer"),
+        (mixed_the_other_way, "called twice for one batch"),
+        (without_a_second_backward, "no weight has a gradient"),
+        (first, r"a turn is not complete, AdamW, number 2 of 2 did not step: .*call guard.update\(loss, optimizer="),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(body: Body, line: str) -> None:
+    """Where it is made; the networks are whole when the guard is closed."""
+    made = pair("actor")
+    guard = made.guard(steps=STEPS)
+    before = made.digests()
+    with pytest.raises(TrainError, match=line) as raised:
+        every_batch(body, made, guard)
+    assert "\n" not in str(raised.value)
+    guard.close()
+    if body not in (one_more, mixed_the_other_way):  # there, a whole update was made before
+        assert made.digests() == before
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "objective", "line"),
+    [
+        (2, None, "cannot accumulate gradients: set gradient_accumulation_steps to 1"),
+        (1, lambda model, batch: model(batch), "leave out objective="),
+    ],
+)
+def test_what_cannot_be_stepped_in_turn_is_refused(accumulation: int, objective: Any, line: str) -> None:
+    """In one line, at the first loss."""
+    made = Pair(Accelerator(cpu=True, gradient_accumulation_steps=accumulation), "actor")
+    guard = made.guard(steps=STEPS, objective=objective)
+    with pytest.raises(TrainError, match=line):
+        every_batch(first, made, guard)
+
+
+def test_optimizers_may_be_those_that_accelerate_has_wrapped() -> None:
+    """In any order, and another one in every turn."""
+    made = pair("actor")
+    wrapped = {name: made.accelerator.prepare(one) for name, one in made.optimizers.items()}
+    guard = Guard(made.accelerator, made.nets, list(wrapped.values()), data=made.data, batch_size=8, steps=20)
+    for turn, batch in enumerate(guard.batches()):
+        for name in made.names[:: 1 if turn % 2 else -1]:
+            guard.update(made.backward(name, batch), optimizer=wrapped[name])
+    assert (guard.clock.step, guard.incidents) == (20, [])
+
+
+@kinds
+def test_two_ranks_train_as_a_plain_loop_does(kind: str) -> None:
+    """Each network in a DDP of its own, under the names that it has in one process."""
+    ended = together(2, pairs.on_a_rank, kind, None, 30, {})
+    assert [code for code, _ in ended] == [0, 0]
+    (one, other) = (told for _, told in ended)
+    assert one == other
+    assert one["tick"] == 30
+    assert sorted(one["names"]) == sorted(name for name, _ in pair(kind).bare.named_parameters())
+    assert one.get("plain", one["digests"]) == one["digests"]
+
+
+@kinds
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("how", ["loss", "gradient"])
+def test_two_ranks_refuse_the_same_turn(kind: str, place: int, how: str) -> None:
+    """A fault of rank 1 alone: neither network of either rank keeps half of it."""
+    fault = Fault(15, pair(kind).names[place], how, rank=1)
+    ended = together(2, pairs.on_a_rank, kind, fault, 20, {"recovery": SKIP})
+    assert [code for code, _ in ended] == [0, 0]
+    (one, other) = (told for _, told in ended)
+    assert one == other
+    assert one["tick"] == 21
+    assert one["ranks"] == ([(1,)] if how == "loss" else [()])
