@@ -216,13 +216,8 @@ class EngineGuard:
         With `optimizer` the loss is that of one optimizer, which steps now: the update ends with the last of them.
         """
         loss = scalar(loss)
-        accumulation, observes = self.samples.slicing.accumulation, self._recovery.observes
-        how: dict[str, Any] = {
-            "accumulation": accumulation,
-            "has_objective": self.objective is not None,
-            "observes": observes,
-        }
-        if not self._turns.take(optimizer, **how):
+        how = {"has_objective": self.objective is not None, "observes": self._recovery.observes}
+        if not self._turns.take(optimizer, accumulation=self.samples.slicing.accumulation, **how):
             self._updater.drop_gradients()
             return False
         begun = self._require_batch("update")

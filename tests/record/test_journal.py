@@ -588,7 +588,7 @@ def test_a_disk_that_refuses_the_list_gets_it_later(tmp_path: Path, caplog: pyte
     file.mkdir()
     for number in (1, 2):
         book.close(dataclasses.replace(SPIKE, id=number, outcome=Outcome.RECOVERED))
-    assert len(caplog.records) == 1
+    assert len([one for one in caplog.records if one.levelname == "WARNING"]) == 1
     file.rmdir()
     book.close_files()
     assert [json.loads(line)["id"] for line in file.read_text().splitlines()] == [1, 2]
