@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that only `scripts/test --all` runs."""
     names = slow.listed()
     for item in items:
-        if slow.function_of(item.nodeid) in names:
+        if slow.is_slow(item.nodeid, names):
             item.add_marker(pytest.mark.slow)
 
 
