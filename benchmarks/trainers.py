@@ -67,7 +67,7 @@ class LightningSkips(lightning.Callback):  # type: ignore[misc, name-defined]
 
 def of_transformers(program: str, fault: str, arm: str, place: Path) -> float:
     """Train once with a Trainer; return the loss on healthy rows."""
-    more = {"learning_rate": 3e-3} if fault == "operation" else {}
+    more = {"learning_rate": 3e-3} if fault in ("operation", "mended") else {}
     trainer = hf_programs.trainer(program, place, fault, steps=STEPS, **more)
     if arm == "skip only":
         trainer.add_callback(Skips)
@@ -126,19 +126,23 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("resilient_train").setLevel(logging.CRITICAL)
     logging.getLogger("lightning.pytorch").setLevel(logging.CRITICAL)
-    near = dict.fromkeys(ARMS, 0)
+    near, count = dict.fromkeys(ARMS, 0), 0
     rows = [f"| program | fault | {' | '.join(ARMS)} | named |", "|---|---|---|---|---|---|"]
     for program in given.programs:
-        healthy, _ = ended(program, "", "plain")
+        usual, _ = ended(program, "", "plain")
         for fault in given.faults:
-            cells, what = [], ""
+            if (program, fault) == ("t5", "operation"):
+                continue  # a Trainer with a loss of its own passes no labels, without which a T5 cannot run
+            # The program that breaks in an operation has another loss: it is compared with one whose operation is safe.
+            has_own_loss = fault == "operation" and program != "lightning"
+            healthy = ended(program, "mended", "plain")[0] if has_own_loss else usual
+            cells, what, count = [], "", count + 1
             for arm in ARMS:
                 loss, what = ended(program, fault, arm)
                 near[arm] += (is_near := loss <= NEAR * healthy)
                 cells.append(f"**{loss / healthy:.2f}**" if is_near else f"{loss / healthy:.3g}")
             rows.append(f"| {program} | {fault} | {' | '.join(cells)} | {what} |")
             print(rows[-1], file=sys.stderr, flush=True)
-    count = len(given.programs) * len(given.faults)
     print("\n".join([*rows, "", ", ".join(f"{arm}: {number} of {count}" for arm, number in near.items())]))
     sys.exit(near["guarded"] < count)
 

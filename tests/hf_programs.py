@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +113,13 @@ class Struck(Trainer):  # type: ignore[misc]  # mypy runs without transformers
         return loss
 
 
-def sure_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+def sure_loss(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None, *, least: float = 0.0
+) -> torch.Tensor:
     """Punish doubt, in a way that breaks once the model has none: the slope of a root at 0 is infinite."""
     scores = outputs.logits.float().flatten(0, -2)
     doubt = 1 - torch.softmax(20 * scores, dim=-1).amax(dim=-1)
-    return F.cross_entropy(scores, labels.flatten()) + 0.01 * torch.sqrt(doubt).mean()
+    return F.cross_entropy(scores, labels.flatten()) + 0.01 * torch.sqrt(doubt + least).mean()
 
 
 def trainer(program: str, output: Path, fault: str = "", *, steps: int = 60, **more: Any) -> Struck:
@@ -143,7 +146,7 @@ def trainer(program: str, output: Path, fault: str = "", *, steps: int = 60, **m
     made = Struck(
         *(model, args),
         train_dataset=data(BAD_ROWS if fault == "bad_rows" else ()),
-        compute_loss_func=sure_loss if fault == "operation" else None,
+        compute_loss_func={"operation": sure_loss, "mended": partial(sure_loss, least=1e-6)}.get(fault),
         optimizers=optimizers,
     )
     made.fault = fault
