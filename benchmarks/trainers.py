@@ -26,10 +26,11 @@ import torch
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "adapters"))
 
 import hf_programs
-import test_lightning as lightning
+import lightning_programs as lightning
+from lightning import Trainer as LightningTrainer
+from lightning.pytorch import Callback as LightningCallback
 from transformers import TrainerCallback
 
 import resilient_train
@@ -60,7 +61,7 @@ class Skips(TrainerCallback):  # type: ignore[misc]  # mypy runs without transfo
         skips_bad_steps(more["optimizer"].optimizer)
 
 
-class LightningSkips(lightning.Callback):  # type: ignore[misc, name-defined]
+class LightningSkips(LightningCallback):  # type: ignore[misc]
     def on_train_start(self, trainer: Any, module: Any) -> None:
         skips_bad_steps(trainer.optimizers[0])
 
@@ -82,7 +83,7 @@ def of_lightning(fault: str, arm: str, place: Path) -> float:
     callbacks = {"skip only": [LightningSkips()], "guarded": [resilient_train.lightning.Guarded()]}.get(arm, [])
     module = lightning.Net(OF_LIGHTNING.get(fault, fault))
     more = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.L.Trainer(
+    trainer = LightningTrainer(
         default_root_dir=place, accelerator="cpu", max_epochs=3, enable_model_summary=False, callbacks=callbacks, **more
     )
     rows = lightning.Rows(bad=hf_programs.BAD_ROWS if fault == "bad_rows" else ())

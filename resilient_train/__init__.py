@@ -10,17 +10,19 @@ if TYPE_CHECKING:
     from resilient_train.adapters import hf as hf
     from resilient_train.adapters import lightning as lightning
     from resilient_train.adapters.guard import Guard as Guard
+    from resilient_train.diagnose.examine import examine as examine
     from resilient_train.errors import GaveUp as GaveUp
     from resilient_train.ranks.process_exit import StopRequests as StopRequests
     from resilient_train.ranks.world import join as join
 
-__all__ = ["GaveUp", "Guard", "StopRequests", "hf", "join", "lightning"]
+__all__ = ["GaveUp", "Guard", "StopRequests", "examine", "hf", "join", "lightning"]
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Guard": "resilient_train.adapters.guard",
     "GaveUp": "resilient_train.errors",
+    "examine": "resilient_train.diagnose.examine",
     "StopRequests": "resilient_train.ranks.process_exit",
     "join": "resilient_train.ranks.world",
 }

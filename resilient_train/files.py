@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-_MOST, _MOST_JSON, _MOST_YAML = 2**29, 2**26, 2**18  # bytes: no run writes more
+MOST_BYTES, _MOST_JSON, _MOST_YAML = 2**29, 2**26, 2**18  # bytes: no run writes more
 _DEEPEST, _MOST_NODES = 64, 100_000  # levels and values of YAML
 _TEMPORARY = ".resilient-tmp"
 _log = logging.getLogger("resilient_train")
@@ -198,14 +198,11 @@ def read_json(path: Path) -> Any:
         return None
 
 
-def read_plain(path: Path, last: int | None = None, most: int = _MOST) -> bytes:
+def read_plain(path: Path, last: int | None = None, most: int = MOST_BYTES) -> bytes:
     """Read a regular file of at most `most` bytes, or its `last` bytes."""
-    with open_plain(path) as file:
-        size = os.fstat(file.fileno()).st_size
+    with open_plain(path, most=most if last is None else None) as file:
         if last is not None:
-            file.seek(max(0, size - last))
-        elif size > most:
-            raise OSError(errno.EFBIG, f"{size:,} bytes are more than such a file has", str(path))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - last))
         return file.read(most if last is None else last)
 
 
@@ -237,9 +234,16 @@ def read_yaml_text(path: Path) -> str:
     return text
 
 
-def open_plain(path: Path, *, follow: bool = True) -> BufferedReader:
-    """Open a regular file for reading: a pipe in its place would block, a device never ends. Follows links if asked."""
-    return open(_regular(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW)), "rb")
+def open_plain(path: Path, *, follow: bool = True, most: int | None = None) -> BufferedReader:
+    """Open a regular file of at most `most` bytes for reading: a pipe in its place would block, a device never ends.
+
+    Follows links if asked.
+    """
+    descriptor = _regular(path, os.O_RDONLY | (0 if follow else os.O_NOFOLLOW))
+    if most is not None and (size := os.fstat(descriptor).st_size) > most:
+        os.close(descriptor)
+        raise OSError(errno.EFBIG, f"{size:,} bytes are more than such a file has", str(path))
+    return open(descriptor, "rb")
 
 
 def open_to_append(path: Path) -> int:

@@ -11,30 +11,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from resilient_train import numerics
+from resilient_train.computation import Computation
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.search import Refused
 from resilient_train.drills import Drill, UpdatePlace
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
 from resilient_train.in_flight import InFlight, StartedUpdate
-from resilient_train.micro_batches import MicroBatchSizer, is_out_of_memory, memory_evidence
+from resilient_train.micro_batches import MicroBatchSizer
 from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
-from resilient_train.state.copies import Backups
-from resilient_train.state.randomness import Seeds
-from resilient_train.types import Anomaly, Vitals
+from resilient_train.trials import Loop
+from resilient_train.types import Anomaly, Signal, Vitals
 from resilient_train.update.agreement import DIGEST, Flag
-from resilient_train.update.direct_steps import DirectStepCheck, warn_of_scalers
-from resilient_train.update.objective import Measured, Metrics, scalar
+from resilient_train.update.direct_steps import warn_of_scalers
+from resilient_train.update.objective import Metrics, scalar
 from resilient_train.update.turns import TWICE, TWO_GUARDS
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.modes import AnomalyMode, EvaluationLoss
@@ -49,22 +48,16 @@ class EngineGuard:
 
     def __init__(
         self,
-        model: nn.Module,
         parts: RunParts,
         recovery: Recovery,
+        loop: Loop,
         *,
-        objective: Measured | None,
-        backups: Backups,
         anomaly_mode: AnomalyMode,
         evaluation_loss: EvaluationLoss,
-        direct_steps: DirectStepCheck,
         verify_after: int,
-        seeds: Seeds,
         drill: Drill | None,
-        stop: Callable[[], bool],
     ) -> None:
-        """`model` is called in the training loop; without an `objective` the loop computes the loss."""
-        self.model, self.objective, self.seeds, self.drill = model, objective, seeds, drill
+        self.model, self.objective, self.seeds, self.drill = loop.model, loop.objective, loop.seeds, drill
         self.world, self.clock, self.samples, self.state = parts.world, parts.clock, parts.samples, parts.state
         self.stopped = False  # if True, the loop ends before its next update
         self.newest: Vitals | None = None  # the newest update whose verdict is known
@@ -72,11 +65,14 @@ class EngineGuard:
         self._parts, self._recovery = parts, recovery
         self._keeper, self._controls = recovery.keeper, recovery.controls
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
-        self._turns, self._backups = parts.updater.turns, backups
+        self._turns, self._backups = parts.updater.turns, loop.backups
         self._anomaly_mode, self._evaluation_loss = anomaly_mode, evaluation_loss
-        self._sizer = MicroBatchSizer(recovery)
-        self._examination = Examination(self.world, self.clock, self._scans, backups)
-        self._direct_steps, self._verify_after, self._stop = direct_steps, verify_after, stop
+        self._sizer, self._computation = MicroBatchSizer(recovery), None
+        if loop.objective is not None:
+            how = parts, loop.model, loop.objective, anomaly_mode.backward
+            self._computation = Computation(*how, treats=recovery.treats)
+        self._examination = Examination(self.world, self.clock, self._scans, loop.backups)
+        self._direct_steps, self._verify_after, self._stop = loop.direct_steps, verify_after, loop.stop
         self._begun: StartedUpdate | None = None
         self._newest_begun: StartedUpdate | None = None
         self._in_flight: InFlight | None = None
@@ -96,6 +92,8 @@ class EngineGuard:
         while self._continues(last, is_plan=last == plan):
             if self.drill is not None and self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
                 continue  # a drill fires once: wait for the pending verdict, which could drop the update
+            if self._controls.tries_rates and self._checks.asks_for_rates(self.clock.step) and self.settle():
+                self._recovery.try_rates()
             # Take the snapshot here, after the loop's own code for the last update (for example an EMA) has run.
             self._updater.require_groups()  # first: a new parameter group would be missing in the copy
             if self._ring.is_due(step := self.attempted_step):
@@ -183,31 +181,24 @@ class EngineGuard:
 
     def step(self, batch: Any) -> bool:
         """Forward, backward, gate, update. Says whether an update was attempted: not while gradients accumulate."""
-        if self.objective is None:
+        if self.objective is None or self._computation is None:
             raise TypeError("guard.step needs an objective; without one make the loss and call guard.update(loss)")
         begun = self._require_batch("step")
         if batch is not self._handed_out:
             begun.inputs[-1] = batch  # the loop has changed it
         begun.versions[-1] = versions(begun.inputs[-1])
-        try:
-            loss, metrics = self.objective.for_training(self.model, batch)
-            if self.drill is not None:
-                loss = self.drill.on_loss(self._place(), loss)
-            self._anomaly_mode.backward(loss)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            evidence = memory_evidence(error, self.world.device)
-        else:
+        spoil = partial(self.drill.on_loss, self._place()) if self.drill is not None else lambda loss: loss
+        computed = self._computation.of(batch, begun, self._in_flight, spoil)
+        if not isinstance(computed, str):
+            loss, metrics = computed
             self._reported.append(metrics)
-            if not self._losses and self._evaluation_loss.is_due(begun.step):
+            if not (self._losses or begun.raised) and self._evaluation_loss.is_due(begun.step):
                 self._evaluation_loss.compare(begun.step, loss, partial(self.objective, self.model, batch))
             return self.update(loss)
-        # Out of memory. Handled outside of `except`, because the exception holds references to tensors.
-        self._sizer.make_smaller(begun.step, evidence)
+        self._sizer.make_smaller(begun.step, computed)
         self._begun = None
         self._roll_back(begun)
-        self._sizer.note_smaller(begun.step, evidence, began=begun.started_at)
+        self._sizer.note_smaller(begun.step, computed, began=begun.started_at)
         return False
 
     def update(self, loss: torch.Tensor, *, optimizer: Any = None) -> bool:
@@ -216,13 +207,12 @@ class EngineGuard:
         With `optimizer` the loss is that of one optimizer, which steps now: the update ends with the last of them.
         """
         loss = scalar(loss)
-        how = {"has_objective": self.objective is not None, "observes": self._recovery.observes}
-        if not self._turns.take(optimizer, accumulation=self.samples.slicing.accumulation, **how):
+        if not self._turns.take(optimizer, self.samples.slicing.accumulation, self.objective):
             self._updater.drop_gradients()
             return False
         begun = self._require_batch("update")
-        # Rows that could not be fetched make the loss NaN: so every rank learns of them and refuses the update.
-        loss = torch.full_like(loss, math.nan) if begun.update.failed else loss
+        # Rows that could not be fetched, and exceptions, make it NaN: so every rank learns of them and refuses it.
+        loss = torch.full_like(loss, math.nan) if begun.update.failed or begun.raised else loss
         if optimizer is None:
             self._losses.append(loss)
             if len(self._losses) < len(begun.update.batches):
@@ -230,7 +220,7 @@ class EngineGuard:
         if all(weight.grad is None for weight in self._turns.weights or self._updater.weights):
             raise TrainError("no weight has a gradient: call accelerator.backward(loss) before guard.update(loss)")
         with self._direct_steps.running("guard"):
-            return self._send_to_gate(loss if len(self._losses) < 2 else mean(self._losses))
+            return self._send_to_gate(begun, loss if len(self._losses) < 2 else mean(self._losses))
 
     def _require_batch(self, verb: str) -> StartedUpdate:
         """Return the update whose batch the loop hands back; raise if there is none."""
@@ -242,38 +232,44 @@ class EngineGuard:
             raise TrainError(TWO_GUARDS)
         return self._begun
 
-    def _send_to_gate(self, loss: torch.Tensor) -> bool:
+    def _send_to_gate(self, begun: StartedUpdate, loss: torch.Tensor) -> bool:
         """Between backward and optimizer: read the verdict on the last update, then send this one through the gate.
 
         All ranks do this at the same point. Nothing waits for the device: the last update was measured long ago.
         """
-        begun, self._begun = self._begun, None
-        assert begun is not None
+        self._begun = None
         if not self._turns.has_stepped:
-            is_clear = self._judge_in_flight(begun)
-            if is_clear and self.stopped:
-                self._roll_back(begun)
+            with self._turns.keeping_graphs(self.state.model):
+                is_clear = self._judge_in_flight(begun)
+                if is_clear and self.stopped:
+                    self._roll_back(begun)
+                elif is_clear:
+                    self._examination.launch(begun.backup)
             if not is_clear or self.stopped:
                 self._turns.drop(self._backups)
                 return False
-            self._examination.launch(begun.backup)
         if self.drill is not None:
             self.drill.on_gradients(self._place(), self._turns.weights or self._updater.weights)
         rate = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
         self._ring.before_change()
-        agreement, controls = self._updater.agreement, self._controls
+        agreement, knobs = self._updater.agreement, self._controls.knobs.values
         agreement.set_flag(Flag.BUSY, self._keeper.is_busy)
-        digest = 0 if agreement.is_alone else controls.digest(begun.update.start, self._recovery.incident_log)
+        digest = 0 if agreement.is_alone else self._controls.digest(begun.update.start, self._recovery.incident_log)
         self._begun = begun if self._turns.current is not None else None  # to undo, if the loop is left in a turn
-        attempt = self._updater.apply(self.clock.step, loss, controls.knobs.values, rate_factor=rate, digest=digest)
-        if not self._turns.is_complete:
-            return False
-        self._begun = None
+        self._parts.updates.has_turns |= self._turns.current is not None
+        self._updater.apply(self.clock.step, loss, knobs, rate_factor=rate, digest=digest)
+        return self._turns.is_complete and self._end_update(begun)
+
+    def end_turn(self) -> bool:
+        """End an update in which a trainer has stepped any optimizers, any number of times. False: it stepped none."""
+        return self._begun is not None and self._turns.has_stepped and self._end_update(self._begun)
+
+    def _end_update(self, begun: StartedUpdate) -> bool:
+        attempt, gate, self._begun = self._updater.newest, self._updater.gate, None
         if attempt.restarts:  # a schedule that starts again makes the loss jump on purpose
             self._checks.expect(self.clock.step + 1)
         self.clock.tick += 1
         sent, metrics = Sent(attempt.measured, attempt.numbers), mean_metrics(self._reported)
-        gate = self._updater.gate
         self._in_flight = InFlight(begun, attempt, gate.limits, sent, metrics, gate.is_open)
         return True
 
@@ -292,7 +288,6 @@ class EngineGuard:
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return True
-
         update, inputs, attempt = flight.begun.update, flight.begun.inputs, flight.attempt
         vitals = flight.vitals(self.clock.step, has_scale=self._updater.scaler is not None)
         if not vitals.ranks_agree:
@@ -308,8 +303,7 @@ class EngineGuard:
         for remark in (*finding.remarks, *self._scans.remarks()):
             log.info("note: %s", remark)
         self._updater.gate.limit(*self._checks.limits)
-        self._recovery.add_vitals(vitals)
-
+        self._recovery.add_vitals(vitals, flight.gradients.to_record(vitals.grad_norm))
         # The gate has accepted it on the device; only now the host knows.
         was_half = not vitals.accepted and self._turns.undo()
         if vitals.accepted:
@@ -317,14 +311,17 @@ class EngineGuard:
             self._turns.land()
             self._updater.accept(self.clock.step)
             norm = self._updater.clipped(vitals.grad_norm, attempt)
-            self._scans.landed(self.clock.step, attempt.settings, norm)
+            self._scans.landed(self.clock.step, attempt.settings, norm, attempt.times)
             if flight.snapshot is not None:
                 flight.snapshot.checks_state = self._parts.checks_state()
         elif flight.snapshot is not None:
             self._ring.drop(flight.snapshot)
         scanned = self._examination.verdict()
         self._name_guilty_ranks()
-        anomaly = scanned or finding.anomaly or self._recovery.explainer.check_first_updates(vitals, inputs)
+        explainer, refused = self._recovery.explainer, partial(Refused, update, inputs, flight.limits)
+        anomaly = scanned or finding.anomaly or explainer.check_first_updates(vitals, inputs)
+        if anomaly is None and finding.at_any_scale and explainer.breaks_at_any_scale(refused(flight.was_modified)):
+            anomaly = finding.at_any_scale
         if anomaly is not None and self._recovery.counts(anomaly):
             self._backups.let_go(flight.begun.backup)
             self._on_accepted()
@@ -341,7 +338,6 @@ class EngineGuard:
             if vitals.accepted:
                 self._after_accepted(flight, vitals)
             return True
-
         # Trouble. Undo the refused update and the next one, then treat it.
         if not vitals.accepted:
             self._updater.undo(attempt)
@@ -354,12 +350,12 @@ class EngineGuard:
             self._roll_back(first)
         if anomaly is not None:
             spiked = not float(flight.attempt.loss) <= flight.limits[0]
-            refined = scanned or self._examination.refine_signal(anomaly, inputs, update.failed, spiked=spiked)
+            what = inputs, update.failed, flight.begun.raised, flight.gradients
+            refined = scanned or self._examination.refine_signal(anomaly, *what, spiked=spiked)
             self._name_guilty_ranks()
-            was_modified = flight.begun.versions != [versions(batch) for batch in inputs]
-            usual = self._examination.nan_is_usual
-            refused = None if vitals.accepted else Refused(update, inputs, flight.limits, was_modified, usual)
-            self._treat(refined, update, refused, began=flight.begun.started_at)
+            usual, is_error = self._examination.nan_is_usual, refined.signal is Signal.EXCEPTION
+            attempted = None if vitals.accepted else refused(flight.was_modified, usual, is_error)
+            self._treat(refined, update, attempted, began=flight.begun.started_at)
         return self._recovery.observes and vitals.accepted and begun is None  # then nothing was undone
 
     def _after_accepted(self, flight: InFlight, vitals: Vitals) -> None:
@@ -374,8 +370,8 @@ class EngineGuard:
             flight.snapshot.remedies = self._controls.state_dict()
         is_back = self._checks.rewind_check.is_at_reference(step)
         is_back |= self._checks.is_only_reported and not recovery.observes
-        scanned = self._scans.clean_step
-        self._ring.verify(healthy_until=step, scanned_until=scanned, after=self._verify_after, is_back=is_back)
+        scanned, after = self._scans.clean_step, self._verify_after
+        self._ring.verify(healthy_until=step, scanned_until=scanned, after=after, is_back=is_back)
         keeper.verified(any_busy=vitals.any_busy)
         recovery.note_saves()
         recovery.note_data(flight.begun.update)

@@ -11,7 +11,8 @@ from resilient_train.state.ring import Snapshot
 from resilient_train.types import Vitals
 from resilient_train.update.objective import Metrics
 from resilient_train.update.updater import Attempt
-from resilient_train.watch.vitals import Sent, read_vitals
+from resilient_train.watch.gradient_norms import GradientNorms
+from resilient_train.watch.vitals import Sent, read_vitals, versions
 
 
 @dataclass
@@ -24,6 +25,7 @@ class StartedUpdate:
     backup: Backup  # of the buffers before it
     inputs: list[Any]  # its micro-batches, as the model saw them
     started_at: float  # on the monotonic clock
+    raised: list[str] = field(default_factory=list)  # exceptions of its forwards and backwards, each in one line
     versions: list[Any] = field(default_factory=list)  # Tensor._version of each tensor before the forward pass
 
 
@@ -38,6 +40,15 @@ class InFlight:
     metrics: Metrics
     is_open: bool  # the gate was: it has landed, whatever it measured
     snapshot: Snapshot | None = None  # of the state after it, if one was taken
+    gradients: GradientNorms = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gradients = GradientNorms(self.attempt.norms, is_recorded=self.attempt.records_norms)
+
+    @property
+    def was_modified(self) -> bool:
+        """Whether its batches were changed in place after the model got them."""
+        return self.begun.versions != [versions(batch) for batch in self.begun.inputs]
 
     def vitals(self, step: int, *, has_scale: bool) -> Vitals:
         """Read what it measured, the same on every rank, after `step` accepted updates. Waits for the device."""

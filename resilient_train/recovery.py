@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -21,13 +21,15 @@ from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainErro
 from resilient_train.ranks.world import odd_ones
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Doing
-from resilient_train.record.surroundings import DECIDE, DIAGNOSE, REMEDY, REWIND, Phases
+from resilient_train.record.surroundings import DECIDE, DIAGNOSE, REWIND, Phases
 from resilient_train.recover.causes import by_signal
-from resilient_train.recover.decide import decide
+from resilient_train.recover.decide import Earlier, decide
 from resilient_train.recover.policy import Policy
-from resilient_train.recover.remedies import is_mild, remedy
+from resilient_train.recover.remedies import is_mild
 from resilient_train.run_parts import RunParts
+from resilient_train.treatment import apply
 from resilient_train.types import (
+    OUTSIDE,
     Action,
     Anomaly,
     Cause,
@@ -62,7 +64,9 @@ class Recovery:
             *(parts.updates, parts.search, parts.beat),
         )
         self._recovered_after = recovered_after
+        self._earlier = Earlier(policy)
         self.observes = policy.observe  # incidents are reported, and every update lands
+        self.treats = any(policy.ladders.values()) and not policy.observe
         self._observed: int | None = None  # number of the incident that further anomalies count into
         self._anomalous_step = 0  # the newest of them
         self._ended_damaged = False  # the loop ended before it was healthy again
@@ -70,10 +74,10 @@ class Recovery:
 
     # What every update reports.
 
-    def add_vitals(self, vitals: Vitals) -> None:
+    def add_vitals(self, vitals: Vitals, norms: Mapping[str, float]) -> None:
         """Keep the measurements of an update that was attempted: it may turn out to have caused a later incident."""
         self.parts.updates.add(vitals)
-        self.incident_log.add_vitals(vitals)
+        self.incident_log.add_vitals(vitals, norms)
 
     def next_update(self) -> Update:
         """Fetch the samples of the next update. If the storage fails for good, save the newest verified state first."""
@@ -118,7 +122,7 @@ class Recovery:
         All ranks call it together. Raises GaveUp when the policy has nothing left.
         """
         parts, controls, checks = self.parts, self.controls, self.parts.checks
-        phases, started, step_before = Phases(began), time.perf_counter(), parts.clock.step
+        phases, started = Phases(began), time.perf_counter()
 
         # Drop snapshots and demote checkpoints newer than `since`, before the diagnosis: the process may die during it.
         anomaly, leap = self.explainer.since_leap(anomaly)
@@ -130,7 +134,7 @@ class Recovery:
         parts.updater.usual_norm = checks.usual_norm or parts.updater.usual_norm
 
         # Diagnose.
-        history = self.incident_log.training_incidents
+        history = self._earlier.with_new(self.incident_log.since(self._earlier.newest), parts.clock.tick)
         try:
             reference = checks.rewind_check.reference
             diagnosis, leap = self.explainer.explain(anomaly, update, refused, history, reference, leap)
@@ -152,7 +156,8 @@ class Recovery:
             trace=parts.updates.trace(last) if last is not None else 0,
         )
         self._set_reference(anomaly, diagnosis, decision)
-        incident = self.incident_log.open(anomaly, diagnosis, decision, is_off=checks.rewind_check.is_open)
+        before = self.incident_log.continued(anomaly, diagnosis, decision)
+        incident = before or self.incident_log.open(anomaly, diagnosis, decision, is_off=checks.rewind_check.is_open)
         phases.ended(DECIDE)
         if decision.gave_up is not None:
             self._give_up(incident, phases)
@@ -160,29 +165,31 @@ class Recovery:
             self._observe(incident, phases, time.perf_counter() - started)
             return
 
-        # Apply the remedies.
-        controls.begin(incident, suspects)
-        if not is_mild(decision.actions):
-            controls.knobs.trouble()
-        for action in decision.actions:
-            had_rewound = controls.rewound_to is not None
-            remedy(action).apply(controls)
-            phases.ended(REMEDY if had_rewound or controls.rewound_to is None else REWIND)
-        if controls.rewound_to is not None:
-            self.keeper.rewound(controls.rewound_to)
-            checks.rewound(controls.rewound_to, anomaly.since, controls.knobs.lr)
-
-        # Write it down: the remedies first, so that an incident that was treated has them in effect.
-        incident = replace(
-            incident,
-            rewound_to=controls.rewound_to,
-            steps_lost=step_before - parts.clock.step + (refused is not None),
-            seconds=time.perf_counter() - started,
-            trace=controls.trace,
-        )
-        phases.extend_last()
-        self._note_remedies()
+        place = parts, controls, self.keeper
+        incident = apply(incident, suspects, phases, *place, started=started, refused=refused is not None)
+        self._note_remedies()  # first, so that an incident that was treated has them in effect
+        if before is not None:
+            self.incident_log.count_again(before, anomaly)
+            self._earlier.with_new([replace(before, anomaly=anomaly, again=())], anomaly.tick)
+            return
         self.incident_log.record_treatment(incident, phases.timed)
+
+    def try_rates(self) -> None:
+        """Try lower learning rates, as the loss stands; continue with one that overtakes the run."""
+        parts, controls, check, phases = self.parts, self.controls, self.parts.checks.no_progress, Phases(None)
+        step, started, before = parts.clock.step, time.perf_counter(), controls.trial_updates
+        if (found := controls.overtaken()) is not None:
+            anomaly = Anomaly(Signal.NO_PROGRESS, step, parts.clock.tick, found.since, check.evidence)
+            self.keeper.distrust(found.since)
+            decided = by_signal(anomaly), Decision((Action("rewind"), found.cut), rung=OUTSIDE)
+            incident = self.incident_log.open(anomaly, *decided, is_off=parts.checks.rewind_check.is_open)
+            incident = replace(incident, tried=found.tried)
+            incident = apply(incident, (0, 0), phases, parts, controls, self.keeper, started=started)
+            self._note_remedies()
+            self.incident_log.record_treatment(incident, phases.timed)
+            parts.updater.gate.limit(*parts.checks.limits)
+        elif controls.trial_updates > before:
+            self._note_remedies()
 
     def _observe(self, incident: Incident, phases: Phases, seconds: float) -> None:
         """Write an incident down, and let every update land until no further anomaly has come for a while."""
@@ -343,6 +350,7 @@ class Recovery:
         `was_killed`: another process of the run was killed; then the progress file stays as it is.
         """
         self.incident_log.write_tables()
+        self.controls.quarantined.write_rest()
         if not was_killed:
             self.keeper.progress.turned_to(Doing.ENDED, self.parts.clock.tick)
 
@@ -382,7 +390,7 @@ class Recovery:
             raise TrainError(f"{plan.path or incident_log.directory}: {error}") from error
         parts.clock.tick = max(parts.clock.tick, plan.tick)
         if plan.skipped is not None:
-            parts.samples.skip(*plan.skipped)
+            controls.skip_samples(*plan.skipped)
             self._note_remedies()
         for found in plan.found:
             number = self.note_process_incident(found)
@@ -395,11 +403,11 @@ class Recovery:
 
     def finish(self) -> None:
         """The run is complete: close its incidents, as recovered if the loss is back or was never off."""
-        check = self.parts.checks.rewind_check
-        is_back = self._is_back()
+        check, is_back = self.parts.checks.rewind_check, self._is_back()
         self._ended_damaged = self._observed is not None
         self._end_observed()
-        self.incident_log.close_all(Outcome.RECOVERED if is_back else Outcome.UNRECOVERED)
+        outcome = Outcome.RECOVERED if is_back else Outcome.UNRECOVERED
+        self.incident_log.close_all(outcome, healthy_since=self.parts.clock.step - self._recovered_after)
         if is_back and check.is_open:
             check.end()
             self._note_remedies()
@@ -427,7 +435,7 @@ class Recovery:
         return GaveUp(f"not recovered: {why}; the run returned to step {clock.step:,}", path)
 
     def _note_remedies(self) -> None:
-        self.incident_log.run_history.note_remedies(self.controls.state_dict())
+        self.incident_log.run_history.note_remedies(self.controls.to_note())
 
 
 def _reached(anomaly: Anomaly) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -31,9 +31,11 @@ class Signal(StrEnum):
     CHECKPOINT_DAMAGED = "checkpoint_damaged"
     RANK_MISMATCH = "rank_mismatch"
     NOT_RECOVERED = "not_recovered"
+    NO_PROGRESS = "no_progress"
 
 
 OBSERVE = "observe"  # the action of a policy that only observes
+TRIAL = "trial"
 SPIKES = (Signal.LOSS_SPIKE, Signal.GRAD_SPIKE)  # updates that a limit refused
 
 
@@ -142,6 +144,9 @@ class Action:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
+OUTSIDE = 1_000_000  # rung of a decision that no ladder made: no strike of theirs is used up
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """What a policy prescribes: remedies that are applied together, or the end of the run and why."""
@@ -149,6 +154,16 @@ class Decision:
     actions: tuple[Action, ...] = ()
     rung: int = 0  # of the ladder, from 0
     gave_up: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One arm of a trial: what was tried, and how training went with it."""
+
+    actions: tuple[Action, ...]  # none: as it is
+    anomalies: int  # updates that did not land
+    loss: float  # the mean on later samples, the same for each arm, on which none of them was trained
+    won: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,12 +180,29 @@ class Incident:
     outcome: Outcome | None = None  # None while it is open
     drill: str = ""  # the injected faults that caused it: no advice is given
     trace: int = 0  # digest of the updates that its rewind undid
-    further: int = 0  # anomalous updates that followed, where incidents are only observed
+    further: int = 0  # anomalous updates that followed, and were observed or skipped like the first one
+    again: tuple[tuple[int, int], ...] = ()  # tick and step of those that were skipped
+    tried: tuple[Tried, ...] = ()  # the arms of its trial, if there was one
 
     @property
     def is_observed(self) -> bool:
         """Say whether the policy only observes: nothing was changed."""
         return any(action.remedy == OBSERVE for action in self.decision.actions)
+
+    @property
+    def last_step(self) -> int:
+        """The step of the newest update that belongs to it."""
+        return self.again[-1][1] if self.again else self.anomaly.step
+
+    @property
+    def each(self) -> list[Incident]:
+        """Itself, and what followed as incidents of their own: strikes and budgets count updates."""
+        steps = [(self.anomaly.tick, self.anomaly.step), *self.again]
+        return (
+            [replace(self, anomaly=replace(self.anomaly, tick=tick, step=step), again=()) for tick, step in steps]
+            if self.again
+            else [self]
+        )
 
     @property
     def left_damage(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.secrets import masked
-from resilient_train.types import OBSERVE, Action, Anomaly, Cause, Culprit, Diagnosis, Incident, Outcome, Signal
+from resilient_train.types import OBSERVE, TRIAL, Action, Anomaly, Cause, Culprit, Diagnosis, Incident, Outcome, Signal
 
 log = logging.getLogger("resilient_train")
 IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
@@ -28,7 +28,7 @@ _NOTICED = {
     Signal.WEIGHTS_JUMP: "the weights jumped",
     Signal.OPTIMIZER_RANGE: "the optimizer's state is out of its range",
     Signal.SCALE_COLLAPSE: "the loss scale collapsed",
-    Signal.EXCEPTION: "a row cannot be fetched",
+    Signal.EXCEPTION: "an exception was raised",
     Signal.OUT_OF_MEMORY: "the device ran out of memory",
     Signal.HANG: "the step hung",
     Signal.CRASH: "the process died",
@@ -37,6 +37,7 @@ _NOTICED = {
     Signal.CHECKPOINT_DAMAGED: "a checkpoint is damaged",
     Signal.RANK_MISMATCH: "the ranks differ",
     Signal.NOT_RECOVERED: "the loss is not back where it was",
+    Signal.NO_PROGRESS: "the loss stands, and a lower learning rate overtakes it",
 }
 
 OUTCOMES = {
@@ -52,7 +53,7 @@ _SHORTEST_S = 0.005  # that is worth reporting
 
 _NOT_ABOUT_WEIGHTS = {
     *(Signal.EXCEPTION, Signal.OUT_OF_MEMORY, Signal.HANG, Signal.CRASH),
-    *(Signal.DISK_FULL, Signal.CHECKPOINT_FAILED, Signal.CHECKPOINT_DAMAGED),
+    *(Signal.DISK_FULL, Signal.CHECKPOINT_FAILED, Signal.CHECKPOINT_DAMAGED, Signal.NO_PROGRESS),
 }
 
 
@@ -63,9 +64,22 @@ def describe(incident: Incident) -> str:
         f"! step {anomaly.step:,}: {noticed(anomaly)}{reached_suffix(incident)}{drill_suffix(incident)}",
         anomaly.evidence,
         f"{_cause(diagnosis)}; {_done(incident)}",
+        *(f"  {line}" for line in describe_arms(incident)),
         # Without a line or rows, only the report has the advice.
         f"advice: {diagnosis.advice}" if diagnosis.advice and (diagnosis.culprit or diagnosis.rows) else "",
     )
+
+
+def describe_arms(incident: Incident) -> list[str]:
+    """Say in a table how the arms of a trial went, a line each; nothing if there was no trial."""
+    if not incident.tried:
+        return []
+    names = [", ".join(_remedy(action, incident) for action in one.actions) or "as it is" for one in incident.tried]
+    width = max(map(len, names))
+    return [f"{'':<{width}}  {'later loss':>10}  {'refused':>7}"] + [
+        f"{name:<{width}}  {one.loss:>10.4g}  {one.anomalies:>7,}{'  chosen' if one.won else ''}"
+        for name, one in zip(names, incident.tried, strict=True)
+    ]
 
 
 def drill_suffix(incident: Incident) -> str:
@@ -78,9 +92,9 @@ def describe_outcome(incident: Incident, healthy_steps: int | None = None) -> st
     name = f"incident {incident.id:,}"
     match incident.outcome:
         case Outcome.RECOVERED if healthy_steps is not None:
-            return f"{name} recovered: {counted(healthy_steps, 'healthy step')} since"
+            return f"{name} recovered{further(incident)}: {counted(healthy_steps, 'healthy step')} since"
         case Outcome.RECOVERED:
-            return f"{name} recovered"
+            return f"{name} recovered{further(incident)}"
         case Outcome.RECURRED:
             return f"{name} recurred: the same fault occurred again, so what was done was not enough"
         case Outcome.UNRECOVERED:
@@ -98,7 +112,7 @@ def describe_further(incident: Incident) -> str:
 
 
 def further(incident: Incident) -> str:
-    """Say how many anomalous updates followed an incident that was only observed, to append to other words."""
+    """Say how many anomalous updates followed an incident and were treated like it, to append to other words."""
     return f": {counted(incident.further, 'more anomalous update')} followed" if incident.further else ""
 
 
@@ -210,6 +224,14 @@ def rank_names(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks, 8)}"
 
 
+def names_listed(names: Sequence[str], most: int = 3) -> str:
+    """Name some weights or layers: "`head.weight`, `head.bias` and 5 more"."""
+    shown, more = [f"`{name}`" for name in names[:most]], len(names) - most
+    if more > 0:
+        return f"{', '.join(shown)} and {more:,} more"
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
 def _listed(numbers: Sequence[int], most: int) -> str:
     shown = [str(number) for number in numbers[:most]]  # without commas, as they are looked up
     if more := len(numbers) - len(shown):
@@ -285,6 +307,7 @@ def _turned(what: str, verb: str) -> Callable[[Settings], str]:
         else:
             said = f"{what} {verb}"
         settings.pop("by_loss", None)
+        settings.pop("lasting", None)
         if regain := settings.pop("regain", None):
             said += f", soon back to x{_amount(regain)}"
         if rewarm := settings.pop("rewarm", None):
@@ -319,6 +342,7 @@ _WORDS: dict[str, Callable[[Settings], str]] = {
     "lower_loss_scale": _turned("loss scale", "lowered"),
     "higher_precision": lambda settings: "full precision" + _stretch(settings),
     "armor": lambda settings: "patched that line",
+    TRIAL: lambda settings: f"tried {len(settings.pop('of', ()))} remedies" + _stretch(settings),
     "mend_eps": lambda settings: "raised an epsilon that is 0 in its dtype",
     "repeat": lambda settings: "retried the update",
     "report": lambda settings: "reported only",

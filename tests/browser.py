@@ -16,6 +16,25 @@ KIND = "workflowType=machine_learning"  # else the page comes up among the tools
 PATIENCE_MS = 120_000.0  # of a machine that is busy with other things
 SIZE = {"width": 1400, "height": 1250}
 
+LAPTOP = {"width": 1280, "height": 800}
+
+# The words of which every letter is on the screen: neither cut off by a box around them nor covered by another.
+_IN_VIEW = """() => {
+    const shown = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+        for (const word of node.data.matchAll(/\\S+/g)) {
+            const range = document.createRange();
+            range.setStart(node, word.index);
+            range.setEnd(node, word.index + word[0].length);
+            const box = range.getBoundingClientRect();
+            const corners = [[box.left + 1, box.top + 1], [box.right - 1, box.bottom - 1]];
+            if (box.width && corners.every(([x, y]) => node.parentElement.contains(document.elementFromPoint(x, y))))
+                shown.push(word[0]);
+        }
+    }
+    return shown.join(" ");
+}"""
+
 # What MLflow's own pages complain of on a server without accounts, whatever it shows.
 _ITS_OWN = ("/mlflow/users/current", "ResizeObserver loop")
 
@@ -50,6 +69,20 @@ class Console:
         """Look at the list of runs as it was prepared."""
         self._open(f"{self._experiment}/runs?{KIND}&viewStateShareKey={view}")
         self.page.get_by_text("resilience.status").first.wait_for()
+
+    def first_screen(self, picture: Path) -> str:
+        """Open the run's page as on the first visit, press nothing, and return the words in view."""
+        assert self.page.context.browser is not None
+        first_visit = self.page.context.browser.new_context(viewport=LAPTOP)  # type: ignore[arg-type]
+        page = first_visit.new_page()
+        page.goto(f"{self._address}/#/{self._run}?{KIND}")
+        page.get_by_text("Description").first.wait_for(timeout=PATIENCE_MS)
+        page.get_by_text("resilience.status").first.wait_for(timeout=PATIENCE_MS)
+        page.wait_for_timeout(1000)
+        page.screenshot(path=picture)
+        words = str(page.evaluate(_IN_VIEW))
+        first_visit.close()
+        return words
 
     def overview(self) -> Locator:
         """Look at the run's overview, and read its description to the end."""

@@ -5,34 +5,46 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # Two test processes share two cores: more threads would wait for each other. Before torch reads it, and for children.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import slow
 import torch
+from accelerate.state import AcceleratorState, GradientState
 from command import Outcome, command
 from filelock import FileLock
 from hydra.core.global_hydra import GlobalHydra
+from hypothesis import settings
 from kills import Nursery
 from power import Careless
 
 from resilient_train import files
 
+hypothesis.settings.register_profile("unhurried", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("unhurried")
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+settings.register_profile("suite", settings(), deadline=None)  # a machine may be busy with other things
+settings.load_profile("suite")
 sys.path += [str(folder) for folder in HERE.iterdir() if folder.is_dir()]  # for processes that import a test file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that only `scripts/test --all` runs."""
+    """Mark the tests that only `scripts/test --all` runs, and put files with many of them first: none is left alone."""
     names = slow.listed()
+    count = Counter[Path]()
     for item in items:
         if slow.is_slow(item.nodeid, names):
             item.add_marker(pytest.mark.slow)
+            count[item.path] += 1
+    items.sort(key=lambda item: -count[item.path])
 
 
 @pytest.fixture(scope="session")
@@ -68,6 +80,19 @@ def installed_wheel(shared_tmp: Path, wheel: Path) -> Path:
             subprocess.run([*install, "--target", str(made), str(wheel)], check=True)
             made.rename(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def empty_store(shared_tmp: Path) -> Path:
+    """A file of SQLite with MLflow's tables, empty: to make one takes MLflow seconds, a copy takes none."""
+    file = shared_tmp / "empty.db"
+    with FileLock(shared_tmp / "empty.lock"):
+        if not file.exists():
+            from mlflow import MlflowClient
+
+            MlflowClient(f"sqlite:///{file.with_suffix('.tmp')}").search_experiments()
+            file.with_suffix(".tmp").rename(file)
+    return file
 
 
 @pytest.fixture
@@ -108,6 +133,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """Accelerate keeps its state for the process: not for the next test."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
 def careless(monkeypatch: pytest.MonkeyPatch) -> None:
     """No power is cut here: nothing waits for the disk."""
     monkeypatch.setattr(files, "disk", Careless())
+
+
+@pytest.fixture(autouse=True)
+def checked_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some libraries turn the checks of torch.distributions off when they are imported."""
+    if (torch := sys.modules.get("torch")) is not None and "torch.distributions" in sys.modules:
+        monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)

@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def in_mlflow(run_dir: Path, place: Path) -> None:
-    """The list of runs, the overview, an incident's trace."""
+    """The first screen of the run, the list of runs, the overview, an incident's trace."""
     known = json.loads((run_dir / "summary.json").read_text())["mlflow"]
     experiment = re.search(r"experiments/(\d+)/", known["url"])
     assert experiment is not None
@@ -52,6 +52,7 @@ def in_mlflow(run_dir: Path, place: Path) -> None:
         mlflow_server(place, known["tracking_uri"]) as address,
         console(address, experiment[1], known["run_id"]) as person,
     ):
+        person.first_screen(IMAGES / "first-screen.png")
         person.run_list(views.KEY)
         person.alone()
         person.picture(IMAGES / "runs.png")

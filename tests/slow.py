@@ -1,6 +1,6 @@
 """Which tests only `scripts/test --all` runs: those of slow.txt, which this writes from the durations of a whole run.
 
-    scripts/test -n 2 --dist loadgroup --durations=0 --durations-min=0.05 tests | tee run.log
+    scripts/test -n 2 --dist loadfile --no-loadscope-reorder --durations=0 --durations-min=0.05 tests | tee run.log
     python tests/slow.py run.log
 
 Tests stay in the short suite in the order of what they cost, until its share of the whole is used up.
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 LIST = Path(__file__).with_name("slow.txt")
-_SHARE = 0.07  # of the time of the tests that the log lists; thousands of fast ones take four minutes more
+_SHARE = 0.05  # of the time of the tests that the log lists; thousands of fast ones take most of the short suite
 _LEAST_S = 0.3  # a test this fast is always in the short suite
 _SETUP_S = 20.0  # in the set-up of a file, such as a server: then all of it is left out
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-SETS = ("first", "second")
+SETS = ("first", "second", "third")
 
 
 @dataclass(frozen=True)

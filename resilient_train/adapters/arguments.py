@@ -21,9 +21,10 @@ from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.data import build
 from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
-from resilient_train.data.sequential import LoaderSamples
+from resilient_train.data.sequential import DrawnSamples, LoaderSamples
 from resilient_train.drills import Drill
 from resilient_train.errors import ConfigError, TrainError, named_type, require_finite, unusable
+from resilient_train.intervals import AUTO
 from resilient_train.ranks.world import World
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.quarantine import Quarantine, Quarantined
@@ -44,23 +45,40 @@ _FSDP1 = (
 _ITSELF = "makes its updates itself, so that none can be refused, and is not supported yet: use DDP or FSDP2 instead"
 _ENGINES = {"DEEPSPEED": f"DeepSpeed {_ITSELF}", "MEGATRON_LM": f"Megatron-LM {_ITSELF}"}
 _ENGINES |= {"XLA": "TPUs are not supported yet: use GPUs or CPUs"}
+TRAINERS = (
+    "a Hugging Face Trainer is guarded by resilient_train.hf.guard(trainer), Lightning's by "
+    "callbacks=[resilient_train.lightning.Guarded()]"
+)
 _WRAPPERS = {"torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1, "deepspeed.": _ENGINES["DEEPSPEED"]}
 
 
-def accelerator(given: Any, model: Any) -> Any:
+def accelerator(given: Any, model: Any, accumulate: int = 1, scaler: Any = None) -> Any:
     """Return the caller's Accelerator; for a loop of plain PyTorch make one, for the device of its model."""
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise unusable("accumulate", f"expected a whole number of at least 1, got {accumulate!r}")
+    if not isinstance(scaler, torch.amp.GradScaler | None):
+        raise TypeError(f"scaler: expected a torch.amp.GradScaler, got {named_type(scaler)}")
+    if given is not None:
+        for name, is_given in (("accumulate", accumulate > 1), ("scaler", scaler is not None)):
+            if is_given:
+                raise unusable(name, "is for a loop of plain PyTorch: the Accelerator has its own")
     if given is not None or not isinstance(model, nn.Module):
         return given
     first = next(model.parameters(), None)
-    return Accelerator(cpu=first is None or first.device.type == "cpu")
+    made = Accelerator(cpu=first is None or first.device.type == "cpu", gradient_accumulation_steps=accumulate)
+    made.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    return made
 
 
 def world(accelerator: Any) -> World:
     """Return the processes that the caller's Accelerator has joined."""
     if not isinstance(accelerator, Accelerator):
-        raise TypeError(f"accelerator: expected an accelerate.Accelerator, got {named_type(accelerator)}")
+        expected = "expected an accelerate.Accelerator, or None for a loop of plain PyTorch"
+        raise TypeError(f"accelerator: {expected}, got {named_type(accelerator)}; {TRAINERS}")
     if (engine := str(accelerator.distributed_type.value)) in _ENGINES:
         raise ValueError(f"accelerator: {_ENGINES[engine]}")
+    if engine == "FSDP" and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1:
+        raise ValueError(f"accelerator: {_FSDP1}")
     return World(accelerator)
 
 
@@ -78,7 +96,9 @@ def unwrapped(model: Any, world: World) -> nn.Module:
         bool(synchronized) and all(id(one) in synchronized for one in model.parameters() if one.requires_grad)
     )
     if world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_") and not is_replicated:
-        why = "each process would train a model of its own: give what accelerator.prepare(model) returns"
+        why = (
+            "each process would train one of its own: give accelerator.prepare(model) or DistributedDataParallel(model)"
+        )
         raise ValueError(f"model: it is not prepared for {world.size} processes, so {why}")
     # unwrap_model on a compiled DDP model would also strip DDP from the caller's model.
     bare: nn.Module = world.accelerator.unwrap_model(inner, keep_fp32_wrapper=True)
@@ -181,7 +201,6 @@ def samples(
     given: Any,
     slicing: Slicing,
     device: torch.device,
-    *,
     seed: int,
     shuffle: bool,
     num_workers: int,
@@ -191,8 +210,11 @@ def samples(
     if hasattr(given, "next_update"):
         return given  # type: ignore[no-any-return]
     is_iterable = isinstance(given, Iterable) or not is_loader(given)
-    if not is_iterable or isinstance(given, str | bytes):
-        raise TypeError(f"data: expected a data set or a loader, got {named_type(given)}")
+    is_function = not is_iterable and callable(given) and not isinstance(given, type)
+    if not (is_iterable or is_function) or isinstance(given, str | bytes):
+        raise TypeError(f"data: expected a data set, a loader or a function, got {named_type(given)}")
+    if is_function:
+        return DrawnSamples(given, slicing, seed=seed, device=device)
     if is_loader(given):
         return LoaderSamples(given, slicing, seed=seed, device=device)
     name, collate = type(given).__name__, collate or default_collate
@@ -243,9 +265,11 @@ def keepable(name: str, item: Any, *, has_begun: bool) -> None:
         raise TrainError(f"keep({name}=...): the run has begun, and its first state lacks this: call keep before")
 
 
-def disk(given: DiskConfig | int | None) -> DiskConfig:
-    """Convert a number of updates between two checkpoints; with None there is one at the end."""
-    return given if isinstance(given, DiskConfig) else DiskConfig(every=steps(given, "disk") or 0)
+def disk(given: DiskConfig | int | str | None) -> DiskConfig:
+    """Convert a number of updates between two checkpoints, or "auto"; with None there is one at the end."""
+    if isinstance(given, DiskConfig):
+        return given
+    return DiskConfig(every=AUTO if given == AUTO else steps(given, "disk") or 0)  # type: ignore[arg-type]
 
 
 def quarantine(
@@ -334,6 +358,8 @@ def cautions(
     samples: Samples, disk: DiskConfig, memory: MemoryConfig | None, waits: Iterable[str], *, has_objective: bool
 ) -> Iterator[str]:
     """Say what is missing in a loop. `waits` are optimizers that the gate has to wait for."""
+    if isinstance(samples, DrawnSamples):
+        yield "data: a function draws the batches, so bad rows have no names: the update that drew them is skipped"
     if isinstance(samples, LoaderSamples):
         yield "data: your own loader does not rewind: after a rewind the loop gets the batches that come next"
     if 0 < samples.rows < samples.slicing.samples:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.errors import TrainError
 from resilient_train.state.randomness import RecordedStates
+from resilient_train.update.schedule import StatelessSchedule
 from resilient_train.update.updater import LR_OF_GUARD
 from resilient_train.wording import log
 
+OLDEST = {"transformers": "5.22", "lightning": "2.5"}  # the versions that are tested, with the newest ones
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")  # what a trainer's schedule may set in a parameter group
 
 OPTIONS = frozenset(  # of Guard, where a trainer has the rest
@@ -29,7 +32,7 @@ OPTIONS = frozenset(  # of Guard, where a trainer has the rest
 MakeAgain = Callable[[Any, int, Fed], torch.Tensor]
 
 
-class TrainersSettings:
+class TrainersSettings(StatelessSchedule):
     """The settings of an optimizer's groups that the trainer's schedule made for the update at hand."""
 
     def __init__(self) -> None:
@@ -37,15 +40,6 @@ class TrainersSettings:
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         return self.now
-
-    def advance(self, step: int) -> None:
-        pass
-
-    def state_dict(self) -> Any:
-        return {}
-
-    def load_state_dict(self, state: Any) -> None:
-        pass
 
 
 class Follower:
@@ -55,20 +49,26 @@ class Follower:
         self,
         guard: Guard,
         samples: FedSamples,
-        settings: TrainersSettings,
         make_again: MakeAgain,
         measure_norm: Callable[[], torch.Tensor | None],
         *,
+        made: int,
         planned: int,
     ) -> None:
-        """`make_again` runs forward and backward of a batch of an update, which is its number among them.
+        """The schedules of `guard` are `TrainersSettings`, one for each optimizer.
 
-        `measure_norm` clips the gradients as the trainer does, and returns their norm before.
+        `make_again` runs forward and backward of a batch of an update, which is its number among them. `measure_norm`
+        clips the gradients as the trainer does, and returns their norm before. The trainer has `made` so many updates
+        before, in other processes, of those that are `planned`.
         """
         self.guard, self.samples = guard, samples
-        self._settings, self._make_again, self._measure_norm = settings, make_again, measure_norm
+        guard.clock.step = guard.clock.tick = made
+        self._make_again, self._measure_norm = make_again, measure_norm
         self._updater = guard._updater
         self._updater.trainer_clips = True
+        assert isinstance(guard.seeds, RecordedStates)
+        self._seeds = guard.seeds
+        self._replay, self._replayed = 0, 0  # which replay it is, and how many of its batches were looked at
         self._batches: Iterator[Any] = guard.follow(planned)
         self._fed: Fed | None = None  # the newest update
         self.taken = 0  # of its batches
@@ -128,12 +128,23 @@ class Follower:
         is_landed = self._landed(fed, self._loss)
         loss = None if is_landed else self.catch_up()
         self._put_back(fed.settings)
-        snapshots, seeds = self.guard._ring.snapshots, self.guard.seeds
+        snapshots = self.guard._ring.snapshots
         oldest = snapshots[0].plain["position"]["position"] if snapshots else fed.start
         self.samples.forget_before(oldest)
-        assert isinstance(seeds, RecordedStates)
-        seeds.forget_before(oldest)
+        self._seeds.forget_before(oldest)
         return loss
+
+    @property
+    def at_hand(self) -> Fed:
+        """The update that is being made or replayed."""
+        return self.fed if self.is_left_out else self.samples.at(self._seeds.start)
+
+    def replayed(self) -> tuple[Fed, int]:
+        """Return the update that is being replayed, and which of its micro-batches it is."""
+        if self._replay != self._seeds.times:
+            self._replay, self._replayed = self._seeds.times, 0
+        self._replayed += 1
+        return self.at_hand, self._replayed - 1
 
     def catch_up(self) -> torch.Tensor:
         """Make again what was undone, until the newest update has landed or is left out; return its loss, or NaN."""
@@ -155,9 +166,16 @@ class Follower:
         return result
 
     def leave_out(self) -> None:
-        """Leave out the newest update, for which the trainer makes no step: its buffers are restored as well."""
-        self._is_open = False
+        """Leave out the newest update, for which the trainer makes no step: its buffers stay, as without the guard.
+
+        They are restored if they are not finite now. The host waits for the device.
+        """
+        self._is_open, backups = False, self.guard._backups
+        forward = backups.take()
         self.guard._put_back_batch()
+        if all(bool(buffer.isfinite().all()) for buffer in forward.copies):
+            backups.put_back(forward)
+        backups.let_go(forward)
         self.samples.skip(self.fed.start, self.fed.stop)
 
     def examine(self, *, is_end: bool = False) -> None:
@@ -204,11 +222,18 @@ class Follower:
     # Inside.
 
     def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
-        self._settings.now = fed.settings
-        self._updater.trainers_norm = self.norm
-        self._updater.note_rates()
+        self._set(fed.settings)
         self.guard.update(loss)
         return self.guard.settle()
+
+    def _set(self, settings: Sequence[dict[str, Any]]) -> None:
+        """Let the next step have the settings of the trainer's schedule, and the norm that the trainer has measured."""
+        rest = iter(settings)
+        for schedule, optimizer in zip(self._updater.schedules, self._updater.optimizers, strict=True):
+            assert isinstance(schedule, TrainersSettings)
+            schedule.now = [*islice(rest, len(optimizer.param_groups))]
+        self._updater.trainers_norm = self.norm
+        self._updater.note_rates()
 
     def _scheduled(self) -> list[dict[str, Any]]:
         return [{key: group[key] for key in _SCHEDULED if key in group} for group in self._updater._groups()]
@@ -217,6 +242,41 @@ class Follower:
         """Give the groups the settings of the trainer's schedule again: some schedules multiply what they find."""
         for group, setting in zip(self._updater._groups(), settings, strict=True):
             group.update(setting)
+
+
+class StepFollower(Follower):
+    """One loop of a trainer whose user steps any optimizers in a batch, any number of times: that is one update."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__(*given, **more)
+        self._updater.turns.is_open_ended = True
+        self.has_stepped = False  # an optimizer, since the newest update was complete
+
+    def step_one(self, optimizer: Any, loss: torch.Tensor) -> None:
+        """Take the place of the step of one optimizer; `loss` is what its gradients are those of."""
+        self.has_stepped = True
+        if not self.is_left_out and any(
+            one.grad is not None for group in optimizer.param_groups for one in group["params"]
+        ):
+            settings = self._scheduled()
+            self._set(settings)
+            self.guard._losses.clear()  # `loss` has those of the micro-batches before
+            self.guard.update(loss, optimizer=optimizer)
+            self._put_back(settings)
+
+    def _landed(self, fed: Fed, loss: torch.Tensor) -> bool:
+        """End the update, whose steps were made."""
+        self.has_stepped = False
+        if self.guard.end_turn():
+            return self.guard.settle()
+        self.guard._put_back_batch()  # no optimizer had a gradient
+        self.samples.skip(fed.start, fed.stop)
+        return True
+
+
+def run_dir_of(usual: Path, name: str) -> Path:
+    """Return the run directory that a checkpoint of the trainer's names: a second run has its own."""
+    return usual.with_name(Path(name.strip()).name or usual.name)
 
 
 def _rename(path: Path) -> None:

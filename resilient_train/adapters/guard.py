@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -34,6 +35,7 @@ from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import RecordedStates, Seeds
 from resilient_train.state.ring import MemoryConfig, Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
+from resilient_train.trials import Loop, Trials
 from resilient_train.types import Incident, Signal
 from resilient_train.update.clip import ClipConfig, norm_over_ranks
 from resilient_train.update.direct_steps import DirectStepCheck
@@ -46,10 +48,7 @@ from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import UpdateHistory
 from resilient_train.wording import log
 
-_NO_TOTAL = (
-    "guard.batches() yields the rest of a planned total: give one with Guard(steps=...), or ask for n more with "
-    "guard.batches(n)"
-)
+_NO_TOTAL = "this yields the rest of a planned total: give one with Guard(steps=...), or ask for n more updates"
 _RECOVERED_AFTER = 50  # accepted updates at least, until an incident counts as recovered
 _FROM_THE_START = (
     "make or load the same model on every rank before it is prepared, and change no weights after that; "
@@ -86,6 +85,8 @@ class Guard(guard.EngineGuard):
         checks: ChecksConfig | str = "default",
         run_dir: str | Path | None = None,
         clip: ClipConfig | float | None = None,
+        accumulate: int = 1,
+        scaler: torch.amp.GradScaler | None = None,
         memory: MemoryConfig | None = None,
         verify_after: int = 20,
         seed: int = 0,
@@ -94,7 +95,7 @@ class Guard(guard.EngineGuard):
         collate: Collate | None = None,
         quarantine: str | Path | None = None,
         data_changed: str = "refuse",
-        disk: DiskConfig | int | None = None,
+        disk: DiskConfig | int | str | None = None,
         drill: Drill | None = None,
         incidents: IncidentLog | None = None,
         resume: Resume | bool = False,
@@ -102,21 +103,21 @@ class Guard(guard.EngineGuard):
         tracking: str | bool | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Guard a loop: the model as Accelerate prepared it, the optimizer or several, a data set or a loader.
+        """Guard a loop: its model as prepared, the optimizer or several, a data set, a loader or a function.
 
-        A loop of plain PyTorch gives None for the Accelerator.
+        A loop of plain PyTorch gives None for the Accelerator, and says how many micro-batches it accumulates and which
+        `scaler` scales its loss. A function draws a micro-batch with the global generators.
         `steps` is the planned total: a run is complete after so many accepted updates, over all its processes.
         `objective` is `(model, batch) -> loss`; without one the loop computes the loss and passes it to `update`.
         `quarantine` is the quarantine.json of another run on the same data, whose rows are left out. `data_changed` is
         "refuse" or "accept": whether to resume if the data set changed. `disk` is the number of updates between two
-        checkpoints in the run directory, and with `resume` a run resumes from the newest one there. `stop` is called
-        before every update. `tracking` is the address of the MLflow that shows the run, or True for the one that
+        checkpoints in the run directory, or "auto"; with `resume` a run resumes from the newest one there. `stop` is
+        called before every update. `tracking` is the address of the MLflow that shows the run, or True for the one that
         MLFLOW_TRACKING_URI names, else for a database next to the run directory.
 
-        `incidents` is the log of a caller that reports the end of the run itself; `beat` is called whenever something
-        slow makes progress.
+        `incidents` is the log of a caller that reports the end itself; `beat` is called when something slow advances.
         """
-        accelerator = arguments.accelerator(accelerator, model)
+        accelerator = arguments.accelerator(accelerator, model, accumulate, scaler)
         world, clock = arguments.world(accelerator), Clock()
         is_own_loop = incidents is None  # False: the command's, which reports its end itself
         if is_own_loop:
@@ -132,25 +133,21 @@ class Guard(guard.EngineGuard):
         bare = getattr(unwrapped, "_orig_mod", unwrapped)  # without torch.compile's prefix in the names of weights
         optimizers = arguments.optimizers(optimizer, bare)
         rates = schedules(schedule, optimizers)
-        samples = arguments.samples(
-            *(data, slicing, device),
-            seed=seed,
-            shuffle=shuffle,
-            num_workers=num_workers,
-            collate=collate,
-        )
+        samples = arguments.samples(data, slicing, device, seed, shuffle, num_workers, collate)
+        samples.beat = beat  # a resume may have to read an epoch
         seeds = RecordedStates(device) if samples.is_fed else Seeds(seed, world.rank, device)
         more = {"recovery": recovery, "checks": checks, "clip": clip, "batch_size": batch_size, "seed": seed}
         self._settings = arguments.settings(optimizers, **more)
         checks, disk, policy = arguments.checks(checks), arguments.disk(disk), arguments.policy(recovery)
         backups, anomaly_mode = Backups(bare, scaler), AnomalyMode(accelerator.backward)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
-        gather = world.gather if world.size > 1 else None
         updater = Updater(
-            *(optimizers, rates, arguments.clipping(clip), gather),
+            *(optimizers, rates, arguments.clipping(clip), world.gather if world.size > 1 else None),
             device=device,
             scaler=scaler,
             over_ranks=world.sum,
+            names={id(weight): name for name, weight in unwrapped.named_parameters()},
+            norms_every=checks.layers.every,
         )
         search = None
         if measured is not None:
@@ -161,7 +158,6 @@ class Guard(guard.EngineGuard):
                 backups,
                 updater.drop_gradients,
                 trained=updater.weights,
-                scale=updater.loss_scale,
                 over_ranks=lambda grads: norm_over_ranks(grads, world.sum),
                 seeds=seeds,
                 device=device,
@@ -188,27 +184,24 @@ class Guard(guard.EngineGuard):
             quarantined = arguments.quarantine(quarantine, data_changed, samples, incidents, world, keys=keys)
             how = resume if isinstance(resume, Resume) else Resume()
             keeper = CheckpointKeeper(disk, parts, incidents.directory, incidents.run_history, how)
+            direct_steps = DirectStepCheck(optimizers)
+            loop = Loop(model, unwrapped, measured, anomaly_mode.backward, direct_steps, backups, seeds, stop)
+            controls = Controls(parts, policy, quarantined, keeper, Trials.of(parts, loop, lambda: self.steps))
             recovered_after = max(verify_after, _RECOVERED_AFTER)
-            controls = Controls(parts, policy, quarantined, keeper)
             treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=recovered_after)
             self.reporter = RunReporter(clock, incidents, parts.updates, home, keeper.progress)
             super().__init__(
-                *(model, parts, treating),
-                objective=measured,
-                backups=backups,
+                *(parts, treating, loop),
                 anomaly_mode=anomaly_mode,
                 evaluation_loss=EvaluationLoss(checks.evaluation, unwrapped, backups, is_alone=world.size == 1),
-                direct_steps=DirectStepCheck(optimizers),
                 verify_after=verify_after,
-                seeds=seeds,
                 drill=drill,
-                stop=stop,
             )
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop
             waits = updater.gate.synchronous() if device.type != "cpu" else []
             self._cautions = [*arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
-            self._unused = warn_if_unused(self, world) if is_own_loop else None
+            self._unused = warn_if_unused(self, world, self._direct_steps) if is_own_loop else None
         except BaseException:
             if home.lock is not None:
                 home.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
@@ -265,6 +258,17 @@ class Guard(guard.EngineGuard):
             raise TrainError(_NO_TOTAL)
         limits = [self.steps, None if steps is None else self.attempted_step + steps]
         yield from self._batches_until(min(limit for limit in limits if limit is not None))
+
+    def updates(self, steps: int | None = None) -> Iterator[Iterator[Any]]:
+        """Yield the micro-batches of each update, for a loop that accumulates in a loop of its own; as `batches`."""
+        batches = self.batches(steps)
+
+        def of_one(first: Any) -> Iterator[Any]:
+            yield first
+            while self._begun is not None:
+                yield next(batches)
+
+        yield from map(of_one, batches)
 
     def follow(self, planned: int) -> Iterator[Any]:
         """Yield micro-batches without end, for a trainer that plans so many updates and makes them itself."""

@@ -20,14 +20,13 @@ import torch
 from accelerate.utils import send_to_device
 
 from resilient_train.adapters import arguments
-from resilient_train.adapters.follower import OPTIONS, Follower, TrainersSettings
+from resilient_train.adapters.follower import OLDEST, OPTIONS, Follower, TrainersSettings, run_dir_of
 from resilient_train.adapters.guard import Guard
 from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import TrainError, named_type
 from resilient_train.state import randomness
-from resilient_train.state.randomness import RecordedStates
 from resilient_train.update.objective import Measured
 
 T = TypeVar("T")
@@ -40,11 +39,12 @@ _METRICS = ("_metrics", "_logs", "_total_train_tokens", "_pending_metrics")  # w
 def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T:
     """Guard a trainer: from now on its `train` refuses, diagnoses, rewinds and cures.
 
-    `run_dir` is where incidents are written, by default a folder in the trainer's `output_dir`. `options` are those of
-    `resilient_train.Guard`: recovery, checks, memory, verify_after, quarantine, data_changed, tracking, drill.
+    `run_dir` is where incidents are written, by default a folder in the trainer's `output_dir`, and with `push_to_hub`
+    one next to it. `options` are those of `resilient_train.Guard` that are in `OPTIONS`.
     """
     if not hasattr(trainer, "get_batch_samples") or not hasattr(trainer, "_finalize_training"):
-        raise TypeError(f"trainer: expected a transformers.Trainer of version 5.4 or newer, got {named_type(trainer)}")
+        oldest = OLDEST["transformers"]
+        raise TypeError(f"trainer: expected a transformers.Trainer, {oldest} or newer, got {named_type(trainer)}")
     if unknown := options.keys() - OPTIONS:
         raise TypeError(f"guard got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
     given: Any = trainer
@@ -54,7 +54,10 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
     if given.args.n_gpu > 1:
         raise ValueError("trainer: DataParallel keeps copies that cannot be guarded: start it with torchrun")
     given.args.logging_nan_inf_filter = False  # it hides NaN, and waits for the device at every micro-batch
-    options["run_dir"] = Path(given.args.output_dir) / "resilient_train" if run_dir is None else run_dir
+    # What lies in `output_dir` is uploaded with push_to_hub, and a journal does not belong there.
+    output = Path(given.args.output_dir)
+    usual = output.with_name(f"{output.name}_incidents") if given.args.push_to_hub else output / "resilient_train"
+    options["run_dir"] = usual if run_dir is None else run_dir
     kind = type(given)
     given.__dict__[_ITSELF] = Guarding(given, options)
     given.__class__ = type(kind.__name__, (_Guarded, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
@@ -74,7 +77,6 @@ class Guarding:
         self._backward: Callable[..., None] | None = None  # Accelerate's
         self._optimizer_step: Any = None
         self._is_replay, self._number = False, 0  # which of an update's micro-batches it is
-        self._times = 0  # updates that were prepared, when `_number` was begun
         self._replayed: torch.Tensor | None = None  # the loss whose backward a replay makes itself
         self._loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
 
@@ -95,7 +97,7 @@ class Guarding:
     def begin(self) -> Follower:
         """Make the guard when everything is prepared, before the first batch."""
         trainer, args = self.trainer, self.trainer.args
-        accelerator, settings = trainer.accelerator, TrainersSettings()
+        accelerator = trainer.accelerator
         world = arguments.world(accelerator)
         batch_size = args.per_device_train_batch_size
         slicing = Slicing(batch_size, args.gradient_accumulation_steps, world.rank, world.size)
@@ -108,20 +110,23 @@ class Guarding:
         )
         options = {"seed": args.seed, **self.options}
         if self._resumes_from is not None:
-            options["run_dir"] = _run_dir(self._resumes_from, options["run_dir"])
+            note = self._resumes_from / _NOTE
+            name = note.read_text() if note.exists() else ""
+            options["run_dir"] = run_dir_of(Path(options["run_dir"]), name)
         guard = Guard(
             *(accelerator, trainer.model_wrapped, trainer.optimizer),
             data=samples,
             batch_size=batch_size,
-            schedule=settings,
+            schedule=TrainersSettings(),
             objective=Measured(self._measured, "the trainer's loss", key="trainer"),
             clip=args.max_grad_norm if args.max_grad_norm > 0 else None,
             resume=self._resumes_from is not None,
             **options,
         )
-        guard.clock.step = trainer.state.global_step
         self.follower = follower = Follower(
-            *(guard, samples, settings, self._make_again, self._measure_norm), planned=trainer.state.max_steps
+            *(guard, samples, self._make_again, self._measure_norm),
+            made=trainer.state.global_step,
+            planned=trainer.state.max_steps,
         )
         self._backward = accelerator.backward
         accelerator.backward = self._run_backward
@@ -166,7 +171,7 @@ class Guarding:
         """Prepare inputs, but generate them only once: what is repeated gets what was generated for it."""
         if self.follower is None or not self._generates or not self.trainer.model.training:
             return prepare(inputs)
-        known, device = self._fed_at_hand().more["prepared"], self.trainer.args.device
+        known, device = self.follower.at_hand.more["prepared"], self.trainer.args.device
         if self._number >= len(known):
             known.append((prepare(inputs), randomness.capture(device)))
         made, after = known[self._number]
@@ -254,9 +259,8 @@ class Guarding:
 
     def _measured(self, model: Any, batch: Any) -> torch.Tensor:
         """Return the loss of a batch, before its backward, for a replay."""
-        trainer, fed = self.trainer, self._fed_at_hand()
-        if self._times != (times := self._seeds.times):
-            self._times, self._number = times, 0
+        assert self.follower is not None
+        trainer, (fed, self._number) = self.trainer, self.follower.replayed()
         before = {name: copy.deepcopy(vars(trainer)[name]) for name in _METRICS if name in vars(trainer)}
         before |= {name: getattr(trainer, name) for name in ("_step", "_buffered_inputs") if hasattr(trainer, name)}
         self._is_replay, self._replayed = True, None
@@ -266,7 +270,6 @@ class Guarding:
         finally:
             self._is_replay = False
             vars(trainer).update(before)
-        self._number += 1
         return loss if self._replayed is None else self._replayed
 
     def _run_backward(self, loss: torch.Tensor, **more: Any) -> None:
@@ -279,17 +282,6 @@ class Guarding:
     def _plain_step(self, model: Any, batch: Any, items: Any) -> torch.Tensor:
         loss: torch.Tensor = super(_Guarded, self.trainer).training_step(model, batch, items)  # type: ignore[misc]
         return loss
-
-    def _fed_at_hand(self) -> Fed:
-        """Return the update that is being made or replayed."""
-        assert self.follower is not None
-        return self.follower.fed if self.follower.is_left_out else self.follower.samples.at(self._seeds.start)
-
-    @property
-    def _seeds(self) -> RecordedStates:
-        assert self.follower is not None
-        assert isinstance(self.follower.guard.seeds, RecordedStates)
-        return self.follower.guard.seeds
 
     # The trainer's checkpoints.
 
@@ -319,12 +311,6 @@ class Guarding:
             state = self.trainer.state
             if state.best_model_checkpoint is not None and Path(state.best_model_checkpoint) == folder:
                 state.best_model_checkpoint = state.best_metric = state.best_global_step = None
-
-
-def _run_dir(checkpoint: Path, usual: Any) -> Path:
-    """Return the run directory of the run that saved a checkpoint: a second run has its own."""
-    note = checkpoint / _NOTE
-    return Path(usual).with_name(note.read_text().strip()) if note.exists() else Path(usual)
 
 
 class _Guarded:

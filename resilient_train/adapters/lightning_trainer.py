@@ -21,9 +21,10 @@ def refuse(trainer: Any, module: Any) -> None:
     if not is_ours:
         raise TypeError(f"Guarded: expected a lightning.pytorch.Trainer, got one of {type(trainer).__module__}")
     strategy, plugin = trainer.strategy, trainer.precision_plugin
-    if not module.automatic_optimization:
-        raise ValueError("Guarded: manual optimization is not supported yet: use automatic_optimization = True")
-    if not isinstance(strategy, DDPStrategy | SingleDeviceStrategy) or strategy.root_device.type == "xla":
+    # DeepSpeed's strategy is derived from that of DDP, as is Megatron's.
+    is_engine = any(kind.__name__.startswith(("DeepSpeed", "Megatron")) for kind in type(strategy).__mro__)
+    is_known = isinstance(strategy, DDPStrategy | SingleDeviceStrategy) and not is_engine
+    if not is_known or strategy.root_device.type == "xla":
         what = type(strategy).__name__
         raise ValueError(f"Guarded: {what} is not supported yet: use one device, or strategy='ddp'")
     averages = any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks)

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from resilient_train.adapters.arguments import TRAINERS
 from resilient_train.adapters.place import Place
 from resilient_train.errors import GaveUp, Stopped, TrainError, in_one_line, short_message
 from resilient_train.ranks.world import World, is_lost_peer
@@ -34,6 +35,7 @@ from resilient_train.tracking.store import ui_command
 from resilient_train.tracking.story import is_unrecovered, read_story
 from resilient_train.tracking.tracker import NullTracker, Tracker
 from resilient_train.types import Incident, Vitals
+from resilient_train.update.direct_steps import DirectStepCheck
 from resilient_train.watch.vitals import UpdateHistory
 from resilient_train.wording import duration, log
 
@@ -45,8 +47,8 @@ _TIMED = 10_000  # laps from which the median step time is taken
 _unreported: set[RunReporter] = set()  # of loops whose end is not reported yet
 
 _UNUSED = (
-    "this guard has made no update, so it has protected nothing: iterate over guard.batches() and call guard.step or "
-    "guard.update; a trainer that steps the optimizer itself is not guarded"
+    "this guard has made no update%s, so it has protected nothing: iterate over guard.batches() and call guard.step or "
+    f"guard.update; {TRAINERS}"
 )
 
 
@@ -71,9 +73,14 @@ class _LastResort(logging.Handler):
             print(line, file=sys.stderr)
 
 
-def warn_if_unused(guard: object, world: World) -> weakref.finalize[Any, Any]:
+def warn_if_unused(guard: object, world: World, direct_steps: DirectStepCheck) -> weakref.finalize[Any, Any]:
     """Warn when a guard is deleted, or the process ends, unless `detach` was called by then."""
-    return weakref.finalize(guard, log.warning if world.is_main else log.debug, "%s", _UNUSED)
+
+    def warn() -> None:
+        steps = f" while its optimizers made {direct_steps.count:,} steps" if direct_steps.count else ""
+        (log.warning if world.is_main else log.debug)(_UNUSED, steps)
+
+    return weakref.finalize(guard, warn)
 
 
 def status_and_code(error: BaseException | None) -> tuple[str, int]:
@@ -230,6 +237,7 @@ class RunReporter:
         self._reported_tick, metrics = newest.tick, read()
         values = {"loss": newest.loss, "grad_norm": newest.grad_norm, "lr": newest.lr, "step": newest.step}
         values |= {f"train/{name}": value for name, value in metrics.items()}
+        values |= {f"grad_norm/{layer}": norm for layer, norm in self.incident_log.take_norms().items()}
         if seconds := self.times.lap(self.clock.tick):
             values |= {"step_ms": 1e3 * seconds, "samples_per_second": samples / seconds}
         values |= {f"knobs/{name}": value for name, value in knobs.items()}
@@ -256,12 +264,14 @@ class RunReporter:
     def summary(self, status: str, exit_code: int, seconds: float, digests: tuple[str, str] | None = None) -> Summary:
         """Return the summary of an end; `digests` are those of the weights and of the whole state."""
         losses = self.updates.first_loss, self.updates.recent_loss
+        losses = (None, None) if self.updates.has_turns else losses  # the sum of opposed losses does not fall
         return Summary(
             status=status,
             exit_code=exit_code,
             steps=self.clock.step,
             ticks=self.clock.tick,
             steps_lost=self.clock.tick - self.clock.step,
+            trial_updates=int((self.incident_log.run_history.remedies or {}).get("trial_updates", 0)),
             final_loss=self.updates.recent_loss,
             first_loss=self.updates.first_loss,
             verdict=verdict_of(status, self.incident_log.incidents, self.clock.step, losses),

@@ -101,9 +101,9 @@ def assemble(
     incidents = incidents or IncidentLog(None)
     seed = config.run.seed
     seed_all(mix(Purpose.INITIAL_WEIGHTS, seed), world.device)
-    objective = Measured(_objective(config.objective, world.device), config.objective["_target_"])
+    objective = Measured(objective_of(config.objective, world.device), config.objective["_target_"])
     slicing = Slicing(config.data.batch_size, config.accelerate.gradient_accumulation_steps, world.rank, world.size)
-    collate = _collate(config.data.collate)
+    collate = collate_of(config.data.collate)
     rows = targets.build("data.train", config.data.train)
     faults, history = parse(config.drill, steps=config.run.steps), incidents.run_history
     drill = None
@@ -117,7 +117,7 @@ def assemble(
     if config.data.eval and config.data.eval.get("_target_"):
         dataset = targets.build("data.eval", config.data.eval)
         evaluation = data.evaluation(dataset, config.data, slicing, seed=seed, collate=collate)
-    model = _model(config)
+    model = model_of(config)
     sharding_text = ""
     if config.accelerate.activation_checkpointing:
         log.info("%s", sharding.recompute(model, config.accelerate.blocks))
@@ -173,7 +173,8 @@ def validate(config: Config, changed: Collection[str], home: Path) -> None:
         locate(config.tracking.uri, home)
 
 
-def _model(config: Config) -> nn.Module:
+def model_of(config: Config) -> nn.Module:
+    """Build the model, with the weights that `run.init_from` names."""
     model = targets.build("model", config.model)
     if not isinstance(model, nn.Module):
         raise targets.wrong_kind("model", config.model, model, "a torch.nn.Module, or a function that returns one")
@@ -184,7 +185,8 @@ def _model(config: Config) -> nn.Module:
     return model
 
 
-def _objective(node: dict[str, Any], device: torch.device) -> Any:
+def objective_of(node: dict[str, Any], device: torch.device) -> Any:
+    """Build the objective: a callable `(model, batch)`."""
     if inspect.isclass(targets.find("objective._target_", node.get("_target_"))):
         node = {**node, "_partial_": False}  # an object whose __call__ is the objective
     objective = targets.build("objective", node)
@@ -205,7 +207,8 @@ def _objective(node: dict[str, Any], device: torch.device) -> Any:
     return objective
 
 
-def _collate(node: Any) -> Collate:
+def collate_of(node: Any) -> Collate:
+    """Build what makes a batch of rows."""
     if node is None:
         return default_collate
     find = targets.find if isinstance(node, str) else targets.build

@@ -242,6 +242,8 @@ def _show_block(chapter: Chapter, story: Story, began_ms: int | None, page: Page
             row(label, words)
             row("", _source(culprit, chapter, story), style="italic")
     row("remedy", view.remedy)
+    for place, line in enumerate(view.arms):
+        page.line((f"{'' if place else 'tried':{_LABELS}}", "dim"), (line, ""), indent=2)
     row("cost", view.cost)
     outcome, style = _OUTCOMES[incident.outcome]
     if chapter.closed_ms is not None:

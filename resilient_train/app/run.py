@@ -54,7 +54,8 @@ from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, log
 _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
 _NOT_WELL = {"unrecovered": "an incident has not recovered", "no_progress": "the loss is not below where it began"}
 _HOME = Path("runs")  # of MLflow's database, if no other store is configured
-_KEPT = ("steps", "ticks", "steps_lost", "first_loss", "final_loss", "eval")  # of a summary, if a resume fails
+# Of a summary, if a resume fails.
+_KEPT = ("steps", "ticks", "steps_lost", "trial_updates", "first_loss", "final_loss", "eval")
 _LOADER = "torch/utils/data/dataloader.py"
 _FOR_OTHERS_S = 1.2  # seconds in which the watchdogs of other ranks look at their clocks, too
 

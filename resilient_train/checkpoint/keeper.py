@@ -23,6 +23,7 @@ from resilient_train.checkpoint.weights import Best
 from resilient_train.checkpoint.writer import DiskConfig, Job, SaveResult, Writer
 from resilient_train.errors import in_one_line, unusable
 from resilient_train.files import at_disk
+from resilient_train.intervals import Interval, Intervals
 from resilient_train.record.progress import Progress
 from resilient_train.record.run_history import RunHistory
 from resilient_train.run_parts import RunParts
@@ -55,6 +56,8 @@ class CheckpointKeeper:
         if self._store is not None:
             reference = parts.checks.rewind_check.reference_step
             self._writer = Writer(self._store, keep=config.keep, keep_every=config.keep_every, reference=reference)
+        self._interval = Interval("checkpoint.disk.every", config.every, begins_at=200, least=50, most=20_000)
+        self._intervals = Intervals(parts.ring.interval, self._interval, parts.world.on_main, history.note_intervals)
         self._label = parts.world.on_main(lambda: uuid4().hex[:12]) if self._is_sharded else ""
         self._cancelled = threading.Event()  # stop waiting for the shares of other ranks, which may have died
         self._shared_writes = 0
@@ -120,14 +123,18 @@ class CheckpointKeeper:
 
         All ranks of a sharded run begin a checkpoint at the same update, or none does if `any_busy`.
         """
-        writer = self._writer
+        writer, ring = self._writer, self._parts.ring
+        has_copied = bool(ring.snapshots) and ring.snapshots[-1].step == self._parts.clock.step
+        is_saving = self.saving_since is not None
+        tick, copying = self._parts.clock.tick, ring.copying
+        self._intervals.updated(tick, has_copied=has_copied, is_saving=is_saving, copying=copying)
         if writer is None:
             return
         self._read_outcomes()
-        snapshot = self._parts.ring.newest_verified()
+        snapshot = ring.newest_verified()
         if snapshot is None:
             return
-        is_due = self._config.every and snapshot.step - self._last_saved >= self._config.every
+        is_due = self._config.every and snapshot.step - self._last_saved >= self._interval.steps
         if self._is_sharded and is_due:
             if not any_busy:
                 self._last_saved = snapshot.step  # even if that fails: the ranks would try again at different times

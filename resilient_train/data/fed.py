@@ -36,6 +36,7 @@ class Fed:
     nbytes: int
     number: int = 0  # of its first batch in the epoch, for a trainer that counts them
     settings: Sequence[dict[str, Any]] = ()  # what the trainer's schedule set in each parameter group for it
+    before: Any = None  # what else the trainer counts, as it was before it
     more: dict[str, Any] = field(default_factory=dict)  # what the trainer needs to make it again
 
 

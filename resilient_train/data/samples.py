@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from resilient_train.data.failed_rows import FailedRow, Retries, may_pass, no_watchdog, with_substitutes
+from resilient_train.data.permutation import AT_ONCE, VERSION
 from resilient_train.data.rows import Collate, RepeatableBatches
 from resilient_train.data.stream import Key, Ranges, Span, Stream
 from resilient_train.errors import StorageFailed, in_one_line
@@ -87,6 +88,7 @@ class Samples(Protocol):
     position: int
     slicing: Slicing
     skipped: Ranges
+    beat: Callable[[], None] = staticmethod(no_watchdog)  # called while it takes long to find a place
     rows: int = 0
     is_fed: bool = False  # a trainer fetches them, and makes its updates itself
 
@@ -144,6 +146,14 @@ class Samples(Protocol):
 
     def others(self, keys: Sequence[Key], draw: int) -> list[Key]:
         """Return as many other healthy rows, for comparison: the same ones for the same draw."""
+        raise TypeError(_NO_INDEX)
+
+    def left_out(self) -> Any:
+        """Return what is skipped and in quarantine now, for `leave_out`."""
+        raise TypeError(_NO_INDEX)
+
+    def leave_out(self, left_out: Any) -> None:
+        """Skip and put in quarantine what `left_out` returned, and nothing else."""
         raise TypeError(_NO_INDEX)
 
 
@@ -234,8 +244,16 @@ class MapSamples(Samples):
     def others(self, keys: Sequence[Key], draw: int) -> list[Key]:
         return self.stream.others(keys, draw)
 
+    def left_out(self) -> Any:
+        return list(self.skipped.spans), self.skipped.digest, set(self.stream.quarantined)
+
+    def leave_out(self, left_out: Any) -> None:
+        self.skipped.spans, self.skipped.digest, self.stream.quarantined = left_out
+        self._batches = None
+
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
+        is_keyed = self.stream.shuffle and self.rows > AT_ONCE
+        return {"position": self.position, **({"permutation": VERSION} if is_keyed else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]

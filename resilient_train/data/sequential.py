@@ -1,4 +1,4 @@
-"""Samples without an index: of an iterable data set, and of a loader that the caller made."""
+"""Samples without an index: of an iterable data set, of a loader that the caller made, and of a function."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from resilient_train.data.failed_rows import Retries, no_watchdog
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Samples, Slicing, Update
 from resilient_train.data.stream import Ranges
-from resilient_train.errors import StorageFailed, TrainError, in_one_line
+from resilient_train.errors import StorageFailed, TrainError, in_one_line, unusable
 from resilient_train.state.randomness import Purpose, mix, preserved, seed_all, seed_host
 from resilient_train.state.tree import rebuilt, sha256
 
 _log = logging.getLogger("resilient_train")
 
+_BEAT_EVERY = 1_000  # rows that are only read to find a place
 _COMPARED = 4  # first rows of an update; with the last one they show whether the same place was found again
+_NOT_REPEATED = (
+    "the function returns another batch when it is called with the same random numbers: let it draw from the global "
+    "generators of torch, numpy or Python only, or give an iterable such as iter(function, None), which cannot rewind"
+)
 _REMEMBERED = 10_000  # updates whose digests are kept: further back than any rewind
 
 
@@ -47,9 +52,12 @@ class IterableSamples(Samples):
         self.dataset, self.slicing, self.seed, self.collate = dataset, slicing, seed, collate
         self.position = 0
         self.skipped = Ranges()
+        self.beat: Callable[[], None] = no_watchdog  # called while it reads to find a place
         self._pristine = copy.deepcopy(dataset.state_dict())
         self._state_is_exact = True  # until a rewind shows otherwise
         self._first_rows: dict[tuple[int, int], str] = {}  # digests by positions
+        self._pledge: dict[str, Any] | None = None  # the newest state of the data set whose rows were not read yet
+        self._proof: dict[str, Any] | None = None  # the newest one within an epoch, with the digest of its rows
         self._recent: deque[_Read] = deque(maxlen=2)
         self._ahead: deque[_Read] = deque()  # the next updates, if they were read before
         self._read_to(0, 0)
@@ -60,6 +68,7 @@ class IterableSamples(Samples):
         return self._ahead[0].start if self._ahead else self.skipped.end_at(self.position)
 
     def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
+        self.beat = beat
         read = self._ahead.popleft() if self._ahead else self._read_update(Retries(beat))
         self._recent.append(read)
         start, self.position = read.start, read.stop
@@ -89,19 +98,44 @@ class IterableSamples(Samples):
         if self._ahead:  # the data set itself was read further
             ahead = self._ahead[0]
             return {"position": ahead.place, "epoch": ahead.epoch, "row": ahead.row, "dataset": None}
-        inner = copy.deepcopy(self.dataset.state_dict()) if self._state_is_exact else None
-        return {"position": self.position, "epoch": self._epoch, "row": self._row, "dataset": inner}
+        if not self._state_is_exact:
+            return {"position": self.position, "epoch": self._epoch, "row": self._row, "dataset": None}
+        state = {"epoch": self._epoch, "row": self._row, "dataset": copy.deepcopy(self.dataset.state_dict())}
+        self._pledge = state if self._row else None  # at the first row of an epoch it would prove nothing
+        return {"position": self.position, **state, "proof": self._proof}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._recent.clear()
         self._ahead.clear()
         self.position = state["position"]
-        # The data set's own state is used only if the rows that follow can be compared with those read before.
-        is_known = any(place == self.position for place, _ in reversed(self._first_rows))
-        if self._state_is_exact and is_known and state["dataset"] is not None:
+        self._pledge = None
+        if self._state_is_exact and state["dataset"] is not None and self._is_proven(state.get("proof")):
             self._begin(state["epoch"], state["row"], state["dataset"])
         else:
             self._read_to(state["epoch"], state["row"])
+
+    def _is_proven(self, proof: dict[str, Any] | None) -> bool:
+        """Say whether the states of the data set can be used in place of reading an epoch from its first row.
+
+        They can if the rows that follow will be compared with those read before, or, in another process, if an earlier
+        state of the run leads to the rows that were read after it.
+        """
+        if any(place == self.position for place, _ in reversed(self._first_rows)):
+            return True
+        if proof is None:
+            return False
+        try:
+            self._begin(proof["epoch"], proof["row"], proof["dataset"])
+            is_same = _digest([self._next_row() for _ in range(proof["rows"])]) == proof["digest"]
+        except Exception as error:
+            is_same, why = False, in_one_line(error)
+        else:
+            why = "it leads to other rows"
+            self._proof = proof if is_same else None
+        if not is_same:
+            kind = type(self.dataset).__name__
+            _log.warning("the state of this %s cannot be used (%s): its epoch is read again", kind, why)
+        return bool(is_same)
 
     def close(self) -> None:
         del self._rows
@@ -112,11 +146,14 @@ class IterableSamples(Samples):
         stop = positions[-1] + 1
         rows = self._read(epoch, row, stop - place, retries)
         digest = _digest(rows)
+        if self._pledge is not None and (self._pledge["epoch"], self._pledge["row"]) == (epoch, row):
+            self._proof = {**self._pledge, "rows": len(rows), "digest": digest}
+        self._pledge = None
         known = self._first_rows.setdefault((place, stop), digest)
         if known != digest:
             # Some states leave out what a shuffle buffer holds: after a rewind its rows would be missing, without any
             # error. From now on a rewind starts at the beginning of its epoch and reads again.
-            self._state_is_exact = False
+            self._state_is_exact, self._proof = False, None
             kind = type(self.dataset).__name__
             why = "forgets rows that it has read (a shuffle buffer?): a rewind reads their epoch again"
             _log.warning("the state of this %s %s", kind, why)
@@ -165,8 +202,10 @@ class IterableSamples(Samples):
 
     def _read_to(self, epoch: int, row: int) -> None:
         self._begin(epoch, 0, self._pristine)
-        for _ in range(row):
+        for number in range(row):
             self._next_row()
+            if number % _BEAT_EVERY == 0:
+                self.beat()
 
     def _require_repetition(self) -> None:
         """Read the first rows twice, each with the random numbers that belong to it."""
@@ -309,6 +348,61 @@ class LoaderSamples(Samples):
         if self._drawn > 1:
             raise TrainError("data: the loader has ended and cannot be iterated again: give one that can")
         raise TrainError("data: the loader is empty: it has no batches")
+
+
+class DrawnSamples(Samples):
+    """Batches that a function draws at random, such as a `get_batch`: it can go back to any position.
+
+    The generators are seeded by the place in the run before each call, so the function returns the same batch again.
+    """
+
+    def __init__(
+        self, draw: Callable[[], Any], slicing: Slicing, *, seed: int = 0, device: torch.device | None = None
+    ) -> None:
+        """Call the function twice. Raises ConfigError if the same random numbers give it different batches."""
+        self.dataset, self.slicing, self.seed, self.device = draw, slicing, seed, device or torch.device("cpu")
+        self.position = 0
+        self.skipped = Ranges()
+        with preserved(self.device):
+            if sha256(self._drawn(0, 0, no_watchdog)) != sha256(self._drawn(0, 0, no_watchdog)):
+                raise unusable("data", _NOT_REPEATED)
+
+    @property
+    def next_start(self) -> int:
+        return self.skipped.end_at(self.position)
+
+    def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
+        start = self.next_start
+        batches = [self._drawn(start, number, beat) for number in range(self.slicing.accumulation)]
+        self.position = start + self.slicing.samples
+        return Update(start, self.position, batches)
+
+    def go_back(self, update: Update) -> None:
+        self.position = update.start
+
+    def skip(self, start: int, stop: int) -> None:
+        self.skipped.add(start, stop)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+    def close(self) -> None:
+        pass
+
+    def _drawn(self, start: int, number: int, beat: Callable[[], None]) -> Any:
+        retries = Retries(beat)
+        while True:
+            seed_all(mix(Purpose.LOADER, self.seed, start, number, self.slicing.rank), self.device)
+            try:
+                return self.dataset()
+            except Exception as error:
+                if not retries.pause(error, "a batch of the function"):
+                    if retries.pauses:
+                        raise StorageFailed("a batch could not be drawn", in_one_line(error)) from error
+                    raise
 
 
 def _versions(batches: list[Any]) -> list[int]:

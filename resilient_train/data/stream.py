@@ -6,12 +6,19 @@ for any number of processes, workers and micro-batches, and jumping to one costs
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from itertools import repeat
+from operator import itemgetter
 from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
+
+from resilient_train.data.permutation import AT_ONCE, permuted
+
+# Places of an epoch whose rows are computed together: one by one they would cost a small update 5 % of its time.
+_BLOCK = AT_ONCE
 
 # Numbers drawn for one purpose are independent of those for another. Permutations have no such mark.
 _SUBSTITUTE = 1
@@ -39,29 +46,30 @@ class Ranges:
 
     def __init__(self) -> None:
         self.spans: list[tuple[int, int]] = []
+        self.digest = 0  # of the spans, whatever the order in which they were added
 
     def add(self, start: int, stop: int) -> None:
         if not 0 <= start < stop:
             raise ValueError(f"cannot skip [{start}, {stop}): a range needs 0 <= start < stop")
-        insort(self.spans, (start, stop))
-        merged: list[tuple[int, int]] = []
-        for low, high in self.spans:
-            if merged and low <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-            else:
-                merged.append((low, high))
-        self.spans = merged
+        first = bisect_left(self.spans, start, key=itemgetter(1))
+        last = bisect_right(self.spans, stop, key=itemgetter(0))
+        touched = self.spans[first:last]
+        merged = (min(start, touched[0][0]), max(stop, touched[-1][1])) if touched else (start, stop)
+        self.spans[first:last] = [merged]
+        for span in (*touched, merged):
+            self.digest ^= crc32(b"%d %d" % span)
 
     def outside(self, at: int, count: int) -> list[tuple[int, int]]:
         """Return the first `count` positions from `at` on that are in no range, as spans."""
         found = []
-        for low, high in self.spans:
-            if count and high > at:
-                end = min(low, at + count)
-                if end > at:
-                    found.append((at, end))
-                    count -= end - at
-                at = high
+        place = bisect_right(self.spans, at, key=itemgetter(1))  # the first that ends after it
+        while count and place < len(self.spans):
+            low, high = self.spans[place]
+            end = min(low, at + count)
+            if end > at:
+                found.append((at, end))
+                count -= end - at
+            at, place = high, place + 1
         return [*found, (at, at + count)] if count else found
 
     def end_at(self, at: int) -> int:
@@ -78,8 +86,8 @@ class Stream:
     def __init__(self, rows: int, seed: int, *, shuffle: bool = True) -> None:
         self.rows, self.seed, self.shuffle = rows, seed, shuffle
         self.skipped = Ranges()
-        self.quarantined: frozenset[int] = frozenset()
-        self._orders: dict[int, np.ndarray] = {}
+        self.quarantined: set[int] = set()
+        self._blocks: dict[tuple[int, int], list[int]] = {}
 
     def take(self, position: int, count: int) -> Span:
         """Return the next `count` samples from `position` on, without skipped ranges."""
@@ -88,12 +96,12 @@ class Stream:
 
     def quarantine(self, rows: Iterable[int]) -> None:
         """Replace these rows by healthy ones from now on. All other places of the stream stay as they were."""
-        quarantined = self.quarantined | {int(row) for row in rows}
-        if any(not 0 <= row < self.rows for row in quarantined):
+        new = {int(row) for row in rows} - self.quarantined
+        if any(not 0 <= row < self.rows for row in new):
             raise ValueError(f"a quarantined row lies outside of 0..{self.rows - 1}")
-        if len(quarantined) == self.rows:
+        if len(self.quarantined) + len(new) == self.rows:
             raise ValueError(f"all {self.rows} rows would be in quarantine: nothing is left to train on")
-        self.quarantined = quarantined
+        self.quarantined |= new
 
     def others(self, keys: Sequence[Key], draw: int, *, without: Collection[int] = ()) -> list[Key]:
         """Return as many keys of other healthy rows, each in the epoch of the key in its place.
@@ -101,10 +109,11 @@ class Stream:
         A row repeats only if there are too few, and a row of `keys` is used only if there is no other. Rows in
         quarantine or in `without` are never used: the list is empty if there are no others.
         """
-        left_out = self.quarantined.union(without)
-        if len(with_these := left_out.union(key.row for key in keys)) < self.rows:
+        healthy = self.rows - len(self.quarantined)
+        left_out = {*without} - self.quarantined
+        if len(with_these := left_out.union(key.row for key in keys) - self.quarantined) < healthy:
             left_out = with_these
-        if not (left := self.rows - len(left_out)):
+        if not (left := healthy - len(left_out)):
             return []
         origin = [number for key in keys for number in (key.epoch, key.row)]
         numbers = np.random.default_rng([self.seed, draw, *origin, _OTHERS])
@@ -112,7 +121,7 @@ class Stream:
         used: set[int] = set()
         while len(others) < len(keys):
             row = int(numbers.integers(self.rows))
-            if row not in left_out and row not in used:
+            if row not in left_out and row not in used and row not in self.quarantined:
                 others.append(Key(self.seed, keys[len(others)].epoch, row))
                 used.add(row)
                 if len(used) == left:
@@ -123,24 +132,25 @@ class Stream:
         keys: list[Key] = []
         while start < stop:
             epoch, slot = divmod(start, self.rows)
-            end = min(self.rows, slot + stop - start)
-            rows = self._order(epoch)[slot:end].tolist()
+            block, first = divmod(slot, _BLOCK)
+            rows = self._order(epoch, block)[first : first + stop - start]
             if not self.quarantined.isdisjoint(rows):
                 bad = self.quarantined
                 rows = [self._substitute(epoch, slot + at) if row in bad else row for at, row in enumerate(rows)]
             keys += map(Key, repeat(self.seed), repeat(epoch), rows)
-            start += end - slot
+            start += len(rows)
         return keys
 
-    def _order(self, epoch: int) -> np.ndarray:
-        order = self._orders.get(epoch)
+    def _order(self, epoch: int, block: int) -> list[int]:
+        """Return the rows in a block of the places of an epoch."""
+        order = self._blocks.get((epoch, block))
         if order is None:
-            order = np.arange(self.rows, dtype=np.uint32 if self.rows < 2**32 else np.uint64)
-            if self.shuffle:
-                np.random.default_rng([self.seed, epoch]).shuffle(order)
-            while len(self._orders) > 1:  # an update spans at most two epochs, unless it has more samples than rows
-                self._orders.pop(next(iter(self._orders)))
-            self._orders[epoch] = order
+            start, stop = block * _BLOCK, min(self.rows, (block + 1) * _BLOCK)
+            shuffled = permuted(start, stop, self.rows, self.seed, epoch).tolist() if self.shuffle else None
+            order = list(range(start, stop)) if shuffled is None else shuffled
+            while len(self._blocks) > 1:  # most updates span at most two
+                self._blocks.pop(next(iter(self._blocks)))
+            self._blocks[epoch, block] = order
         return order
 
     def _substitute(self, epoch: int, slot: int) -> int:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from resilient_train.state.sharded import Share, is_sharded, local_part, sharding_of
 from resilient_train.types import Anomaly, Cause, Diagnosis, Signal
+from resilient_train.wording import names_listed
 
 
 class Damage(NamedTuple):
@@ -66,12 +67,17 @@ def lost_eps(optimizers: Iterable[Optimizer]) -> str | None:
 
 @torch.no_grad()
 def _first_nonfinite(weights: Mapping[str, Tensor]) -> tuple[float, str] | None:
-    for name, whole in weights.items():
-        weight = local_part(whole)
-        if weight.is_floating_point() and not bool(weight.isfinite().all()):
-            place = (~weight.isfinite()).nonzero()[0].tolist()
-            return inf, f"`{name}` is {float(weight[tuple(place)]):g} at {_in_whole(place, whole)}"
-    return None
+    parts = [(name, local_part(whole)) for name, whole in weights.items()]
+    broken = [(name, one) for name, one in parts if one.is_floating_point() and not bool(one.isfinite().all())]
+    if not broken:
+        return None
+    name, weight = broken[0]
+    place = (~weight.isfinite()).nonzero()[0].tolist()
+    found = f"`{name}` is {float(weight[tuple(place)]):g} at {_in_whole(place, weights[name])}"
+    if len(broken) > 1:
+        names = names_listed([one for one, _ in broken])
+        found += f" ({len(broken):,} of {len(parts):,} weights are not finite: {names})"
+    return inf, found
 
 
 @torch.no_grad()

@@ -76,6 +76,10 @@ class Explainer:
             return anomaly, leap
         return replace(anomaly, since=max(0, leap.step - 1)), leap
 
+    def breaks_at_any_scale(self, refused: Refused) -> bool:
+        """Whether an update that the loss scale refused breaks without one as well."""
+        return self._search is not None and self._search.breaks_at_any_scale(refused)
+
     def explain(
         self,
         anomaly: Anomaly,
@@ -89,12 +93,38 @@ class Explainer:
 
         `reference` is the loss of the run before the trouble. Raises ReferenceInvalid.
         """
+        found, leap = self._explained(anomaly, update, refused, history, reference, leap)
+        if found.cause in (Cause.EXPLOSION, Cause.OVERFLOW) and (advice := self._out_of_scale(update)):
+            found = replace(found, advice=f"{found.advice} {advice}")
+        return found, leap
+
+    def _out_of_scale(self, update: Update) -> str:
+        """Look whether some columns of the inputs are far larger than others, which makes steps too long for them."""
+        keys = [key for some in update.keys for key in some][:_OTHERS]
+        if not keys or not self._samples.rows:
+            return ""
+        with randomness.preserved(self._world.device):  # fetching rows changes it
+            try:
+                return by_rows.out_of_scale([self._samples.collated(keys)])
+            except Exception:  # a row that cannot be fetched is an incident of its own
+                return ""
+
+    def _explained(
+        self,
+        anomaly: Anomaly,
+        update: Update,
+        refused: Refused | None,
+        history: Sequence[Incident],
+        reference: Reference | None,
+        leap: Leap | None,
+    ) -> tuple[Diagnosis, Leap | None]:
         is_sudden, first, self._of_first_updates = leap is not None and leap.is_sudden, self._of_first_updates, None
         found: Diagnosis | None = None
+        errors = {one.row: str(one) for one in update.failed}  # of rows that could not be fetched
         if first is not None and first[0] == anomaly.evidence:
             found = first[1]
-        elif anomaly.signal is Signal.EXCEPTION:
-            found = verdict.on_bad_rows(*self._world.all_of({one.row: str(one) for one in update.failed}))
+        elif anomaly.signal is Signal.EXCEPTION and any(failed := self._world.all_of(errors)):
+            found = verdict.on_bad_rows(*failed)
         elif not anomaly.landed:
             found = self._of_refused(anomaly, refused, history) if refused is not None else None
             found = found or by_signal(anomaly)

@@ -8,10 +8,13 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from functools import cache
+from traceback import walk_tb
 from types import FrameType
 from typing import NamedTuple
 
 from torch import nn
+
+from resilient_train.numerics.domains import is_discrete
 
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _SITE = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)
@@ -48,6 +51,23 @@ def user_line(names: dict[int, str]) -> Line | None:
         if whose == _MODELS and second is None:
             second = line
     return second
+
+
+def line_of(error: BaseException, names: dict[int, str]) -> tuple[Line | None, str]:
+    """The innermost line of a user's own that an exception passed, and what of torch.distributions it called there."""
+    line, called, module = None, "", ""
+    for frame, number in walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        module = names.get(id(owner), module) if isinstance(owner, nn.Module) else module
+        if is_users(frame.f_code.co_filename):
+            line, called = Line(frame.f_code.co_filename, number, module), ""
+        elif not called and frame.f_globals.get("__name__", "").startswith("torch.distributions."):
+            name = frame.f_code.co_name
+            if name == "__init__":
+                called = type(owner).__name__
+            elif not is_discrete(owner):  # there is no count nearest to one that is impossible: it is of its rows
+                called = name
+    return line, called
 
 
 def is_users(file: str) -> bool:

@@ -2,29 +2,37 @@
 
 Torch's functions are seen as the user's code calls them, one call each, with their line. What the backward of a call
 does is seen at the nodes that the call has put into the graph. NaN and infinity are kept apart: an infinite value on
-purpose, such as a mask's, is not a fault until it becomes a NaN.
+purpose, such as a mask's, is not a fault until it becomes a NaN or reaches the loss.
+
+What runs outside of those functions (numpy, TorchScript, other threads) is seen by what it leaves: its tensors by the
+memory that they share with known ones, its nodes by the line that autograd's anomaly mode has kept for each.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import isfinite
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
-from resilient_train.diagnose.frames import Line, is_users, user_line
+from resilient_train.diagnose.frames import Line, is_users, line_of, user_line
+from resilient_train.diagnose.values import floating, kinds_of, kinds_of_numbers, memory_of, numbers_of, statistics
 from resilient_train.diagnose.verdict import is_plain
 from resilient_train.numerics.operations import is_in_place, op_name
+from resilient_train.state.tree import leaves
 from resilient_train.types import Culprit
 
-_MADE = ("full", "full_like", "new_full", "tensor", "as_tensor", "masked_fill", "fill", "fill_diagonal", "zeros_like")
 _UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "resize", "resize_as", "set")
+_ATTRIBUTES = ("T", "mT", "H", "mH", "real", "imag", "data")  # that run operations
+_OF_NUMBERS = ("item", "tolist", "float", "complex", "numpy", "array")  # what they return is no tensor
+_PAST_NAN = ("nanmean", "nanmedian", "nanquantile")  # NaN only where nothing is left
+_IN_TRACEBACK = re.compile(r'File "(.+)", line (\d+), in ')
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,7 @@ class Origin:
     inputs: tuple[Mapping[str, Any], ...] = ()
     is_scalar: bool = False  # its result is a single number
     after: Origin | None = None  # the first patched operation that broke on the way to it: this one is a consequence
+    was_given: bool = False  # it did not make them: the program gave them to it, as a constant or from outside of torch
 
     @property
     def culprit(self) -> Culprit:
@@ -69,62 +78,129 @@ class Microscope(TorchFunctionMode):
         super().__init__()
         self.of_loss: Origin | None = None  # of the value that made the loss what it is
         self.backward: Origin | None = None  # the first one in backward
+        self.of_error: Origin | None = None  # of the exception that ended forward or backward
         self.inputs: tuple[Mapping[str, Any], ...] = ()  # of the call number `look_at`
         self._armored = armored
         self._names = {id(module): name for name, module in model.named_modules()}
         self._look_at, self._calls = look_at, 0
-        # By id, what is not finite and its origin, None if on purpose. The tensors are kept, as ids are reused.
+        # By id, what is not finite and its origin, None if it came with the batch or the weights. The tensors are
+        # kept, as ids are reused. By memory, the newest of those that share it.
         self._origins: dict[int, tuple[Tensor, Origin | None]] = {}
+        self._by_memory: dict[int, Origin | None] = {}
+        self._as_number: Origin | None = None  # of the newest number or array that has left torch
         self._nodes: dict[Any, _Call] = {}
         self._hooks: list[Any] = []
+        self._has_spread = False  # some node has passed on a gradient that is not finite
         self._repaired: dict[tuple[str, int], Origin] = {}  # by line: what broke in a patch and was replaced
         self._replaced: dict[Any, Origin] = {}  # by node: what that was computed from
         self._losses: list[Any] = []  # their nodes
+        self._raised: tuple[BaseException, Origin] | None = None  # the newest exception of an operation
+        self._keep_lines: Any = None
+        self.knows([*model.parameters(), *model.buffers()])
+
+    def knows(self, batch: Any) -> None:
+        """Note what comes with a batch: what is not finite there is the fault of no operation."""
+        for one in floating([leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]):
+            if kinds_of(one):
+                self._note(one, None)
+
+    def __enter__(self) -> Microscope:
+        self._keep_lines = torch.autograd.set_detect_anomaly(True, check_nan=False)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self._keep_lines.__exit__(*exc)
+        if isinstance(exc[1], Exception):
+            self.of_error = self._of_error(exc[1])
+        self._raised = None
+        for hook in self._hooks:
+            hook.remove()
+        for held in (self._hooks, self._nodes, self._origins, self._by_memory, self._replaced, self._losses):
+            held.clear()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__", "backward"):
-            return func(*args, **kwargs)  # what a reentrant checkpoint recomputes in there is not seen
-        inputs = _floating((args, {key: value for key, value in kwargs.items() if key != "out"}))
-        in_place = is_in_place(name)
-        was = [_kinds(one) for one in inputs] if in_place else []
+        if func is Tensor.backward and not kwargs.get("inputs"):
+            return self._run_backward(*args, **kwargs)
+        if name in ("__get__", "__set__"):
+            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+            if attribute not in _ATTRIBUTES:
+                return func(*args, **kwargs)
+            in_place, name = name == "__set__", attribute
+        else:
+            in_place = is_in_place(name)
+        inputs = floating((args, {key: value for key, value in kwargs.items() if key != "out"}))
+        was = [kinds_of(one) for one in inputs] if in_place else []
         call = _Call(self._calls, op_name(name), user_line(self._names))
         self._calls += 1
         if call.number == self._look_at:
-            self.inputs = _statistics(inputs)
-        result = func(*args, **kwargs)
+            self.inputs = (*statistics(inputs), *numbers_of(call.op, args, kwargs))
+        outer, self.backward = (self.backward, None) if func is torch.autograd.grad else (None, self.backward)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            made = Origin("forward", call.op, "error", call.number, call.line, statistics(inputs))
+            born = self._first(inputs)
+            self._raised = error, made if born is None or born.was_given else born
+            raise
         with torch._C.DisableTorchFunction():
-            outputs = _floating(args[:1] if in_place and result is None else result)
+            outputs = floating(args[:1] if in_place and result is None else result)
             for output in outputs:
-                if kinds := _kinds(output):
-                    is_given = any(isinstance(one, float) and not isfinite(one) for one in tree_leaves((args, kwargs)))
-                    origin = self._origin(call, kinds, inputs, was, is_given, output.numel() == 1)
-                    self._origins[id(output)] = output, origin
+                if kinds := kinds_of(output):
+                    given = kinds_of_numbers((args, kwargs))
+                    origin = self._origin(call, kinds, inputs, was, given, output.numel() == 1)
+                    if origin is not None and origin.inputs and origin.call == call.number:
+                        origin = replace(origin, inputs=(*origin.inputs, *numbers_of(call.op, args, kwargs)))
+                    if func is torch.autograd.grad and self.backward is not None:
+                        origin = self.backward
+                    self._note(output, origin)
                     if origin is not None and origin.call == call.number and self._is_armored(call):
                         self._remember_repair(origin, inputs)
-                elif in_place:
-                    self._origins.pop(id(output), None)
+                elif id(output) in self._origins:
+                    del self._origins[id(output)]
+            if call.op in _OF_NUMBERS and (origin := self._first(one for one in inputs if kinds_of(one))):
+                self._as_number = origin
             if not in_place:
-                call.of_inputs = self._first(inputs)
+                origin = self._first(inputs)
+                call.of_inputs = None if origin is None or origin.was_given else origin
             self._watch(call, inputs, outputs)
+        if func is torch.autograd.grad:
+            self.backward, self._has_spread = outer, False
         return result
 
     def judge(self, loss: Tensor) -> None:
-        """Find the origin of a loss that is not finite."""
+        """Find the origin of a loss that is not finite, and watch what is left of the graph."""
         self._losses.append(loss.grad_fn)
-        self.of_loss = self._origins[id(loss)][1] if id(loss) in self._origins else None
+        with torch._C.DisableTorchFunction():
+            self._watch(None, [loss], [])
+            if kinds := kinds_of(loss):
+                self.of_loss = self._first([loss]) or self._unseen([loss], kinds, None)
 
-    def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
-        for held in (self._hooks, self._nodes, self._origins, self._replaced, self._losses):
-            held.clear()
+    def _of_error(self, error: Exception) -> Origin | None:
+        """The origin of an exception: the first NaN that was made before it, the operation that raised, or its line.
+
+        What Python code of torch raises, such as a distribution that checks its parameters, is no operation's.
+        """
+        if self._raised is not None and self._raised[0] is error:
+            return self._raised[1]
+        known = (one for _, one in self._origins.values() if one is not None)
+        made = [one for one in known if one.kind == "nan" and not one.was_given]
+        line, called = line_of(error, self._names)
+        if made or not called:
+            return min(made, key=lambda one: one.call, default=None)
+        return Origin("forward", called, "domain", -1, line)
 
     # Forward.
+
+    def _note(self, tensor: Tensor, origin: Origin | None) -> None:
+        self._origins[id(tensor)] = tensor, origin
+        if (memory := memory_of(tensor)) is not None:
+            self._by_memory[memory] = origin
 
     def _origin(
         self,
@@ -132,35 +208,58 @@ class Microscope(TorchFunctionMode):
         kinds: set[str],
         inputs: Sequence[Tensor],
         was: Sequence[set[str]],
-        is_given: bool,
+        given: set[str],
         is_scalar: bool,
     ) -> Origin | None:
-        """The origin of a result that is not finite: that of an input, this call, or None if it is so on purpose.
+        """The origin of a result that is not finite: that of an input, this call, or None if it came with the batch.
 
-        `was` says what the inputs of a call in place held before, and `is_given` whether a number among them is not
-        finite.
+        `was` says what the inputs of a call in place held before, and `given` what the numbers among them are.
         """
-        before = was or [_kinds(one) for one in inputs]
-        if inherited := self._first(one for one, its in zip(inputs, before, strict=True) if its):
+        before = was or [kinds_of(one) for one in inputs]
+        bad, had = [one for one, its in zip(inputs, before, strict=True) if its], set().union(*before)
+        inherited = self._first(bad)
+        is_past_nan = call.op in _PAST_NAN and "nan" in kinds and (inherited is None or inherited.was_given)
+        if inherited and not inherited.was_given:
             return inherited
-        had = set().union(*before)
-        if "nan" in had or ("nan" not in kinds and "inf" in had):
-            return None  # it came in with the batch, or on purpose
-        if call.op in _UNFILLED or (is_given and (call.op in _MADE or "nan" not in kinds)):
-            return None
-        kind, statistics = max(kinds), () if was else _statistics(inputs)  # "nan" rather than "inf"
+        if ("nan" in had or ("nan" not in kinds and "inf" in had)) and not is_past_nan:
+            return inherited or self._unseen(bad, kinds, call)
+        kind = max(kinds)  # "nan" rather than "inf"
+        if kind in given or (kind == "inf" and given) or call.op in _UNFILLED:
+            made = Origin("forward", call.op, kind, call.number, call.line, was_given=True)
+            return self._as_number if self._as_number is not None and given else made
         after = self._after([one.grad_fn for one in inputs], call.op)
-        return Origin("forward", call.op, kind, call.number, call.line, statistics, is_scalar, after)
+        ranges = () if was else statistics(inputs)
+        return Origin("forward", call.op, kind, call.number, call.line, ranges, is_scalar, after)
 
     def _first(self, inputs: Iterable[Tensor]) -> Origin | None:
-        """The earliest origin of inputs."""
-        origins = [self._origins[id(one)][1] for one in inputs if id(one) in self._origins]
-        return min(filter(None, origins), key=lambda one: one.call, default=None)
+        """The earliest origin of inputs; what was given counts only if nothing else does."""
+        known = (self._origins[id(one)][1] if id(one) in self._origins else self._shared(one) for one in inputs)
+        return min(filter(None, known), key=lambda one: (one.was_given, one.call), default=None)
+
+    def _shared(self, tensor: Tensor) -> Origin | None:
+        """The origin of what was written into the same memory, if this is not finite either."""
+        origin = self._by_memory.get(memory_of(tensor) or 0)
+        return origin if origin is not None and kinds_of(tensor) else None
+
+    def _unseen(self, bad: Sequence[Tensor], kinds: set[str], call: _Call | None) -> Origin | None:
+        """The origin of what no call that was seen has returned: by its node, else the call that it was given to."""
+        strange = [one for one in bad if id(one) not in self._origins and memory_of(one) not in self._by_memory]
+        if not strange:
+            return None
+        number = call.number if call is not None else self._calls
+        for node in [one.grad_fn for one in strange if one.grad_fn is not None]:
+            made = _call_of(node, forward=True)
+            if made.line is not None:
+                return Origin("forward", made.op, max(kinds), number, made.line)
+        if call is None or call.line is None:
+            return None
+        return self._as_number or Origin("forward", call.op, max(kinds), number, call.line, was_given=True)
 
     # Consequences of patched operations.
 
     def _is_armored(self, call: _Call) -> bool:
-        return call.line is not None and (call.line.file, call.line.line, call.op) in self._armored
+        line = call.line
+        return line is not None and any((line.file, line.line, op) in self._armored for op in (call.op, ""))
 
     def _remember_repair(self, origin: Origin, inputs: Iterable[Tensor]) -> None:
         """Note what a patch is about to repair: later values may be computed from that line, or from its inputs."""
@@ -192,29 +291,58 @@ class Microscope(TorchFunctionMode):
 
     # Backward.
 
-    def _watch(self, call: _Call, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
-        """Listen at every node that this call has put into the graph."""
-        for one in inputs:
-            if one.grad_fn is not None and one.grad_fn not in self._nodes:  # not made by a function of torch's
-                self._listen(one.grad_fn, _call_of(one.grad_fn, call))
-        waiting: list[Any] = [output.grad_fn for output in outputs]
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in self._nodes or node.name().endswith("AccumulateGrad"):
-                continue
-            self._listen(node, _call_of(node, call) if _is_custom(node) else call)
-            waiting += [before for before, _ in node.next_functions]
+    def _run_backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: None = None,
+    ) -> None:
+        """Run backward under the microscope, too: hooks run in it, and reentrant checkpoints compute again."""
+        gradient = torch.ones_like(loss) if gradient is None else gradient
+        keeps = create_graph if retain_graph is None else retain_graph
+        super().__enter__()  # type: ignore[no-untyped-call]
+        try:  # what `loss.backward` ends in: called by that name it would come back here
+            _engine_run_backward((loss,), (gradient,), keeps, create_graph, (), True, accumulate_grad=True)
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _watch(self, call: _Call | None, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+        """Listen at every node that this call has put into the graph, and at those below that no call has."""
+        for is_own, tensors in ((False, inputs), (True, outputs)):
+            waiting: list[Any] = [one.grad_fn for one in tensors]
+            while waiting:
+                node = waiting.pop()
+                if node is None or node in self._nodes:
+                    continue
+                self._nodes[node] = self._call_at(node, call if is_own else None)
+                self._listen(node, self._nodes[node])
+                waiting += [before for before, _ in node.next_functions]
+
+    def _call_at(self, node: Any, call: _Call | None) -> _Call:
+        """The call that a node belongs to; one of a slope that was computed in this call is that of its operation."""
+        number = call.number if call is not None else -1
+        if _is_custom(node):
+            return replace(_call_of(node), number=number)
+        if call is None or call.op == "grad":
+            forward = self._nodes.get(node.metadata.get("parent_"))
+            return forward or call or _call_of(node)
+        return call
 
     def _listen(self, node: Any, call: _Call) -> None:
-        self._nodes[node] = call
         is_armored = self._is_armored(call)
 
         def passed(grad_inputs: Sequence[Tensor | None], grad_outputs: Sequence[Tensor | None]) -> None:
-            if self.backward is not None or is_armored:
-                return
             with torch._C.DisableTorchFunction():
-                kinds = set().union(*map(_kinds, _floating(grad_inputs)))
-                if not kinds or any(map(_kinds, _floating(grad_outputs))):
+                arrived = [one for one in floating(grad_outputs) if kinds_of(one)]
+                if arrived and not self._has_spread:  # a hook made it, or the sum of gradients of several paths
+                    self._has_spread = True
+                    if (made := self._first(arrived)) is not None and self.backward is None:
+                        self.backward = replace(made, phase="backward")
+                kinds = set().union(*map(kinds_of, floating(grad_inputs)))
+                self._has_spread |= bool(kinds)
+                if not kinds or arrived or self.backward is not None or is_armored:
                     return
                 if call.of_inputs is not None:  # the gradient is not finite because of the call's inputs
                     self.backward = call.of_inputs
@@ -231,56 +359,29 @@ def _is_custom(node: Any) -> bool:
     return hasattr(node, "_forward_cls")
 
 
-def _call_of(node: Any, call: _Call) -> _Call:
-    """The backward of a user's own autograd.Function as a call with a line; any other node by its name alone."""
+def _call_of(node: Any, *, forward: bool = False) -> _Call:
+    """A node that no call has made as a call: a user's own autograd.Function by its class, others by their name.
+
+    The line is that of its backward (or forward), or where it was made.
+    """
     if not _is_custom(node):
-        return _Call(-1, node.name().removesuffix("0").removesuffix("Backward"), None)
+        name = re.sub(r"Backward\d*$", "", node.name()).rpartition("::")[2]
+        return _Call(-1, op_name(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()), _made_at(node))
     kind, line = node._forward_cls, None
     try:
-        lines, first = inspect.getsourcelines(kind.backward)
+        lines, first = inspect.getsourcelines(kind.forward if forward else kind.backward)
         at = next(first + place for place, text in enumerate(lines) if text.lstrip().startswith("def "))
         if is_users(file := inspect.getsourcefile(kind) or ""):
             line = Line(file, at)
     except (OSError, TypeError, StopIteration):
         pass
-    return _Call(call.number, kind.__name__, line)
+    return _Call(-1, kind.__name__, line or _made_at(node))
 
 
-def _floating(tree: Any) -> list[Tensor]:
-    """The tensors of a tree that can hold NaN and infinity."""
-    tensors = [one for one in tree_leaves(tree) if isinstance(one, Tensor) and one.layout is torch.strided]
-    return [one for one in tensors if one.is_floating_point() or one.is_complex()]
-
-
-def _kinds(tensor: Tensor) -> set[str]:
-    """What a tensor holds that is not finite: nan, inf."""
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        if tensor.is_meta or bool(tensor.isfinite().all()):
-            return set()
-        kinds = {"nan": tensor.isnan(), "inf": tensor.isinf()}
-        return {kind for kind, mask in kinds.items() if bool(mask.any())}
-
-
-def _statistics(tensors: Sequence[Tensor]) -> tuple[Mapping[str, Any], ...]:
-    """Shape, type and range of the first inputs of an operation."""
-    found: list[dict[str, Any]] = []
-    with torch._C.DisableTorchFunction(), torch.no_grad():
-        for tensor in [one.detach() for one in tensors[:4]]:
-            values = tensor.abs() if tensor.is_complex() else tensor
-            finite = values[values.isfinite()].double()
-            one: dict[str, Any] = {
-                "shape": list(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "nonfinite": values.numel() - finite.numel(),
-            }
-            if finite.numel():
-                sizes = finite.abs()
-                nonzero = sizes[sizes > 0]
-                one |= {
-                    "min": finite.min().item(),
-                    "max": finite.max().item(),
-                    "zeros": finite.numel() - nonzero.numel(),
-                    "smallest": nonzero.min().item() if nonzero.numel() else 0.0,
-                }
-            found.append(one)
-    return tuple(found)
+def _made_at(node: Any) -> Line | None:
+    """The user's line that a node was made at, which anomaly mode keeps."""
+    for entry in reversed(node.metadata.get("traceback_") or ()):
+        found = _IN_TRACEBACK.search(entry)
+        if found and is_users(found[1]):
+            return Line(found[1], int(found[2]))
+    return None

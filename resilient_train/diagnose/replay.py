@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from resilient_train.diagnose.layers import Layers
 from resilient_train.diagnose.microscope import Microscope, Origin
+from resilient_train.errors import in_one_line
 from resilient_train.state import randomness
 from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import Seeds
@@ -29,6 +31,8 @@ class Replayed:
     norm: float  # in doubles, so that it is finite wherever the gradient is
     by_layer: dict[str, float]  # the norm of each weight's gradient
     origin: Origin | None = None  # under the microscope: the operation that broke first
+    bracket: str = ""  # and between which two layers, in words
+    raised: str = ""  # the exception that ended it, in one line; then loss and norm are NaN
 
 
 class Replay:
@@ -47,15 +51,14 @@ class Replay:
         drop_gradients: Callable[[], None],
         *,
         trained: Iterable[Tensor],
-        scale: Callable[[], float],
         over_ranks: Callable[[list[Tensor]], Tensor],
         seeds: Seeds,
         device: torch.device,
     ) -> None:
         """`model` as training calls it, without the wrappers of other processes; `measure` returns the loss of a batch.
 
-        `trained` are the weights whose gradients the gate looks at, `scale` is the loss scale, and `over_ranks` the
-        norm of sharded gradients, which every rank calls.
+        `trained` are the weights whose gradients the gate looks at, and `over_ranks` is the norm of sharded gradients,
+        which every rank calls.
         """
         self.model, self._measure, self._backward = model, measure, backward
         self._backups, self._drop_gradients, self._over_ranks = backups, drop_gradients, over_ranks
@@ -63,20 +66,28 @@ class Replay:
         self._bare: nn.Module = getattr(model, "_orig_mod", model)
         self.armored: set[tuple[str, int, str]] = set()  # patched operations, by file, line and name
         self.is_sharded = any(map(is_sharded, self._bare.parameters()))
-        self._trained, self._scale = {id(weight) for weight in trained}, scale
+        self._trained = {id(weight) for weight in trained}
         # A forward may update frozen weights (a teacher). Only those that have changed are backed up: all are many.
         frozen = [weight for weight in self._bare.parameters() if not weight.requires_grad]
         self._versions = [(weight, weight._version) for weight in frozen]
 
-    def of(self, batches: Sequence[Any], start: int, microscope: Microscope | None = None) -> Replayed:
+    def of(
+        self, batches: Sequence[Any], start: int, microscope: Microscope | None = None, layers: Layers | None = None
+    ) -> Replayed:
         """Replay the update at position `start` of the stream, with these batches in place of its own."""
         before, gradients = self._backups.take(), [(weight, weight.grad) for weight in self._bare.parameters()]
         moving = [(weight, weight.detach().clone()) for weight, version in self._versions if weight._version != version]
         for weight, _ in gradients:
             weight.grad = None
+        self._backups.set_scale(1.0)  # what is not finite then is no overflow that a lower scale prevents
         with randomness.preserved(self._device), _in_eager(self.model):
             try:
-                return self._replayed([_copied(batch) for batch in batches], start, microscope)
+                with layers or nullcontext():
+                    return self._replayed([_copied(batch) for batch in batches], start, microscope)
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:
+                return Replayed(math.nan, math.nan, {}, raised=in_one_line(error))
             finally:
                 self._backups.put_back(before)
                 self._backups.let_go(before)
@@ -92,37 +103,36 @@ class Replay:
         first = Microscope(self._bare, armored=self.armored)
         measured = self.of(batches, start, first)
         call = first.backward.call if first.backward is not None else None
-        second = Microscope(self._bare, look_at=call, armored=self.armored)
-        self.of(batches, start, second)  # every rank replays as often
+        second, layers = Microscope(self._bare, look_at=call, armored=self.armored), Layers(self._bare)
+        self.of(batches, start, second, layers)  # every rank replays as often
         # Where the loss is not finite no gradient can be, and backward says nothing about the cause.
-        origin = first.backward if math.isfinite(measured.loss) else first.of_loss
+        origin = first.backward if math.isfinite(measured.loss) else first.of_error or first.of_loss
         if origin is not None:
             origin = replace(origin, inputs=origin.inputs or second.inputs)
-        return replace(measured, origin=origin)
+        return replace(measured, origin=origin, bracket=layers.bracket(is_loss_finite=math.isfinite(measured.loss)))
 
     def _replayed(self, batches: Sequence[Any], start: int, microscope: Microscope | None) -> Replayed:
         self._seeds.for_update(start)
         losses = []
         with microscope or nullcontext():
             for batch in batches:
+                if microscope is not None:
+                    microscope.knows(batch)
                 loss = self._measure(self.model, batch)
                 if microscope is not None and microscope.of_loss is None:
                     microscope.judge(loss)
                 self._backward(loss)
                 losses.append(loss.detach().float().reshape(()))
-        scale = self._scale()
         trained = {name: one.grad for name, one in self._bare.named_parameters() if id(one) in self._trained}
         grads = {
             name: grad.coalesce().values() if grad.is_sparse else grad
             for name, grad in trained.items()
             if grad is not None
         }
-        by_layer = {
-            name: float(torch.linalg.vector_norm(local_part(grad).double())) / scale for name, grad in grads.items()
-        }
+        by_layer = {name: float(torch.linalg.vector_norm(local_part(grad).double())) for name, grad in grads.items()}
         total = math.sqrt(sum(norm**2 for norm in by_layer.values()))
         if self.is_sharded and grads:
-            total = float(self._over_ranks([*grads.values()])) / scale
+            total = float(self._over_ranks([*grads.values()]))
         return Replayed(float(torch.stack(losses).mean()), total, by_layer)
 
 

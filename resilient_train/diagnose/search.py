@@ -16,7 +16,6 @@ from resilient_train.data.samples import Samples, Update
 from resilient_train.data.stream import Key
 from resilient_train.diagnose import rows as by_rows
 from resilient_train.diagnose import verdict
-from resilient_train.diagnose.microscope import Origin
 from resilient_train.diagnose.replay import Replay, Replayed
 from resilient_train.diagnose.verdict import Observations
 from resilient_train.errors import text_of
@@ -45,6 +44,7 @@ class Refused:
     limits: tuple[float, float]  # of the gate, for loss and gradient norm
     was_modified: bool = False  # they were changed in place after the model got them: they cannot be used again
     nan_is_usual: bool = False  # in the batches of this run
+    is_error: bool = False  # an exception ended its forward or backward on some rank
 
     def allows_loss(self, one: Replayed) -> bool:
         return -math.inf < one.loss <= self.limits[0]
@@ -60,11 +60,12 @@ class Search:
     def __init__(self, replay: Replay, samples: Samples, world: World, beat: Callable[[], None]) -> None:
         """`beat` is called after every replay: a search takes longer than the watchdog allows an update."""
         self.armored = replay.armored
+        self.tried: set[tuple[str, int, str]] = set()  # operations that were patched, or cannot be
         self._replay, self._samples, self._world, self._beat = replay, samples, world, beat
 
     def diagnose(self, anomaly: Anomaly, refused: Refused, history: History) -> Diagnosis | None:
         """Find the cause; None where nothing is known beyond the signal."""
-        if anomaly.signal not in (*_NONFINITE, *SPIKES):
+        if anomaly.signal not in (*_NONFINITE, *SPIKES, Signal.EXCEPTION):
             return None
         is_spike = anomaly.signal in SPIKES
         with randomness.preserved(self._world.device):  # fetching rows changes it
@@ -74,7 +75,9 @@ class Search:
             why = f"The update could not be replayed: {facts.failure}."
             return Diagnosis(Cause.UNKNOWN, why) if facts.failure else verdict.TRANSIENT
         climb = max(verdict.climbed(one) for one in history)
-        if is_spike:
+        if refused.is_error:
+            found = verdict.on_error(facts, anomaly.evidence)
+        elif is_spike:
             found = verdict.on_spike(facts, max(verdict.climbed(one[:-1]) for one in history), climb)
         else:
             found = verdict.on_nonfinite(facts, climb, is_first=all(len(one) < 2 for one in history))
@@ -83,8 +86,8 @@ class Search:
     def confirmed(self, known: Diagnosis, refused: Refused) -> Diagnosis | None:
         """Return a known diagnosis if the update broke at the same operation; this takes no other replay."""
         with randomness.preserved(self._world.device):
-            origin = self._origin(refused)
-        by_rank = self._world.all_of(origin.culprit if origin is not None else None)
+            seen = self._seen(refused)
+        by_rank = self._world.all_of(seen.origin.culprit if seen is not None and seen.origin is not None else None)
         found = {rank: one for rank, one in enumerate(by_rank) if one is not None}
 
         def line(one: Culprit) -> tuple[str, str, str, int]:
@@ -93,6 +96,12 @@ class Search:
         if not found or known.broken is None or line(next(iter(found.values()))) != line(known.broken):
             return None
         return replace(verdict.without_rows(known), ranks=self._some(found))
+
+    def breaks_at_any_scale(self, refused: Refused) -> bool:
+        """Whether the gradients are not finite where no loss scale can have made them overflow."""
+        with randomness.preserved(self._world.device):
+            tried, _ = self._tried(refused.update.start, partial(self._batches_of, refused))
+        return any(self._world.all_of(tried is not None and not math.isfinite(tried.norm)))
 
     def loss_at(self, start: int) -> float:
         """The mean loss over ranks of the update at a position, at the current weights."""
@@ -123,12 +132,14 @@ class Search:
     def _observe(self, refused: Refused, is_spike: bool) -> Observations:
         keys, start = refused.update.keys, refused.update.start
         again = partial(self._batches_of, refused)
-        first, why = self._tried(start, again)
+        tried = partial(self._tried, start, takes_errors=refused.is_error)
+        first, why = tried(again)
         reproduced = first is not None and refused.would_refuse(first)
         if not any(self._world.all_of(reproduced)):
             return Observations(failure=why)
         filler, control = self._control(refused)
-        origin = None if is_spike else self._origin(refused)
+        seen = None if is_spike else self._seen(refused)
+        origin = seen.origin if seen is not None else None
         facts = Observations(
             reproduced=reproduced,
             everywhere=control is not None and filler is None,
@@ -139,14 +150,17 @@ class Search:
             size=first.norm if first is not None and not is_spike else 0.0,
             layer=_grown(first, control) if is_spike and first and control else None,
             failure=why,
+            bracket=seen.bracket if seen is not None else "",
         )
         if origin is not None:
             after = origin.after.culprit if origin.after is not None else None
             facts = replace(facts, culprit=origin.culprit, kind=origin.kind, is_scalar=origin.is_scalar, after=after)
+            tried_before = _where(after or origin.culprit) in self.tried
+            facts = replace(facts, was_given=origin.was_given, is_tried=tried_before)
 
         def breaks(batches: Keys) -> bool | None:
-            tried, _ = self._tried(start, partial(self._made, batches) if batches else again)
-            return None if tried is None else refused.would_refuse(tried)
+            made, _ = tried(partial(self._made, batches) if batches else again)
+            return None if made is None else refused.would_refuse(made)
 
         is_sharded = self._replay.is_sharded
         found = self._guilty(keys, filler if reproduced or is_sharded else None, breaks, together=is_sharded)
@@ -161,11 +175,12 @@ class Search:
         odd = self._odd(found, filler, _ABSURD if facts.culprit else _FAR, refused.nan_is_usual)
         return replace(facts, rows=tuple(sorted({key.row for key in found})), odd=odd)
 
-    def _origin(self, refused: Refused) -> Origin | None:
+    def _seen(self, refused: Refused) -> Replayed | None:
         """Look at the update under the microscope."""
         make = partial(self._batches_of, refused)
-        seen, _ = self._tried(refused.update.start, make, self._replay.under_microscope)
-        return None if seen is None else seen.origin
+        look = self._replay.under_microscope
+        seen, _ = self._tried(refused.update.start, make, look, takes_errors=refused.is_error)
+        return seen
 
     def _control(self, refused: Refused) -> tuple[Keys | None, Replayed | None]:
         """Replay other rows at the same weights.
@@ -179,7 +194,7 @@ class Search:
             return None, None
         for draw in range(_CONTROLS):
             others = [self._samples.others(some, draw) for some in keys]
-            tried, _ = self._tried(refused.update.start, partial(self._made, others))
+            tried, _ = self._tried(refused.update.start, partial(self._made, others), takes_errors=refused.is_error)
             if tried is not None and filler is None:
                 measured = tried
                 filler = others if not refused.would_refuse(tried) else None
@@ -227,8 +242,13 @@ class Search:
         start: int,
         make: Callable[[], Sequence[Any]],
         replay: Callable[[Sequence[Any], int], Replayed] | None = None,
+        *,
+        takes_errors: bool = False,
     ) -> tuple[Replayed | None, str]:
-        """Make batches and replay them. An error in it must not end the run, and is returned as text."""
+        """Make batches and replay them. An error in it must not end the run, and is returned as text.
+
+        With `takes_errors` an exception of the replay is what it measured, as a loss that is not finite is.
+        """
         measured: Replayed | None = None
         made, why = _attempted(make)
         # Where ranks wait for each other in a forward, all make one, or none does.
@@ -236,6 +256,8 @@ class Search:
             made, why = None, why or "another rank could not make its batches"
         if made is not None:
             measured, why = _attempted(partial(replay or self._replay.of, made, start))
+            if measured is not None and measured.raised and not takes_errors:
+                why, measured = measured.raised, None
         self._beat()
         return measured, why
 
@@ -261,6 +283,10 @@ class Search:
             if odd := odd or by_rows.outlying_fields(row, others, far):
                 found[key.row] = "; ".join(odd[:3])
         return found
+
+
+def _where(culprit: Culprit) -> tuple[str, int, str]:
+    return culprit.file, culprit.line, culprit.op
 
 
 def _attempted(function: Callable[[], T]) -> tuple[T | None, str]:

@@ -13,6 +13,7 @@ from resilient_train.types import Cause, Culprit, Diagnosis
 _CLIMB = 100.0  # times the usual: an explosion on its way
 _LEAP = 1e4  # the same, at once: no task changes so much
 _HUGE = 1e15  # sums and squares of it leave float32
+_TINY = 1e-12
 _BEYOND = 1e18  # its square, and so a norm of it, leaves float32
 
 # Operations that are singular somewhere: where, and what to do about it.
@@ -64,9 +65,15 @@ _SINGULAR_ALIKE = {
 _FAMILIES = {name: op for op in SINGULAR for name in (op, *_SINGULAR_ALIKE.get(op, "").split())}
 NOT_AT_ZERO = ("softmax", "linalg", "acos", "atanh", "mean", "loss", "layer_norm", "std")
 _WITH_POLES = ("log", "div", "reciprocal", "rsqrt", "atanh", "lgamma")  # infinite at a pole, not by overflow
+_EXPONENTIAL = ("exp", "exp2", "expm1", "cosh", "sinh")
+_EVEN = ("cosh", "sinh")  # large on both sides
+_LARGEST_EXPONENT = {"float16": 11.09, "float64": 709.78}  # of e, and 88.72 in float32 and bfloat16
+# Operations that raise where a patch of numerics has a value.
+_HAS_VALUE = ("cholesky", "linalg_cholesky", "inverse", "linalg_inv", "linalg_solve", "binary_cross_entropy")
 _LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # one product after the other, whose values cannot be seen
 _PLAIN = (
-    *("exp", "exp2", "expm1", "cosh", "sinh", "square", "sum", "cumsum", "prod", "einsum", "to", "half", "float", "i0"),
+    *_EXPONENTIAL,
+    *("square", "sum", "cumsum", "prod", "einsum", "to", "half", "float", "i0"),
     *_LOOPS,
 )
 _PLAIN_PARTS = ("add", "sub", "mul", "mm", "conv", "linear", "dot", "mv", "_loss", "bilinear", "embedding")
@@ -82,12 +89,15 @@ class Observations:
     culprit: Culprit | None = None  # the operation that broke
     kind: str = ""  # of what it made: nan, inf
     is_scalar: bool = False  # its result is a single number
+    was_given: bool = False  # it did not make that: the program gave it to it
     after: Culprit | None = None  # an operation that is already patched, whose repaired values it broke on
+    is_tried: bool = False  # that operation is patched and broke again, or cannot be patched
     rows: tuple[int, ...] = ()  # each of them breaks a healthy batch
     odd: Mapping[int, str] = field(default_factory=dict)  # by row: which of its values are unusual
     batch_is_bad: bool = False  # it holds values that are not finite
     layer: tuple[str, float] | None = None  # whose gradient is farthest above its usual, and how many times
     size: float = 0.0  # of the gradient, measured in doubles
+    bracket: str = ""  # between which two layers it broke
     failure: str = ""  # why a replay was impossible
 
 
@@ -147,10 +157,17 @@ def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -
             )
             fix = f"clamp or scale what is computed of {_it(rows)}, or remove {_it(rows)}"
             return Diagnosis(Cause.OVERFLOW, f"{found}, which no update can use: {fix}.", None, rows)
-        if rows:
+        if rows and climb >= _CLIMB:
             return _on_ordinary_rows(rows)
+        if rows:  # they are guilty by what follows from them, whatever it is that they do
+            found = f"{_rows(rows).capitalize()} {'makes' if len(rows) == 1 else 'make'} it so in any batch"
+            why = f"why is open, as no operation was seen to make it: look at {_it(rows)}, or remove {_it(rows)}"
+            return Diagnosis(Cause.UNKNOWN, f"{found}; {why}. {facts.bracket}".rstrip(), None, rows)
         unseen = facts.failure or "no operation of the forward or backward was seen to make it"
-        return Diagnosis(Cause.UNKNOWN, f"It comes again with this batch, but {unseen}.")
+        return Diagnosis(Cause.UNKNOWN, f"It comes again with this batch, but {unseen}. {facts.bracket}".rstrip())
+    if facts.was_given:
+        given = without_rows(Diagnosis(Cause.OPERATION, "", culprit))
+        return replace(given, advice=f"{given.advice} Seen with {_rows(rows)}.", rows=rows) if rows else given
     first, is_overflow = facts.after or culprit, _overflows(culprit, facts.kind)
     if is_overflow:
         where = f"It broke first in {_place(culprit)}."
@@ -168,7 +185,34 @@ def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -
             symptom=culprit if facts.after else None,
         )
     )
-    return replace(diagnosis, advice=f"{diagnosis.advice} Seen with {_rows(rows)}.") if rows else diagnosis
+    if not rows:
+        return diagnosis
+    behind = rows if facts.is_tried and not facts.everywhere else ()  # what is left to do about it
+    return replace(diagnosis, advice=f"{diagnosis.advice} Seen with {_rows(rows)}.", rows=behind)
+
+
+def on_error(facts: Observations, error: str) -> Diagnosis:
+    """Diagnose an exception of user code that other batches at the same weights do not raise.
+
+    Rows that are not finite or far from others come first, then an operation that a patch can give a value, then rows.
+    """
+    odd = {row: facts.odd[row] for row in facts.rows if row in facts.odd}
+    if odd and (facts.batch_is_bad or len(odd) == len(facts.rows)):
+        return on_bad_rows(odd)
+    if (culprit := facts.culprit) is not None:
+        found = _place(culprit)
+        if facts.kind in ("nan", "inf"):
+            advice = f"{on_operation(culprit)} What follows from it raised {error}"
+            symptom = culprit if facts.after else None
+            return Diagnosis(Cause.OPERATION, advice, facts.after or culprit, patchable=True, symptom=symptom)
+        if culprit.op in _HAS_VALUE or facts.kind == "domain":
+            advice = f"{found} raised {error}: keep what it is given within its domain, or catch it there."
+            return Diagnosis(Cause.OPERATION, advice, culprit, patchable=True)
+    if facts.rows and not facts.everywhere:
+        advice = f"{_rows(facts.rows).capitalize()} raised {error}: fix or remove {_it(facts.rows)}, or handle them."
+        return Diagnosis(Cause.DATA, advice, None, facts.rows)
+    which = "Only some batches raise" if facts.is_compared else "The batch raises"
+    return Diagnosis(Cause.UNKNOWN, f"{which} {error}: handle {'them' if facts.is_compared else 'it'} in your code.")
 
 
 def without_rows(found: Diagnosis) -> Diagnosis:
@@ -179,7 +223,9 @@ def without_rows(found: Diagnosis) -> Diagnosis:
     if found.symptom is not None:  # what fails on the values of a patch is not the fault of its own line
         why = "which is already patched; fix that line first."
         return replace(found, advice=f"{_place(broken)} fails on values from {_place(first)}, {why}")
-    return replace(found, advice=(_on_overflow if found.cause is Cause.OVERFLOW else on_operation)(broken))
+    if found.cause is Cause.OVERFLOW:
+        return replace(found, advice=_on_overflow(broken))
+    return replace(found, advice=(on_operation if found.patchable else _on_given)(broken))
 
 
 def on_spike(facts: Observations, climb: float, jump: float = 1.0) -> Diagnosis:
@@ -249,10 +295,20 @@ def on_operation(culprit: Culprit) -> str:
     return f"{where} {wrong}{f', reached by {reached}' if reached else ''}: {fix}."
 
 
+def _on_given(culprit: Culprit) -> str:
+    """What to do about a value that no operation of torch's made: it is not finite from where it enters."""
+    return (
+        f"{_place(culprit)} is given values that are not finite by the program itself, as a constant or from code "
+        "outside of torch, and they reach the loss: mask those elements before, or give them another value."
+    )
+
+
 def _on_overflow(culprit: Culprit) -> str:
     """What to do about a result beyond the range of its type."""
     inputs = culprit.inputs
-    of = f" of values up to {_largest(inputs):.3g}" if any("max" in one for one in inputs) else ""
+    is_one_sided = culprit.op in _EXPONENTIAL and culprit.op not in _EVEN
+    largest = _highest(inputs) if is_one_sided else _largest(inputs)
+    of = f" of values up to {largest:.3g}" if any("max" in one for one in inputs) else ""
     kind = next((one["dtype"] for one in inputs), "its type")
     fix = "scale or clamp its input, or compute it in a wider type"
     return f"{_place(culprit)} makes more{of} than {kind} can hold: {fix}."
@@ -266,10 +322,14 @@ def is_plain(op: str) -> bool:
 def _overflows(culprit: Culprit, kind: str) -> bool:
     """Whether an operation exceeded the range of its type, rather than met a point where it has no value."""
     largest = _largest(culprit.inputs)
+    if culprit.op in _EXPONENTIAL and (size := next((one for one in culprit.inputs if "max" in one), None)):
+        highest = largest if culprit.op in _EVEN else size["max"]
+        of_e = math.log(2) if culprit.op == "exp2" else 1.0
+        return kind == "inf" or highest * of_e > _LARGEST_EXPONENT.get(size["dtype"], 88.72)
     if _family(culprit.op) is None:
         return largest > _HUGE or (is_plain(culprit.op) and (kind == "inf" or culprit.op in _LOOPS))
     if culprit.op == "pow":
-        return kind == "inf" and largest > 1
+        return kind == "inf" and largest > 1 and not _is_power_at_zero(culprit.inputs)
     return largest > _HUGE and culprit.op not in _WITH_POLES
 
 
@@ -282,12 +342,23 @@ def _largest(inputs: Sequence[Mapping[str, Any]]) -> float:
     return max((max(abs(one["min"]), abs(one["max"])) for one in inputs if "max" in one), default=0.0)
 
 
+def _highest(inputs: Sequence[Mapping[str, Any]]) -> float:
+    return max((one["max"] for one in inputs if "max" in one), default=0.0)
+
+
+def _is_power_at_zero(inputs: Sequence[Mapping[str, Any]]) -> bool:
+    """Say whether a power has a base of 0 and an exponent below 1."""
+    exponents = [one.get("value", one.get("min", 1.0)) for one in inputs[1:]]
+    base = inputs[0] if inputs else {}
+    return any(one < 1 for one in exponents) and (base.get("zeros", 0) > 0 or base.get("smallest", 1.0) < _TINY)
+
+
 def _reached(inputs: Sequence[Mapping[str, Any]]) -> str:
     """The elements of the inputs that are likely to blame."""
     if zeros := sum(one.get("zeros", 0) for one in inputs):
         return "1 element that is 0" if zeros == 1 else f"{zeros:,} elements that are 0"
     smallest = min((one["smallest"] for one in inputs if "smallest" in one), default=1.0)
-    if smallest < 1e-12:
+    if smallest < _TINY:
         return f"values as small as {smallest:.3g}"
     lowest = min((one["min"] for one in inputs if "min" in one), default=0.0)
     return f"values down to {lowest:.3g}" if lowest < 0 else ""

@@ -72,7 +72,7 @@ def op_name(name: str) -> str:
             if bare.startswith(prefix) and (plain := bare[len(prefix) :]) in _SPECIAL_METHODS:
                 return _NAMES_IN_REPORTS.get(plain, plain)
         return bare
-    name = name.strip("_") or name
+    name = name.partition(".")[0].removeprefix("_foreach").strip("_") or name
     return _NAMES_IN_REPORTS.get(name, name)
 
 

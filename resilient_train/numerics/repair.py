@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from resilient_train.numerics.domains import call
 from resilient_train.numerics.operations import family, is_pointwise
 from resilient_train.numerics.recovery_gradients import led_back
 
@@ -94,7 +95,7 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
         repaired = torch.where(broken, torch.nan_to_num(torch.clamp(still, -limit, limit)), value)
         return led_back(repaired, broken, bare, args, kwargs) if pointwise else repaired
 
-    return tree_map(repair, bare(*guarded_args, **guarded_kwargs))
+    return tree_map(repair, call(bare, name, guarded_args, guarded_kwargs))
 
 
 class _BrokenInputs:

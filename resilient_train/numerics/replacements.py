@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from resilient_train.numerics.domains import call_distribution, is_distribution
 from resilient_train.numerics.operations import (
     computes,
     fits,
@@ -125,11 +126,11 @@ def armored_call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
     elif name := torchs_name(called):
         return _armored(name, called, args, kwargs)
     else:
-        is_torchs = is_torchs_code(called)
+        is_torchs = is_torchs_code(called) or is_distribution(called)
     if not is_torchs:
         return called(*args, **kwargs)
     with _EveryOperation():
-        return called(*args, **kwargs)
+        return call_distribution(called, args, kwargs) if is_distribution(called) else called(*args, **kwargs)
 
 
 def _armored(name: str, bare: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

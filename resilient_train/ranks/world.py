@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +77,14 @@ class World:
         self.is_main = self.rank == 0
         self.device: torch.device = accelerator.device
         self.hosts = launch.hosts(self.size)
+
+    @staticmethod
+    def is_of_group(error: BaseException) -> bool:
+        """Say whether an error came out of a collective: the others may be gone, or wait for this rank in vain."""
+        if isinstance(error, torch.distributed.DistError) or is_lost_peer(error):
+            return True
+        frames = traceback.extract_tb(error.__traceback__)
+        return bool(frames) and Path(frames[-1].filename).is_relative_to(Path(torch.distributed.__file__).parent)
 
     @classmethod
     def joined(cls, config: AccelerateConfig, *, start_timeout: float = 0.0, limit: float = 0.0) -> World:

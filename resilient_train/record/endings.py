@@ -75,9 +75,9 @@ class Summary:
     state_sha256: str | None = None
     mlflow: dict[str, Any] | None = None
     first_loss: float | None = None  # the mean of the first 8, to compare the final one with
-    verdict: str | None = (
-        None  # well, recovered, observed, unrecovered, no_progress; the status if the run did not complete
-    )
+    # well, recovered, observed, unrecovered, no_progress; the status if the run did not complete
+    verdict: str | None = None
+    trial_updates: int = 0  # made to try remedies: neither steps nor ticks
     why: str | None = None  # a loop that the caller wrote did not complete: there is no train.log that says why
 
     def write(self, path: Path) -> None:

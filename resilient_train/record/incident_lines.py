@@ -8,7 +8,19 @@ from typing import Any
 
 from resilient_train.record.journal import plain
 from resilient_train.secrets import masked_tree
-from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Incident, Outcome, Signal
+from resilient_train.types import (
+    TRIAL,
+    Action,
+    Anomaly,
+    Cause,
+    Culprit,
+    Decision,
+    Diagnosis,
+    Incident,
+    Outcome,
+    Signal,
+    Tried,
+)
 
 
 def as_line(incident: Incident) -> dict[str, Any]:
@@ -17,7 +29,7 @@ def as_line(incident: Incident) -> dict[str, Any]:
     `rank` is the first of the ranks it began on, and null if it began on all of them at once.
     """
     anomaly, diagnosis, decision = incident.anomaly, incident.diagnosis, incident.decision
-    line = {
+    line: dict[str, Any] = {
         "id": incident.id,
         "step": anomaly.step,
         "tick": anomaly.tick,
@@ -27,7 +39,7 @@ def as_line(incident: Incident) -> dict[str, Any]:
         "culprit": _line_of(diagnosis.culprit),
         "rows": diagnosis.rows,
         "advice": diagnosis.advice,
-        "actions": [{"remedy": action.remedy, **action.settings} for action in decision.actions],
+        "actions": [_line_of_action(action) for action in decision.actions],
         "rewound_to": incident.rewound_to,
         "steps_lost": incident.steps_lost,
         "seconds": incident.seconds,
@@ -42,8 +54,14 @@ def as_line(incident: Incident) -> dict[str, Any]:
         "drill": incident.drill,
         "trace": incident.trace,
     }
-    if incident.is_observed:
+    if incident.is_observed or incident.further:
         line["further"] = incident.further
+        line["again"] = [list(one) for one in incident.again]
+    if incident.tried:
+        line["tried"] = [
+            {"do": [*map(_line_of_action, one.actions)], "anomalies": one.anomalies, "loss": one.loss, "won": one.won}
+            for one in incident.tried
+        ]
     whole: dict[str, Any] = masked_tree(plain(line))
     return whole
 
@@ -88,7 +106,19 @@ def from_line(line: Any) -> Incident:
         drill=_take(line, "drill", str, default=""),
         trace=_whole(line, "trace", 0),
         further=_whole(line, "further", 0),
+        again=tuple(_pair(one) for one in _take(line, "again", list, default=[])),
+        tried=tuple(_arm(one) for one in _dicts(line, "tried")),
     )
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    tick, step = _wholes({"again": value}, "again")
+    return tick, step
+
+
+def _line_of_action(action: Action) -> dict[str, Any]:
+    line = {"remedy": action.remedy, **action.settings}
+    return line | {"of": [list(map(_line_of_action, arm)) for arm in line["of"]]} if "of" in line else line
 
 
 def _line_of(culprit: Culprit | None) -> dict[str, Any] | None:
@@ -103,7 +133,21 @@ def _culprit(line: Mapping[str, Any] | None) -> Culprit | None:
 
 
 def _action(line: Mapping[str, Any]) -> Action:
-    return Action(_take(line, "remedy", str), {key: value for key, value in line.items() if key != "remedy"})
+    settings = {key: value for key, value in line.items() if key != "remedy"}
+    if line.get("remedy") == TRIAL:
+        arms = _take(line, "of", list)
+        settings["of"] = tuple(tuple(_action(one) for one in _dicts({"of": arm}, "of")) for arm in arms)
+    return Action(_take(line, "remedy", str), settings)
+
+
+def _arm(line: Mapping[str, Any]) -> Tried:
+    loss: Any = line.get("loss")  # text, where it is not finite
+    return Tried(
+        tuple(_action(one) for one in _dicts(line, "do")),
+        _whole(line, "anomalies"),
+        float(loss) if type(loss) in (int, float) else math.inf,
+        _take(line, "won", bool),
+    )
 
 
 _NEEDED = object()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,26 @@ from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.journal import JOURNAL, Entry, Journal
 from resilient_train.record.run_history import RunHistory, drill_behind
 from resilient_train.record.surroundings import RESUME, Surroundings, Timed
-from resilient_train.types import Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals, kind_of
+from resilient_train.types import (
+    Action,
+    Anomaly,
+    Cause,
+    Decision,
+    Diagnosis,
+    Incident,
+    Outcome,
+    Signal,
+    Vitals,
+    kind_of,
+)
 from resilient_train.wording import describe, describe_further, describe_outcome, log
 
 INCIDENTS = "incidents.jsonl"  # its name in a run directory
 
 OPENED, TREATED, CLOSED = "incident_opened", "incident_treated", "incident_closed"
 PHASE = "incident_phase"  # of an incident, written after its entry
+AGAIN = "incident_again"  # an update more that an incident counts
+_AGAIN = 64  # updates that one incident counts, as each reading of it and each of its lines has them all
 _TRAINING_CONTINUES = {Signal.DISK_FULL, Signal.CHECKPOINT_FAILED}  # while such an incident is treated
 
 
@@ -40,7 +53,9 @@ class IncidentLog:
         self._journal = None if directory is None else Journal(directory / JOURNAL)
         self.run_history = RunHistory(self._journal)
         self._incidents: dict[int, Incident] = {}  # by their numbers
+        self._of_training: dict[int, Incident] = {}
         self._open: dict[int, Incident] = {}  # those without an outcome
+        self._newest = 0  # the highest number
         self._lines: dict[int, str] = {}  # of incidents.jsonl, in the order of their outcomes
         self._treated: set[int] = set()
         # By incident: when its treatment ended, until an update is accepted.
@@ -56,6 +71,7 @@ class IncidentLog:
         if self._file is not None and not self._is_up_to_date(self._file):
             self._write_lines()
         self._surroundings = Surroundings(directory, self.incidents)
+        self._newest_norms: Mapping[str, float] = {}  # of gradients by layer, as last recorded
 
     @property
     def incidents(self) -> list[Incident]:
@@ -65,7 +81,11 @@ class IncidentLog:
     @property
     def training_incidents(self) -> list[Incident]:
         """Those of the training. Incidents of a process alone may be unknown to other ranks."""
-        return [one for one in self.incidents if one.diagnosis.cause is not Cause.PROCESS]
+        return list(self._of_training.values())
+
+    def since(self, number: int) -> list[Incident]:
+        """Return the incidents after one."""
+        return [self._incidents[one] for one in range(number + 1, self.next_id) if one in self._incidents]
 
     @property
     def open_incidents(self) -> list[Incident]:
@@ -75,7 +95,7 @@ class IncidentLog:
     @property
     def next_id(self) -> int:
         """The number of the next incident."""
-        return max(self._incidents, default=0) + 1
+        return self._newest + 1
 
     def tally(self) -> dict[str, Any]:
         """Count them: `{"total", "recovered", "by_cause"}`."""
@@ -87,7 +107,7 @@ class IncidentLog:
 
     def adopt(self, incidents: Iterable[Incident]) -> None:
         """Replace all incidents: a rank without a journal takes those of rank 0, as all ranks decide by them."""
-        self._incidents, self._open = {}, {}
+        self._incidents, self._of_training, self._open, self._newest = {}, {}, {}, 0
         for one in incidents:
             self._keep(one)
 
@@ -155,10 +175,8 @@ class IncidentLog:
             self._surroundings.begin(incident)
         else:
             self._surroundings.end(incident)
-        if incident.outcome in (
-            Outcome.RECOVERED,
-            Outcome.OBSERVED,
-        ):  # one that recurred is reported by the incident that came after it
+        # One that recurred is reported by the incident that came after it.
+        if incident.outcome in (Outcome.RECOVERED, Outcome.OBSERVED):
             log.info("%s", describe_outcome(incident, healthy_steps))
 
     def update_accepted(self, step: int, *, recovered_after: int, loss_is_off: bool) -> None:
@@ -171,13 +189,13 @@ class IncidentLog:
             for number, since in list(self._awaiting_update_ms.items()):
                 self.add_phase(number, (RESUME, since, max(since, now)))
         for one in self.open_incidents:
-            reached = one.anomaly.step - (not one.anomaly.landed)
+            reached = one.last_step - (not one.anomaly.landed)
             is_over = step >= reached + recovered_after and one.id not in self._ongoing
             if is_over and not (loss_is_off and one.left_damage):
                 self.close(one, Outcome.RECOVERED, healthy_steps=recovered_after)
 
     def count_further(self, number: int, step: int) -> None:
-        """Count one more anomalous update into an incident that is only observed, and write down each doubling."""
+        """Count one more anomalous update into an incident, and write down each doubling."""
         incident = self._incidents[number]
         incident = replace(incident, further=incident.further + 1)
         self._keep(incident)
@@ -185,18 +203,40 @@ class IncidentLog:
             self.update(incident)
             log.info("step %d: %s", step, describe_further(incident))
 
+    def continued(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
+        """Return the newest incident if it is open, and the same operation broke again and is only skipped again."""
+        last = self._incidents[max(self._incidents)] if self._incidents else None
+        is_skip = decision.actions == (Action("skip"),) and not anomaly.landed and diagnosis.culprit is not None
+        if last is None or not is_skip or last.outcome is not None or last.decision != decision:
+            return None
+        if len(last.again) >= _AGAIN:
+            return None
+        return last if kind_of(last.anomaly, last.diagnosis) == kind_of(anomaly, diagnosis) else None
+
+    def count_again(self, incident: Incident, anomaly: Anomaly) -> None:
+        """Count an update into the incident that it continues: strikes and budgets count it, also after a restart."""
+        again = (*incident.again, (anomaly.tick, anomaly.step))
+        self._keep(replace(incident, again=again, further=len(again) - 1))
+        if self._journal is not None:
+            self._journal.write(AGAIN, number=incident.id, at_update=again[-1])
+        self.count_further(incident.id, anomaly.step)
+
     def clear_ongoing(self, number: int) -> None:
         """Let healthy updates close an ongoing incident from now on."""
         self._ongoing.discard(number)
 
-    def close_all(self, outcome: Outcome) -> None:
+    def close_all(self, outcome: Outcome, *, healthy_since: int | None = None) -> None:
         """Close open incidents as the training ends: as recovered, or with `outcome` if they left damage.
 
-        Ongoing ones stay open until `close_ongoing`.
+        One that was met again has recurred, unless all of that was up to step `healthy_since`. Ongoing ones stay open
+        until `close_ongoing`.
         """
         for one in self.open_incidents:
+            reached = one.last_step - (not one.anomaly.landed)
+            has_recurred = bool(one.again) and healthy_since is not None and reached > healthy_since
             if one.id not in self._ongoing:
-                self.close(one, outcome if one.left_damage else Outcome.RECOVERED)
+                over = Outcome.RECURRED if has_recurred else Outcome.RECOVERED
+                self.close(one, outcome if one.left_damage else over)
 
     def close_ongoing(self, number: int) -> None:
         """Close an incident as the run ends, if it is open: as unrecovered if it is ongoing."""
@@ -212,9 +252,15 @@ class IncidentLog:
 
     # The files.
 
-    def add_vitals(self, vitals: Vitals) -> None:
-        """Keep what an update measured, for the table of the measurements around an incident."""
-        self._surroundings.add(vitals)
+    def add_vitals(self, vitals: Vitals, norms: Mapping[str, float]) -> None:
+        """Keep what an update measured, for the tables around an incident; `norms` of its gradients, if recorded."""
+        self._newest_norms = norms or self._newest_norms
+        self._surroundings.add(vitals, norms)
+
+    def take_norms(self) -> Mapping[str, float]:
+        """Return the gradient norms that were recorded last, once."""
+        newest, self._newest_norms = self._newest_norms, {}
+        return newest
 
     def write_tables(self) -> None:
         """Write what was measured after the last incident up to now."""
@@ -229,6 +275,9 @@ class IncidentLog:
 
     def _keep(self, incident: Incident) -> None:
         self._incidents[incident.id] = incident
+        self._newest = max(self._newest, incident.id)
+        if incident.diagnosis.cause is not Cause.PROCESS:
+            self._of_training[incident.id] = incident
         if incident.outcome is None:
             self._open[incident.id] = incident
         else:
@@ -250,6 +299,14 @@ class IncidentLog:
         kind = entry["kind"]
         if kind == PHASE and type(entry.get("number")) is int:
             self._awaiting_update_ms.pop(entry["number"], None)
+        if kind == AGAIN and (known := self._incidents.get(entry.get("number", 0))) is not None:
+            try:
+                tick, step = entry["at_update"]
+                again = (*known.again, (int(tick), int(step)))
+            except (KeyError, TypeError, ValueError):
+                log.warning("entry %d of the journal is left out: it names no update", entry["n"])
+                return
+            self._incidents[known.id] = replace(known, again=again, further=len(again))
         if kind not in (OPENED, TREATED, CLOSED):
             return
         try:

@@ -18,7 +18,7 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 
 from resilient_train import files
 from resilient_train.errors import TrainError
-from resilient_train.files import read_plain, sync_directory, write_all
+from resilient_train.files import MOST_BYTES, open_plain, read_plain, sync_directory, write_all
 from resilient_train.secrets import masked_tree
 
 JOURNAL = "journal.jsonl"  # its name in a run directory
@@ -55,16 +55,18 @@ class Journal:
         self.path = path
         try:
             content = read_plain(path)
-            self.entries, self._end, damaged = _parse(content)
+            entries, self._end, damaged = _parse(content)
             if not content and path.with_name("progress").exists():  # it is empty only until a run trains
                 _log.warning("%s is empty: its entries are lost, and with them the incidents of the run", path)
         except FileNotFoundError:
-            content, self.entries, self._end, damaged = b"", [], 0, 0
+            content, entries, self._end, damaged = b"", [], 0, 0
         except OSError as error:
             why = f"{path} cannot be read ({error.strerror or error}): make it readable, or move it away to forget it"
             if isinstance(error, UnknownFormat):
                 why = f"{path} {error}: resume the run with the version of resilient_train that wrote it"
             raise TrainError(why) from error
+        self._number = entries[-1]["n"] if entries else 0
+        self._lines = [seal(json.dumps(entry)) for entry in entries]  # all, in case the file is emptied
         self.waiting: list[bytes] = []  # lines that the disk did not take yet
         self._is_failing = False
         self._lock = threading.Lock()  # a watchdog may write as well
@@ -75,16 +77,21 @@ class Journal:
             with suppress(OSError):  # the next write cuts as well
                 self._append()
 
+    @property
+    def entries(self) -> list[Entry]:
+        """All entries."""
+        return [entry for line in self._lines if (entry := unseal(line[:-1])) is not None]
+
     def write(self, kind: str, /, **fields: Any) -> Entry:
         """Add an entry. It is on disk when this returns; if the disk does not take it, later writes try again."""
         assert not _OURS & fields.keys(), f"the journal itself sets {', '.join(sorted(_OURS & fields.keys()))}"
         with self._lock:
-            number = self.entries[-1]["n"] + 1 if self.entries else 1
-            head = {"n": number, "at": time.time_ns() // 1_000_000, "kind": kind, "format": _FORMAT}
+            self._number += 1
+            head = {"n": self._number, "at": time.time_ns() // 1_000_000, "kind": kind, "format": _FORMAT}
             text = json.dumps({**head, **masked_tree(plain(fields))})
             entry: Entry = json.loads(text)  # the same in memory as when it is read back
-            self.entries.append(entry)
-            self.waiting.append(seal(text))
+            self._lines.append(seal(text))
+            self.waiting.append(self._lines[-1])
             self._flush()
         return entry
 
@@ -118,7 +125,7 @@ class Journal:
         try:
             size = os.fstat(file).st_size
             if size < start:  # it was emptied or removed: writing at the old offset would leave a hole
-                start, lines = 0, b"".join(seal(json.dumps(entry)) for entry in self.entries)
+                start, lines = 0, b"".join(self._lines)
             if size > start:  # an earlier write failed, perhaps only in its sync: what it left is unknown
                 files.disk.truncate(file, start)
             end = start + write_all(file, lines, start)
@@ -133,7 +140,23 @@ class Journal:
 
 def read(path: Path) -> list[Entry]:
     """Return the complete entries of a journal, which may be in use: nothing is changed. Raises OSError."""
-    return _parse(read_plain(path))[0] if path.exists() else []
+    return [entry for entry, _ in entries_after(path)]
+
+
+def entries_after(path: Path, offset: int = 0, number: int = 0) -> Iterator[tuple[Entry, int]]:
+    """Yield the complete entries after byte `offset`, which follow entry `number`, each with where it ends."""
+    if not path.exists():
+        return
+    with open_plain(path, most=MOST_BYTES) as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):  # it is being written
+                return
+            offset += len(line)
+            entry = unseal(line[:-1])
+            if entry is not None and entry["n"] > number:
+                number = _known(entry)["n"]
+                yield entry, offset
 
 
 def damaged_lines(path: Path) -> int:
@@ -176,11 +199,16 @@ def _parse(content: bytes) -> tuple[list[Entry], int, int]:
         if entry is None or (entries and entry["n"] <= entries[-1]["n"]):
             suspects += 1
             continue
-        if entry.get("format", _FORMAT) != _FORMAT:
-            raise UnknownFormat(f"is of format {entry['format']!s:.20}, where this version reads {_FORMAT}")
-        entries.append(entry)
+        entries.append(_known(entry))
         damaged, suspects, end = damaged + suspects, 0, offset
     return entries, end, damaged
+
+
+def _known(entry: Entry) -> Entry:
+    """Return an entry if this version can read it."""
+    if entry.get("format", _FORMAT) != _FORMAT:
+        raise UnknownFormat(f"is of format {entry['format']!s:.20}, where this version reads {_FORMAT}")
+    return entry
 
 
 def seal(text: str) -> bytes:

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import logging
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from resilient_train.secrets import masked_tree
 QUARANTINE = "quarantine.json"  # its name in a run directory
 
 _FORMAT = 1
+_AT_ONCE = 100  # rows; a longer list is written whenever it has grown by a tenth, as each time all of it is written
 
 _log = logging.getLogger("resilient_train")
 
@@ -47,6 +49,8 @@ class Quarantine:
         self._fingerprint = functools.cache(fingerprint)
         self.rows: dict[int, Quarantined] = {}  # by their indices, in the order in which they were added
         self.given: set[int] = set()  # those of them that another run listed
+        self.digest = 0  # of the rows, whatever the order in which they were added
+        self._written = 0  # how many of them are in the file
         self._is_behind = False  # the file, because it could not be written
         if self._file is not None and self._file.exists():
             self._recall(self._file, data_may_differ=data_may_differ)
@@ -58,8 +62,13 @@ class Quarantine:
     def adopt(self, rows: Mapping[int, Quarantined]) -> None:
         """List rows with their reasons, and write the list. A row that is listed already keeps its reason."""
         new = {row: why for row, why in rows.items() if row not in self.rows}
-        self.rows |= new
-        if new or self._is_behind:
+        self._list(new)
+        if self._is_behind or len(self.rows) - self._written >= max(1, (len(self.rows) - _AT_ONCE) // 10):
+            self._write()
+
+    def write_rest(self) -> None:
+        """Write the rows that the file does not have yet."""
+        if len(self.rows) > self._written:
             self._write()
 
     def load(self, path: Path, key: str = "quarantine") -> None:
@@ -79,7 +88,8 @@ class Quarantine:
         here = self._fingerprint()
         try:
             listed = _read(file, None if data_may_differ else here)
-            self.rows = {row: why for row, why in listed.items() if row < here["rows"]}
+            self._list({row: why for row, why in listed.items() if row < here["rows"]})
+            self._written = len(self.rows)
             if data_may_differ:
                 self._write()
         except Foreign as error:
@@ -89,6 +99,11 @@ class Quarantine:
             _log.error("%s cannot be used and is renamed: %s", file, error)
             with contextlib.suppress(OSError):
                 file.replace(file.with_name(f"{file.name}.damaged"))
+
+    def _list(self, rows: Mapping[int, Quarantined]) -> None:
+        self.rows |= rows
+        for row in rows:
+            self.digest ^= zlib.crc32(b"%d" % row)
 
     def _write(self) -> None:
         if self._file is None:
@@ -103,7 +118,7 @@ class Quarantine:
                 _log.error("%s could not be written, which is retried with the next row: %s", self._file, error)
             self._is_behind = True
         else:
-            self._is_behind = False
+            self._is_behind, self._written = False, len(self.rows)
 
 
 def reasons(run_dir: Path) -> dict[int, str]:

@@ -11,7 +11,7 @@ from resilient_train.record.journal import Entry, Journal
 from resilient_train.secrets import masked
 from resilient_train.types import Anomaly, Cause, Diagnosis, Incident, Outcome, Signal
 
-REMEDIES = "remedies_in_force"  # the kind of an entry of the journal
+REMEDIES, DRILL_FIRED = "remedies_in_force", "drill_fired"  # kinds of entries of the journal
 _MOST = 2**40  # processes, or samples of an update
 _LEAVE_DAMAGE = {"loss_spike", "hot_lr", "bit_flip", "bad_moments"}  # drills whose damage may be noticed later
 _NOTICED_WITHIN = 400  # ticks; damage to a weight that nothing depends on is never noticed
@@ -37,8 +37,8 @@ class RunHistory:
             self._recall(entry)
 
     def note_remedies(self, remedies: Mapping[str, Any]) -> None:
-        """Note which remedies are active from now on."""
-        self.remedies = remedies
+        """Note which remedies are active from now on; of the rows and samples, those that are new."""
+        self.remedies = with_earlier(remedies, self.remedies)
         self._write(REMEDIES, remedies=remedies)
 
     def note_checkpoint(self, step: int, tick: int) -> None:
@@ -67,6 +67,10 @@ class RunHistory:
         self.data_sample = sample
         self._write("data_seen", sample=sample)
 
+    def note_intervals(self, tick: int, memory: int, disk: int) -> None:
+        """Note the steps between two snapshots and between two checkpoints, from now on."""
+        self._write("intervals", tick=tick, memory=memory, disk=disk)
+
     def note_source(self, source: str) -> None:
         """Note that the run was resumed from a path that the user gave."""
         self.sources.add(masked(source))
@@ -79,7 +83,7 @@ class RunHistory:
     def note_drill_fired(self, number: int, name: str, tick: int) -> None:
         """Note that a drill is about to fire. Before it does: a crash would fire again after every restart."""
         details = self._drill_details.pop(number, {})
-        entry = {"kind": "drill_fired", "drill": number, "name": name, "tick": tick, **details}
+        entry = {"kind": DRILL_FIRED, "drill": number, "name": name, "tick": tick, **details}
         self._recall(entry)
         self._write(**entry)
 
@@ -94,7 +98,7 @@ class RunHistory:
     def _recall(self, entry: Entry) -> None:
         match entry:
             case {"kind": "remedies_in_force", "remedies": dict(remedies)}:
-                self.remedies = remedies
+                self.remedies = with_earlier(remedies, self.remedies)
             case {"kind": "checkpoint_saved"}:
                 self.has_saved = True
             case {"kind": "process_ended", "start": int(start), "stop": int(stop)}:
@@ -110,6 +114,17 @@ class RunHistory:
             case {"kind": "drill_fired", "drill": int(number)}:
                 self._fired.add(number)
                 self.fired_drills += fired_drills([entry])
+
+
+def with_earlier(remedies: Mapping[str, Any], earlier: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Add the rows and samples of `earlier` entries to an entry about remedies, which has only those that are new."""
+    whole = dict(remedies)
+    for key in ("skipped", "quarantined"):
+        if isinstance(new := whole.get(key), list):
+            known = (earlier or {}).get(key)
+            whole[key] = known if isinstance(known, list) else []
+            whole[key] += new  # in place: copying it each time would take longer with each incident
+    return whole
 
 
 # -------------------------------------------------------------------------------------------------------------- drills

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from resilient_train.types import Incident, Vitals
 
 FOLDER = "incidents"  # its name in a run directory
 BEFORE = AFTER = 100  # attempted updates
+MOST_TABLES = 1000  # later incidents have none
 _MOST_BYTES = 2**20  # of a table: it usually has a fortieth of that
 
 DETECT, DIAGNOSE, DECIDE, REWIND, REMEDY = "detect", "diagnose", "decide", "rewind", "remedy"
@@ -80,6 +81,7 @@ class Surroundings:
         """Continue the table of the last of the incidents if the previous process left it unfinished."""
         self._directory = directory
         self._points: deque[Point] = deque(maxlen=BEFORE + 1 + AFTER)
+        self._layers: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=AFTER)  # gradient norms, by tick
         self._incident: Incident | None = None  # whose table is not complete yet
         self._written = -1  # the tick of the newest row of that table on disk
         self._is_failing = False
@@ -88,11 +90,13 @@ class Surroundings:
             last = incidents[-1]
             self._points.extend(around(directory, last.id))
             newest = self._points[-1].tick if self._points else -1
-            if last.outcome is None and newest < last.anomaly.tick + AFTER:
+            if last.outcome is None and newest < last.anomaly.tick + AFTER and last.id <= MOST_TABLES:
                 self._incident, self._written = last, newest
 
-    def add(self, vitals: Vitals) -> None:
-        """Add an update that was attempted."""
+    def add(self, vitals: Vitals, norms: Mapping[str, float] | None = None) -> None:
+        """Add an update that was attempted, with the gradient norms of its layers if they are recorded."""
+        if norms:
+            self._layers.append((vitals.tick, norms))
         refused = str(vitals.refused or ("overflow" if vitals.overflowed else ""))
         loss, grad_norm, lr = vitals.loss, vitals.grad_norm, vitals.lr
         self._points.append(Point(vitals.tick, vitals.step, loss, grad_norm, lr, vitals.accepted, refused))
@@ -102,7 +106,7 @@ class Surroundings:
     def begin(self, incident: Incident) -> None:
         """Write what was measured before an incident, and what followed the one before it."""
         self.write_last()
-        if self._directory is not None:
+        if self._directory is not None and incident.id <= MOST_TABLES:
             self._incident, self._written = incident, -1
             self._write(self._directory / FOLDER, incident)
 
@@ -124,11 +128,14 @@ class Surroundings:
             return
         try:
             own_directory(folder)
-            # Not synced: no step should wait for a table that only people read.
-            path = surroundings_of(folder.parent, incident.id)
-            unfinished = temporary(path)
-            unfinished.write_text("".join(map(_row, (Point._fields, *points))), "utf-8")
-            files.disk.rename(unfinished, path)
+            _write(surroundings_of(folder.parent, incident.id), (Point._fields, *points))
+            if layers := [one for one in self._layers if tick - BEFORE <= one[0] <= tick + AFTER]:
+                names = [*dict.fromkeys(name for _, norms in layers for name in norms)]
+                rows = [(when, *(norms.get(name, "") for name in names)) for when, norms in layers]
+                titles = [name.replace(",", " ") for name in names]
+                path = folder / f"{incident.id:04}-layers.csv"
+                if layers[0][0] <= tick or not path.exists():  # else an earlier process wrote the rows before it
+                    _write(path, (("tick", *titles), *rows))
         except OSError as error:
             sweep(folder)
             if not self._is_failing:
@@ -161,6 +168,13 @@ def around(run_dir: Path, incident_id: int) -> tuple[Point, ...]:
 
 def surroundings_of(run_dir: Path, incident_id: int) -> Path:
     return run_dir / FOLDER / f"{incident_id:04}.csv"
+
+
+def _write(path: Path, rows: Sequence[Sequence[object]]) -> None:
+    """Write a table. Not synced: no step should wait for what only people read."""
+    unfinished = temporary(path)
+    unfinished.write_text("".join(map(_row, rows)), "utf-8")
+    files.disk.rename(unfinished, path)
 
 
 def _row(cells: Sequence[object]) -> str:

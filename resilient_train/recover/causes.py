@@ -24,7 +24,9 @@ _ADVICE: dict[Cause, dict[Signal, str]] = {
             "One gradient was far above anything recent: often a batch of outliers; if many follow, the learning rate "
             "is too high."
         ),
-        Signal.EXCEPTION: "A row of the data cannot be fetched: mend its file, or the code that reads it.",
+        Signal.EXCEPTION: (
+            "Code raised an exception that it does not raise with other batches: handle that case, or mend the rows."
+        ),
     },
     Cause.CORRUPTION: {
         Signal.NONFINITE_WEIGHTS: (
@@ -56,6 +58,12 @@ _ADVICE: dict[Cause, dict[Signal, str]] = {
         Signal.NOT_RECOVERED: (
             "Training is stable again, but the loss is not back where it was: lower the learning rate, warm up "
             "longer, or clip tighter; declare a deliberate change with checks.expect."
+        ),
+    },
+    Cause.RATE: {
+        Signal.NO_PROGRESS: (
+            "The learning rate is too high from the start: lower it by the factor that the run has found, or warm up "
+            "longer."
         ),
     },
     Cause.OVERFLOW: {

@@ -6,20 +6,21 @@ Ranks compare the digests of their decisions to notice when they decided differe
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from struct import pack
-from typing import Any
 from zlib import crc32
 
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.recover.policy import Policy, Rung
-from resilient_train.recover.remedies import Case, Circumstances, is_mild, remedy
-from resilient_train.types import OBSERVE, Action, Anomaly, Cause, Decision, Diagnosis, Incident
+from resilient_train.recover.remedies import Case, Circumstances, applicable, is_mild, remedy
+from resilient_train.types import OBSERVE, TRIAL, Action, Anomaly, Cause, Decision, Diagnosis, Incident
 from resilient_train.wording import counted
 
 DIGEST_BITS = 24  # float32 holds a number of so many bits exactly
 
+_MILD_AT_LEAST = 32  # incidents that a decision looks back at
 _FROM_OUTSIDE = (Cause.CORRUPTION, Cause.DATA)  # not caused by the training: they may occur again after any remedy
 
 
@@ -65,6 +66,10 @@ def decide(
             exhausted += 1
         elif why := _over_budget(policy, actions, case, tick, relevant, history):
             return Decision(rung=place, gave_up=why)
+        elif why := _over_rows(policy, actions, case):
+            if cause is not Cause.DATA:
+                continue  # it is not known to be the data: other remedies are left
+            return Decision(rung=place, gave_up=why)
         else:
             return Decision(actions, place)
     if exhausted:
@@ -73,13 +78,11 @@ def decide(
 
 
 def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
-    """Select the actions of a rung that apply, and replace the settings that follow from the case."""
+    """Select the actions of a rung that apply; none if it is a trial, and a trial is not possible here."""
     rewinds = any(action.remedy == "rewind" and remedy(action).applies(case) for action in rung.do)
-    case, actions = replace(case, rewinds=rewinds), []
-    for action in rung.do:
-        if (one := remedy(action)).applies(case):
-            actions.append(replace(action, settings={**action.settings, **one.settings_for(case)}))
-    return tuple(actions)
+    actions = applicable(rung.do, replace(case, rewinds=rewinds))
+    has_trial = any(action.remedy == TRIAL for action in rung.do)
+    return () if has_trial and all(action.remedy != TRIAL for action in actions) else actions
 
 
 def _relevant(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:
@@ -138,16 +141,53 @@ def _over_budget(
         return f"the budget of {counted(budget.incidents, 'incident')} {within} is used up"
     elif sum(not is_mild(one.decision.actions) for one in history) >= budget.run:
         return f"the budget of {counted(budget.run, 'incident')} in a run is used up"
+    return None
+
+
+def _over_rows(policy: Policy, actions: Sequence[Action], case: Case) -> str | None:
+    """Say that the rows to put in quarantine are more than the budget allows, if they are."""
     guilty, rows = case.facts.quarantined + len(set(case.diagnosis.rows)), case.facts.rows
     if all(action.remedy != "quarantine" for action in actions):
         return None
-    if guilty > (allowed := budget.rows_of(rows)):
+    if guilty > (allowed := policy.budget.rows_of(rows)):
         share = f"{guilty:,} of its {rows:,} rows are guilty"
         return f"the data set is broken: {share}, and the budget allows for {allowed:,}"
     if guilty + case.facts.given >= rows:
         share = f"all of its {rows:,} rows are guilty"
         return f"the data set is broken: {share}, {case.facts.given:,} of them in another run"
     return None
+
+
+class Earlier:
+    """The incidents that may matter for the next decision, which must not cost more with each of them.
+
+    Those that only skipped, repeated, reported or put rows in quarantine matter within the windows of the policy, and
+    the last of them beyond. The budget for a whole run limits the others.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        rungs = [rung for ladder in policy.ladders.values() for rung in ladder]
+        strikes = [*policy.strikes.values(), *(rung.strikes or 0 for rung in rungs)]
+        self._most = max(_MILD_AT_LEAST, *(one + 1 for one in strikes if one < sys.maxsize))
+        self._window = max(policy.budget.window, policy.budget.in_a_row, *(rung.within or 0 for rung in rungs))
+        self._kept: list[Incident] = []
+        self._look_at = self._most  # drop what is too old when there are more than this
+        self.newest = 0  # its number
+
+    def with_new(self, incidents: Sequence[Incident], tick: int) -> list[Incident]:
+        """Add those that came since the last call, and return all that still matter."""
+        self._kept += [each for one in incidents if one.diagnosis.cause is not Cause.PROCESS for each in one.each]
+        self.newest = max([self.newest, *(one.id for one in incidents)])
+        if len(self._kept) > self._look_at:
+            kept, mild = [], 0
+            for one in reversed(self._kept):
+                if one.decision.gave_up is None and is_mild(one.decision.actions):
+                    mild += 1
+                    if mild > self._most and one.anomaly.tick < tick - self._window:
+                        continue
+                kept.append(one)
+            self._kept, self._look_at = kept[::-1], max(self._most, len(kept) * 5 // 4)
+        return self._kept
 
 
 def _refused_in_a_row(anomaly: Anomaly, history: Sequence[Incident]) -> int:
@@ -163,22 +203,22 @@ def _refused_in_a_row(anomaly: Anomaly, history: Sequence[Incident]) -> int:
     return anomaly.tick - first
 
 
-def decisions_digest(incidents: Sequence[Incident], in_effect: Mapping[str, Any]) -> int:
-    """Digest what changes with an incident only: the decisions so far, and the remedies in effect as plain data.
+def decisions_digest(incidents: Iterable[Incident], before: int = 0) -> int:
+    """Digest the decisions made about incidents; `before` is the digest of earlier ones.
 
     Incidents of the process alone, such as a full disk, are left out: perhaps only one rank has met them.
     """
-    made = [
-        {
+    for one in incidents:
+        if one.diagnosis.cause is Cause.PROCESS:
+            continue
+        made = {
             "what": (one.anomaly.signal, one.anomaly.step, one.anomaly.tick, one.anomaly.since),
             "why": (one.diagnosis.cause, one.diagnosis.rows),
             "done": [(action.remedy, sorted(action.settings.items())) for action in one.decision.actions],
             "where": (one.decision.rung, one.rewound_to),
         }
-        for one in incidents
-        if one.diagnosis.cause is not Cause.PROCESS
-    ]
-    return crc32(json.dumps([made, in_effect], sort_keys=True, default=str).encode())
+        before = crc32(json.dumps(made, sort_keys=True, default=str).encode(), before)
+    return before
 
 
 def update_digest(decisions: int, step: int, tick: int, start: int, samples: int, knobs: KnobValues) -> int:

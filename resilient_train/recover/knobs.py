@@ -54,12 +54,14 @@ class Knobs:
         rate, is_precise = max(MIN_LR, self.lr * warmth), self._precise_steps > 0
         return KnobValues(rate, self._clip, self._eps, self._ceiling, self._leapt_to, is_precise)
 
-    def turn_lr(self, factor: float, rewarm: int = 0, regain: float = 0.0) -> None:
+    def turn_lr(self, factor: float, rewarm: int = 0, regain: float = 0.0, *, lasting: bool = False) -> None:
         """Multiply the rate; with `rewarm`, climb there from zero over so many steps.
 
         With `regain` it soon climbs back to this share of the previous rate: a search for the highest one that works.
+        A `lasting` cut is relaxed as late as possible.
         """
         self._regain = self.lr * regain
+        self._patience = _MAX_PATIENCE if lasting else self._patience
         if regain:
             self._patience = max(self._patience, _LONG_PATIENCE)
         self.lr = _bounded(self.lr * factor, MIN_LR, 1.0)

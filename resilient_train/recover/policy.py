@@ -15,7 +15,7 @@ from resilient_train.errors import ConfigError, in_one_line, unusable
 from resilient_train.files import read_yaml_text
 from resilient_train.reader import checked, is_list, limited, mapping, no_such, option, read
 from resilient_train.recover.remedies import KNOWN, remedy_class
-from resilient_train.types import Action, Cause
+from resilient_train.types import TRIAL, Action, Cause
 
 _COUNT = {"at_least": 1, "null": sys.maxsize}  # null: no limit but the budget
 
@@ -31,6 +31,8 @@ def _action(key: str, node: Any) -> Action:
     if name not in KNOWN and "." not in name:
         hint = "a custom remedy is named by its import path, such as mine.Remedy"
         raise no_such("remedy", name, KNOWN, at=key, value=name, hint=hint)
+    if name == TRIAL:
+        settings = {**settings, "of": _arms(f"{key}.{name}.of", settings.get("of"))}
     kind: Any = remedy_class(name, key)  # a dataclass, unless it is custom
     try:
         if not dataclasses.is_dataclass(kind):
@@ -43,6 +45,19 @@ def _action(key: str, node: Any) -> Action:
         raise unusable(key, f"{name} failed with {in_one_line(error)}") from error
     every = {one.name: (getattr(remedy, one.name), one.default) for one in dataclasses.fields(kind) if one.init}
     return Action(name, {name: value for name, (value, default) in every.items() if value or value != default})
+
+
+def _arms(key: str, nodes: Any) -> tuple[tuple[Action, ...], ...]:
+    """Read the arms of a trial, each a list of remedies like a rung."""
+    if not is_list(nodes) or len(nodes) < 2:
+        what = "must be a list of at least two arms, such as [[skip], [{lower_lr: {factor: 0.1}}]]"
+        raise ConfigError(key, nodes, what)
+    arms = tuple(_actions(f"{key}[{place}]", node) for place, node in enumerate(nodes))
+    for place, arm in enumerate(arms):
+        if odd := sorted({"rewind", TRIAL} & {action.remedy for action in arm}):
+            why = f"{odd[0]} cannot be tried: it belongs next to the trial, for all of its arms"
+            raise unusable(f"{key}[{place}]", why)
+    return arms
 
 
 def _actions(key: str, nodes: Any) -> tuple[Action, ...]:
@@ -112,11 +127,18 @@ class Budget:
     window: int = limited(1000, at_least=1)  # ticks
     rows: int = limited(1000, at_least=0)  # in quarantine
     share: float = limited(0.05, at_least=0, at_most=1)  # of the data set in quarantine, at least one row
+    trials: float = limited(0.05, at_least=0, at_most=1)  # updates made in trials, as a share of the steps of the run
+    trials_at_least: int = limited(200, at_least=0)  # the same, where that share is less
+    trial_gain: float = limited(0.57, at_least=0)  # share of the loss that an arm with a lower rate has to gain
 
     def rows_of(self, count: int) -> int:
         """Return how many of `count` rows may be in quarantine; one has to be left to train on."""
         share = max(int(self.share * count), 1) if self.share else 0
         return min(self.rows, share, count - 1)
+
+    def trial_updates(self, steps: int) -> int:
+        """Return how many updates trials may make in a run of so many steps; 0 turns them off."""
+        return max(int(self.trials * steps), self.trials_at_least) if self.trials else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +154,7 @@ class Policy:
     crashes: int = limited(2, **_COUNT)  # the process ended so often at the same samples: then they are skipped
     halvings: int = limited(4, at_least=0)  # of the micro-batch, when the device is out of memory
     budget: Budget = field(default_factory=Budget)
+    rates: tuple[float, ...] = ()  # factors of the learning rate to try where the loss stands
     observe: bool = False  # report only, and let every update land: ladders and budget do not matter
 
     def ladder(self, cause: Cause) -> tuple[Rung, ...]:

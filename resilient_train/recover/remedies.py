@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from resilient_train.errors import ConfigError
 from resilient_train.imports import Unimportable, find
 from resilient_train.reader import limited as limited  # custom remedies import it from here
 from resilient_train.recover.knobs import Knobs
+from resilient_train.recover.trials import JUDGED, cost_of
 from resilient_train.types import OBSERVE, Action, Anomaly, Diagnosis
 
 _MIN_CUT = 0.01  # the least that one remedy multiplies the learning rate by
@@ -29,6 +30,7 @@ class Circumstances:
     at_start: bool = False  # the only verified state is the one that the run began with
     lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights
     loss_excess: float = 0.0  # how far the loss is above its earlier level, relative to that: 1 is twice as high
+    trial_updates: int = 0  # that trials may still make; 0: none can be made here
     usual_rate: float = 0.0  # learning rate before it rose, as a multiple of the configured one; 0: it did not rise
     leapt_to: float = 0.0  # what it rose to in one step; 0: not in one step
 
@@ -72,6 +74,9 @@ class RunControl(Protocol):
     def lower_loss_scale(self, factor: float) -> None:
         """Multiply the loss scale."""
 
+    def try_arms(self, arms: Sequence[Sequence[Action]], steps: int) -> None:
+        """Make `steps` updates with each of several remedies, on the same samples, and apply those that did best."""
+
 
 class Remedy:
     """An action against an incident. Write custom remedies as frozen dataclasses that inherit from this class."""
@@ -80,7 +85,7 @@ class Remedy:
         """Say whether it makes sense here; otherwise it is left out and costs no strike."""
         return True
 
-    def settings_for(self, case: Case) -> dict[str, float]:
+    def settings_for(self, case: Case) -> dict[str, Any]:
         """Return the settings that follow from the case, which replace those of the policy."""
         return {}
 
@@ -160,6 +165,7 @@ class LowerLr(Remedy):
 
     factor: float = limited(0.5, above=0, at_most=1)
     rewarm: int = limited(0, at_least=0)  # steps of the climb
+    lasting: bool = False  # relax as late as possible: the configured rate never worked
     regain: float = limited(0.0, at_least=0, at_most=1)  # the share of the previous rate that it soon climbs back to
     by_loss: bool = False  # the farther the loss is above its earlier level, the deeper; `factor` is the mildest
 
@@ -169,7 +175,7 @@ class LowerLr(Remedy):
     def apply(self, run: RunControl) -> None:
         """Turn the knob; with `by_loss` several cuts together are no deeper than the deepest single one."""
         least = min(1.0, _MIN_CUT / run.knobs.lr) if self.by_loss else 0.0
-        run.knobs.turn_lr(max(self.factor, least), self.rewarm, self.regain)
+        run.knobs.turn_lr(max(self.factor, least), self.rewarm, self.regain, lasting=self.lasting)
 
 
 def cut(mildest: float, loss_excess: float) -> float:
@@ -264,6 +270,27 @@ class HigherPrecision(Remedy):
         run.knobs.turn_precision(self.steps)
 
 
+@dataclass(frozen=True)
+class Trial(Remedy):
+    """Try several remedies from the same state on the same samples, and apply those of the best arm."""
+
+    of: tuple[tuple[Action, ...], ...] = ()  # the arms, the mildest first
+    steps: int = limited(30, at_least=1)  # updates of each arm
+
+    def settings_for(self, case: Case) -> dict[str, Any]:
+        """Leave out what makes no sense here: remedies of an arm, and arms of which nothing is left."""
+        return {"of": tuple(arm for arm in (applicable(arm, case) for arm in self.of) if arm)}
+
+    def applies(self, case: Case) -> bool:
+        """Say whether there are two arms to compare, and updates left for both."""
+        arms = self.settings_for(case)["of"]
+        cost = cost_of(len(arms) * self.steps, (len(arms) + 1) * JUDGED)
+        return len(arms) > 1 and cost <= case.facts.trial_updates
+
+    def apply(self, run: RunControl) -> None:
+        run.try_arms(self.of, self.steps)
+
+
 # In the order in which the remedies of a rung are applied; custom ones come last.
 KNOWN: dict[str, type[Remedy]] = {
     "rewind": Rewind,
@@ -280,6 +307,7 @@ KNOWN: dict[str, type[Remedy]] = {
     "armor": PatchOperation,
     "lower_loss_scale": LowerLossScale,
     "higher_precision": HigherPrecision,
+    "trial": Trial,  # last: what stands next to it in a rung holds for all of its arms
 }
 
 
@@ -288,6 +316,12 @@ def remedy(action: Action) -> Remedy:
     kind: Any = remedy_class(action.remedy, action.remedy)
     built: Remedy = kind(**action.settings)
     return built
+
+
+def applicable(actions: Sequence[Action], case: Case) -> tuple[Action, ...]:
+    """Select the actions that apply, and replace the settings that follow from the case."""
+    kept = [(action, one) for action in actions if (one := remedy(action)).applies(case)]
+    return tuple(replace(action, settings={**action.settings, **one.settings_for(case)}) for action, one in kept)
 
 
 def remedy_class(name: str, key: str) -> type[Remedy]:

@@ -206,6 +206,11 @@ class Backups:
         if backup.copies:
             self._spare.append(backup)
 
+    def set_scale(self, scale: float) -> None:
+        """Set the loss scale, if there is one, until a backup is put back."""
+        for one in self._scale()[:1]:
+            one.fill_(scale)
+
     def _scale(self) -> list[torch.Tensor]:
         """The tensors of the loss scale; none before its first use."""
         scaler = self._scaler

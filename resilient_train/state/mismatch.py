@@ -130,6 +130,9 @@ def _in_other(name: str, live: Any, saved: Any) -> Iterator[str]:
     if type(saved) is not type(live):
         yield f"{name} is a {type(saved).__name__} there and a {type(live).__name__} here"
     if isinstance(live, dict):
+        version, known = saved.get("permutation", 1), live.get("permutation")
+        if known is not None and version != known:
+            yield f"its position is in an order of rows of version {version}, and this release has version {known}"
         for key in (key for key, one in live.items() if type(one) is int and (key in saved or key not in _OPTIONAL)):
             if type(saved.get(key)) is not int or saved[key] < 0:
                 yield f"{key} of {name} is not a whole number of at least 0"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 import torch
 
+from resilient_train.intervals import AUTO, Interval
 from resilient_train.state.copies import Copier, Frozen, room
 from resilient_train.state.run_state import RunState
 from resilient_train.state.tree import Tree, nbytes, put_together, taken_apart
@@ -24,7 +26,7 @@ _MOVING = "frozen weights that change"  # copied at once: the loop may change th
 
 @dataclass
 class MemoryConfig:
-    every: int = field(metadata={"at_least": 0})
+    every: int | str = field(metadata={"at_least": 0, "one_of": (AUTO,)})
     keep: int = field(metadata={"at_least": 2})
     max_gib: float | None = field(metadata={"at_least": 0})
 
@@ -65,6 +67,7 @@ class Ring:
         Free memory differs from rank to rank, and ranks with different snapshots would rewind to different steps.
         """
         self._state, self._config, self._agree = state, config, agree
+        self.interval = Interval("checkpoint.memory.every", config.every, begins_at=25, least=5, most=1_000)
         self.snapshots: list[Snapshot] = []  # oldest first
         # The best verified snapshot that a rewind went back beyond, kept for the end of the run.
         self._set_aside: Snapshot | None = None
@@ -74,28 +77,30 @@ class Ring:
         self._frozen = Frozen()
         self._copier = Copier(state.device)
         self._allowed: float | None = None  # bytes, agreed on at the first use
+        self.copying: float | None = None  # seconds of the newest copy; None if the device copies while it computes
         self._slots = 0  # the number of snapshots that fit, as of the last `_settle_slots`
 
     def describe(self) -> str:
         """Say at the start of a run how many snapshots there will be and how much memory they take."""
-        if not self._config.every:
+        if not self.interval.steps:
             return "no snapshots in memory (checkpoint.memory.every=0): this run cannot rewind"
         size, allowed = self._settle_slots(nbytes(self._state.live()))
         is_given = self._config.max_gib is not None
+        often = f"taken every {self.interval.steps} steps{' at first' if self.interval.is_auto else ''}"
         why = "checkpoint.memory.max_gib" if is_given else "half of what was available at the start"
         budget = f"{_readable(allowed)} allowed ({why})"
         if not self._slots:
             return f"no snapshots in memory: this run cannot rewind; two take {_readable(2 * size)}, of {budget}"
-        often, needed = f"taken every {self._config.every} steps", _readable(self._slots * size)
+        needed = _readable(self._slots * size)
         return f"rewinds to one of {self._slots} snapshots, {often}: {needed} of memory, of {budget}"
 
     def is_due(self, step: int) -> bool:
         """Say whether to take a snapshot after `step` accepted updates."""
-        return bool(self._config.every) and step % self._config.every == 0
+        return bool(self.interval.steps) and step % self.interval.steps == 0
 
     def take(self, step: int, *, verified: bool = False) -> Snapshot | None:
         """Copy the state; None if there is a snapshot of this step already, or every slot holds one that is needed."""
-        if not self._config.every or any(snapshot.step == step for snapshot in self.snapshots):
+        if not self.interval.steps or any(snapshot.step == step for snapshot in self.snapshots):
             return None
         live = self._state.live() | {"clock": step}  # the verdict on this step may be pending
         moving = self._frozen.moving(live["weights"])
@@ -106,9 +111,11 @@ class Ring:
         self._settle_slots(sum(one.nbytes for one in (*sources, *rest, *shared)))
         if not self._slots or not self._make_room(step):
             return None
+        began = time.perf_counter()
         own = room([*sources, *rest], self._spare.pop() if self._spare else [], self._copier.empty)
         copies, empty, more = self._frozen.copies(self._copier.empty)
         self._copier.fill(own + empty, [*sources, *rest, *more], len(sources))
+        self.copying = None if self._state.device.type == "cuda" else time.perf_counter() - began
         snapshot = Snapshot(step, {**plain, **plain_rest}, own, copies, verified=verified)
         self.snapshots.append(snapshot)
         return snapshot
@@ -202,6 +209,36 @@ class Ring:
             self.snapshots.remove(best)
         self._branch_step = min(self._branch_step, snapshot.step)
         self.drop(*[one for one in self.snapshots if one.step > snapshot.step])
+
+    def has_room_aside(self) -> bool:
+        """Say whether `aside` fits into the memory that is allowed, next to what is kept. It is a collective."""
+        size = nbytes(self._state.live())
+        if self._allowed is None:
+            self._settle_slots(size)
+        set_aside = [self._set_aside] if self._set_aside else []
+        kept = sum(one.nbytes for each in (*self.snapshots, *set_aside) for one in each.own)
+        return self._agree((self._allowed or 0.0) - kept - size) >= 0
+
+    @contextmanager
+    def aside(self) -> Iterator[Callable[[Snapshot | None], None]]:
+        """Copy the state, outside of all slots, for a trial; yields what goes back to the copy, or to a snapshot.
+
+        At the end of the block the state is that of its beginning, bit for bit, and no slot has changed.
+        """
+        plain, sources = taken_apart(self._state.live())
+        own = room(sources, [], self._copier.empty)
+        self._copier.fill(own, sources, 0)
+
+        def go_back(snapshot: Snapshot | None = None) -> None:
+            self._copier.wait()
+            self._state.restore(put_together(plain, own) if snapshot is None else snapshot.parts)
+            self._frozen.restored()
+
+        self._copier.wait()
+        try:
+            yield go_back
+        finally:
+            go_back()
 
     def _settle_slots(self, size: int) -> tuple[int, float]:
         """Agree with all ranks on how many snapshots of `size` bytes fit, and drop those that do not.

@@ -33,7 +33,10 @@ class Stateful(Protocol):
 
 @dataclass
 class Clock:
-    """Counts updates: `step` the accepted ones, which rewinds; `tick` the attempted ones, which never goes back."""
+    """Counts updates: `step` the accepted ones, which rewinds; `tick` the attempted ones, which does not.
+
+    An attempt that `recovery=observe` makes again, because nothing may be refused, counts once.
+    """
 
     step: int = 0
     tick: int = 0

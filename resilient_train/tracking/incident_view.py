@@ -8,6 +8,7 @@ from resilient_train.tracking.story import Chapter
 from resilient_train.types import Outcome
 from resilient_train.wording import (
     OUTCOMES,
+    describe_arms,
     describe_cost,
     describe_culprit,
     drill_suffix,
@@ -32,6 +33,7 @@ class IncidentView:
     culprit: str
     symptom: str
     remedy: str
+    arms: tuple[str, ...]  # the lines of a table: how the arms of a trial went
     cost: str
     outcome: str
     advice: str
@@ -55,6 +57,7 @@ class IncidentView:
             culprit="" if diagnosis.culprit is None else describe_culprit(diagnosis.culprit),
             symptom="" if diagnosis.symptom is None else describe_culprit(diagnosis.symptom),
             remedy=remedy,
+            arms=tuple(describe_arms(incident)),
             cost=describe_cost(incident),
             outcome=OUTCOMES[incident.outcome] if is_treated else "being treated",
             advice="" if incident.drill else diagnosis.advice,

@@ -26,7 +26,7 @@ from resilient_train.tracking.figure import draw_incident, draw_strip
 from resilient_train.tracking.report import REPORT, note, report
 from resilient_train.tracking.run_cost import run_cost
 from resilient_train.tracking.store import artifact_page, artifact_source, trace_page
-from resilient_train.tracking.story import Chapter, Story, read_story
+from resilient_train.tracking.story import Chapter, Story, StoryReader
 from resilient_train.tracking.traces import Traces, trace_id_of
 from resilient_train.tracking.views import prepare_run_list, show_models
 from resilient_train.wording import tags
@@ -47,6 +47,7 @@ class Presentation:
         self._connection, self._run_dir, self._refuse = connection, run_dir, refuse
         self._client, self._experiment_id, self._run_id = connection.client, connection.experiment_id, connection.run_id
         self._traces = Traces(connection.client, connection.uri, connection.experiment_id, connection.run_id)
+        self._story = StoryReader(run_dir)
         self._shown: set[int] = set()  # incidents with a trace and a picture, where they get one
         self._drawn: set[str] | None = None  # pictures that MLflow has
         self._seen: object = None
@@ -59,21 +60,22 @@ class Presentation:
 
         An incident gets its trace and picture once its outcome is known, and the report is uploaded at the end: so
         uploads grow with the number of incidents, and not with its square. Words and the strip are made of all
-        incidents; if there are many, refreshing takes at most a tenth of the time.
+        incidents; if there are many, that takes at most a tenth of the time.
         """
         state, began = self._state(), time.monotonic()
         if not is_last and (began < self._rests_until or (state == self._seen and self._trouble is None)):
             return None
         self._trouble = None
-        story = read_story(self._run_dir)
+        story = self._story.read()
         self._attempt(lambda: self._describe(story))
-        failures = 0
+        failures, described = 0, time.monotonic()
         for chapter in story.chapters:
             if chapter.closed_ms is not None and chapter.incident.id not in self._shown and failures < _MOST_FAILURES:
                 is_traced = self._attempt(partial(self._traces.upload, chapter))
                 failures += not is_traced
                 if self._attempt(partial(self._draw, chapter)) and is_traced:
                     self._shown.add(chapter.incident.id)
+        began += time.monotonic() - described  # what is shown of each incident is shown once
         self._attempt(lambda: show_models(self._client, self._experiment_id, self._run_id, story))
         if story.chapters:
             self._attempt(lambda: self._attach(STRIP, draw_strip(story)))

@@ -9,7 +9,7 @@ from resilient_train.tracking.incident_view import IncidentView
 from resilient_train.tracking.markdown import code, image, link, table, text, worded
 from resilient_train.tracking.review import active_remedies, next_start, verdict
 from resilient_train.tracking.story import Advice, Chapter, Checkpoint, Story
-from resilient_train.types import Action, Cause, Culprit, Incident
+from resilient_train.types import OUTSIDE, Action, Cause, Culprit, Incident
 from resilient_train.wording import counted
 
 REPORT = "report.md"  # its name among the artifacts
@@ -209,8 +209,10 @@ def _facts(chapter: Chapter, view: IncidentView) -> Iterator[tuple[str, str]]:
     yield "Its inputs", "; ".join(code(", ".join(f"{key} {value}" for key, value in one.items())) for one in inputs)
     yield "What broke because of it", _culprit(diagnosis.symptom)
     yield "Rows", text(", ".join(map(str, diagnosis.rows[:_MOST_ROWS])))
-    yield "Remedy", text(view.remedy) + (f" (rung {incident.decision.rung + 1:,})" if actions else "")
+    rung = incident.decision.rung
+    yield "Remedy", text(view.remedy) + (f" (rung {rung + 1:,})" if actions and rung < OUTSIDE else "")
     yield "Actions", ", ".join(map(_action, actions))
+    yield "Tried", text("; ".join(" ".join(line.split()) for line in view.arms))
     yield "Cost", view.cost
     yield "Advice", worded(view.advice)
 

@@ -16,7 +16,7 @@ from typing import Any
 from resilient_train.record.endings import LOOP
 from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.tracking.story import Checkpoint, Story
-from resilient_train.types import Incident, Outcome
+from resilient_train.types import Incident, Outcome, Signal
 from resilient_train.wording import (
     counted,
     duration,
@@ -186,11 +186,14 @@ def active_remedies(remedies: Mapping[str, Any] | None) -> list[str]:
     armor = remedies.get("armor")
     patches = [one for one in armor if isinstance(one, Mapping)] if isinstance(armor, list) else []
     lines += [f"patched: `{one.get('op')}`, `{one.get('file')}:{one.get('line')}`" for one in patches]
-    if rows := _wholes(remedies.get("quarantined")):
+    if rows := sorted({*_wholes(remedies.get("quarantined"))}):
         lines.append(f"{rows_named(rows)} in quarantine")
     spans = remedies.get("skipped")
     pairs = [one for one in map(_wholes, spans if isinstance(spans, list) else ()) if len(one) == 2]
-    if skipped := sum(max(0, stop - start) for start, stop in pairs):
+    skipped, end = 0, 0
+    for start, stop in sorted(map(tuple, pairs)):  # they may overlap
+        skipped, end = skipped + max(0, stop - max(start, end)), max(stop, end)
+    if skipped:
         lines.append(f"{counted(skipped, 'sample')} skipped")
     if remedies.get("mends_eps") is True:
         lines.append("an epsilon that was lost in its type is raised")
@@ -218,6 +221,8 @@ def incidents_met(incidents: Sequence[Incident]) -> str:
     if not incidents:
         return "no incidents"
     causes = ", ".join(f"{len(some):,} {cause}" for cause, some in by_cause(incidents).items())
+    raised = sum(one.anomaly.signal is Signal.EXCEPTION for one in incidents)
+    causes += f"; {counted(raised, 'exception')} among them" if raised else ""
     met = f"{counted(len(incidents), 'incident')} ({causes})"
     outcomes = Counter(one.outcome for one in incidents)
     again = outcomes[Outcome.RECURRED]
@@ -229,6 +234,8 @@ def incidents_met(incidents: Sequence[Incident]) -> str:
         return f"{met}, {seen:,} observed, not treated"
     if again:
         return f"{met}, {again:,} needed a second treatment"
+    if more := sum(one.further for one in incidents):
+        return f"{met}, {counted(more, 'more update')} skipped for the same reason"
     return f"{met}, {'it did not come' if len(incidents) == 1 else 'none of which came'} back"
 
 
@@ -236,7 +243,7 @@ def cost_and_drill(story: Story) -> str:
     """Say how many updates incidents cost, and whether there was a drill: sentences to append, or nothing."""
     lost = ""
     if story.tick > story.step and story.chapters:
-        lost = f" {story.tick - story.step:,} of {counted(story.tick, 'update')} were lost."
+        lost = f" {story.tick - story.step:,} of {counted(story.tick, 'update')} refused or undone."
     times = Counter(one.fault for one in story.fired_drills)
     faults = [fault if count == 1 else f"{fault} {count:,} times" for fault, count in times.items()]
     return lost + (f" This run has a drill: faults on purpose ({', '.join(faults)})." if faults else "")

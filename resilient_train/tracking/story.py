@@ -29,10 +29,11 @@ from resilient_train.record.endings import (
 )
 from resilient_train.record.incident_lines import from_line
 from resilient_train.record.incident_log import CLOSED, OPENED, PHASE, TREATED
-from resilient_train.record.journal import JOURNAL, Entry, read
+from resilient_train.record.journal import JOURNAL, Entry, entries_after
+from resilient_train.record.outbox import seal_before
 from resilient_train.record.progress import position_of
 from resilient_train.record.quarantine import reasons
-from resilient_train.record.run_history import REMEDIES, FiredDrill, fired_drills
+from resilient_train.record.run_history import DRILL_FIRED, REMEDIES, FiredDrill, fired_drills, with_earlier
 from resilient_train.types import Cause, Incident, Outcome
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
@@ -126,59 +127,95 @@ def chapters(entries: Iterable[Entry]) -> tuple[Chapter, ...]:
     """Return the incidents of a journal with their times, the open ones included."""
     found: dict[int, Chapter] = {}
     for entry in entries:
-        if entry["kind"] == PHASE and type(number := entry.get("number")) is int and number in found:
-            chapter = found[number]
-            found[number] = replace(chapter, phases=chapter.phases + _phases([entry.get("phase")]))
-        if entry["kind"] not in (OPENED, TREATED, CLOSED):
-            continue
-        try:
-            incident = from_line(entry.get("incident"))
-        except ValueError:  # damaged: the incident log says so when the run resumes
-            continue
-        chapter = replace(found.get(incident.id, Chapter(incident, entry["at"])), incident=incident)
-        if phases := _phases(entry.get("phases")):
-            chapter = replace(chapter, phases=phases)
-        if entry["kind"] == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
-            chapter = replace(chapter, treated_ms=entry["at"])
-        elif entry["kind"] == CLOSED:
-            chapter = replace(chapter, closed_ms=entry["at"])
-        found[incident.id] = chapter
+        _add(entry, found)
     return tuple(found[number] for number in sorted(found))
+
+
+def _add(entry: Entry, found: dict[int, Chapter]) -> None:
+    """Add to the incidents, by their numbers, what an entry of the journal says of one."""
+    if entry["kind"] == PHASE and type(number := entry.get("number")) is int and number in found:
+        chapter = found[number]
+        found[number] = replace(chapter, phases=chapter.phases + _phases([entry.get("phase")]))
+    if entry["kind"] not in (OPENED, TREATED, CLOSED):
+        return
+    try:
+        incident = from_line(entry.get("incident"))
+    except ValueError:  # damaged: the incident log says so when the run resumes
+        return
+    chapter = replace(found.get(incident.id, Chapter(incident, entry["at"])), incident=incident)
+    if phases := _phases(entry.get("phases")):
+        chapter = replace(chapter, phases=phases)
+    if entry["kind"] == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
+        chapter = replace(chapter, treated_ms=entry["at"])
+    elif entry["kind"] == CLOSED:
+        chapter = replace(chapter, closed_ms=entry["at"])
+    found[incident.id] = chapter
 
 
 def read_story(run_dir: Path) -> Story:
     """Read the story of the run in a directory up to now."""
-    run_dir = run_dir.absolute()
-    entries = read(run_dir / JOURNAL)
-    found = chapters(entries)
-    incidents = [one.incident for one in found]
-    summary, position, checkpoints = read_ending(run_dir, SUMMARY), position_of(run_dir), checkpoints_of(run_dir)
-    step, tick = (position.step, position.tick) if position is not None else (0, 0)
-    if summary is not None:
-        step, tick = (_whole(summary.get(key), known) for key, known in (("steps", step), ("ticks", tick)))
-    end = ended_as(run_dir)
-    status = "failed" if end in ("killed", "failed") else status_by(incidents, summary)
-    why = ""
-    if status == "failed":
-        why = _KILLED if end == "killed" else why_incomplete(run_dir, summary) or ""
-    return Story(
-        directory=run_dir,
-        chapters=found,
-        status=status,
-        step=step,
-        tick=max(tick, step),
-        steps=planned_steps(run_dir),
-        summary=summary,
-        why=why,
-        last_good=next((one for one in checkpoints if one.is_verified), None),
-        newest=next(iter(checkpoints), None),
-        best=_best_of(run_dir),
-        quarantined=reasons(run_dir),
-        remedies=_in_force(entries, checkpoints),
-        advice=open_advice(incidents),
-        loop=loop_of(run_dir),
-        fired_drills=fired_drills(entries),
-    )
+    return StoryReader(run_dir).read()
+
+
+class StoryReader:
+    """Reads the story of a run again and again; of its journal only what is new, which may have many incidents."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir.absolute()
+        self._start()
+
+    def _start(self) -> None:
+        self._end, self._number, self._seal = 0, 0, seal_before(self._run_dir / JOURNAL, 0)
+        self._found: dict[int, Chapter] = {}
+        self._remedies: Mapping[str, Any] | None = None  # as they were last written down
+        self._drills: list[Entry] = []
+
+    def _read_journal(self) -> None:
+        journal = self._run_dir / JOURNAL
+        if self._seal != seal_before(journal, self._end):  # another file took its place
+            self._start()
+        for entry, end in entries_after(journal, self._end, self._number):
+            self._end, self._number = end, entry["n"]
+            _add(entry, self._found)
+            if entry["kind"] == REMEDIES and isinstance(remedies := entry.get("remedies"), dict):
+                self._remedies = with_earlier(remedies, self._remedies)
+            elif entry["kind"] == DRILL_FIRED:
+                self._drills.append(entry)
+        self._seal = seal_before(journal, self._end)
+
+    def read(self) -> Story:
+        """Return the story up to now."""
+        run_dir = self._run_dir
+        self._read_journal()
+        found = tuple(self._found[number] for number in sorted(self._found))
+        incidents = [one.incident for one in found]
+        summary, position, checkpoints = read_ending(run_dir, SUMMARY), position_of(run_dir), checkpoints_of(run_dir)
+        step, tick = (position.step, position.tick) if position is not None else (0, 0)
+        if summary is not None:
+            step, tick = (_whole(summary.get(key), known) for key, known in (("steps", step), ("ticks", tick)))
+        end = ended_as(run_dir)
+        status = "failed" if end in ("killed", "failed") else status_by(incidents, summary)
+        why = ""
+        if status == "failed":
+            why = _KILLED if end == "killed" else why_incomplete(run_dir, summary) or ""
+        return Story(
+            directory=run_dir,
+            chapters=found,
+            status=status,
+            step=step,
+            tick=max(tick, step),
+            steps=planned_steps(run_dir),
+            summary=summary,
+            why=why,
+            last_good=next((one for one in checkpoints if one.is_verified), None),
+            newest=next(iter(checkpoints), None),
+            best=_best_of(run_dir),
+            quarantined=reasons(run_dir),
+            remedies=_in_force(self._remedies, checkpoints),
+            advice=open_advice(incidents),
+            loop=loop_of(run_dir),
+            fired_drills=fired_drills(self._drills),
+        )
 
 
 def _phases(written: Any) -> tuple[Phase, ...]:
@@ -190,13 +227,11 @@ def _phases(written: Any) -> tuple[Phase, ...]:
     return found if all(0 <= one.began_ms <= one.ended_ms <= _LATEST_MS for one in found) else ()
 
 
-def _in_force(entries: Iterable[Entry], checkpoints: Iterable[Checkpoint]) -> Mapping[str, Any] | None:
+def _in_force(noted: Mapping[str, Any] | None, checkpoints: Iterable[Checkpoint]) -> Mapping[str, Any] | None:
     """Return the remedies that were written last: a checkpoint may be newer than the journal, as knobs relax."""
-    known = [one.get("remedies") for one in entries if one["kind"] == REMEDIES][-1:]
+    known = [] if noted is None else [noted]
     known += [one.remedies for one in checkpoints]
-    return max(
-        (one for one in known if isinstance(one, dict)), key=lambda one: _whole(one.get("tick"), 0), default=None
-    )
+    return max(known, key=lambda one: _whole(one.get("tick"), 0), default=None)
 
 
 def _whole(value: Any, otherwise: int) -> int:

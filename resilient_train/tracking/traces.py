@@ -55,7 +55,7 @@ class Traces:
         trace_id = trace_id_of(self._run_id, chapter.incident.id)
         if trace_id in self._there:
             return
-        there, self._there = self._there, None
+        there, self._there = self._there, None  # until the answer
         # Spans first: as long as they are alone, the trace does not belong to the run and is sent again.
         try:
             self._client.log_spans(self._experiment_id, [Span.from_dict(one) for one in _spans(chapter, trace_id)])
@@ -67,7 +67,8 @@ class Traces:
                 raise ConnectionError(f"{shown(self._uri)} does not tell its version") from None
             raise NotImplementedError(f"traces need an MLflow server of 3.4 or newer ({shown(self._uri)})") from None
         self._client.start_trace(self._info(chapter, trace_id))
-        self._there = there | {trace_id}
+        there.add(trace_id)
+        self._there = there
 
     def _list(self) -> Iterator[str]:
         """List the traces that the run has."""
@@ -194,7 +195,10 @@ def _facts(chapter: Chapter) -> dict[str, dict[str, Any]]:
             "rung": decision.rung,
         },
         surroundings.REWIND: {"from step": anomaly.step, "to step": incident.rewound_to, "lost": incident.steps_lost},
-        surroundings.REMEDY: {"remedies": [said for one, said in actions if one.remedy != surroundings.REWIND]},
+        surroundings.REMEDY: {
+            "remedies": [said for one, said in actions if one.remedy != surroundings.REWIND],
+            "tried": view.arms,
+        },
     }
     return {
         part: {key: value for key, value in known.items() if value not in (None, "", (), [])}

@@ -13,7 +13,7 @@ from typing import Any
 
 from resilient_train.record.endings import CONFIG, LOOP, SUMMARY, ended_as, is_run, last_sign_ms, loop_of, read_ending
 from resilient_train.record.incident_log import INCIDENTS
-from resilient_train.record.journal import JOURNAL, Entry, plain, read
+from resilient_train.record.journal import JOURNAL, Entry, entries_after, plain
 from resilient_train.record.outbox import (
     ARTIFACT,
     BEGAN,
@@ -130,7 +130,8 @@ class Uploader:
             first = next((entry for entry, _ in entries(self.outbox) if entry is not None), None)
             if first is None:
                 raise FileNotFoundError(f"{self.outbox} holds nothing yet")
-            began = min([first["at"], *(one["at"] for one in read(self.run_dir / JOURNAL)[:1])])  # see `backfill`
+            earliest = next(entries_after(self.run_dir / JOURNAL), None)
+            began = min([first["at"], *([] if earliest is None else [earliest[0]["at"]])])  # see `backfill`
             connection = connect(self._store, self._experiment, self.cursor, self.outbox, began)
             if self.cursor.seal != seal_before(self.outbox, self.cursor.uploaded):
                 self.cursor.note(delivered=0)  # a power cut took the end of it, and other lines took its place

@@ -26,8 +26,11 @@ def clip(
     tightened: float = 1.0,
     usual: float | None = None,
     over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    note: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, float | None]:
     """Clip the gradients in place, by norm and then by value.
+
+    `note` is called with the norms of the single gradients, if there are such: not where they are sharded.
 
     Where no norm is configured, a tightened clip starts from the `usual` one. Returns the norm of the gradients
     before, and the norm they were clipped to, if any. `over_ranks` sums over the ranks where gradients are sharded.
@@ -44,7 +47,7 @@ def clip(
         type(grad) is torch.Tensor and grad.dtype is first.dtype and grad.device == first.device for grad in grads
     )
     if over_ranks is None:
-        norm = total_norm(grads) if is_plain else get_total_norm(grads)
+        norm = total_norm(grads, note) if is_plain else get_total_norm(grads)
     else:
         norm, grads = norm_over_ranks(grads, over_ranks), [local_part(grad) for grad in grads]
     configured = usual if config.max_norm is None and tightened < 1 else config.max_norm
@@ -84,7 +87,7 @@ def clip_further(
     return norm, configured * tightened
 
 
-def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
+def total_norm(grads: list[torch.Tensor], note: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
     """Return the norm of dense gradients of one type on one device. Torch's function would sort them at the same cost.
 
     It is infinite where a gradient is, and not where only a square is too large for float32. Doubles cost nothing on
@@ -92,11 +95,14 @@ def total_norm(grads: list[torch.Tensor]) -> torch.Tensor:
     """
     first = grads[0]
     if first.device.type == "cpu":
-        norms = torch._foreach_norm(grads, 2, dtype=torch.float32 if first.dtype in _COARSE else None)
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
+        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32 if first.dtype in _COARSE else None))
+        total: torch.Tensor = torch.linalg.vector_norm(norms, dtype=torch.float64)
     else:
         doubles = None if first.device.type == "mps" else torch.float64
-        total = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=doubles)))
+        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=doubles))
+        total = torch.linalg.vector_norm(norms)
+    if note is not None:
+        note(norms)
     return total.to(_at_least_float32(first.dtype))
 
 

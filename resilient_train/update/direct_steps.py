@@ -20,7 +20,8 @@ class DirectStepCheck:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._running: Literal["loop", "guard"] | None = None
-        self._is_over = self._has_warned = False
+        self._is_over = False
+        self.count = 0  # of steps outside of the guard
         for optimizer in optimizers:
             optimizer.step = self._watched(optimizer, optimizer.step)  # type: ignore[method-assign]
 
@@ -47,12 +48,13 @@ class DirectStepCheck:
                     "the loop stepped an optimizer itself, past the gate: remove optimizer.step(), "
                     "guard.step and guard.update do it"
                 )
-            if self._running is None and not (self._is_over or self._has_warned):
-                self._has_warned = True
-                log.warning(
-                    "optimizer.step() was called outside of guard.batches(): such updates are not protected, and a "
-                    "rewind does not know of them"
-                )
+            if self._running is None and not self._is_over:
+                self.count += 1
+                if self.count == 1:
+                    log.warning(
+                        "optimizer.step() was called outside of guard.batches(): such updates are not protected, and a "
+                        "rewind does not know of them"
+                    )
             optimizer._opt_called = True
             return plain(*args, **kwargs)
 
@@ -68,5 +70,5 @@ def warn_of_scalers(ours: GradScaler | None) -> None:
     if any(one.is_enabled() and one._scale is not None for one in found):
         log.warning(
             "a GradScaler of the program is in use: if it scales this loop's loss, the guard sees gradients many times "
-            "too large; remove it, Accelerator(mixed_precision='fp16') has one that the guard knows"
+            "too large; give it as Guard(scaler=...), or use the one of Accelerator(mixed_precision='fp16')"
         )

@@ -55,15 +55,8 @@ class Schedule(Protocol):
         """Restore a state."""
 
 
-class CurveSchedule:
-    """A pure function of the step, without a state."""
-
-    def __init__(self, rates: Sequence[float], curve: Curve, warmup_steps: int) -> None:
-        self.rates, self.curve, self.warmup_steps = list(rates), curve, warmup_steps
-
-    def settings(self, step: int) -> Sequence[dict[str, Any]]:
-        factor = _warmup_factor(step, self.warmup_steps) * self.curve(max(step, self.warmup_steps))
-        return [{"lr": rate * factor} for rate in self.rates]
+class StatelessSchedule:
+    """Base of schedules whose settings depend on nothing that they would have to save."""
 
     def advance(self, step: int) -> None:
         pass
@@ -73,6 +66,17 @@ class CurveSchedule:
 
     def load_state_dict(self, state: Any) -> None:
         pass
+
+
+class CurveSchedule(StatelessSchedule):
+    """A pure function of the step."""
+
+    def __init__(self, rates: Sequence[float], curve: Curve, warmup_steps: int) -> None:
+        self.rates, self.curve, self.warmup_steps = list(rates), curve, warmup_steps
+
+    def settings(self, step: int) -> Sequence[dict[str, Any]]:
+        factor = _warmup_factor(step, self.warmup_steps) * self.curve(max(step, self.warmup_steps))
+        return [{"lr": rate * factor} for rate in self.rates]
 
 
 class RestartDetector:

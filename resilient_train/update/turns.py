@@ -8,15 +8,18 @@ loss is refused, all of them are restored.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from resilient_train.errors import TrainError, named_type
 from resilient_train.state.copies import Backup, Backups, room
 from resilient_train.state.run_state import optimizer_tree, restore_optimizer
-from resilient_train.state.sharded import local_part
+from resilient_train.state.sharded import is_sharded, local_part
 from resilient_train.state.tree import Tree, copy_into, put_together, taken_apart
 
 _HOW = "for losses that are stepped in turn, as in a GAN, call guard.update(loss, optimizer=...) for each optimizer"
@@ -47,13 +50,19 @@ class Turns:
         self._saved: list[_Saved] = []
         self._memory: dict[int, list[torch.Tensor]] = {}  # of the copies, by the id of the optimizer
         self._dropped: Backup | None = None  # the buffers when the turn was dropped, whose other losses still come
+        self.is_open_ended = False  # a trainer steps any optimizers, any number of times, and says when the turn ends
+        self.is_clipped = False  # in such turns gradients are clipped, to norms that are not known here
+        self._most = 0  # steps in such a turn so far
+        self._rates: list[dict[str, Any]] = []  # the settings of each group, in the step of its highest rate
 
     def begin(self) -> None:
         """Begin an update. What was saved stays until the verdict on the last one."""
         self.current, self.has_stepped = None, False
+        self._most = max(self._most, len(self._taken))
         self._taken.clear()
+        self._rates = []
 
-    def take(self, optimizer: Any, *, accumulation: int, has_objective: bool, observes: bool) -> bool:
+    def take(self, optimizer: Any, accumulation: int, objective: object) -> bool:
         """Take a loss for an optimizer, or for all of them if it is None. False: its turn was dropped."""
         if optimizer is None:
             if self._taken:
@@ -63,13 +72,11 @@ class Turns:
         if not known:
             what = f"the guard does not know this optimizer, {named_type(optimizer)}"
             raise TrainError(f"guard.update: {what}: give Guard a list of all optimizers")
-        if any(one is known[0] for one in self._taken):
+        if any(one is known[0] for one in self._taken) and not self.is_open_ended:
             raise TrainError(f"guard.update was called twice in a turn for {self._name(known[0])}: each steps once")
         if accumulation > 1:
             raise TrainError("losses in turn cannot accumulate gradients: set gradient_accumulation_steps to 1")
-        if observes:
-            raise TrainError("recovery=observe does not know losses in turn yet: choose another policy")
-        if has_objective:
+        if objective is not None and not self.is_open_ended:
             raise TrainError("losses in turn have no objective, which is one loss for all: leave out objective=")
         self.current = known[0]
         self._taken.append(known[0])
@@ -78,7 +85,22 @@ class Turns:
     @property
     def is_complete(self) -> bool:
         """Say whether the current loss is the last one: always, if it is that of all optimizers."""
-        return self.current is None or len(self._taken) == len(self._optimizers)
+        return self.current is None or (not self.is_open_ended and len(self._taken) == len(self._optimizers))
+
+    @property
+    def is_last_step(self) -> bool:
+        """Say whether no other step is expected, so that the gate alone decides on this one, and nothing is copied.
+
+        An open-ended turn may have more steps than any before: what an optimizer did until then cannot be undone.
+        """
+        if not self.is_open_ended:
+            return self.is_complete
+        return len(self._taken) == self._most and len(set(map(id, self._taken))) == len(self._optimizers)
+
+    @property
+    def times(self) -> int:
+        """Return how often an optimizer has stepped, the one that did so most often."""
+        return max((sum(one is two for two in self._taken) for one in self._optimizers), default=0) or 1
 
     @property
     def missing(self) -> str:
@@ -106,6 +128,12 @@ class Turns:
         self._loss, self._norm = loss, norm
         return loss, norm
 
+    def fastest(self, settings: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return for each group the settings of the step of this turn in which its rate was highest."""
+        pairs = zip(self._rates or settings, settings, strict=True)
+        self._rates = [dict(max(pair, key=lambda one: float(one["lr"]))) for pair in pairs]
+        return self._rates
+
     def save(self, groups: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> None:
         """Copy the current optimizer and its weights, unless its step is the last, which the gate decides alone.
 
@@ -113,7 +141,7 @@ class Turns:
         """
         if not self.has_stepped:
             self.has_stepped, self._groups, self.before = True, groups, before
-        if self.is_complete or self.current is None:
+        if self.is_last_step or self.current is None or any(one.optimizer is self.current for one in self._saved):
             return
         plain, sources = taken_apart({"weights": self.weights, "optimizer": optimizer_tree(self.current)})
         copies = room(sources, self._memory.get(id(self.current), []), torch.empty_like)
@@ -138,6 +166,18 @@ class Turns:
             for group, settings in zip(self._groups, self.before, strict=True):
                 group.update(settings)
         return bool(saved)
+
+    def keeping_graphs(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Let the guard change weights and buffers that a later loss of the turn needs for its backward.
+
+        The forward of a generator is often shared by both losses, and torch would raise an error in its backward.
+        Buffers are as before when it is over. Weights are so only if the turn is not dropped; else what the backward
+        computes is wrong, and ignored.
+        """
+        if self.current is None:
+            return nullcontext()
+        kept = tuple(one for one in chain(model.parameters(), model.buffers()) if not is_sharded(one))
+        return torch.autograd._unsafe_preserve_version_counter(kept)  # type: ignore[attr-defined]
 
     def drop(self, backups: Backups) -> None:
         """Note that the turn was undone at its first loss. The loop does not know, and computes the others."""

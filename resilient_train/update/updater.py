@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -49,6 +50,9 @@ class Attempt:
     max_norm: float | None  # the norm that gradients were clipped to
     is_busy: bool  # this process is writing a checkpoint
     is_turn: bool = False  # the optimizers stepped one after the other, and each had its gradients clipped alone
+    times: int = 1  # that an optimizer stepped in it
+    norms: Sequence[tuple[Sequence[str], torch.Tensor]] = ()  # of single gradients before clipping, and whose they are
+    records_norms: bool = False
 
     def rows_by_rank(self) -> list[list[float]]:
         """Return what each rank measured, a row each. The host waits for the device."""
@@ -68,6 +72,8 @@ class _SetRates(NamedTuple):
 class Updater:
     """The one place that changes weights."""
 
+    newest: Attempt  # of the latest `apply`
+
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
@@ -78,11 +84,16 @@ class Updater:
         device: torch.device,
         scaler: torch.amp.GradScaler | None = None,
         over_ranks: Callable[[torch.Tensor], torch.Tensor] = lambda vector: vector,
+        names: Mapping[int, str] | None = None,
+        norms_every: int = 0,
     ) -> None:
         """`gather` collects a vector from every rank; None if there is only one. `scaler` scales losses in float16.
 
-        `over_ranks` sums a number over the ranks, if weights are sharded.
+        `over_ranks` sums a number over the ranks, if weights are sharded. `names` are those of weights, by id; the
+        norms of their gradients are recorded every `norms_every` updates.
         """
+        self._names, self._norms_every = names or {}, norms_every
+        self._norms: list[tuple[list[str], torch.Tensor]] = []  # of the update so far
         self.optimizers, self.schedules = list(optimizers), list(schedules)
         self.clipping, self.scaler = clipping, scaler
         self.agreement = Agreement(gather, device)
@@ -92,7 +103,7 @@ class Updater:
         self.trainers_norm: torch.Tensor | None = None  # as it measured that before; None if it did not
         self.gate = Gate(optimizers, device, skips_overflow=scaler is not None)
         self.turns = Turns(optimizers)
-        self._restarts = RestartDetector()
+        self.restarts = RestartDetector()
         self.weights = [weight for group in self._groups() for weight in group["params"]]
         self._over_ranks = over_ranks if any(map(is_sharded, self.weights)) else None
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
@@ -122,11 +133,14 @@ class Updater:
         scale = self._unscale(self.optimizers if one is None else [one])
         weights = self.weights if one is None else turns.weights
         if not self.trainer_clips:
-            grad_norm, max_norm = clip(weights, self.clipping, knobs.clip, self.usual_norm, self._over_ranks)
+            how = knobs.clip, self.usual_norm, self._over_ranks
+            grad_norm, max_norm = clip(weights, self.clipping, *how, partial(self._note_norms, weights))
         else:
             if (norm := self.trainers_norm) is None:
-                norm, _ = clip(self.weights, ClipConfig(None, None), over_ranks=self._over_ranks)
-            grad_norm, max_norm = clip_further(self.weights, norm, self.clipping.max_norm, knobs.clip, self.usual_norm)
+                norm, _ = clip(weights, ClipConfig(None, None), over_ranks=self._over_ranks)
+            elif turns.is_open_ended:
+                turns.is_clipped = True
+            grad_norm, max_norm = clip_further(weights, norm, self.clipping.max_norm, knobs.clip, self.usual_norm)
         set_rates = self._set(step, knobs.lr * rate_factor, knobs)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
         if not self.agreement.is_alone:
@@ -135,29 +149,36 @@ class Updater:
             loss, grad_norm = turns.add(loss, grad_norm)
             turns.save(self._groups(), set_rates.before)
         measured, by_rank = self.agreement.reduce(torch.stack([loss, grad_norm, *scale]), digest)
-        numbers = self.gate.step(measured, one, is_whole=turns.is_complete)
+        numbers = self.gate.step(measured, one, is_whole=turns.is_last_step)
         self.note_rates()
         if self.scaler is not None and turns.is_complete:
             self.scaler.update()
-        self.drop_gradients(in_turn=not turns.is_complete)
-        return Attempt(
+        norms = self._norms
+        if turns.is_complete:
+            self._norms = []
+        if not turns.is_open_ended:
+            self.drop_gradients(in_turn=not turns.is_complete)
+        self.newest = Attempt(
             loss=loss,
             measured=measured,
             by_rank=by_rank,
             numbers=numbers,
-            settings=set_rates.settings,
+            settings=turns.fastest(set_rates.settings) if turns.is_open_ended else set_rates.settings,
             before=set_rates.before if one is None else turns.before,
             is_limited=set_rates.lr_ratio < set_rates.asked_ratio,
             lr_ratio=set_rates.lr_ratio,
-            restarts=turns.is_complete and self._restarts.at(step, set_rates.planned_lr),
+            restarts=(turns.is_complete or turns.is_open_ended) and self.restarts.at(step, set_rates.planned_lr),
             max_norm=max_norm,
             is_busy=self.agreement.is_set(Flag.BUSY),
             is_turn=one is not None,
+            norms=norms,
+            records_norms=self._norms_every > 0 and (step + 1) % self._norms_every == 0,
+            times=turns.times,
         )
+        return self.newest
 
-    def loss_scale(self) -> float:
-        """Return the factor of the loss in half precision, else 1."""
-        return float(self.scaler.get_scale()) if self.scaler is not None and self.scaler.is_enabled() else 1.0
+    def _note_norms(self, weights: Sequence[torch.Tensor], norms: torch.Tensor) -> None:
+        self._norms.append(([self._names.get(id(one), "?") for one in weights if one.grad is not None], norms))
 
     def require_groups(self) -> None:
         """Raise TrainError if a parameter group was added after the guard was made."""
@@ -181,7 +202,7 @@ class Updater:
 
     def clipped(self, grad_norm: float, attempt: Attempt) -> float | None:
         """Return the norm of the gradients after clipping; None if it is unknown: clipped by value, or one by one."""
-        if self.clipping.max_value is not None:
+        if self.clipping.max_value is not None or attempt.times > 1 or self.turns.is_clipped:
             return None
         if attempt.max_norm is None or grad_norm <= attempt.max_norm:
             return grad_norm

@@ -12,6 +12,7 @@ from resilient_train.types import SPIKES, Anomaly, Signal, Vitals
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.limit import NO_LIMIT, GradLimit, LossLimit, Refusals, ScaleCollapse
 from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, Slow
+from resilient_train.watch.progress import NoProgress
 from resilient_train.watch.rate import EarlyDivergence, RateRise
 from resilient_train.watch.reference import Reference, RewindCheck, Standing
 
@@ -28,6 +29,7 @@ class Finding:
     anomaly: Anomaly | None = None
     remarks: tuple[str, ...] = ()  # for the log
     repeat: bool = False  # the limit was too low: retry the update with the raised limit
+    at_any_scale: Anomaly | None = None  # the anomaly, if without a loss scale it breaks as well
 
 
 _NOTHING = Finding()
@@ -51,6 +53,7 @@ class Checks:
         self._slow = Slow(config.slow, self._level)
         self._rate_rise = RateRise(config.rate)
         self.rewind_check = RewindCheck(config.probation)
+        self.no_progress = NoProgress(config.no_progress)
         self._scale = ScaleCollapse(config.scale)
         self._checks: dict[str, PlainState] = {  # by their names in checkpoints
             "level": self._level,
@@ -62,6 +65,7 @@ class Checks:
             "slow": self._slow,
             "rate": self._rate_rise,
             "probation": self.rewind_check,
+            "no_progress": self.no_progress,
             "scale": self._scale,
         }
         self._empty = self.state_dict()
@@ -106,6 +110,14 @@ class Checks:
     def _is_silent(self) -> bool:
         return self.rewind_check.is_open and self.is_only_reported
 
+    def asks_for_rates(self, step: int) -> bool:
+        """Say whether the loss stands, so that lower learning rates should be tried; not while an incident is open."""
+        return not self.rewind_check.is_open and step not in self._declared and self.no_progress.asks(step)
+
+    def loss_at(self, step: int) -> float | None:
+        """Return the loss of an accepted update, if it was a usual one and not too long ago."""
+        return self._accepted[step][0] if step in self._accepted else None
+
     def loss_excess(self) -> float:
         """Return how far the loss is above the reference, relative to the size of such losses; 0 if not known."""
         reference, latest = self.rewind_check.reference, sorted(self._latest)
@@ -142,6 +154,9 @@ class Checks:
     def _judge(self, vitals: Vitals) -> Finding:
         if vitals.overflowed:
             evidence = self._scale.overflowed(vitals)
+            if evidence is None and self._scale.is_frequent:
+                found = f"{_measured(vitals)}, without a loss scale as well"
+                return Finding(at_any_scale=_refused(vitals, Signal.NONFINITE_GRAD, found, since=vitals.step))
             if evidence is None:
                 return _NOTHING
             # Nothing landed, but the loss scale is part of the state, and the newest weights may be what overflows.
@@ -176,6 +191,7 @@ class Checks:
             self._accepted.setdefault(step, (loss, vitals.grad_norm))
             if len(self._accepted) > _REMEMBERED:
                 del self._accepted[next(iter(self._accepted))]
+        self.no_progress.see(loss)
         risen = self._rate_rise.see(step, loss, vitals.lr_ratio, self._reference)
         climbed = None
         if not (outside and check.is_open):
@@ -253,7 +269,7 @@ class Checks:
         """Learn from scratch what is usual: it changes on purpose, or was never known."""
         self._level.forget()
         self._accepted.clear()
-        for check in (self._jump, self._rate_rise, self._creep, self._slow, self._loss_limit):
+        for check in (self._jump, self._rate_rise, self._creep, self._slow, self._loss_limit, self.no_progress):
             check.forget()
         self.rewind_check.end()
         self._early_divergence.forget()
@@ -269,6 +285,7 @@ class Checks:
             "early_is_over": bool(self.config.overshoot.every) and self._early_divergence.is_over,
             "grad_bound": self._grad_limit.upper_bound,
             "only_reported": self.is_only_reported,
+            "rates_at": self.no_progress.next_look,
         }
 
     def load_persistent_state(self, state: Mapping[str, Any]) -> None:
@@ -279,6 +296,7 @@ class Checks:
         self.is_only_reported = state.get("only_reported") is True
         self._early_divergence.is_over |= state.get("early_is_over") is True  # older checkpoints lack the last three
         self._grad_limit.upper_bound = float(state.get("grad_bound", NO_LIMIT))
+        self.no_progress.next_look = int(state.get("rates_at", self.no_progress.next_look))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that rewinds with the run, as plain data."""

@@ -79,6 +79,12 @@ class RateConfig(_Every):
 
 
 @dataclass
+class NoProgressConfig(_Every):
+    window: int = limited(at_least=16)
+    share: float = limited(above=0)
+
+
+@dataclass
 class ScaleConfig(_Every):
     in_a_row: int = limited(at_least=1)
     lowest: float = limited(at_least=0)
@@ -112,6 +118,11 @@ class EvaluationConfig(_Every):
 
 
 @dataclass
+class LayersConfig(_Every):
+    pass
+
+
+@dataclass
 class ChecksConfig:
     limit: LimitConfig
     overshoot: OvershootConfig
@@ -120,12 +131,14 @@ class ChecksConfig:
     slow: SlowConfig
     rate: RateConfig
     probation: RewindCheckConfig
+    no_progress: NoProgressConfig
     scale: ScaleConfig
     weights: WeightsConfig
     optimizer: OptimizerConfig
     replicas: ReplicasConfig
     norms: NormsConfig
     evaluation: EvaluationConfig
+    layers: LayersConfig
     expect: list[int]
 
 

@@ -13,6 +13,7 @@ from resilient_train.ranks.world import World, odd_ones
 from resilient_train.state.copies import Backup, Backups
 from resilient_train.state.run_state import Clock
 from resilient_train.types import Anomaly, Signal
+from resilient_train.watch.gradient_norms import GradientNorms, nonfinite
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import Sent, all_finite
 from resilient_train.wording import rank_names
@@ -150,26 +151,39 @@ class Examination:
         self.nan_is_usual = bool(self._ranks_where(not all_finite(batches)))
 
     def refine_signal(
-        self, anomaly: Anomaly, batches: Sequence[Any], failed: Sequence[FailedRow], *, spiked: bool
+        self,
+        anomaly: Anomaly,
+        batches: Sequence[Any],
+        failed: Sequence[FailedRow],
+        raised: Sequence[str],
+        gradients: GradientNorms,
+        *,
+        spiked: bool,
     ) -> Anomaly:
         """Say more precisely what is wrong with a bad update. Every rank comes here.
 
         In this order: rows that could not be fetched made the loss NaN on purpose; bad weights explain everything
-        that follows from them; a bad batch explains the loss, unless its NaN is usual, such as a mask. `spiked`: the
-        loss of this rank was above the limit.
+        that follows from them; exceptions that were `raised` made it NaN as well; a bad batch explains the
+        loss, unless its NaN is usual, such as a mask. `spiked`: the loss of this rank was above the limit.
         """
-        everywhere = self._world.all_of(list(failed))
-        if any(everywhere):
-            first = next(rows[0] for rows in everywhere if rows)
-            evidence = f"row {first.row} cannot be fetched: {first}"
-            ranks = tuple(rank for rank, rows in enumerate(everywhere) if rows) if self._world.size > 1 else ()
+        of_rows = [f"row {one.row} cannot be fetched: {one}" for one in failed]
+        everywhere, of_code = zip(*self._world.all_of((of_rows, list(raised))), strict=True)
+        found = None if any(everywhere) else self.examine_now()
+        everywhere = everywhere if any(everywhere) else of_code
+        if found is None and any(everywhere):
+            evidence = next(some[0] for some in everywhere if some)
+            ranks = tuple(rank for rank, some in enumerate(everywhere) if some) if self._world.size > 1 else ()
             return dataclasses.replace(anomaly, signal=Signal.EXCEPTION, evidence=evidence, ranks=ranks)
-        if (found := self.examine_now()) is not None:
+        if found is not None:
             return found
         if anomaly.signal is Signal.LOSS_SPIKE and self._world.size > 1:
             ranks = self._ranks_where(spiked)
             return dataclasses.replace(anomaly, ranks=ranks if len(ranks) < self._world.size else ())
-        if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD) or self.nan_is_usual:
+        if anomaly.signal not in (Signal.NONFINITE_LOSS, Signal.NONFINITE_GRAD):
+            return anomaly
+        if names := nonfinite(gradients.by_weight()):
+            anomaly = dataclasses.replace(anomaly, evidence=f"{anomaly.evidence}; {names}")
+        if self.nan_is_usual:
             return anomaly
         ranks = self._ranks_where(not all_finite(batches))
         if not ranks:

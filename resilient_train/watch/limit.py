@@ -15,6 +15,7 @@ _OUTLIER = 100  # times the median of the first norms: left out when the first l
 _EARLY_LIMIT = 1e3  # times the median of a few norms or losses, before there are enough for the limit
 _FIRST_LIMIT = 1e7  # times the median of fewer norms than that
 _FEW = 4  # norms
+_OFTEN, _OFTEN_WITHIN = 3, 64  # overflows, and the updates within which: a healthy scale meets one in thousands
 
 
 def as_float32(value: float) -> float:
@@ -174,6 +175,7 @@ class ScaleCollapse(PlainState):
     def __init__(self, config: ScaleConfig) -> None:
         self.config = config
         self._in_a_row = 0
+        self._recent: deque[int] = deque(maxlen=_OFTEN)  # ticks of the latest overflows: they do not rewind
         self._told = False  # a scale that is too small was reported (the name is that in checkpoints)
 
     def overflowed(self, vitals: Vitals) -> str | None:
@@ -181,6 +183,7 @@ class ScaleCollapse(PlainState):
         if not self.config.every:
             return None
         self._in_a_row += 1
+        self._recent.append(vitals.tick)
         scale = vitals.loss_scale
         if self._in_a_row >= self.config.in_a_row:
             count, self._in_a_row = self._in_a_row, 0  # reported again after as many more
@@ -189,6 +192,11 @@ class ScaleCollapse(PlainState):
             self._told = True
             return f"the loss scale fell to {scale:.3g}"
         return None
+
+    @property
+    def is_frequent(self) -> bool:
+        """Whether there were so many overflows of late that something else may be behind them."""
+        return len(self._recent) == _OFTEN and self._recent[-1] - self._recent[0] < _OFTEN_WITHIN
 
     def landed(self, scale: float) -> None:
         self._in_a_row = 0

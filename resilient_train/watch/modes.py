@@ -37,17 +37,30 @@ class AnomalyMode:
 
     @contextmanager
     def without_nan_check(self) -> Iterator[None]:
-        """Restore the mode at the end, unless user code has left it in the meantime."""
-        if is_on := torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-            if not self._has_warned:
-                log.warning(_COSTLY)
-            self._has_warned = True
-            torch.autograd.set_detect_anomaly(True, check_nan=False)
+        """Turn the check off, also if user code turns the mode on in here, for a backward or for good."""
+        set_mode, wanted = torch.set_anomaly_enabled, torch.is_anomaly_check_nan_enabled()
+
+        def set_without_check(enabled: bool, check_nan: bool = True) -> None:
+            nonlocal wanted
+            if enabled and check_nan:
+                wanted = True
+                self._warn()
+            set_mode(enabled, False)
+
+        if torch.is_anomaly_enabled() and wanted:
+            set_without_check(True)
+        torch.set_anomaly_enabled = set_without_check
         try:
             yield
         finally:
-            if is_on and torch.is_anomaly_enabled():
-                torch.autograd.set_detect_anomaly(True)
+            torch.set_anomaly_enabled = set_mode
+            if torch.is_anomaly_enabled() and wanted:  # as user code has left it
+                set_mode(True, True)
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            log.warning(_COSTLY)
+        self._has_warned = True
 
     def backward(self, loss: Tensor) -> None:
         """Run backward. The objective may have set the mode itself, so it is checked again here."""

@@ -101,10 +101,13 @@ class Scans:
 
     # Every update.
 
-    def landed(self, step: int, groups: Settings, clipped_norm: float | None) -> None:
-        """Note an accepted update: the settings it was made with, and the norm of the clipped gradients if known."""
+    def landed(self, step: int, groups: Settings, clipped_norm: float | None, times: int = 1) -> None:
+        """Note an accepted update: the settings it was made with, and the norm of the clipped gradients if known.
+
+        `times` is how often an optimizer has stepped in it.
+        """
         self._step = step
-        self._landed.append((groups, clipped_norm))  # adding it up takes ten times as long
+        self._landed += [(groups, clipped_norm)] * times  # adding it up takes ten times as long
         if len(self._landed) >= _ADD_UP_AFTER:
             self._add_up()
 

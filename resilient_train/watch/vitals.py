@@ -210,6 +210,7 @@ class UpdateHistory:
     def __init__(self) -> None:
         self._passed: deque[PastUpdate] = deque(maxlen=_KEPT)
         self._first: dict[int, PastUpdate] = {}  # the first accepted updates of the run, by step
+        self.has_turns = False  # several losses were stepped in turn: the loss is their sum
 
     def add(self, vitals: Vitals) -> None:
         step = vitals.step + (not vitals.accepted)

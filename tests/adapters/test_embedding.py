@@ -690,14 +690,17 @@ def test_a_loop_that_was_left_is_entered_again() -> None:
 
 NOT_EMPTY = nn.Linear(6, 1)
 BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"accelerator": "cpu"}, "accelerator: expected an accelerate.Accelerator, got str"),
+    (
+        {"accelerator": "cpu"},
+        "accelerator: expected an accelerate.Accelerator, or None for a loop of plain PyTorch, got str",
+    ),
     ({"model": lambda x: x}, "model: expected a torch.nn.Module, got function"),
     ({"optimizer": "adam"}, "optimizer: expected a torch.optim.Optimizer or a list of them, got str"),
     ({"optimizer": []}, "optimizer: the list is empty"),
     ({"optimizer": torch.optim.SGD(NOT_EMPTY.parameters())}, "2 of the weights that SGD trains are not the model's"),
     ({"optimizer": torch.optim.LBFGS(NOT_EMPTY.parameters())}, "optimizer: LBFGS is not supported: its step computes"),
-    ({"data": 3}, "data: expected a data set or a loader, got int"),
-    ({"data": "rows"}, "data: expected a data set or a loader, got str"),
+    ({"data": 3}, "data: expected a data set, a loader or a function, got int"),
+    ({"data": "rows"}, "data: expected a data set, a loader or a function, got str"),
     ({"memory": 5}, "memory: expected a MemoryConfig, got int"),
     ({"memory": math.nan}, "memory: expected a MemoryConfig, got float"),
     ({"drill": "nan_grad"}, "drill: expected a Drill, got str"),

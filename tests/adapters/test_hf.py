@@ -18,10 +18,13 @@ from torch.utils.data import IterableDataset
 pytest.importorskip("transformers")
 
 import hf_programs as programs
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from safetensors.torch import load_file
 from warm import ENVIRONMENT
 
 import resilient_train
-from resilient_train import GaveUp
+from resilient_train import GaveUp, Guard
+from resilient_train.adapters.follower import OLDEST
 from resilient_train.state.tree import sha256
 
 
@@ -139,8 +142,15 @@ def folders(output: Path) -> set[str]:
 
 
 def test_no_checkpoint_holds_damage_that_a_scan_finds(tmp_path: Path) -> None:
-    trained("llama", tmp_path, "bit_flip", save_strategy="steps", save_steps=10)
-    assert folders(tmp_path) == {f"checkpoint-{step}" for step in (10, 20, 30, 40, 50, 60)}
+    """A bit flips before the update after which one is saved: its weights are those of a run without the fault."""
+    more: dict[str, Any] = {"save_strategy": "steps", "save_steps": programs.AT + 1, "steps": 2 * programs.AT + 2}
+    trained("llama", tmp_path / "healthy", guarded=False, **more)
+    trained("llama", tmp_path / "struck", "bit_flip", **more)
+    assert [incident["signal"] for incident in incidents(tmp_path / "struck")] == ["weights_jump"]
+    for name in (f"checkpoint-{programs.AT + 1}", f"checkpoint-{2 * programs.AT + 2}"):
+        found, healthy = (load_file(tmp_path / which / name / "model.safetensors") for which in ("struck", "healthy"))
+        assert max(float(value.abs().max()) for value in found.values()) < 100
+        assert sha256(found) == sha256(healthy)
 
 
 @pytest.mark.parametrize("recovery", ["balanced", "off"])
@@ -228,17 +238,90 @@ def test_two_ranks_meet_the_same_incidents(tmp_path: Path) -> None:
         assert [incident["outcome"] for incident in incidents(tmp_path / fault)] == ["recovered"] * met
 
 
+def test_two_ranks_that_are_only_observed_end_as_plain_ones(tmp_path: Path) -> None:
+    """Bit for bit, with weights of NaN, and with one incident that was observed."""
+    ended = on_two_ranks(str(tmp_path), "plain+bad_rows", "observe+bad_rows", "plain+", "observe+")
+    assert ended.returncode == 0, ended.stderr
+    for fault, met in (("bad_rows", ["observed"]), ("", [])):
+        found = {(tmp_path / f"{how}+{fault}-{rank}").read_text() for how in ("plain", "observe") for rank in (0, 1)}
+        assert len(found) == 1
+        assert [incident["outcome"] for incident in incidents(tmp_path / f"observe+{fault}")] == met
+
+
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
         (lambda trainer: resilient_train.hf.guard(trainer.model), "expected a transformers.Trainer"),
         (lambda trainer: resilient_train.hf.guard(trainer, steps=3), "unknown option 'steps'"),
         (lambda trainer: resilient_train.hf.guard(resilient_train.hf.guard(trainer)), "guarded already"),
+        (lambda trainer: Guard(trainer.model, trainer, None, data=[0]), r"plain PyTorch, got .*hf.guard\(trainer\)"),
     ],
 )
 def test_misuse_is_refused_in_a_line(wrong: Any, error: str, tmp_path: Path) -> None:
     with pytest.raises(Exception, match=error):
         wrong(programs.trainer("vit", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("engine", "error"),
+    [
+        (DistributedType.DEEPSPEED, "DeepSpeed makes its updates itself"),
+        (DistributedType.MEGATRON_LM, "Megatron-LM makes its updates itself"),
+        (DistributedType.FSDP, "FullyShardedDataParallel keeps weights and gradients in flat pieces"),
+    ],
+)
+def test_engines_that_cannot_be_guarded_are_refused_in_a_line(
+    engine: DistributedType, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = programs.trainer("vit", tmp_path)
+    monkeypatch.setattr(type(trainer.accelerator), "distributed_type", engine)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1) if engine is DistributedType.FSDP else None
+    monkeypatch.setitem(trainer.accelerator.state._shared_state, "fsdp_plugin", plugin)
+    with pytest.raises(ValueError, match=error) as caught:
+        resilient_train.hf.guard(trainer)
+    assert "\n" not in str(caught.value)
+
+
+MISUSE = """
+import sys, warnings
+warnings.simplefilter("ignore")
+sys.path.insert(0, sys.argv[1])
+import torch
+from resilient_train import Guard
+if sys.argv[2] == "transformers":
+    import hf_programs
+    trainer = hf_programs.trainer("vit", sys.argv[3], steps=4)
+    trainer.create_optimizer()
+    guard = Guard(None, trainer.model, trainer.optimizer, data=trainer.train_dataset, batch_size=4)
+    trainer.train()
+else:
+    import lightning_programs as programs
+    module, trainer = programs.Net(), programs.trainer_of(sys.argv[3], guarded=False, max_steps=4)
+    optimizer = module.configure_optimizers()
+    module.configure_optimizers = lambda: optimizer
+    guard = Guard(None, module, optimizer, data=programs.Rows(), batch_size=8)
+    trainer.fit(module, programs.loader())
+print("trained")
+"""
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_a_guard_behind_which_a_trainer_steps_says_so_at_the_end(library: str, tmp_path: Path) -> None:
+    """The trainer is not disturbed; when the process ends, the guard says what to write instead."""
+    words = [sys.executable, "-c", MISUSE, str(Path(__file__).parents[1]), library, str(tmp_path)]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "trained" in done.stdout
+    [told] = [line for line in done.stderr.splitlines() if "has made no update" in line]
+    assert "while its optimizers made 4 steps" in told
+    assert "resilient_train.hf.guard(trainer)" in told
+    assert "callbacks=[resilient_train.lightning.Guarded()]" in told
+
+
+def test_the_page_has_the_versions_that_are_supported() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text()
+    assert f"`transformers` {OLDEST['transformers']} or newer" in page
+    assert f"`lightning` {OLDEST['lightning']} or newer" in page
 
 
 def test_an_error_of_the_user_passes_through_and_the_trainer_is_as_before(tmp_path: Path) -> None:
@@ -262,6 +345,10 @@ def test_the_lines_of_the_page_guard_a_trainer(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    for fault in sys.argv[2:]:
-        made = trained("llama", Path(sys.argv[1]) / fault, fault)
-        (Path(sys.argv[1]) / f"{fault}-{made.args.process_index}").write_text(weights(made))
+    for name in sys.argv[2:]:
+        how, _, fault = name.rpartition("+")
+        made = programs.trainer("llama", Path(sys.argv[1]) / name, fault, logging_nan_inf_filter=False)
+        if how != "plain":
+            resilient_train.hf.guard(made, recovery=how or "balanced")
+        made.train()
+        (Path(sys.argv[1]) / f"{name}-{made.args.process_index}").write_text(weights(made))

@@ -8,24 +8,22 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader, IterableDataset
 
 import resilient_train
 from resilient_train.errors import GaveUp
 
 L = pytest.importorskip("lightning")
-torchmetrics = pytest.importorskip("torchmetrics")
+pytest.importorskip("torchmetrics")
 
-from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging, ModelCheckpoint  # noqa: E402
-from lightning.pytorch.loggers import Logger  # noqa: E402
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
+from lightning_programs import AT, BATCH, Fitted, Net, Rows, fit, loader, trainer_of  # noqa: E402
 
 from resilient_train.adapters.lightning import Guarded  # noqa: E402
 
@@ -36,162 +34,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
 ]
 
-AT = 60  # the step of a fault, of 96
-BATCH = 8
 _ROOT = Path(__file__).resolve().parents[2]
-
-
-class Rows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    def __init__(self, rows: int = 256, bad: tuple[int, ...] = ()) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.y = torch.randint(0, 4, (rows,), generator=generator)
-        self.x = torch.randn(rows, 16, generator=generator) + 2 * nn.functional.one_hot(self.y, 16)
-        self.x[[*bad], 0] = math.nan
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.x[row], self.y[row]
-
-
-class Recorder(Logger):  # type: ignore[misc]
-    name, version = "recorder", 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_hyperparams(self, *given: Any, **more: Any) -> None:
-        pass
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, dict(metrics)))
-
-
-class Net(L.LightningModule):  # type: ignore[misc, name-defined]
-    """A small classifier with everything that has a state of its own: running statistics, dropout, a metric."""
-
-    def __init__(self, fault: str = "", schedule: Any = None, at: int = AT) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net: Any = nn.Sequential(
-            *(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1)),
-            *(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)),
-        )
-        self.accuracy: Any = torchmetrics.Accuracy("multiclass", num_classes=4)
-        self.fault, self.schedule, self.at, self.was_struck = fault, schedule, at, False
-
-    def strikes(self, fault: str) -> bool:
-        if self.fault != fault or self.trainer.global_step != self.at or self.was_struck:
-            return False
-        self.was_struck = True
-        return True
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        if self.strikes("nan_batch"):
-            x = x * math.nan
-        if self.strikes("bit_flip"):
-            with torch.no_grad():
-                self.net[4].weight.view(-1)[7] -= 2.0**60
-        logits = self.net(x)
-        loss = nn.functional.cross_entropy(logits, y)
-        if self.fault == "operation":
-            rest = 1.0 - torch.softmax(8 * logits.float(), -1).amax(-1)
-            loss = loss + 0.01 * torch.sqrt(rest).mean()  # infinite slope where the model is sure
-        if self.fault == "always" and self.trainer.global_step >= AT:
-            loss = loss * math.nan
-        self.accuracy(logits.detach().nan_to_num(), y)
-        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
-        self.log("loss", loss, on_step=True, on_epoch=True)
-        if self.fault == "none" and batch_idx % 5 == 2:
-            return None
-        return {"loss": loss, "batch": batch_idx}
-
-    def on_after_backward(self) -> None:
-        if self.strikes("nan_gradient"):
-            self.net[0].weight.grad.view(-1)[3] = math.nan
-        if self.fault == "raises" and self.trainer.global_step == AT:
-            raise ZeroDivisionError("of the user")
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        norms = [one.grad.norm() for one in self.parameters() if one.grad is not None]
-        if norms:
-            self.log("norm", torch.stack(norms).norm())
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), 3e-3)
-        schedule = self.schedule
-        if self.fault == "rate":
-            schedule = lambda one: LambdaLR(one, lambda step: 300.0 if AT <= step < AT + 10 else 1.0)  # noqa: E731
-        if schedule is None:
-            return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule(optimizer), "interval": "step"}}
-
-
-@dataclass
-class Fitted:
-    trainer: Any
-    module: Net
-    rows: list[tuple[int | None, dict[str, float]]]
-    place: Path
-
-    @property
-    def weights(self) -> list[list[float]]:
-        return [value.double().reshape(-1).tolist() for value in self.module.state_dict().values()]
-
-    @property
-    def loss(self) -> float:
-        """Of the whole data without dropout."""
-        data = Rows()
-        self.module.eval()
-        with torch.no_grad():
-            return float(nn.functional.cross_entropy(self.module.net(data.x), data.y))
-
-    @property
-    def incidents(self) -> list[dict[str, Any]]:
-        lines = (self.place / "resilient_train" / "incidents.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-
-def trainer_of(place: Path, *, guarded: bool, callbacks: tuple[Any, ...] = (), **more: Any) -> Any:
-    more = {"max_epochs": 3, "enable_checkpointing": False, "logger": Recorder(), "log_every_n_steps": 2, **more}
-    return L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        callbacks=[*callbacks, *([Guarded()] if guarded else [])],
-        default_root_dir=place,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **more,
-    )
-
-
-def loader(bad: tuple[int, ...] = (), workers: int = 0) -> DataLoader[Any]:
-    return DataLoader(Rows(bad=bad), BATCH, shuffle=True, num_workers=workers)
-
-
-def fit(
-    place: Path,
-    fault: str = "",
-    *,
-    guarded: bool = True,
-    schedule: Any = None,
-    workers: int = 0,
-    at: int = AT,
-    patience: int | None = None,
-    **more: Any,
-) -> Fitted:
-    L.seed_everything(1, verbose=False)
-    if patience is not None:
-        more["callbacks"] = (EarlyStopping("val", patience=patience, min_delta=10.0),)
-    module, trainer = Net(fault, schedule, at), trainer_of(place, guarded=guarded, **more)
-    trainer.fit(module, loader((17, 99) if fault == "rows" else (), workers), DataLoader(Rows(64), 32))
-    return Fitted(trainer, module, trainer.logger.rows, place)
 
 
 @pytest.fixture(autouse=True)
@@ -258,7 +101,7 @@ def test_a_fault_is_survived(tmp_path: Path, healthy: Fitted, fault: str) -> Non
 def test_the_line_of_an_operation_is_named(tmp_path: Path) -> None:
     """A line of the user's training_step that breaks gradients is the culprit, and is patched."""
     first = fit(tmp_path, "operation", max_epochs=6).incidents[0]
-    line = Path(__file__).read_text().splitlines()[first["culprit"]["line"] - 1]
+    line = Path(first["culprit"]["file"]).read_text().splitlines()[first["culprit"]["line"] - 1]
     assert "torch.sqrt(rest)" in line
     assert first["actions"] == [{"remedy": "armor"}]
 
@@ -275,9 +118,21 @@ def test_bad_rows_are_named_and_left_out(tmp_path: Path, accumulation: int) -> N
 
 def test_a_batch_without_a_loss_is_skipped(tmp_path: Path) -> None:
     """A training_step that returns None now and then makes no update, as without the guard."""
-    run = fit(tmp_path, "none")
+    plain, run = fit(tmp_path / "plain", "none", guarded=False), fit(tmp_path / "guarded", "none")
     assert not run.incidents
     assert run.trainer.global_step == 96
+    assert run.weights == plain.weights
+    assert run.rows == plain.rows
+
+
+@pytest.mark.parametrize("fault", ["", "rows", "rate", "bit_flip"])
+def test_a_trainer_that_is_only_observed_ends_as_a_plain_one(tmp_path: Path, fault: str) -> None:
+    """With `recovery="observe"`: the same bits and logs, NaN included, and its incidents are reported."""
+    plain = fit(tmp_path / "plain", fault, guarded=False)
+    seen = fit(tmp_path / "seen", fault, recovery="observe")
+    assert repr(seen.weights) == repr(plain.weights)
+    assert repr(seen.rows) == repr(plain.rows)
+    assert {one["outcome"] for one in seen.incidents} == ({"observed"} if fault else set())
 
 
 class Copies(Callback):  # type: ignore[misc]
@@ -314,7 +169,8 @@ def test_damage_is_found_before_a_validation(tmp_path: Path) -> None:
 
 def test_averages_of_the_weights_rewind_with_them(tmp_path: Path) -> None:
     """Damage that is found a few updates later leaves no trace in the averages with which the run ends."""
-    run = fit(tmp_path, "bit_flip", callbacks=(EMAWeightAveraging(decay=0.9),), at=AT - 6)
+    averages = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")  # since 2.6
+    run = fit(tmp_path, "bit_flip", callbacks=(averages.EMAWeightAveraging(decay=0.9),), at=AT - 6)
     assert run.incidents[0]["rewound_to"] == 25
     assert all(value.abs().max() < 200 for value in run.module.state_dict().values())
 
@@ -401,18 +257,12 @@ def test_nothing_stays_replaced(tmp_path: Path, ending: str) -> None:
     assert isinstance(own.dataset, Rows)
 
 
-class _Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
 class _Lbfgs(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
 
 
-REFUSED: dict[str, Any] = {"manual optimization is not supported": _Manual, "LBFGS is not supported": _Lbfgs}
+REFUSED: dict[str, Any] = {"LBFGS is not supported": _Lbfgs}
 
 
 @pytest.mark.parametrize("why", REFUSED)
@@ -426,7 +276,7 @@ def test_what_is_not_supported_is_refused(tmp_path: Path, why: str) -> None:
 def test_strategies_that_shard_are_refused_by_name(tmp_path: Path) -> None:
     """As is the loss scaler of float16."""
     from lightning.pytorch.plugins import MixedPrecision
-    from lightning.pytorch.strategies import FSDPStrategy
+    from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
     from resilient_train.adapters.lightning_trainer import refuse
 
@@ -434,9 +284,13 @@ def test_strategies_that_shard_are_refused_by_name(tmp_path: Path) -> None:
     trainer.strategy._precision_plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="16-mixed is not supported yet"):
         refuse(trainer, Net())
-    trainer._accelerator_connector.strategy = FSDPStrategy()
-    with pytest.raises(ValueError, match="FSDPStrategy is not supported yet"):
-        refuse(trainer, Net())
+    deep_speed: Any = DeepSpeedStrategy.__new__(DeepSpeedStrategy)  # it cannot be made without DeepSpeed
+    megatron: Any = type("MegatronStrategy", (DDPStrategy,), {})()  # as in NeMo
+    deep_speed._precision_plugin = None
+    for strategy in (FSDPStrategy(), deep_speed, megatron):
+        trainer._accelerator_connector.strategy = strategy
+        with pytest.raises(ValueError, match=f"{type(strategy).__name__} is not supported yet: use one device"):
+            refuse(trainer, Net())
 
 
 def test_options_are_checked() -> None:
@@ -452,7 +306,7 @@ from pathlib import Path
 import torch
 import lightning as L
 from torch.utils.data import DataLoader
-from test_lightning import Guarded, Net, Rows
+from lightning_programs import Guarded, Net, Rows
 
 class OnOneRank(Net):
     def strikes(self, fault):
@@ -480,7 +334,7 @@ def test_two_processes_treat_a_fault_of_one_alike(tmp_path: Path) -> None:
     """Both ranks retry the update, rewind and leave rows out together: they end with the same weights."""
     program = tmp_path / "program.py"
     program.write_text(RANKS)
-    paths = os.pathsep.join([str(_ROOT), str(_ROOT / "tests"), str(_ROOT / "tests" / "adapters")])
+    paths = os.pathsep.join([str(_ROOT), str(_ROOT / "tests")])
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program), str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300)

@@ -52,5 +52,5 @@ def test_a_nan_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_accelerator_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"accelerator: expected an accelerate\.Accelerator, got str"):
+    with pytest.raises(TypeError, match=r"accelerator: expected an accelerate\.Accelerator, or None for .*, got str"):
         Guard("cpu", nn.Linear(2, 1), None, data=rows(), batch_size=4)

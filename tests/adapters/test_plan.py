@@ -242,7 +242,13 @@ if how in ("scaler", "well"):
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("behind", ["optimizer.step() was called outside of guard.batches()", "this guard has made no update"]),
+        (
+            "behind",
+            [
+                "optimizer.step() was called outside of guard.batches()",
+                "made no update while its optimizers made 3 steps",
+            ],
+        ),
         ("unused", ["this guard has made no update, so it has protected nothing"]),
         ("scaler", ["a GradScaler of the program is in use"]),
         ("well", []),

@@ -112,7 +112,7 @@ def test_a_trainer_of_trl_is_untouched_while_healthy_and_cured_when_struck(kind:
 def test_a_ratio_that_overflows_at_padding_is_named_and_cured(tmp_path: Path) -> None:
     cured = trained("overflow", tmp_path)
     [incident] = incidents(tmp_path)
-    assert (incident["cause"], incident["outcome"]) == ("operation", "recovered")
+    assert (incident["cause"], incident["outcome"]) == ("overflow", "recovered")
     assert incident["culprit"]["op"] == "exp"
     assert incident["culprit"]["file"] == __file__
     assert cured.state.global_step == 12

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,6 @@ MINE += ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu
 FOR_EVER = "run.steps=10000000"
 
 Said = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    """Starts runs without the seconds that a start takes."""
-    with Nursery(tmp_path_factory.mktemp("doors")) as nursery:
-        yield nursery
 
 
 def told(said: Said, run_dir: Path) -> tuple[int, str]:

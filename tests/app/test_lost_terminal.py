@@ -49,7 +49,7 @@ def test_a_run_whose_pipe_is_closed_goes_on_to_its_end(ending: list[str], tmp_pa
     told = its_log(tmp_path)
     assert (" ERROR error: " if ending else "INFO completed 300 steps in") in told
     errors = (tmp_path / "errors.txt").read_text()
-    assert [line[:6] for line in errors.splitlines()] == ["error:"] * len(ending)
+    assert [line.split()[0] for line in errors.splitlines()] == ["update", "error:"] * len(ending)
 
 
 def test_a_run_whose_terminal_is_closed_goes_on_to_its_end(tmp_path: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from command import command
+from group import launch
 
 from resilient_train.app.status import status_of
 
@@ -58,9 +58,9 @@ def test_a_run_that_needs_attention_runs_the_command(
 def test_a_hang_runs_the_command_before_the_process_ends() -> None:
     """From the thread of the watchdog, as the loop never returns."""
     words = [*SMALL, "drill=hang", "drill.at=[6]", "run.step_timeout=3", "run.start_timeout=300", quoted(NOTE)]
-    done = subprocess.run([sys.executable, "-m", "resilient_train", *words], capture_output=True, check=False)
+    done = launch(Path.cwd(), 1, "-m", "resilient_train", *words)
     about = json.loads(Path("alert.json").read_text())
-    assert (done.returncode, about["event"], about["exit_code"]) == (1, "hang", 1)
+    assert (done.codes, about["event"], about["exit_code"]) == ([1], "hang", 1)
 
 
 def test_a_hang_before_the_first_update_is_reported_like_any_other() -> None:
@@ -69,9 +69,9 @@ def test_a_hang_before_the_first_update_is_reported_like_any_other() -> None:
     Path("mine.py").write_text("\n".join(code))
     words = ["model=custom", "model._target_=mine.model", "data=custom", "data.train._target_=mine.rows"]
     words += [*SMALL[2:], "run.start_timeout=10", quoted(NOTE)]
-    done = subprocess.run([sys.executable, "-m", "resilient_train", *words], capture_output=True, check=False)
+    done = launch(Path.cwd(), 1, "-m", "resilient_train", *words)
     about = json.loads(Path("alert.json").read_text())
-    assert (done.returncode, about["event"], about["exit_code"]) == (1, "hang", 1), done.stderr
+    assert (done.codes, about["event"], about["exit_code"]) == ([1], "hang", 1), done.stderr
     assert "mine.py:3, in model" in Path("runs/one/journal.jsonl").read_text()
     found = status_of(Path("runs/one"))
     assert (found.state, found.step) == ("failed", 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from command import command
 
 from resilient_train.app.sweep import name_of
 
-SMALL = ["model=mlp", "data=digits", "objective=classification", "run.steps=12"]
+SMALL = ["model=mlp", "data=digits", "objective=classification", "run.steps=12", "tracking.drain_s=600"]
 
 
 @pytest.mark.parametrize(
@@ -32,13 +33,13 @@ def test_a_job_is_named_by_what_differs(
 
 
 def test_a_sweep_ends_with_a_table_and_is_one_run_in_mlflow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_command: command, empty_store: Path
 ) -> None:
     """A job that is refused is in the table as well; those that trained are child runs of the run of the sweep."""
     from mlflow import MlflowClient
 
     monkeypatch.chdir(tmp_path)
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
     swept = ["run.seed=0,1", "optimizer.lr=1e-3,high", "drill=nan_grad"]
     outcome = run_command(["--multirun", *SMALL, *swept, f"tracking.uri={uri}"])
     assert outcome.code == 2

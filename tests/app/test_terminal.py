@@ -126,7 +126,7 @@ def test_the_story_fits_the_terminal(met: Path, columns: int) -> None:
     one_line = " ".join(without_colour(shown).split())
     for words in (
         "Recovered: 300 steps; 2 incidents (1 explosion, 1 operation), none of which came back.",
-        "30 of 330 updates were lost.",
+        "30 of 330 updates refused or undone.",
         "incident 1 20",
         "(0 s after the start) step 40, tick 50",
         "the loss jumped (loss_spike), in the weights since step 36 loss 8.12 where 2.9 to 3.4 was usual",
@@ -435,7 +435,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     told = after(drilled.stdout, "completed 40 steps in ")
     assert re.fullmatch(r"this process resumed from step 20; the run began \d{4}-\d\d-\d\d \d\d:\d\d", told[1])
     assert re.fullmatch(
-        r"recovered: met 1 incident \(1 corruption\), it did not come back\. \d+ of \d+ updates were lost\. "
+        r"recovered: met 1 incident \(1 corruption\), it did not come back\. \d+ of \d+ updates refused or undone\. "
         r"This run has a drill: faults on purpose \(bit_flip\)\.",
         told[2],
     )
@@ -458,7 +458,9 @@ def test_a_run_that_fails_ends_with_what_is_left(here: Path, run_command: comman
     what = [*MINE, "checkpoint.disk.every=10", "checkpoint.verify_after=2", "run.name=run", "run.steps=60"]
     failed = run_command([*what, "objective._target_=strangers.RaisesLater"])
     assert failed.code == 1
-    assert len(failed.stderr.splitlines()) == 1
+    tried, error = failed.stderr.splitlines()
+    assert tried.endswith("5 other batches at the same weights raise as well: it is a bug")
+    assert error.startswith("error: RuntimeError: it has had enough")
     told = after(failed.stdout, "made ")
     assert re.fullmatch(r"made [34]\d of 60 steps in [\d:]+( s)?; no incidents\.", told[0])
     newest = re.fullmatch(r"newest checkpoint: runs/run/checkpoints/step-000000(\d+) \(step \1\)", told[1])

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import Outcome, command
+from kills import incidents as listed
+from kills import left_overs
 
 from resilient_train import files
 from resilient_train.checkpoint import manifest as manifests
 from resilient_train.checkpoint import weights, writer
 from resilient_train.checkpoint.store import Store
-from resilient_train.files import is_left_over
 from resilient_train.record.journal import Journal, read
 
 MIB = 2**20
@@ -89,12 +90,7 @@ class At:
 
 
 def incidents(run_dir: Path) -> list[tuple[str, str]]:
-    lines = (run_dir / "incidents.jsonl").read_text().splitlines()
-    return [(one["signal"], one["outcome"]) for one in map(json.loads, lines)]
-
-
-def left_overs(run_dir: Path) -> list[str]:
-    return [path.name for path in run_dir.rglob("*") if is_left_over(path.name)]
+    return [(one["signal"], one["outcome"]) for one in listed(run_dir)]
 
 
 def saved(run_dir: Path) -> list[int]:
@@ -219,36 +215,18 @@ def test_checkpoints_on_a_disk_that_may_only_be_read_for_a_while(
 class ReadOnly(files.Disk):
     """Refuses what a file system refuses that may only be read; the kernel makes none of one with open files."""
 
-    def create(self, path: Path) -> int:
+    def _refuse(self, *given: Path) -> Any:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    def open(self, path: Path) -> int:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    def rename(self, old: Path, new: Path) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    def unlink(self, path: Path) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    def make_directory(self, path: Path) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    def remove_directory(self, path: Path) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
+    create = open = rename = unlink = make_directory = remove_directory = _refuse  # type: ignore[assignment]
 
 
 def test_all_of_a_run_on_a_disk_that_may_only_be_read_for_a_while(
     monkeypatch: pytest.MonkeyPatch, run_command: command, disk: Path
 ) -> None:
     """Journal and checkpoints wait in memory together, and both are there in the end."""
-    At(
-        monkeypatch,
-        {
-            40: lambda: monkeypatch.setattr(files, "disk", ReadOnly()),
-            100: lambda: monkeypatch.setattr(files, "disk", files.Disk()),
-        },
-    )
+    disks = {40: ReadOnly(), 100: files.Disk()}
+    At(monkeypatch, {step: partial(monkeypatch.setattr, files, "disk", one) for step, one in disks.items()})
     outcome = train(run_command, disk, 200)
     assert outcome.code == 0, outcome.stdout + outcome.stderr
     assert_quiet(outcome)

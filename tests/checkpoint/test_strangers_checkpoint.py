@@ -37,7 +37,7 @@ from resilient_train.update.updater import parameter_groups
 from resilient_train.zoo.models import MLP
 
 # Nothing that a stranger writes is waited for.
-pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("careless")]
+pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("careless")]
 
 _made: list[Path] = []
 
@@ -397,36 +397,44 @@ REFUSED: dict[str, Attack] = {
     "another batch size": manifest(samples=31),
 }
 
-# What is nonsense, and does no harm.
-HARMLESS: dict[str, Attack] = {
-    "nothing done to it": lambda run_dir, newest: seal(newest),
-    "samples skipped by the billion": remedies(skipped=LONG),
-    "a tick of text": remedies(tick="x"),
-    "plates on a file that is no program": plate(),
-    "plates on a file that nobody imported": plate(file="/elsewhere/evil.py"),
-    "a tracker's name with odd characters": manifest(mlflow="../../x\n$(touch canary)"),
-    "a program in mlflow.json": file_of_run("mlflow.json", '{"run_id": "$(touch canary)", "tracking_uri": []}'),
-    "a progress of garbage": file_of_run("progress", random.Random(1).randbytes(128)),
-    "a progress of other length": file_of_run("progress", b"x" * 5000),
-    "a progress that is empty": file_of_run("progress", b""),
-    "a pipe for the progress": pipe_of_run("progress"),
-    "a pipe for mlflow.json": pipe_of_run("mlflow.json"),
-    "a quarantine of garbage": file_of_run("quarantine.json", "[1, 2"),
-    "a summary of garbage": file_of_run("summary.json", "[[1], 2"),
-    "a summary of lists": file_of_run("summary.json", '["completed", 20]'),
-    "a journal of garbage": behind("journal.jsonl", b"\x00\xff{}\n" * 99),
-    "entries of nonsense": journal(
-        {"kind": "incident_opened", "incident": {"_target_": "os.system"}},
-        {"kind": "incident_closed", "incident": [1]},
-        {"kind": "drill_fired", "drill": "x"},
-        {"kind": "process_ended", "start": -5, "stop": "x"},
-        {"kind": "remedies_in_force", "remedies": "text"},
-        {"kind": "os.system", "command": "touch canary"},
-        {"kind": "checkpoint_saved", "step": "x"},
+# What is nonsense, and does no harm, in any number.
+HARMLESS: dict[str, tuple[Attack, ...]] = {
+    "nothing done to it": (lambda run_dir, newest: seal(newest),),
+    "garbage": (
+        remedies(skipped=LONG),
+        file_of_run("progress", random.Random(1).randbytes(128)),
+        file_of_run("quarantine.json", "[1, 2"),
+        file_of_run("summary.json", "[[1], 2"),
+        behind("journal.jsonl", b"\x00\xff{}\n" * 99),
     ),
-    "a program in config.yaml": file_of_run("config.yaml", "!!python/object/apply:os.system ['touch canary']"),
-    "a target in config.yaml": behind("config.yaml", b"evil: {_target_: os.system, command: touch canary}\n"),
-    "a secret in config.yaml": behind("config.yaml", b"x: ${oc.env:HOME}\n"),
+    "programs": (
+        manifest(mlflow="../../x\n$(touch canary)"),
+        plate(),  # on a file that is no program
+        file_of_run("progress", b"x" * 5000),
+        file_of_run("mlflow.json", '{"run_id": "$(touch canary)", "tracking_uri": []}'),
+        file_of_run("summary.json", '["completed", 20]'),
+        file_of_run("config.yaml", "!!python/object/apply:os.system ['touch canary']"),
+    ),
+    "entries of nonsense": (
+        remedies(tick="x"),
+        file_of_run("progress", b""),
+        pipe_of_run("mlflow.json"),
+        journal(
+            {"kind": "incident_opened", "incident": {"_target_": "os.system"}},
+            {"kind": "incident_closed", "incident": [1]},
+            {"kind": "drill_fired", "drill": "x"},
+            {"kind": "process_ended", "start": -5, "stop": "x"},
+            {"kind": "remedies_in_force", "remedies": "text"},
+            {"kind": "os.system", "command": "touch canary"},
+            {"kind": "checkpoint_saved", "step": "x"},
+        ),
+        behind("config.yaml", b"evil: {_target_: os.system, command: touch canary}\n"),
+    ),
+    "a pipe for the progress, a secret, a plate on a file that nobody imported": (
+        plate(file="/elsewhere/evil.py"),
+        pipe_of_run("progress"),
+        behind("config.yaml", b"x: ${oc.env:HOME}\n"),
+    ),
 }
 
 
@@ -444,10 +452,11 @@ def damaged(run_dir: Path) -> list[str]:
     return [one["evidence"] for one in incidents if one["signal"] == "checkpoint_damaged"]
 
 
-def attacked(run_dir: Path, run_command: command, attack: Attack) -> Outcome:
-    """Go on with a run after an attack: nothing was executed, and no traceback is shown."""
+def attacked(run_dir: Path, run_command: command, *attacks: Attack) -> Outcome:
+    """Go on with a run after attacks: nothing was executed, and no traceback is shown."""
     (run_dir / "summary.json").unlink()
-    attack(run_dir, Store(run_dir).entries()[0].path)
+    for attack in attacks:
+        attack(run_dir, Store(run_dir).entries()[0].path)
     outcome = train(run_command, run_dir, 21)
     assert not [path for path in (run_dir.parent / "canary", Path("canary"), run_dir / "canary") if path.exists()]
     assert "Traceback" not in outcome.stdout + outcome.stderr
@@ -511,7 +520,7 @@ def test_what_cannot_be_gone_on_from_is_told_in_one_line(run_dir: Path, run_comm
 @pytest.mark.parametrize("what", HARMLESS)
 def test_nonsense_beside_a_good_state_does_no_harm(run_dir: Path, run_command: command, what: str) -> None:
     """The run goes on from its newest checkpoint."""
-    outcome = attacked(run_dir, run_command, HARMLESS[what])
+    outcome = attacked(run_dir, run_command, *HARMLESS[what])
     assert outcome.code == 0, outcome.stdout + outcome.stderr
     assert "resumes from step 20" in outcome.stdout + outcome.stderr
     assert not damaged(run_dir)
@@ -519,26 +528,8 @@ def test_nonsense_beside_a_good_state_does_no_harm(run_dir: Path, run_command: c
 
 # The manifest, by itself.
 
-ODD: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    1,
-    -1,
-    1.5,
-    1e300,
-    10**30,
-    "",
-    "x",
-    "\ud800",
-    "../..",
-    [],
-    [1],
-    {},
-    {"a": 1},
-    [[[[[]]]]],
-]
+ODD: list[Any] = [None, True, False, 0, 1, -1, 1.5, 1e300, 10**30, "", "x", "\ud800", "../.."]
+ODD += [[], [1], {}, {"a": 1}, [[[[[]]]]]]
 
 
 @pytest.fixture(scope="module")
@@ -589,21 +580,22 @@ def test_a_manifest_that_is_something_else_is_refused(small: Path, tmp_path: Pat
 # Files of the run that would be written to.
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("config.yaml", "summary.json", "incidents.jsonl", "weights.safetensors", "progress", "mlflow.json"),
-        *("journal.jsonl", ".lock", "train.log"),
-    ],
-)
-def test_nothing_is_written_through_a_link(run_dir: Path, run_command: command, tmp_path: Path, name: str) -> None:
+WRITTEN = ("config.yaml", "summary.json", "incidents.jsonl", "weights.safetensors", "progress", "mlflow.json")
+
+
+@pytest.mark.parametrize("names", [WRITTEN, ("journal.jsonl",), (".lock",), ("train.log",)], ids=lambda one: one[0])
+def test_nothing_is_written_through_a_link(
+    run_dir: Path, run_command: command, tmp_path: Path, names: tuple[str, ...]
+) -> None:
     """A stranger's link to somebody's file leaves that file as it is."""
     theirs = tmp_path / "precious"
     theirs.write_text("precious\n")
-    (run_dir / name).unlink(missing_ok=True)
-    (run_dir / name).symlink_to(theirs)
+    for name in names:
+        (run_dir / name).unlink(missing_ok=True)
+        (run_dir / name).symlink_to(theirs)
     outcome = train(run_command, run_dir, 21)
     assert "Traceback" not in outcome.stdout + outcome.stderr
+    assert outcome.code == 0 or names != WRITTEN, "each of them is written by a run that ends"
     assert theirs.read_text() == "precious\n"
 
 
@@ -612,26 +604,28 @@ def test_nothing_is_written_through_a_link(run_dir: Path, run_command: command, 
 FOR_EVER_S = 100  # of what is done in a second or two, on a machine that is busy with other things
 
 
+READ = ("progress", "mlflow.json", "summary.json", "weights.safetensors", "best.json", ".launch")
+NEEDED = ("journal.jsonl", "config.yaml", "incidents.jsonl", "quarantine.json", "train.log", ".lock")
+
+
 @pytest.mark.timeout(FOR_EVER_S + 200)
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("progress", "mlflow.json", "summary.json", "weights.safetensors", "best.json", ".launch"),
-        *("journal.jsonl", "config.yaml", "incidents.jsonl", "quarantine.json", "train.log", ".lock"),
-    ],
-)
-def test_a_pipe_in_place_of_a_file_of_the_run_is_not_waited_for(run_dir: Path, run_command: command, name: str) -> None:
+@pytest.mark.parametrize("names", [READ, *((name,) for name in NEEDED)], ids=lambda one: one[0])
+def test_a_pipe_in_place_of_a_file_of_the_run_is_not_waited_for(
+    run_dir: Path, run_command: command, names: tuple[str, ...]
+) -> None:
     """Nobody is ever at its other end: the run goes on without, or says in one line that it cannot."""
-    pipe_of_run(name)(run_dir, run_dir)
+    for name in names:
+        pipe_of_run(name)(run_dir, run_dir)
     ended = threading.Event()
     waited: list[str] = []
 
     def let_go() -> None:
         """Be at the other end, for those who read and for those who write, again and again until the run ends."""
         while not ended.wait(0.1):
-            waited.append(name)
-            with contextlib.suppress(OSError):  # by then it may be a file again
-                os.close(os.open(run_dir / name, os.O_RDWR | os.O_NONBLOCK))
+            for name in names:
+                waited.append(name)
+                with contextlib.suppress(OSError):  # by then it may be a file again
+                    os.close(os.open(run_dir / name, os.O_RDWR | os.O_NONBLOCK))
 
     helper = threading.Timer(FOR_EVER_S, let_go)
     helper.start()
@@ -641,7 +635,7 @@ def test_a_pipe_in_place_of_a_file_of_the_run_is_not_waited_for(run_dir: Path, r
     helper.join()
     assert not waited
     assert "Traceback" not in outcome.stdout + outcome.stderr
-    assert outcome.code == 0 or len(errors(outcome)) == 1
+    assert outcome.code == 0 or (names != READ and len(errors(outcome)) == 1)
 
 
 @pytest.mark.parametrize("name", [".lock", "progress", "config.yaml", "summary.json", "refused.json", "train.log"])
@@ -664,19 +658,16 @@ def test_a_pipe_that_takes_the_place_of_a_file_meanwhile_keeps_nobody(tmp_path: 
     assert [json.loads(line)["id"] for line in lines] == [1, 2, 3]
 
 
-def test_samples_without_end_that_ended_a_process_are_not_counted(run_dir: Path, run_command: command) -> None:
-    """A record of the progress says that an update of 2^62 samples ended the process, and so does the journal."""
-    attack = progress(7, 1, 20, 20, 0, 2**62)
-    outcome = attacked(run_dir, run_command, attack)
-    assert outcome.code == 0
-    assert "resumes from step 20" in outcome.stdout + outcome.stderr
-
-
-def test_samples_without_end_that_ended_two_processes_are_not_counted(run_dir: Path, run_command: command) -> None:
-    """The second time they are passed over, and their rows are named: without a list of all of them."""
-    journal({"kind": "process_ended", "tick": 20, "start": 0, "stop": 2**62})(run_dir, run_dir)
+@pytest.mark.parametrize("times", [1, 2])
+def test_samples_without_end_that_ended_a_process_are_not_counted(
+    run_dir: Path, run_command: command, times: int
+) -> None:
+    """A record of 2^62 samples; the second time they are passed over, and named without a list of all of them."""
+    if times == 2:
+        journal({"kind": "process_ended", "tick": 20, "start": 0, "stop": 2**62})(run_dir, run_dir)
     outcome = attacked(run_dir, run_command, progress(7, 1, 20, 20, 0, 2**62))
-    assert outcome.code in (0, 1)
+    assert outcome.code in (0, times - 1)
+    assert times == 2 or "resumes from step 20" in outcome.stdout + outcome.stderr
 
 
 BOMB = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
@@ -684,13 +675,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x]\n" + "".join(
 )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param("[" * 3000 + "]" * 3000, id="deep"),
-        pytest.param(BOMB, id="bomb"),
-    ],
-)
+@pytest.mark.parametrize("text", ["[" * 3000 + "]" * 3000, BOMB], ids=["deep", "bomb"])
 def test_a_config_that_never_ends_is_not_waited_for(run_dir: Path, run_command: command, text: str) -> None:
     """A config.yaml that is nested too deeply, or grows with every line, counts as none."""
     outcome = attacked(run_dir, run_command, file_of_run("config.yaml", text))

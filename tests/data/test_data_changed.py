@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from command import command
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -23,12 +21,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.record.quarantine import QUARANTINE
 from resilient_train.state.ring import MemoryConfig
 
-
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def rows(count: int = 512, seed: int = 3, bad: tuple[int, ...] = ()) -> TensorDataset:

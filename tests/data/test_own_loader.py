@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from group import alone
 from torch import Tensor, nn
 
@@ -31,11 +30,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 def batches(draw: Callable[[], Tensor], seen: list[tuple[int, ...]]) -> Iterator[tuple[Tensor, Tensor]]:

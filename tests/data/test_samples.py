@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from resilient_train.data.failed_rows import fewest
 from resilient_train.data.samples import MapSamples, Samples, Slicing, Update
 from resilient_train.data.sequential import IterableSamples, LoaderSamples
 from resilient_train.data.stream import Stream
+from resilient_train.state.mismatch import explain_mismatch
 from resilient_train.state.tree import sha256
 from resilient_train.zoo.hf import hf_dataset
 
@@ -169,6 +170,94 @@ def test_a_stream_is_found_again_in_a_new_process() -> None:
             other = over(kind(), Slicing(5))
             other.load_state_dict(state)
             assert batches(other, 6) == rest
+
+
+@pytest.mark.parametrize(("rows", "shuffle", "is_same"), [(9000, True, False), (9000, False, True), (99, True, True)])
+def test_a_place_in_an_order_of_another_release_is_not_taken(rows: int, shuffle: bool, is_same: bool) -> None:
+    """What earlier releases wrote has no version; only the order of many rows has changed."""
+    stream = Stream(rows, 0, shuffle=shuffle)
+    live = MapSamples(range(rows), stream, Slicing(4), collate=default_collate).state_dict()
+    why = explain_mismatch({**BARE, "position": live}, {**BARE, "position": {"position": 400}}, torch.nn.Module(), [])
+    assert ("order of rows of version 1" in why) is not is_same
+
+
+BARE: dict[str, Any] = {"clock": 1, "weights": {}, "buffers": {}}
+
+
+class CountedReads(Counting):
+    """A long data set that counts how many of its rows are read, and whose content may change."""
+
+    reads = 0
+
+    def __init__(self, shift: int = 0) -> None:
+        super().__init__(rows=100_000)
+        self.shift = shift
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for row in super().__iter__():
+            self.reads += 1
+            yield {**row, "index": row["index"] + self.shift * (row["index"] >= 5)}
+
+
+def after(saved: int, more: int) -> tuple[dict[str, Any], list[str]]:
+    """A state that was saved after so many updates, another one before it, and what follows it."""
+    samples = over(CountedReads(), Slicing(5))
+    batches(samples, saved)
+    samples.state_dict()
+    batches(samples, more)
+    return samples.state_dict(), batches(samples, 6)
+
+
+@pytest.mark.parametrize("more", [1, 40])
+def test_a_new_process_finds_a_place_without_reading_the_epoch(more: int) -> None:
+    """Its state is trusted because an earlier one led to the rows that followed; more rows are not read."""
+    state, rest = after(20, more)
+    dataset = CountedReads()
+    other = over(dataset, Slicing(5))
+    begun = dataset.reads
+    other.load_state_dict(state)
+    assert dataset.reads - begun == 5
+    assert batches(other, 6) == rest
+    later, rest = other.state_dict(), batches(other, 1)
+    third = over(CountedReads(), Slicing(5))
+    third.load_state_dict(later)
+    assert batches(third, 1) == rest
+
+
+def without_proof(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "proof": None}
+
+
+def of_other_rows(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "proof": {**state["proof"], "digest": "0" * 64}}
+
+
+def of_another_kind(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "proof": {**state["proof"], "dataset": {"line": 7}}}
+
+
+@pytest.mark.parametrize("changed", [without_proof, of_other_rows, of_another_kind])
+def test_a_state_that_is_not_proven_is_not_used(
+    changed: Callable[[dict[str, Any]], dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The epoch is read again, with a warning where a proof failed, and beats while it is read."""
+    state, rest = after(500, 30)
+    dataset, beats = CountedReads(), list[int]()
+    other = over(dataset, Slicing(5))
+    assert isinstance(other, IterableSamples)
+    other.beat = lambda: beats.append(1)
+    other.load_state_dict(changed(state))
+    assert dataset.reads > state["row"]
+    assert len(beats) == 3
+    assert batches(other, 6) == rest
+    assert ("its epoch is read again" in caplog.text) == (changed is not without_proof)
+
+
+def test_a_data_set_whose_content_changed_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """Its own state may lead to the same place, but not to the same rows."""
+    state, _ = after(20, 5)
+    over(CountedReads(shift=1), Slicing(5)).load_state_dict(state)
+    assert "it leads to other rows" in caplog.text
 
 
 def test_rows_differ_between_epochs_and_seeds() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from group import alone
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -27,11 +26,7 @@ STEPS, BATCH = 40, 16
 INPUTS = torch.randn(200, 6, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture(autouse=True)
-def fresh_accelerate() -> Iterator[None]:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 class Rows:

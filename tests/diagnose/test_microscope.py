@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -118,10 +120,101 @@ def origin_of(does: Callable[[Tensor], Tensor], **options: Any) -> Origin | None
     return found
 
 
-def line_of(does: Callable[[Tensor], Tensor], text: str) -> int:
+def line_of(does: Callable[..., Tensor], text: str) -> int:
     lines, first = inspect.getsourcelines(does)
     (number,) = [first + place for place, line in enumerate(lines) if text in line]
     return number
+
+
+# Values and slopes that reach the loss by other ways than torch's functions.
+
+
+def by_attribute(hidden: Tensor) -> Tensor:
+    phases = torch.complex(hidden * 0, hidden * 0).log()
+    return (phases.mH.imag @ torch.ones(3, 4)).sum() + phases.real.sum()
+
+
+def by_a_view(hidden: Tensor) -> Tensor:
+    whole = hidden.clone()
+    whole[:2].zero_().log_()
+    return (whole + 1).sum()
+
+
+def by_data(hidden: Tensor) -> Tensor:
+    scale = nn.Parameter(torch.ones(4))
+    scale.data = (hidden[0] * 0).log()
+    return (hidden * scale).sum()
+
+
+def by_a_list(hidden: Tensor) -> Tensor:
+    rooted = torch._foreach_log([hidden * 0, hidden * 0 + 1])
+    return sum(one.sum() for one in rooted)  # type: ignore[return-value]
+
+
+def by_a_sparse_matrix(hidden: Tensor) -> Tensor:
+    edges = torch.eye(3).to_sparse()
+    logs = torch.sparse_coo_tensor(edges.indices(), (edges.values() - 1).log(), edges.shape, check_invariants=True)
+    shared: Tensor = torch.sparse.mm(logs, hidden)
+    return shared.sum()
+
+
+def by_a_number(hidden: Tensor) -> Tensor:
+    shift = (hidden.detach().sum() * 0).log().item()
+    return (hidden * shift).sum()
+
+
+def in_vmap(hidden: Tensor) -> Tensor:
+    summed: Tensor = torch.func.vmap(lambda row: (row * 0).log().sum())(hidden)
+    return summed.sum()
+
+
+def in_func_grad(hidden: Tensor) -> Tensor:
+    slope: Tensor = torch.func.grad(lambda values: (values * 0).sqrt().sum())(hidden)
+    return (slope * hidden).sum()
+
+
+def in_a_penalty(hidden: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad((hidden * 0).sqrt().sum(), hidden, create_graph=True)  # root
+    return slope.square().mean()
+
+
+def of_a_slope(hidden: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(((hidden * 0) ** 1.5).sum(), hidden, create_graph=True)  # power
+    return slope.sum() + hidden.sum()
+
+
+def recomputed(hidden: Tensor) -> Tensor:
+    result: Tensor = checkpoint(lambda value: (value * 0).sqrt().mean(), hidden, use_reentrant=True)
+    return result
+
+
+def in_a_hook(hidden: Tensor) -> Tensor:
+    doubled = hidden * 2
+    doubled.register_hook(lambda slope: slope / 0)  # type: ignore[no-untyped-call]
+    return doubled.sum()
+
+
+class InNumpy(torch.autograd.Function):
+    """Leaves torch in its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        with np.errstate(divide="ignore"):
+            return torch.from_numpy(np.log(value.detach().numpy() * 0))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def in_a_thread(hidden: Tensor) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: (hidden * 0).log()).result().sum()
+
+
+def never_filled(hidden: Tensor) -> Tensor:
+    batch = hidden.masked_fill(hidden > -9, float("nan"))
+    return batch.nanmean() + hidden.sum()
 
 
 @pytest.mark.parametrize(
@@ -140,6 +233,20 @@ def line_of(does: Callable[[Tensor], Tensor], text: str) -> int:
         (in_slices, "forward", "div", "inf", "hidden / (hidden - hidden)"),
         (swallowed, "forward", "log", "inf", ".log()"),
         (rematerialised, "backward", "sqrt", "inf", ".sqrt()"),
+        (by_attribute, "forward", "log", "inf", ".log()"),
+        (by_a_view, "forward", "log", "inf", ".log_()"),
+        (by_data, "forward", "log", "inf", ".log()"),
+        (by_a_list, "forward", "log", "inf", "_foreach_log"),
+        (by_a_sparse_matrix, "forward", "log", "inf", ".log()"),
+        (by_a_number, "forward", "log", "inf", ".log()"),
+        (in_vmap, "forward", "log", "inf", ".log()"),
+        (in_func_grad, "backward", "sqrt", "inf", ".sqrt()"),
+        (in_a_penalty, "backward", "sqrt", "inf", "# root"),
+        (of_a_slope, "backward", "pow", "nan", "# power"),
+        (recomputed, "backward", "sqrt", "inf", ".sqrt()"),
+        (in_a_hook, "backward", "div", "inf", "slope / 0"),
+        (in_a_thread, "forward", "log", "inf", ".log()"),
+        (never_filled, "forward", "nanmean", "nan", ".nanmean()"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -151,6 +258,33 @@ def test_it_names_operation_and_line(does: Any, phase: str, op: str, kind: str, 
     assert found.kind in (kind, "nan")
     assert found.line is not None
     assert (found.line.file, found.line.line) == (HERE, line_of(does, text))
+
+
+UNKNOWN = torch.tensor(float("nan"))
+
+
+def a_constant(hidden: Tensor) -> Tensor:
+    return torch.where(hidden > -9, UNKNOWN, hidden).abs().log().mean()
+
+
+def a_fill(hidden: Tensor) -> Tensor:
+    return hidden.masked_fill(hidden > -9, float("nan")).sqrt().mean()
+
+
+def an_array(hidden: Tensor) -> Tensor:
+    lengths = np.full(4, -np.inf, dtype=np.float32)
+    return (hidden - torch.from_numpy(lengths)).mean()
+
+
+@pytest.mark.parametrize(("does", "op"), [(a_constant, "where"), (a_fill, "masked_fill"), (an_array, "sub")])
+def test_values_that_the_program_gives_itself_are_named_where_they_enter(does: Any, op: str) -> None:
+    """A constant, or what numpy made: no operation is to blame, but the line is known if it reaches the loss."""
+    found = origin_of(does)
+    assert found is not None
+    assert (found.op, found.was_given) == (op, True)
+    lines, first = inspect.getsourcelines(does)
+    assert found.line is not None
+    assert first < found.line.line < first + len(lines)
 
 
 def of_what_was_made_up(hidden: Tensor) -> Tensor:
@@ -230,9 +364,10 @@ def test_of_several_births_the_earliest_is_told() -> None:
 
 def test_what_was_not_finite_already_is_nobodys_fault() -> None:
     """A NaN that came in with the batch came from no operation."""
-    model = Body(lambda hidden: hidden.sum())
+    model, batch = Body(lambda hidden: hidden.sum()), torch.full((2, 4), torch.nan)
     with Microscope(model) as microscope:
-        loss = model(torch.full((2, 4), torch.nan))
+        microscope.knows([batch])
+        loss = model(batch)
         microscope.judge(loss)
     assert microscope.of_loss is None
 
@@ -328,6 +463,15 @@ def test_the_backward_of_a_users_own_operation_is_named() -> None:
     assert (found.phase, found.op) == ("backward", "Careless")
     assert found.line is not None
     assert found.line.file == HERE
+
+
+def test_the_forward_of_a_users_own_operation_is_named() -> None:
+    """What its forward makes outside of torch is named by its class and the line of its forward."""
+    found = origin_of(lambda hidden: InNumpy.apply(hidden).sum())  # type: ignore[no-untyped-call]
+    assert found is not None
+    assert (found.phase, found.op, found.was_given) == ("forward", "InNumpy", False)
+    assert found.line is not None
+    assert found.line.line == line_of(InNumpy.forward, "def forward")
 
 
 @pytest.mark.parametrize(

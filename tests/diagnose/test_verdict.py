@@ -53,6 +53,22 @@ ONLY_HERE = Observations(reproduced=True, is_compared=True)
         (replace(AGAIN, culprit=culprit("exp", values(0, 120)), kind="inf"), 2, Cause.OVERFLOW, "float32"),
         (replace(AGAIN, culprit=culprit("pow", values(-3, 1e25)), kind="inf"), 1, Cause.OVERFLOW, "pow"),
         (replace(AGAIN, culprit=culprit("pow", values(-3, 2)), kind="nan"), 1, Cause.OPERATION, "-3"),
+        (  # the slope of a fractional power at 0, next to values above 1
+            replace(AGAIN, culprit=culprit("pow", values(0, 50, zeros=2), {"value": 0.25}), kind="inf"),
+            *(1, Cause.OPERATION, "2 elements that are 0"),
+        ),
+        (  # a power with a whole exponent has none there
+            replace(AGAIN, culprit=culprit("pow", values(0, 1e25, zeros=2), {"value": 3.0}), kind="inf"),
+            *(1, Cause.OVERFLOW, "1e+25"),
+        ),
+        (  # the slope of 1 / (1 + exp(-x)): NaN, because exp overflows
+            replace(AGAIN, culprit=culprit("exp", values(-310, 95)), kind="nan"),
+            *(1, Cause.OVERFLOW, "of values up to 95"),
+        ),
+        (
+            replace(AGAIN, culprit=culprit("masked_fill", values(0, 2)), kind="nan", was_given=True),
+            *(1, Cause.OPERATION, "by the program itself"),
+        ),
         (replace(AGAIN, culprit=culprit("linalg_inv", values(0, 2)), kind="inf"), 1, Cause.OPERATION, "identity"),
         (replace(AGAIN, culprit=culprit("Mine", values(0, 2)), kind="nan"), 1, Cause.OPERATION, "Mine"),
         (AGAIN, 1e5, Cause.EXPLOSION, "1e+05 times"),

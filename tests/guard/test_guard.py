@@ -204,6 +204,37 @@ def test_an_overflow_leaves_nothing_in_the_buffers(last: int) -> None:
     assert all(torch.equal(one, buffers[name]) for name, one in guard.state.model.named_buffers())
 
 
+def speed(model: Any, batch: Any) -> torch.Tensor:
+    """The root of a speed in half precision: five boats do not move, and a power of 1/4 has no slope there."""
+    step, root = batch
+    with torch.autocast("cpu", torch.float16):
+        scaled = step.float() * model(step).float()
+    return F.mse_loss(scaled.square().sum(1) ** 0.25, root)
+
+
+def test_a_slope_that_is_nan_at_any_scale_is_no_overflow() -> None:
+    """A scaler would halve its scale for as long as such rows come; a replay without a scale shows what it is."""
+    numbers = torch.Generator().manual_seed(2)
+    steps = torch.randn(1024, 2, generator=numbers)
+    steps[::205] = 0.0
+    roots = 1.3 * steps.norm(dim=1).sqrt()
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=10**6)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+    data = torch.utils.data.TensorDataset(steps, roots)
+    guard = Guard(accelerator, model, torch.optim.AdamW(model.parameters(), lr=0.01), data=data, batch_size=32,
+                  objective=speed, recovery="balanced")  # fmt: skip
+    trained(guard, 90)
+    guard.settle()
+    first, *others = guard.incidents
+    assert first.diagnosis.culprit is not None
+    assert (first.anomaly.signal, first.diagnosis.culprit.op) == ("nonfinite_grad", "pow")
+    assert not others
+    assert accelerator.scaler.get_scale() == 2.0**10, "two refusals, before the replay of the third"
+    guard._controls.unpatch()
+
+
 def test_a_refused_loss_does_not_move_the_loss_scale() -> None:
     """A loss that is not finite is not an overflow: the scale is what it was."""
     guard = trained(scaled(At("loss", 10)), 30)
@@ -212,10 +243,20 @@ def test_a_refused_loss_does_not_move_the_loss_scale() -> None:
 
 
 def test_a_scale_that_collapses_is_an_incident() -> None:
-    """Gradients that overflow at every scale do not loop in silence: the run ends, and says why."""
-    guard = scaled(At("gradient", *range(10, 2000)), recovery="balanced")
+    """Gradients that overflow at every scale do not loop in silence: the run ends, and says why.
+
+    Of a loss that is handed over nothing can be replayed.
+    """
+    guard, objective = scaled(None, recovery="balanced"), At("gradient", *range(10, 2000))
+
+    def loop() -> None:
+        for batch in guard.batches(60):
+            loss = objective(guard.model, batch)
+            guard.world.accelerator.backward(loss)
+            guard.update(loss)
+
     with pytest.raises(GaveUp):
-        trained(guard, 60)
+        loop()
     assert set(signals(guard)) == {"scale_collapse"}
     assert guard.clock.tick < 200
 
@@ -310,7 +351,13 @@ def length_with_anomaly_mode(model: Any, batch: Any) -> Any:
     return length(model, batch)
 
 
-@pytest.mark.parametrize("where", ["before", "in the objective", "handed over"])
+def length_around_backward(model: Any, batch: Any) -> Any:
+    """Leave the mode on with its check, as a context around forward and backward has it."""
+    torch.autograd.set_detect_anomaly(True, check_nan=True).__enter__()
+    return length(model, batch)
+
+
+@pytest.mark.parametrize("where", ["before", "in the objective", "handed over", "in the loop"])
 def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
     where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,10 +368,13 @@ def test_anomaly_mode_does_not_end_a_run_that_the_gate_protects(
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(4, 3, bias=False)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    objective = {"before": length, "in the objective": length_with_anomaly_mode, "handed over": None}[where]
+    objective = {"before": length, "in the objective": length_with_anomaly_mode}.get(where)
     guard = Guard(accelerator, model, optimizer, data=rows, batch_size=8, objective=objective, shuffle=False)
     with torch.autograd.set_detect_anomaly(True):
-        handed_over(guard, length, 30) if objective is None else trained(guard, 30)
+        if objective is None:
+            handed_over(guard, length_around_backward if where == "in the loop" else length, 30)
+        else:
+            trained(guard, 30)
         assert torch.is_anomaly_enabled()
         assert torch.is_anomaly_check_nan_enabled()
         guard.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from accelerate import Accelerator
 from group import together
 from guarded import REWIND, SKIP
 from pairs import BATCH_SIZE, Fault, Pair, train
+from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import TrainError
+from resilient_train.state.randomness import Seeds
 from resilient_train.state.ring import MemoryConfig
 from resilient_train.state.tree import sha256
 
@@ -58,6 +61,41 @@ def test_a_healthy_run_ends_as_a_plain_loop(kind: str, fused: bool) -> None:
     assert plain.digests() == guarded.digests()
     for mine, theirs in zip(guarded.bare.buffers(), plain.bare.buffers(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@kinds
+def test_the_sum_of_opposed_losses_need_not_fall(kind: str, tmp_path: Path) -> None:
+    """A healthy run is well, although its loss is not below where it began."""
+    trained = pair(kind)
+    guard = trained.guard(steps=STEPS, run_dir=tmp_path / "run")
+    for batch in guard.batches():
+        for name in trained.names:
+            loss = trained.backward(name, batch, lambda loss: loss + 0.1 * guard.clock.step)
+            guard.update(loss, optimizer=trained.optimizers[name])
+    guard.close()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["final_loss"] > summary["first_loss"]
+    assert summary["verdict"] == "well"
+
+
+@kinds
+@pytest.mark.parametrize("bad", [None, 100])
+def test_turns_that_are_only_observed_end_as_a_plain_loop(kind: str, bad: int | None) -> None:
+    """A row of NaN lands in both networks, as it would, and is one incident."""
+    guarded = pair(kind)
+    if bad is not None:
+        guarded.data.tensors[0][bad] = torch.nan
+    guard = guarded.guard(steps=STEPS, clip=None, recovery="observe")
+    batches = {sha256([*batch]): batch for batch in train(guarded, guard)}  # two come again, as they are diagnosed
+    assert len(batches) == STEPS
+    assert [str(one.outcome) for one in guard.incidents] == ["observed"] * (bad is not None)
+
+    plain, start = pair(kind), 0
+    for batch in batches.values():
+        guard.seeds.for_update(start)
+        plain.plain([batch])
+        start += BATCH_SIZE
+    assert plain.digests() == guarded.digests()
 
 
 @kinds
@@ -326,3 +364,56 @@ def test_two_ranks_refuse_the_same_turn(kind: str, place: int, how: str) -> None
     assert one == other
     assert one["tick"] == 21
     assert one["ranks"] == ([(1,)] if how == "loss" else [()])
+
+
+def shared(fault_at: int = 0, how: str = "loss", **more: Any) -> tuple[Pair, Guard | None]:
+    """Train a GAN as most programs do: the generator runs once in a turn, and both losses use what it made."""
+    trained, guard = pair("gan"), None
+    generator, discriminator = trained.nets["g"], trained.nets["d"]
+    if more:
+        guard = trained.guard(steps=STEPS, memory=OFTEN, clip=None, **{"recovery": SKIP, **more})
+    seeds = Seeds(0, 0, torch.device("cpu"))
+    batches: Any = guard.batches() if guard else DRAWN
+    for turn, (pictures, noise) in enumerate(batches, start=1):
+        if guard:
+            DRAWN.append((pictures, noise))
+        else:
+            seeds.for_update((turn - 1) * BATCH_SIZE)
+        made = generator(noise)
+        for name in trained.names:
+            target = made.detach() if name == "d" else made
+            loss = F.softplus((1 if name == "d" else -1) * discriminator(target)).mean()
+            if name == "d":
+                loss = loss + F.softplus(-discriminator(pictures)).mean()
+            loss = pairs.SPOILED[how](loss) if turn == fault_at and name == "g" else loss
+            trained.optimizers[name].zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            if guard:
+                guard.update(loss, optimizer=trained.optimizers[name])
+            else:
+                trained.optimizers[name].step()
+    return trained, guard
+
+
+DRAWN: list[Any] = []  # the batches of the guarded loop
+
+
+def test_losses_may_share_a_forward() -> None:
+    """Although a scan, between the two losses, looks at the buffers as they were before that forward."""
+    DRAWN.clear()
+    guarded, guard = shared(recovery="balanced")
+    assert guard is not None
+    assert guard.incidents == []
+    plain, _ = shared()
+    assert plain.digests() == guarded.digests()
+
+
+@pytest.mark.parametrize("recovery", [SKIP, REWIND])
+def test_a_turn_that_is_dropped_may_share_a_forward(recovery: Any) -> None:
+    """Its other loss is computed with weights that were restored in between: that is ignored, and raises no error."""
+    trained, guard = shared(STRUCK, recovery=recovery)
+    assert guard is not None
+    [incident] = guard.incidents
+    assert incident.anomaly.step == STRUCK
+    assert guard.clock.step == STEPS
+    assert all(bool(one.isfinite().all()) for one in trained.nets.parameters())

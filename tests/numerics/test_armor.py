@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import json
@@ -51,6 +52,14 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
         return importlib.import_module(name)
 
     return written
+
+
+@pytest.fixture(autouse=True)
+def only_new_objects() -> Iterator[None]:
+    """A suite has a million objects: what was there before a test is not searched for functions to patch."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -225,27 +225,28 @@ def test_a_diagnosis_may_take_longer_than_an_update(here: Path, run_command: com
     assert max(calls) <= 2
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_processes_that_were_stopped_continue(size: int, tmp_path: Path) -> None:
+def test_processes_that_were_stopped_continue(tmp_path: Path) -> None:
     """By SIGSTOP, for longer than an update may take: neither the watchdog nor what stands behind it calls that a hang.
 
-    Twice, since what counts in C has been used up in part by the first time.
+    Twice, since what counts in C has been used up in part by the first time. One process, and a group of two.
     """
-    words = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.steps=400", "run.dir=run"]
-    words += ["accelerate.cpu=true", "run.step_timeout=5", "run.log_every=1000"]
-    run_dir = tmp_path / "here/run"
-    with Group(tmp_path / "here", size, "-m", "resilient_train", *words) as group:
+    words = ["-m", "resilient_train", "model=mlp", "data=digits", "objective=classification", "tracking=none"]
+    words += ["run.steps=1000", "run.dir=run", "accelerate.cpu=true", "run.step_timeout=5", "run.log_every=1000"]
+    places = [tmp_path / "alone", tmp_path / "group"]
+    with Group(places[0], 1, *words) as alone, Group(places[1], 2, *words) as group:
         for step in (20, 60):
-            group.until(lambda step=step: stand(run_dir).step >= step)  # type: ignore[misc]
-            for rank in group.ranks:
-                rank.strike(signal.SIGSTOP)
+            for place, ranks in zip(places, (alone.ranks, group.ranks), strict=True):
+                group.until(lambda place=place, step=step: stand(place / "run").step >= step)  # type: ignore[misc]
+                for rank in ranks:
+                    rank.strike(signal.SIGSTOP)
             time.sleep(11.0)  # longer than the limit and all that comes behind it
-            for rank in group.ranks:
+            for rank in (*alone.ranks, *group.ranks):
                 rank.strike(signal.SIGCONT)
-        done = group.wait()
-    assert done.is_well, done
-    assert summary(run_dir)["status"] == "completed"
-    assert in_journal(run_dir, "incident_opened") == []
+        for done in (alone.wait(), group.wait()):
+            assert done.is_well, done
+    for place in places:
+        assert summary(place / "run")["status"] == "completed"
+        assert in_journal(place / "run", "incident_opened") == []
 
 
 def test_without_limits_nothing_is_ended(nursery: Nursery) -> None:

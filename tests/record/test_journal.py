@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -72,21 +73,15 @@ def test_entries_are_lines_that_strict_readers_take(full: tuple[Path, list[dict[
 
 
 def test_what_is_read_back_is_what_was_in_memory(full: tuple[Path, list[dict[str, Any]]]) -> None:
-    """A journal opened again has the same entries, and goes on counting."""
+    """A journal opened again has the same entries, and goes on counting; one that is not there is empty."""
     path, entries = full
     again = Journal(path)
     assert again.entries == entries == read(path)
     assert again.write("more")["n"] == 4
     assert read(path) == again.entries
-
-
-def test_a_journal_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    """Opening makes no file; the first entry does."""
-    journal = Journal(tmp_path / "journal.jsonl")
-    assert journal.entries == read(journal.path) == []
-    assert not journal.path.exists()
-    journal.write("one")
-    assert len(read(journal.path)) == 1
+    path.unlink()
+    assert Journal(path).entries == read(path) == []
+    assert not path.exists(), "the first entry makes it"
 
 
 def test_a_journal_that_cannot_be_read_is_never_written_over(tmp_path: Path) -> None:
@@ -237,18 +232,13 @@ def test_readers_change_nothing(full: tuple[Path, list[dict[str, Any]]]) -> None
         ([True, None, 3, 0.5, "x"], [True, None, 3, 0.5, "x"]),
         (Path("a/b"), "a/b"),
         ({3}, [3]),
+        ([np.float32(0.5), np.int64(3), np.float64("nan")], [0.5, 3, "nan"]),
     ],
 )
 def test_plain_is_what_any_reader_takes(value: Any, expected: Any) -> None:
-    """Text for what JSON has no word for, everything else as it is."""
+    """Text for what JSON has no word for, everything else as it is; numpy's numbers are numbers."""
     assert plain(value) == expected
     assert strictly(json.dumps(plain(value))) == expected
-
-
-def test_numbers_of_numpy_stay_numbers() -> None:
-    """A loss that comes as numpy's float is no text."""
-    numpy = pytest.importorskip("numpy")
-    assert plain([numpy.float32(0.5), numpy.int64(3), numpy.float64("nan")]) == [0.5, 3, "nan"]
 
 
 def test_a_journal_that_was_removed_is_written_anew(full: tuple[Path, list[dict[str, Any]]]) -> None:
@@ -284,8 +274,6 @@ def test_the_journals_own_fields_are_not_given_away(tmp_path: Path) -> None:
 KILLED = """
 import sys
 from pathlib import Path
-from resilient_train.record.incident_lines import as_line, from_line
-from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal
 journal = Journal(Path(sys.argv[1]))
 while True:
@@ -318,8 +306,6 @@ def test_nothing_acknowledged_is_lost_in_a_kill(tmp_path: Path) -> None:
 ON_A_SMALL_DISK = """
 import logging, os, sys
 from pathlib import Path
-from resilient_train.record.incident_lines import as_line, from_line
-from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal, read
 logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
 path, ballast = Path(sys.argv[1]) / "journal.jsonl", Path(sys.argv[1]) / "ballast"
@@ -361,8 +347,6 @@ def test_a_full_disk_costs_nothing_but_a_line_in_the_log(tmp_path: Path) -> None
 WITH_A_LIMIT = """
 import logging, resource, sys
 from pathlib import Path
-from resilient_train.record.incident_lines import as_line, from_line
-from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.journal import Journal, read
 logging.basicConfig(format="%(levelname)s %(message)s", level="INFO", stream=sys.stdout)
 journal = Journal(Path(sys.argv[1]))
@@ -494,16 +478,10 @@ def test_unknown_keys_are_passed_over_and_late_ones_are_optional() -> None:
     [
         *({"id": "1"}, {"id": -1}, {"id": True}, {"step": 1.0}, {"tick": None}, {"signal": "os.system"}, {"signal": 1}),
         *({"cause": "bad luck"}, {"outcome": "fine"}, {"rows": 3}, {"rows": ["a"]}, {"rows": [True]}, {"advice": None}),
-        *(
-            {"culprit": "me"},
-            {"culprit": {}},
-            {"culprit": {"phase": "forward"}},
-            {"actions": {}},
-            {"actions": ["rewind"]},
-        ),
-        *({"actions": [{"factor": 1}]}, {"actions": [{"remedy": 1}]}, {"rewound_to": "3"}, {"seconds": "0.1"}),
-        *({"seconds": math.nan}, {"seconds": -1.0}, {"seconds": True}, {"steps_lost": -1}, {"since": "x"}),
-        *({"landed": 1}, {"ranks": [None]}, {"evidence": []}, {"gave_up": 1}),
+        *({"culprit": "me"}, {"culprit": {}}, {"culprit": {"phase": "forward"}}, {"actions": {}}),
+        *({"actions": ["rewind"]}, {"actions": [{"factor": 1}]}, {"actions": [{"remedy": 1}]}, {"rewound_to": "3"}),
+        *({"seconds": "0.1"}, {"seconds": math.nan}, {"seconds": -1.0}, {"seconds": True}, {"steps_lost": -1}),
+        *({"since": "x"}, {"landed": 1}, {"ranks": [None]}, {"evidence": []}, {"gave_up": 1}),
     ],
     ids=str,
 )
@@ -517,18 +495,15 @@ def test_a_line_of_wrong_types_is_refused_in_one_line(change: dict[str, Any]) ->
 
 @pytest.mark.parametrize("key", ["id", "step", "tick", "signal", "cause", "advice", "culprit", "steps_lost", "outcome"])
 def test_a_line_without_a_key_of_the_contract_is_refused(key: str) -> None:
-    """Nothing is made up for what is missing."""
+    """Nothing is made up for what is missing; nor is what is no object an incident."""
     line = as_line(POISON)
     del line[key]
     with pytest.raises(ValueError, match=key):
         from_line(line)
-
-
-@pytest.mark.parametrize("line", [None, [], "x", 3])
-def test_what_is_no_object_is_no_incident(line: Any) -> None:
-    """Another kind of JSON is refused as well."""
-    with pytest.raises(ValueError, match="incident"):
-        from_line(line)
+    others: list[Any] = [None, [], "x", 3]
+    for other in others:
+        with pytest.raises(ValueError, match="incident"):
+            from_line(other)
 
 
 # The book of them.
@@ -744,26 +719,18 @@ def seen(incident: Incident, **changes: Any) -> Incident:
     return dataclasses.replace(incident, anomaly=dataclasses.replace(incident.anomaly, **changes))
 
 
-def test_a_refused_update_is_told_in_two_lines() -> None:
-    """What was noticed, that it did no harm, and what was done."""
+def test_an_incident_is_told_in_a_few_lines() -> None:
+    """What was noticed, the evidence, what was done and what it cost; rows and the place in the user's code."""
     assert describe(acted(Action("skip"), steps_lost=1)) == (
         "! step 1,204: the loss is not finite (nonfinite_loss), refused before it reached the weights\n"
         "  cause unknown; skipped the suspect samples; nothing was lost"
     )
-
-
-def test_a_rewind_is_told_in_three_lines() -> None:
-    """With the evidence between what was noticed and what was done."""
     assert describe(SPIKE) == (
         "! step 1,204: the loss jumped (loss_spike), in the weights since step 1,191\n"
         "  loss 8.12 where 2.9 to 3.4 was usual\n"
         "  cause explosion; rewound to step 1,177 (verified), learning rate x0.5 with 20 steps of warm-up, "
         "in 0.12 s; 27 steps lost"
     )
-
-
-def test_a_diagnosis_names_line_and_rows() -> None:
-    """The place in the user's code and the rows of the data stand behind the cause, ranks behind the signal."""
     header, cause, advice = describe(POISON).split("\n")
     assert "the loss is not finite on ranks 1 and 3 (nonfinite_loss)" in header
     assert cause.startswith("  cause operation (log in net.head, mine.py:31, backward; rows 17 and 90000 of the data);")
@@ -866,7 +833,16 @@ def test_every_signal_has_words(one: Signal) -> None:
     """A crash or a full disk is not said to be in the weights."""
     header = describe(seen(SPIKE, signal=one)).split("\n")[0]
     assert f"({one})" in header
-    beside = {"exception", "out_of_memory", "hang", "crash", "disk_full", "checkpoint_failed", "checkpoint_damaged"}
+    beside = {
+        "no_progress",
+        "exception",
+        "out_of_memory",
+        "hang",
+        "crash",
+        "disk_full",
+        "checkpoint_failed",
+        "checkpoint_damaged",
+    }
     assert ("in the weights" in header) == (one not in beside)
 
 
@@ -902,9 +878,8 @@ def test_an_outcome_is_told_in_one_line(outcome: Outcome | None, healthy: int | 
 
 def test_the_farewell_says_what_is_left_and_what_to_do() -> None:
     """What happened, why it ends, what was tried how often, where the last good weights are, what to try next."""
-    last = dataclasses.replace(
-        SPIKE, id=9, decision=Decision(gave_up="3 incidents within 1,000 ticks"), rewound_to=None
-    )
+    gave_up = Decision(gave_up="3 incidents within 1,000 ticks")
+    last = dataclasses.replace(SPIKE, id=9, decision=gave_up, rewound_to=None)
     assert final_message(last, Path("runs/mine/checkpoints/1177"), [SPIKE, SPIKE, POISON]) == (
         "gave up at step 1,204: the loss jumped (loss_spike), cause explosion\n"
         "  loss 8.12 where 2.9 to 3.4 was usual\n"
@@ -914,11 +889,7 @@ def test_the_farewell_says_what_is_left_and_what_to_do() -> None:
         "  last good weights: runs/mine/checkpoints/1177\n"
         "  what to try next: Lower the learning rate."
     )
-
-
-def test_a_farewell_with_nothing_to_say_stays_true() -> None:
-    """No remedy, no checkpoint, no advice."""
-    said = final_message(acted(), None)
+    said = final_message(acted(), None)  # no remedy, no checkpoint, no advice
     assert "tried: nothing, as the policy says" in said
     assert "last good weights: none were written" in said
     assert "what to try next" not in said

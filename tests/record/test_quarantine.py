@@ -90,27 +90,22 @@ def test_a_rank_without_the_directory_keeps_the_same_rows(tmp_path: Path) -> Non
 
 
 def test_a_later_run_can_be_given_the_list(tmp_path: Path) -> None:
-    """It keeps the reasons, adds its own, and leaves the other run's list alone."""
-    (tmp_path / "later").mkdir()
+    """It keeps the reasons, adds its own, and leaves that list alone; in each process those rows count as given."""
+    for name in ("later", "own"):
+        (tmp_path / name).mkdir()
     given = listed(tmp_path, 3, 17)
     before = given.read_text()
-    later = Quarantine(tmp_path / "later", same)
-    later.load(given)
-    later.add([4], "it raises", 5, 6)
-    assert dict(Quarantine(tmp_path / "later", same).rows) == {3: WHY, 17: WHY, 4: Quarantined("it raises", 5, 6)}
-    assert given.read_text() == before
-
-
-def test_rows_of_another_run_are_known_as_such_after_a_resume(tmp_path: Path) -> None:
-    """They count against no budget, in the process that adopts the list and in every later one."""
-    (tmp_path / "later").mkdir()
-    given = listed(tmp_path, 3, 17)
     for _ in range(2):
         later = Quarantine(tmp_path / "later", same)
-        later.add([4, 3], "it raises", 5, 6)
+        later.add([4], "it raises", 5, 6)
         later.load(given)
-        assert sorted(later.given) == [17]
-    assert sorted(later.rows) == [3, 4, 17]
+        assert sorted(later.given) == [3, 17]
+    assert dict(Quarantine(tmp_path / "later", same).rows) == {3: WHY, 17: WHY, 4: Quarantined("it raises", 5, 6)}
+    later = Quarantine(tmp_path / "own", same)
+    later.add([3], "it raises", 5, 6)
+    later.load(given)
+    assert sorted(later.given) == [17], "what it has found itself is its own"
+    assert given.read_text() == before
 
 
 @pytest.mark.parametrize(
@@ -158,14 +153,7 @@ def vars_of(why: Quarantined) -> dict[str, Any]:
 
 
 DAMAGE = [
-    "",
-    "{",
-    "\x00" * 40,
-    "[" * 100_000,
-    "null",
-    "[1]",
-    "{}",
-    '{"format": 1}',
+    *("", "{", "\x00" * 40, "[" * 100_000, "null", "[1]", "{}", '{"format": 1}'),
     damaged(lambda content: content.update(format="1")),
     damaged(lambda content: content.update(format=True)),
     damaged(lambda content: content.update(more=1)),
@@ -201,16 +189,12 @@ def test_a_damaged_list_is_told_and_executes_nothing(
     assert list(Quarantine(tmp_path, same).rows) == [5]
 
 
-def test_the_list_of_a_later_version_is_not_guessed_at(tmp_path: Path) -> None:
-    """It says which format it has."""
+def test_a_list_of_a_later_version_and_one_that_is_not_there_are_named(tmp_path: Path) -> None:
+    """With the format that it has, or the key that named it."""
     file = tmp_path / QUARANTINE
     file.write_text(damaged(lambda content: content.update(format=2, rows={"3": "new"})))
     with pytest.raises(ConfigError, match="is of format 2, where this version reads 1"):
         Quarantine(None, same).load(file)
-
-
-def test_a_list_that_is_not_there(tmp_path: Path) -> None:
-    """Is told with the key that named it."""
     with pytest.raises(ConfigError, match=r"data\.quarantine=.*nowhere\.json: cannot be read: No such file"):
         Quarantine(None, same).load(tmp_path / "nowhere.json", "data.quarantine")
 

@@ -133,12 +133,12 @@ def test_the_last_good_state_is_one_that_is_verified(here: Path, run_command: co
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 def test_a_copied_directory_is_a_run_of_its_own_in_mlflow_and_a_moved_one_is_not(
-    here: Path, run_command: command
+    here: Path, run_command: command, empty_store: Path
 ) -> None:
     """Both go on: each of the two runs there has all of its own way, and nothing of the other's."""
     from mlflow import MlflowClient
 
-    uri = f"sqlite:///{here}/mlflow.db"
+    uri = f"sqlite:///{shutil.copy(empty_store, here / 'mlflow.db')}"
     tracked = [*SAVING, "tracking=mlflow", f"tracking.uri={uri}", "tracking.drain_s=300", "run.log_every=1"]
     assert run_command([*tracked, "run.steps=4", "run.dir=one"]).code == 0
     shutil.copytree("one", "two")
@@ -317,7 +317,7 @@ def test_what_is_wrong_with_a_directory_is_said(here: Path, run_command: command
 
 
 @pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
-def test_the_report_is_made_once_at_the_end(here: Path) -> None:
+def test_the_report_is_made_once_at_the_end(here: Path, empty_store: Path) -> None:
     """For each incident it would take as long as all of them squared."""
     from resilient_train.tracking.uploader import Uploader
 
@@ -335,7 +335,8 @@ def test_the_report_is_made_once_at_the_end(here: Path) -> None:
     box = Outbox(here / "run" / OUTBOX)
     box.put(BEGAN, name="run")
     assert box.close(60)
-    uploader = Uploader(here / "run", locate(f"sqlite:///{here}/mlflow.db", here), "many")
+    store = locate(f"sqlite:///{shutil.copy(empty_store, here / 'mlflow.db')}", here)
+    uploader = Uploader(here / "run", store, "many")
     uploader.upload()
     meet(22)
     uploader.upload()

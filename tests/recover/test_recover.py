@@ -9,7 +9,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +292,22 @@ def test_rows_that_another_run_listed_cost_nothing_but_one_row_stays() -> None:
     assert decision.gave_up == "the data set is broken: all of its 100 rows are guilty, 97 of them in another run"
 
 
+def test_only_the_budget_of_rows_leaves_other_remedies() -> None:
+    """An operation that breaks with some rows: other remedies may be left, unless the run has met too much."""
+
+    def diagnose(anomaly: Anomaly) -> Diagnosis:
+        return Diagnosis(Cause.OPERATION, "", rows=(anomaly.step,))
+
+    ladders = {"default": [{"do": ["quarantine"], "strikes": None}, {"do": ["skip"], "strikes": None}]}
+    few = parse({"ladders": ladders, "budget": {"rows": 0}})
+    (made,) = decisions(few, [refused(9)], diagnose=diagnose)
+    assert [action.remedy for action in made.actions] == ["skip"]
+    ladders["default"][1]["do"] = ["rewind"]
+    met = parse({"ladders": ladders, "budget": {"refused": 2}})
+    made = decisions(met, [refused(n) for n in (1, 3, 5)], diagnose=diagnose)[-1]
+    assert made.gave_up == "the budget of 2 refused updates within 1,000 updates is used up"
+
+
 def test_a_quarantine_passes_over() -> None:
     """Of a refused update it costs the budget of those, not that of incidents; next to a rewind it is one."""
     assert is_mild([Action("quarantine")])
@@ -487,7 +503,7 @@ def test_shipped_policies(name: str) -> None:
             for action in rung.do:
                 assert action.remedy in KNOWN
                 assert isinstance(remedy(action), KNOWN[action.remedy])
-                json.dumps(action.settings)
+                json.dumps(action.settings, default=asdict)  # a trial has actions of its own
 
 
 def test_all_policies_are_tested() -> None:
@@ -668,6 +684,9 @@ class Run:
 
     def lower_loss_scale(self, factor: float) -> None:
         self.done.append("lower_loss_scale")
+
+    def try_arms(self, arms: Sequence[Sequence[Action]], steps: int) -> None:
+        self.done.append("trial")
 
 
 Fault = Callable[[Run], Anomaly | None]

@@ -553,26 +553,29 @@ def attempts(cause: Cause, *traces: int, rungs: Sequence[int] | None = None) -> 
             rewound_to=150,
             trace=trace,
         )
-        for place, (trace, rung) in enumerate(zip(traces, rungs or [1] * len(traces), strict=True))
+        for place, (trace, rung) in enumerate(zip(traces, rungs or [2] * len(traces), strict=True))
     ]
 
 
 @pytest.mark.parametrize(
     ("earlier", "trace", "rung"),
     [
-        pytest.param([], 0, 1, id="the first one"),
-        pytest.param(attempts(Cause.EXPLOSION, 7), 0, 1, id="not known: strikes only"),
-        pytest.param(attempts(Cause.EXPLOSION, 7), 8, 1, id="it came to something else"),
-        pytest.param(attempts(Cause.EXPLOSION, 7), 7, 2, id="it came to the same as before"),
-        pytest.param(attempts(Cause.DATA, 7), 7, 1, id="that was another cause"),
-        pytest.param(attempts(Cause.EXPLOSION, 7, 8), 9, 2, id="its strikes are used up"),
-        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[1, 1, 2]), 6, 2, id="the next one has two as well"),
-        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[1, 1, 2]), 9, 3, id="the next one came to the same"),
-        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[1, 1, 2]), 7, 3, id="the same as longer ago"),
+        pytest.param([], 0, 2, id="the first one"),
+        pytest.param(attempts(Cause.EXPLOSION, 7), 0, 2, id="not known: strikes only"),
+        pytest.param(attempts(Cause.EXPLOSION, 7), 8, 2, id="it came to something else"),
+        pytest.param(attempts(Cause.EXPLOSION, 7), 7, 3, id="it came to the same as before"),
+        pytest.param(attempts(Cause.DATA, 7), 7, 2, id="that was another cause"),
+        pytest.param(attempts(Cause.EXPLOSION, 7, 8), 9, 3, id="its strikes are used up"),
+        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[2, 2, 3]), 6, 3, id="the next one has two as well"),
+        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[2, 2, 3]), 9, 4, id="the next one came to the same"),
+        pytest.param(attempts(Cause.EXPLOSION, 7, 8, 9, rungs=[2, 2, 3]), 7, 4, id="the same as longer ago"),
     ],
 )
 def test_a_rung_that_came_to_the_same_is_spent(earlier: list[Incident], trace: int, rung: int) -> None:
-    """With the same knobs, data and weights the next attempt would come to the same again, so it takes no strikes."""
+    """With the same knobs, data and weights the next attempt would come to the same again, so it takes no strikes.
+
+    The rung of a trial, which is not possible here, is passed over.
+    """
     assert decided(Cause.EXPLOSION, earlier, trace=trace, policy="aggressive").rung == rung
 
 
@@ -583,11 +586,12 @@ def setting(decision: Decision, remedy: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("off", "factor"), [(0.0, 0.5), (1.0, 0.5), (9.0, 0.1), (inf, 0.01)])
 @pytest.mark.parametrize("policy", ["balanced", "aggressive"])
 def test_an_explosion_is_cut_as_deep_as_it_goes(policy: str, off: float, factor: float) -> None:
-    """From the rung that lowers the rate on; the rung before it only warms up anew."""
+    """From the rung that lowers the rate on; the rung before it only warms up."""
     first = decided(Cause.EXPLOSION, policy=policy, loss_excess=off)
     assert setting(first, "lower_lr")["factor"] == 1
-    later = decided(Cause.EXPLOSION, attempts(Cause.EXPLOSION, 0, 0), policy=policy, loss_excess=off)
-    assert later.rung == first.rung + 1
+    before = attempts(Cause.EXPLOSION, 0, 0, rungs=[1, 3] if policy == "balanced" else [2, 2])
+    later = decided(Cause.EXPLOSION, before, policy=policy, loss_excess=off)
+    assert later.rung > first.rung
     assert setting(later, "lower_lr")["factor"] == factor
 
 

@@ -18,9 +18,10 @@ from attacks_place import SECRETS, Failed, Place, judged
 
 ATTACKS = str(HERE.parent / "benchmarks" / "attacks.py")
 HANDFUL = [
-    *("files: nothing done to it", "files: config.yaml with a tag that executes", "files: summary.json as a pipe"),
-    *("checkpoints: custom_checkpoint_0.pkl", "configuration: a remedy [nope]", "guard: nothing wrong"),
+    "files: summary.json as a pipe",
+    "checkpoints: custom_checkpoint_0.pkl",
 ]
+HANDFUL += ["configuration: a remedy [nope]", "guard: nothing wrong"]
 
 
 def test_a_handful_holds(tmp_path: Path) -> None:
@@ -30,8 +31,8 @@ def test_a_handful_holds(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split()[:4] for line in done.stdout.splitlines() if line.startswith("  ")]
     assert rows[0] == ["group", "tried", "held", "failed"]
-    assert rows[-1] == ["all", "6", "6", "0"]
-    assert done.stdout.splitlines()[-1] == "6 inputs, 0 failed"
+    assert rows[-1] == ["all", "4", "4", "0"]
+    assert done.stdout.splitlines()[-1] == "4 inputs, 0 failed"
     tried = json.loads((tmp_path / "tried.json").read_text())
     assert {f"{one['group']}: {one['name']}" for one in tried} == {*HANDFUL}
 

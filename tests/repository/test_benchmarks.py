@@ -20,6 +20,8 @@ COMMANDS = {
     "snapshot": "snapshot.py --size 4M --blocks 2 --rounds 1",
     "agreement": "agreement.py --counts --processes 2 --tensors 4",
     "rivals": "rivals.py --help",
+    "ettr": "ettr.py --days 10 --runs 5",
+    "gpu": "gpu.py --tiny --blocks 2 --steps 5",
     "clinic": f"{CLINIC} balanced",
     "clinic again": CLINIC,
 }
@@ -52,6 +54,27 @@ def all_printed() -> dict[str, str]:
                     raise
         told[name] = out.getvalue()
     return told
+
+
+def test_what_a_gpu_has_to_show_runs_on_a_cpu_too(printed: dict[str, str]) -> None:
+    """Tiny, without the parts that only CUDA has, and with what it found of two faults."""
+    lines = [line.strip() for line in printed["gpu"].splitlines()]
+    for part in ("waits", "half", "memory", "assert"):
+        at = next(number for number, line in enumerate(lines) if line.startswith(f"{part} ("))
+        assert lines[at + 2] == "not measured                  needs CUDA"
+    found = {line.rpartition("  ")[0].strip(): line.rpartition("  ")[2].strip() for line in lines}
+    assert "log" in found["operation: line"]
+    assert found["rows: rows"] in ("[17]", "[99]")
+    assert "failed" not in printed["gpu"]
+
+
+def test_each_part_leaves_more_time_that_makes_progress(printed: dict[str, str]) -> None:
+    """With 100,000 GPUs, from periodic checkpoints alone to all parts of the package."""
+    lines = printed["ettr"].splitlines()
+    shares = [float(line.split()[-1].rstrip("%")) for line in lines if "%" in line and "reported" not in line]
+    assert len(shares) == 10
+    for start in (0, 5):
+        assert shares[start : start + 5] == sorted(shares[start : start + 5])
 
 
 def test_step_cost_prints_ratio_and_counts(printed: dict[str, str]) -> None:

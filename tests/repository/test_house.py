@@ -15,7 +15,7 @@ import resilient_train
 HOUSE = Path(resilient_train.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
 
-GROUND = {"errors", "files", "imports", "reader", "secrets", "types", "wording"}  # what every room may stand on
+GROUND = {"errors", "files", "imports", "intervals", "reader", "secrets", "types", "wording"}  # for every room
 
 # The rooms and modules at the top, from the ground up: each may know the ground and those it names, nothing else.
 MAY_KNOW: dict[str, set[str]] = {
@@ -33,30 +33,44 @@ MAY_KNOW: dict[str, set[str]] = {
     "diagnose": {"data", "numerics", "ranks", "recover", "state", "watch"},
     "run_parts": {"data", "diagnose", "ranks", "state", "update", "watch"},
     "checkpoint": {"record", "recover", "run_parts", "state", "update"},
-    "controls": {"checkpoint", "diagnose", "numerics", "record", "recover", "run_parts", "state", "watch"},
-    "recovery": {
-        *("checkpoint", "controls", "data", "diagnose", "ranks", "record", "recover", "run_parts"),
+    "trials": {
+        "computation",
+        "in_flight",
+        "numerics",
+        "out_of_memory",
+        "recover",
+        "run_parts",
+        "state",
+        "update",
         "watch",
     },
+    "controls": {"checkpoint", "diagnose", "numerics", "record", "recover", "run_parts", "state", "trials", "watch"},
+    "treatment": {"checkpoint", "controls", "record", "recover", "run_parts"},
+    "recovery": {
+        *("checkpoint", "controls", "data", "diagnose", "ranks", "record", "recover", "run_parts", "treatment"),
+        "watch",
+    },
+    "out_of_memory": set(),
     "micro_batches": {"record", "recovery"},
     "in_flight": {"data", "state", "update", "watch"},
+    "computation": {"in_flight", "out_of_memory", "run_parts", "state", "update", "watch"},
     "guard": {
-        *("data", "diagnose", "drills", "in_flight", "micro_batches", "numerics", "record", "recovery"),
-        *("run_parts", "state", "update", "watch"),
+        *("computation", "data", "diagnose", "drills", "in_flight", "micro_batches", "numerics", "record", "recovery"),
+        *("run_parts", "state", "trials", "update", "watch"),
     },
     # What is around it.
     "zoo": set(),
     "tracking": {"record"},
     "adapters": {
         *("checkpoint", "controls", "data", "diagnose", "drills", "guard", "numerics", "ranks", "record"),
-        *("recover", "recovery", "run_parts", "state", "tracking", "update", "watch"),
+        *("recover", "recovery", "run_parts", "state", "tracking", "trials", "update", "watch"),
     },
     "app": {
         *("adapters", "checkpoint", "data", "diagnose", "drills", "ranks", "record", "recover", "state"),
         *("tracking", "update", "watch"),
     },
     "__main__": {"app", "ranks"},
-    "__init__": {"adapters", "ranks"},
+    "__init__": {"adapters", "diagnose", "ranks"},
 }
 AROUND = {"zoo", "tracking", "adapters", "app", "__main__", "__init__"}
 
@@ -92,63 +106,38 @@ def room(file: Path) -> str:
     return file.relative_to(HOUSE).parts[0].removesuffix(".py")
 
 
-def imported(file: Path) -> Iterator[str]:
+def imported(tree: ast.Module) -> Iterator[str]:
     """Every module that a file imports, anywhere in it."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{file}: imports are absolute here"
+            assert node.level == 0, "imports are absolute here"
             yield from (f"{node.module}.{name.name}" for name in node.names)
 
 
-def rooms_known_by(file: Path) -> set[str]:
-    """Which of our rooms a file imports from."""
-    parts = [name.split(".") for name in imported(file) if name.startswith("resilient_train.")]
-    return {part[1] for part in parts if not part[1].startswith("__")}
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(HOUSE)))
-def test_rooms_know_only_whom_they_may(file: Path) -> None:
-    """A room imports from the ground, from itself, and from the rooms that its verb needs."""
-    here = room(file)
-    strangers = rooms_known_by(file) - MAY_KNOW[here] - GROUND - {here}
+def test_a_file_keeps_to_the_house(file: Path) -> None:
+    """450 lines, rooms that its verb needs, libraries of its room, and no object that is wired from outside later."""
+    text, here, place = file.read_text(encoding="utf-8"), room(file), str(file.relative_to(HOUSE))
+    assert len(text.splitlines()) <= 450
+    tree = ast.parse(text)
+    parts = [name.split(".") for name in imported(tree)]
+    rooms = {name[1] for name in parts if name[0] == "resilient_train" and name[1:] and not name[1].startswith("__")}
+    strangers = rooms - MAY_KNOW[here] - GROUND - {here}
     assert not strangers, f"{here} should not know {', '.join(sorted(strangers))}"
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(HOUSE)))
-def test_libraries_stay_in_their_rooms(file: Path) -> None:
-    """Hydra, MLflow, Accelerate and torch are known to the rooms that need them, and to no other."""
-    here = room(file)
-    libraries = {name.split(".")[0] for name in imported(file)}
-    place = str(file.relative_to(HOUSE))
-    for library, rooms in KNOWN_TO.items():
-        assert library not in libraries or here in rooms or place.startswith(tuple(rooms)), (
-            f"{here} should not know {library}"
-        )
-    assert "torch" not in libraries or not place.startswith(tuple(WITHOUT_TORCH)), f"{place} should not know torch"
+    for library in {name[0] for name in parts} & KNOWN_TO.keys():
+        assert here in KNOWN_TO[library] or place.startswith(tuple(KNOWN_TO[library])), f"{place} knows {library}"
+    assert "torch" not in {name[0] for name in parts} or not place.startswith(tuple(WITHOUT_TORCH))
+    for node in ast.walk(tree):
+        for target in node.targets if isinstance(node, ast.Assign) else []:
+            is_wired = isinstance(target, ast.Attribute) and ast.unparse(target.value) in WIRED
+            assert not is_wired, f"{place}:{target.lineno}: {ast.unparse(target)} is set from outside"
 
 
 def test_the_engine_knows_nothing_around_it() -> None:
     """Whoever embeds it needs no command, no tracker and no adapter."""
     assert not {room for name, rooms in MAY_KNOW.items() if name not in AROUND for room in rooms & AROUND}
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(HOUSE)))
-def test_a_file_is_read_in_one_sitting(file: Path) -> None:
-    """At most 450 lines."""
-    assert len(file.read_text(encoding="utf-8").splitlines()) <= 450
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(HOUSE)))
-def test_objects_are_complete_when_they_are_made(file: Path) -> None:
-    """No object is wired from outside later: only `self` gets attributes, and what a function has just made or read."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        for target in targets:
-            if isinstance(target, ast.Attribute):
-                owner = ast.unparse(target.value)
-                assert owner not in WIRED, f"{file.name}:{target.lineno}: {ast.unparse(target)} is set from outside"
 
 
 def test_there_are_no_circles() -> None:

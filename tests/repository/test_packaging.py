@@ -51,10 +51,17 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
 
 @pytest.mark.parametrize("command", [[sys.executable, "-m", "resilient_train"], ["resilient-train"]], ids=["-m", "bin"])
 def test_the_wheel_runs_from_anywhere(installed_wheel: Path, tmp_path: Path, command: list[str]) -> None:
-    """Both forms of the command find code and configuration without the checkout, in any directory."""
+    """Both forms of the command find code and configuration without the checkout, in any directory, and explain it."""
     search = {"PYTHONPATH": str(installed_wheel), "PATH": f"{installed_wheel}/bin:{os.environ['PATH']}"}
     environment = {**os.environ, **search}
-    assert "gpt" in printed_by([*command, "--help"], cwd=tmp_path, env=environment)  # an option of conf/model/
+    told = printed_by([*command, "--help"], cwd=tmp_path, env=environment)
+    for words in (
+        "model: custom, gpt, hf_causal_lm, mlp, resnet",
+        "experiment: demo",
+        "accumulation_steps",
+        "--config-dir",
+    ):
+        assert words in told
     where = printed_by(
         [sys.executable, "-c", "import resilient_train as r; print(r.__file__)"], cwd=tmp_path, env=environment
     )
@@ -156,7 +163,7 @@ def set_up(repository: Path, *extras: str, **variables: str) -> tuple[int, str]:
 
 
 def test_an_environment_is_made_when_it_has_to_be(repository: Path) -> None:
-    """Made anew after an interruption, made once for two calls at once, left alone until an ingredient changes."""
+    """Made again after an interruption, made once for two calls at once, left alone until an ingredient changes."""
     mark = repository / ".venv/mark"
     (repository / "power-cut").touch()
     assert set_up(repository) == (-signal.SIGKILL, "Making")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -25,14 +26,31 @@ from resilient_train.tracking.uploader import Uploader
 
 pytestmark = [
     pytest.mark.skipif(chromium() is None, reason="chromium is not installed"),
-    pytest.mark.xdist_group("console"),  # one run, one server
     pytest.mark.timeout(1800),
 ]
 
 ROOT = Path(__file__).parents[2]
 SHOTS = ROOT / "build" / "screenshots"
 RUN = ["drill=gauntlet", "drill.faults=[{nan_grad: {at: [20]}}, {bit_flip: {at: [31]}}]"]
-RUN += ["model=mlp", "data=digits", "objective=classification", "run.steps=80", "run.log_every=5", "run.eval_every=40"]
+RUN += ["model=custom", "model._target_=night.Net", "data=custom", "data.train._target_=night.rows"]
+RUN += ["data.eval._target_=night.rows", "+data.eval.bad=[]"]
+RUN += ["objective=custom", "objective._target_=night.loss"]
+RUN += ["run.steps=80", "run.log_every=5", "run.eval_every=40"]
+BAD = (44, 78, 106)
+NIGHT = f"""
+import torch
+
+Net = lambda: torch.nn.Linear(8, 1)
+
+def rows(bad={BAD}):
+    x = torch.randn(640, 8, generator=torch.Generator().manual_seed(0))
+    y = x.sum(1, keepdim=True)
+    x[list(bad), 2] = float("nan")
+    return torch.utils.data.TensorDataset(x, y)
+
+def loss(model, batch):
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+"""
 
 
 @dataclass(frozen=True)
@@ -64,10 +82,13 @@ def clean(run_dir: Path, uri: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+def shown(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Shown]:
     place = tmp_path_factory.mktemp("console")
+    (place / "runs").mkdir()
+    shutil.copy(empty_store, place / "runs/mlflow.db")
     command = [sys.executable, "-m", "resilient_train", *RUN, "run.name=troubled", "tracking.drain_s=600"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    (place / "night.py").write_text(NIGHT)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{place}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     run_dir = place / "runs" / "troubled"
@@ -99,6 +120,15 @@ def test_the_list_of_runs_says_how_they_fared(person: Console) -> None:
         person.page.get_by_text(words, exact=True).first.wait_for()
     person.alone()
     person.picture(SHOTS / "runs.png")
+
+
+def test_the_first_screen_has_the_verdict_and_what_to_do(person: Console, shown: Shown) -> None:
+    """On a laptop, with MLflow's assistant open as it is at first, and nothing pressed or scrolled."""
+    words = person.first_screen(SHOTS / "first-screen.png")
+    drilled = sum(bool(one["drill"]) for one in shown.incidents)
+    assert len(shown.incidents) > drilled > 0
+    verdict = f"Recovered from {len(shown.incidents)} incidents, {drilled} of them on purpose (drill)."
+    assert f"{verdict} Do: fix rows {', '.join(map(str, BAD))}." in words
 
 
 def test_the_overview_tells_the_story_and_leads_to_its_traces(person: Console, shown: Shown) -> None:

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 pytestmark = [
     # MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
-    pytest.mark.xdist_group("delivery"),  # one server for all of it
     pytest.mark.timeout(900),
 ]
 
@@ -47,8 +46,9 @@ ROWS, INCIDENTS = 450, 3
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with mlflow_server(tmp_path_factory.mktemp("server")) as address:
+def server(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[str]:
+    place = tmp_path_factory.mktemp("server")
+    with mlflow_server(place, f"sqlite:///{shutil.copy(empty_store, place)}") as address:
         yield address
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,10 +44,10 @@ def test_a_server_with_postgresql_has_everything_once(tmp_path: Path) -> None:
         prove(tmp_path / "direct", database, "direct")
 
 
-def test_a_sweep_of_four_fills_one_file_with_four_runs(tmp_path: Path) -> None:
+def test_a_sweep_of_four_fills_one_file_with_four_runs(tmp_path: Path, empty_store: Path) -> None:
     """Each with its own rows, incidents and name; and another sweep, at the same time, does not mind."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{tmp_path}/all.db"
+    environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{shutil.copy(empty_store, tmp_path)}"
     sweeps = []
     for place, seeds in (("sweep", "1,2"), ("two", "3")):
         (tmp_path / place).mkdir()

@@ -6,6 +6,7 @@ import dataclasses
 import http.client
 import http.server
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -64,11 +66,11 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One database for all tests, since MLflow takes seconds to create each. Its files are the server's to keep."""
+def database(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> str:
+    """One database for all tests. Its files are the server's to keep."""
     from mlflow import MlflowClient
 
-    uri = f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+    uri = f"sqlite:///{shutil.copy(empty_store, tmp_path_factory.mktemp('store'))}"
     MlflowClient(uri).create_experiment(EXPERIMENT, "mlflow-artifacts:/")
     return uri
 

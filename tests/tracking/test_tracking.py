@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 # MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning"),
-    pytest.mark.xdist_group("tracking"),  # one database for all of it
     pytest.mark.timeout(900),
 ]
 

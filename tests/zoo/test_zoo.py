@@ -166,47 +166,21 @@ def test_gpt_learns_python() -> None:
     assert after < 2.9
 
 
-@pytest.mark.parametrize(
-    ("build", "error"),
-    [
-        (lambda: GPT(width=100, heads=3), "width must be a multiple of heads, got width=100 and heads=3"),
-        (lambda: GPT(layers=0), "layers must be at least 1, got 0"),
-        (lambda: GPT(**TINY)(torch.zeros(1, 65, dtype=torch.long)), "65 tokens does not fit the model's context of 64"),
-        (lambda: ResNet(depth=19), r"depth must be 6n\+2 .*, got 19"),
-        (lambda: MLP(norm="group"), "norm must be false, layer or batch, got 'group'"),
-        (lambda: MLP(hidden=[64, 0]), "hidden must be at least 1, got 0"),
-        (lambda: MLP(in_features=10)(torch.rand(2, 1, 8, 8)), r"shape \[1, 8, 8\] has 64 features, .*in_features=10"),
-    ],
-)
-def test_models_say_what_is_wrong(build: Callable[[], Any], error: str) -> None:
-    """A size that cannot work is named together with what is allowed."""
-    with pytest.raises(ValueError, match=error):
-        build()
-
-
 # ----------------------------------------------------------------------------------------------------------------- data
 
 
 def test_digits_are_split_without_overlap_or_loss() -> None:
-    """The two splits together are the 1,797 digits, each once, whatever the seed."""
+    """The two splits together are the 1,797 digits, each once; a row is (float image in 0..1, label), by the seed."""
+    (image, label), (again, _), (other, _) = digits()[7], digits()[7], digits(seed=1)[7]
+    assert (image.shape, image.dtype, label.dtype) == ((1, 8, 8), torch.float32, torch.long)
+    assert 0 <= image.min() < image.max() <= 1
+    assert torch.equal(image, again)
+    assert not torch.equal(image, other)
     for seed in (0, 1):
         splits = [digits(split, eval_share=0.25, seed=seed) for split in ("train", "eval")]
         images = torch.cat([torch.stack([image for image, _ in split]) for split in splits])  # type: ignore[attr-defined]
         assert [len(split) for split in splits] == [1348, 449]  # type: ignore[arg-type]
         assert len(images.unique(dim=0)) == 1797  # type: ignore[no-untyped-call]
-
-
-def test_digits_are_the_same_every_time() -> None:
-    """A row is (float image in 0..1, label), and depends on the seed alone."""
-    image, label = digits()[7]
-    again, _ = digits()[7]
-    other, _ = digits(seed=1)[7]
-    assert image.shape == (1, 8, 8)
-    assert image.dtype == torch.float32
-    assert 0 <= image.min() < image.max() <= 1
-    assert label.dtype == torch.long
-    assert torch.equal(image, again)
-    assert not torch.equal(image, other)
 
 
 def text_of(ids: Tensor) -> str:
@@ -295,6 +269,13 @@ def test_synthetic_can_be_learned() -> None:
 @pytest.mark.parametrize(
     ("build", "error"),
     [
+        (lambda: GPT(width=100, heads=3), "width must be a multiple of heads, got width=100 and heads=3"),
+        (lambda: GPT(layers=0), "layers must be at least 1, got 0"),
+        (lambda: GPT(**TINY)(torch.zeros(1, 65, dtype=torch.long)), "65 tokens does not fit the model's context of 64"),
+        (lambda: ResNet(depth=19), r"depth must be 6n\+2 .*, got 19"),
+        (lambda: MLP(norm="group"), "norm must be false, layer or batch, got 'group'"),
+        (lambda: MLP(hidden=[64, 0]), "hidden must be at least 1, got 0"),
+        (lambda: MLP(in_features=10)(torch.rand(2, 1, 8, 8)), r"shape \[1, 8, 8\] has 64 features, .*in_features=10"),
         (lambda: digits("test"), "split must be train or eval, got 'test'"),
         (lambda: digits(eval_share=1.0), "eval_share must lie between 0 and 1, got 1.0"),
         (lambda: PythonSource(stride=0), "at least 1, got context=128 and stride=0"),
@@ -303,8 +284,8 @@ def test_synthetic_can_be_learned() -> None:
         (lambda: Synthetic(rows=0), "rows must be at least 1, got 0"),
     ],
 )
-def test_data_says_what_is_wrong(build: Callable[[], Any], error: str) -> None:
-    """A value that cannot work is named together with what is allowed."""
+def test_models_and_data_say_what_is_wrong(build: Callable[[], Any], error: str) -> None:
+    """A size or value that cannot work is named together with what is allowed."""
     with pytest.raises(ValueError, match=error):
         build()
 

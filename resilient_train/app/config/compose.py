@@ -21,8 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from resilient_train.app.config.explain import composed_raw, explained, typed
 from resilient_train.app.config.schema import Config
 from resilient_train.app.sweep import name_of
-from resilient_train.errors import require_finite, unusable
+from resilient_train.errors import ConfigError, require_finite, unusable
 from resilient_train.files import read_yaml_text
+from resilient_train.intervals import AUTO
 from resilient_train.reader import check
 from resilient_train.secrets import learn, masked_tree
 
@@ -132,6 +133,8 @@ def composed(
     assert isinstance(config, Config)
     require_finite("", OmegaConf.to_container(checked))
     check(config)
+    if config.run.deterministic and AUTO in (config.checkpoint.memory.every, config.checkpoint.disk.every):
+        raise ConfigError("run.deterministic", True, "cannot be with an interval of auto, which follows from a clock")
     learn(resolved)
     hidden = masked_tree(resolved)
     return Composed(config, hidden, _compared(_flat(hidden), choices, [*given, *swept]))

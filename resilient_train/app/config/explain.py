@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ _TYPES = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or 
 _TYPES |= {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text"}
 
 
+_PARSED: dict[Path, ConfigResult] = {}  # files of the package, which do not change
+
+
 class FileConfigSource(file_config_source.FileConfigSource):
     """Checks a file of the user's before Hydra loads it: a few lines of YAML may expand to more than fits in memory.
 
@@ -36,7 +40,11 @@ class FileConfigSource(file_config_source.FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Load a file, or raise ConfigError with one line that says why it is no configuration."""
         file = Path(self.path) / self._normalize_file_name(config_path)
-        if file.is_relative_to(CONF) or not file.exists():
+        if file.is_relative_to(CONF):  # Hydra composes twice, once to learn its mode: half of the time is parsing
+            if file not in _PARSED:
+                _PARSED[file] = super().load_config(config_path)
+            return copy.deepcopy(_PARSED[file])
+        if not file.exists():
             return super().load_config(config_path)
         try:
             read_yaml_text(file)

@@ -1,0 +1,243 @@
+"""What `gpu.py` trains: a GPT-2 written here, with plain PyTorch and with a guard, on one device."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from interleaved import median_with_interval
+from torch import Tensor, nn
+from torch.nn import functional
+
+from resilient_train import Guard
+from resilient_train.state.ring import MemoryConfig
+
+CLIP = 1.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its batches."""
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    length: int = 1_024
+    vocabulary: int = 50_304
+    batch: int = 16
+    rows: int = 4_096
+
+    def smaller(self) -> Size:
+        """The same in the time of a test on a CPU."""
+        return replace(self, layers=2, width=32, heads=2, length=16, vocabulary=64, batch=4, rows=256)
+
+
+class Block(nn.Module):
+    """A block of the model."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width = size.width
+        self.heads = size.heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attention, then a layer for each token."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = x + self.down(functional.gelu(self.up(self.second(x))))
+        return out
+
+
+class GPT(nn.Module):
+    """GPT-2, with the weights of its embedding shared with its head."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.length, size.width)
+        self.blocks, self.norm = nn.ModuleList(Block(size) for _ in range(size.layers)), nn.LayerNorm(size.width)
+        for weight in (self.tokens.weight, self.places.weight):
+            nn.init.normal_(weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the token that follows each."""
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return functional.linear(self.norm(x), self.tokens.weight)
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Rows of tokens, with their weight in the loss, which is NaN for bad ones, and their index."""
+
+    def __init__(self, size: Size, *, bad: frozenset[int] = frozenset()) -> None:
+        numbers = np.random.default_rng(0)
+        steps = numbers.integers(1, 7, (size.rows, 1))
+        tokens = (np.arange(size.length + 1) * steps + numbers.integers(0, 7, (size.rows, 1))) % size.vocabulary
+        self.tokens, self.bad = torch.from_numpy(tokens), bad
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, float, int]:
+        return self.tokens[index], float("nan") if index in self.bad else 1.0, index
+
+
+def losses_of(model: Any, batch: Any, dtype: torch.dtype | None = torch.bfloat16) -> Tensor:
+    """Return the weighted loss of each row of a batch, in mixed precision."""
+    tokens, weights, _ = batch
+    mixed = torch.autocast(tokens.device.type, dtype) if dtype is not None else nullcontext()
+    with mixed:
+        logits = model(tokens[:, :-1])
+        each = functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="none")
+        losses: Tensor = each.view(len(tokens), -1).mean(1) * weights.float()
+    return losses
+
+
+def loss_of(model: Any, batch: Any) -> Tensor:
+    """Return the loss of a batch."""
+    return losses_of(model, batch).mean()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "fused": lambda weights: torch.optim.AdamW(weights, lr=3e-4, fused=True),
+    "foreach": lambda weights: torch.optim.AdamW(weights, lr=3e-4, foreach=True),
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=1e-2, momentum=0.9),
+}
+
+
+def model_on(device: torch.device, size: Size, *, compiles: bool = False) -> Any:
+    """Build the model, the same one for the same size."""
+    torch.manual_seed(0)
+    model = GPT(size).to(device)
+    return torch.compile(model) if compiles else model
+
+
+class Plain:
+    """The loop by hand: forward, backward, clipping, step; a line every 10 steps reads the loss."""
+
+    def __init__(self, device: torch.device, size: Size, how: str, *, compiles: bool, accumulation: int) -> None:
+        self.device, self.accumulation = device, accumulation
+        self.model = model_on(device, size, compiles=compiles)
+        self.optimizer = OPTIMIZERS[how](self.model.parameters())
+        loader = torch.utils.data.DataLoader(Rows(size), size.batch, shuffle=True, pin_memory=device.type == "cuda")
+        self.batches = itertools.chain.from_iterable(itertools.repeat(loader))
+        self.steps = 0
+
+    def run(self, steps: int) -> None:
+        """Train for so many steps."""
+        for _ in range(steps):
+            for _ in range(self.accumulation):
+                batch = [part.to(self.device, non_blocking=True) for part in next(self.batches)]
+                loss = loss_of(self.model, batch) / self.accumulation
+                loss.backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.steps += 1
+            if self.steps % 10 == 0:
+                float(loss.detach())
+
+
+class Guarded:
+    """The same under a guard with its defaults, whose objective is the loss."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        size: Size,
+        how: str = "fused",
+        *,
+        compiles: bool = False,
+        accumulation: int = 1,
+        objective: Any = loss_of,
+        bad: frozenset[int] = frozenset(),
+        steps: int = 10**9,
+        precision: str = "no",
+        **options: Any,
+    ) -> None:
+        self.accelerator = Accelerator(
+            gradient_accumulation_steps=accumulation, mixed_precision=precision, cpu=device.type == "cpu"
+        )
+        model = model_on(device, size, compiles=compiles)
+        self.model, optimizer = self.accelerator.prepare(model, OPTIMIZERS[how](model.parameters()))
+        self.guard = Guard(
+            self.accelerator,
+            self.model,
+            optimizer,
+            data=Rows(size, bad=bad),
+            batch_size=size.batch,
+            steps=steps,
+            objective=objective,
+            clip=CLIP,
+            **options,
+        )
+        self.updates: Iterator[Any] = iter(self.guard.batches(steps))
+
+    def run(self, steps: int) -> None:
+        """Attempt so many updates, and do not wait for the verdict on the last one."""
+        until = self.guard.clock.tick + steps
+        while self.guard.clock.tick < until:
+            self.guard.step(next(self.updates))
+            if self.guard.clock.tick % 10 == 0 and self.guard.newest is not None:
+                float(self.guard.newest.loss)
+
+    def close(self) -> None:
+        """End the loop."""
+        self.updates.close()  # type: ignore[attr-defined]
+
+
+def paired(one: Any, other: Any, device: torch.device, *, blocks: int, steps: int) -> dict[str, Any]:
+    """Time both in blocks, in turns; return the medians in milliseconds and their paired ratio with its interval."""
+    times: dict[int, list[float]] = {0: [], 1: []}
+    for loop in (one, other):
+        loop.run(2 * steps)
+    for block in range(blocks):
+        for place in (0, 1) if block % 2 == 0 else (1, 0):
+            with timed(device, times[place]):
+                (one, other)[place].run(steps)
+    first, second = (1e3 * np.array(times[place]) / steps for place in (0, 1))
+    return {"ms": [float(np.median(first)), float(np.median(second))], "ratio": median_with_interval([second / first])}
+
+
+class timed(AbstractContextManager[None]):
+    """Append the seconds that a block takes on the device."""
+
+    def __init__(self, device: torch.device, seconds: list[float]) -> None:
+        self.device, self.seconds, self.began = device, seconds, 0.0
+
+    def __enter__(self) -> None:
+        settle(self.device)
+        self.began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        settle(self.device)
+        self.seconds.append(time.perf_counter() - self.began)
+
+
+def settle(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def with_snapshots(every: int) -> MemoryConfig:
+    """Snapshots so often, as many as by default."""
+    return MemoryConfig(every=every, keep=4, max_gib=None)
+
+
+def scratch(folder: str, name: str) -> Path:
+    """A directory of its own for a run."""
+    return Path(folder) / name

@@ -1,0 +1,335 @@
+"""The `fit` of a guarded Lightning trainer: what takes the place of its methods, with automatic optimization."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from torchmetrics import Metric
+
+from resilient_train.adapters.arguments import world
+from resilient_train.adapters.follower import Follower, TrainersSettings
+from resilient_train.adapters.guard import Guard
+from resilient_train.adapters.lightning_trainer import Logged, accelerator, forget_checkpoint, is_last_step
+from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows, without_numbers
+from resilient_train.data.fed import Fed, FedSamples
+from resilient_train.data.samples import Slicing
+from resilient_train.update.objective import Measured
+
+_ABSENT = object()
+
+
+class Fit:
+    """What a guarded trainer needs during one call of `fit`, with automatic optimization."""
+
+    _kind: type[Follower] = Follower
+
+    def __init__(self, trainer: Any, module: Any) -> None:
+        self._trainer, self._module = trainer, module
+        self._strategy, self._plugin = trainer.strategy, trainer.precision_plugin
+        self._loop = loop = trainer.fit_loop.epoch_loop
+        self._inner = loop.automatic_optimization if module.automatic_optimization else loop.manual_optimization
+        self._follower: Follower | None = None  # None before the training begins
+        self._replaced: list[tuple[Any, str, Any]] = []  # what there was in each instance
+        self._numbered: tuple[Any, Any] | None = None  # the data set whose rows have an index, and how to collate them
+        self._loaders: list[Any] = []  # that were changed for this
+        self._rows: list[int] = []  # of the newest batch
+        self._is_open = False  # an update has begun, and made no step yet
+        self._has_gradients = False  # one of its micro-batches ran backward
+        self._is_quiet = False  # nothing is logged
+        self._logged: Logged | None = None  # before the newest update
+        self._output: dict[str, Any] | None = None  # of its last batch, if it was retried
+        self._examined = (-1, False)  # the newest examination: updates until then, and whether it was that of the end
+        self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+        self._wrap()
+
+    # Beginning and end.
+
+    def _wrap(self) -> None:
+        # Plain functions: a copy of the module or of a callback must not copy what is here.
+        trainer, fit_loop = self._trainer, self._trainer.fit_loop
+        run, convert, validate = self._inner.run, self._plugin.convert_input, self._loop.val_loop.run
+        end, loaders = fit_loop.on_run_end, fit_loop._load_combined_loader_states
+        backward, save, note = self._strategy.backward, trainer.save_checkpoint, self._module.log
+        self._replace(self._inner, "run", lambda *given: self._run(run, *given))
+        self._replace(self._strategy, "backward", lambda *given, **more: self._backward(backward, *given, **more))
+        self._replace(self._plugin, "optimizer_step", lambda *given, **more: self._step(*given, **more))
+        self._replace(self._plugin, "clip_grad_by_norm", lambda *given: self._clip(*given))
+        self._replace(self._plugin, "convert_input", lambda batch: convert(self._unnumbered(batch)))
+        self._replace(self._module, "log", lambda *given, **more: None if self._is_quiet else note(*given, **more))
+        self._replace(self._loop.val_loop, "run", lambda: self._validate(validate))
+        self._replace(trainer, "save_checkpoint", lambda *given, **more: self._save(save, *given, **more))
+        self._replace(fit_loop, "on_run_end", lambda: self._end(end))
+        self._replace(fit_loop, "_load_combined_loader_states", lambda: self._number_rows(loaders))
+
+    def _replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
+        self._replaced.append((owner, name, vars(owner).get(name, _ABSENT)))
+        vars(owner)[name] = new
+
+    def begin(self, options: dict[str, Any], made: int | None) -> None:
+        """Make the guard: the model is on its device, and optimizers and loader are made.
+
+        A checkpoint from which the trainer resumes says how many updates were `made`; None if there is none.
+        """
+        trainer, optimizers = self._trainer, self._trainer.optimizers
+        made = trainer.global_step if made is None else made
+        if isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+            raise ValueError("Guarded: training_step(dataloader_iter) is not supported yet: take a batch")
+        if not optimizers:
+            raise ValueError("Guarded: configure_optimizers returned no optimizer: there is nothing to guard")
+        loader = trainer.fit_loop._combined_loader.flattened[0]
+        size = int(getattr(getattr(loader, "batch_sampler", loader), "batch_size", None) or 1)
+        slicing = Slicing(size, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
+        dataset, collate = self._numbered or (None, None)
+        as_fetched = None if collate is None else lambda rows: self._transferred(collate(rows))
+        processes = accelerator(trainer)
+        samples = FedSamples(
+            slicing,
+            dataset=dataset,
+            collate=as_fetched,
+            updates=made,
+            least=world(processes).least,
+        )
+        by_norm = trainer.gradient_clip_algorithm != "value"
+        guard = Guard(
+            *(processes, self._strategy.model, optimizers),
+            data=samples,
+            batch_size=size,
+            schedule=[TrainersSettings() for _ in optimizers],
+            objective=Measured(self._measured, "training_step", key="module"),
+            clip=(trainer.gradient_clip_val or None) if by_norm else None,
+            resume=bool(trainer.ckpt_path),
+            **options,
+        )
+        averages = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]  # of WeightAveraging
+        guard.keep(**{f"average_{number}": one for number, one in enumerate(averages) if one is not None})
+        planned = trainer.estimated_stepping_batches
+        self._follower = self._kind(
+            *(guard, samples, self._retry, self._measure_norm),
+            made=made,
+            planned=int(planned) if planned < sys.maxsize else sys.maxsize,
+        )
+
+    @property
+    def run_dir(self) -> Path | None:
+        return None if self._follower is None else self._follower.guard.reporter.place.directory
+
+    @property
+    def updates(self) -> int | None:
+        """Complete updates that the trainer has made, those that were left out included."""
+        if self._follower is None:
+            return None
+        samples = self._follower.samples
+        return samples.newest_stop // samples.slicing.samples - self._is_open
+
+    def _end(self, plain: Callable[[], None]) -> None:
+        """End the guard before a callback takes over in `on_train_end`, for example with averages of the weights."""
+        self.examine(is_end=True)
+        self.close()
+        plain()
+
+    def close(self) -> None:
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower.close()
+
+    def restore(self) -> None:
+        """Put back everything that was replaced."""
+        for owner, name, before in reversed(self._replaced):
+            if before is _ABSENT:
+                vars(owner).pop(name, None)
+            else:
+                vars(owner)[name] = before
+        for loader in self._loaders:
+            without_numbers(loader)
+
+    # Batches.
+
+    def _number_rows(self, plain: Callable[[], None]) -> None:
+        """Let the batches of the one loader carry the indices of their rows, before it is iterated."""
+        combined = self._trainer.fit_loop._combined_loader
+        is_alone = len(combined.flattened) == 1 and combined.iterables is combined.flattened[0]
+        if is_alone and not self._trainer.reload_dataloaders_every_n_epochs:
+            self._loaders = combined.flattened[:]
+            self._numbered = number_rows(*self._loaders)
+        plain()
+
+    def _unnumbered(self, batch: Any) -> Any:
+        if isinstance(batch, NumberedBatch):
+            self._rows = [*batch.rows]
+            return batch.batch
+        return batch
+
+    def _transferred(self, batch: Any) -> Any:
+        """Do with rows that were fetched again what Lightning does with a batch."""
+        batch = self._module._on_before_batch_transfer(self._plugin.convert_input(batch), dataloader_idx=0)
+        return self._strategy.batch_to_device(batch, dataloader_idx=0)
+
+    # One update.
+
+    def _run(self, plain: Callable[..., Any], *given: Any) -> Any:
+        """Run a micro-batch; the last one of an update with the optimizer's step."""
+        optimizer, index, kwargs = given
+        if self._is_open and index % self._trainer.accumulate_grad_batches == 0:
+            self._leave_out()  # the rest of its epoch was skipped
+        output = plain(optimizer, index, self._fed(index, kwargs))
+        if self._is_open and not self._trainer.fit_loop._should_accumulate():
+            self._leave_out()  # the module made no step
+        return output if self._output is None else self._output
+
+    def _fed(self, index: int, kwargs: Any) -> Any:
+        """Take a batch that the trainer has fetched; return what `training_step` gets."""
+        follower = self._follower
+        assert follower is not None
+        batch, rows = follower.samples.healthy(kwargs["batch"], self._rows)
+        if self._is_open:
+            follower.feed_more(batch, rows)
+            return OrderedDict(kwargs, batch=follower.next_batch())
+        follower.feed([batch], [rows] if rows else []).number = index
+        self._is_open, self._has_gradients, self._output = True, False, None
+        self._logged = Logged(self._trainer, self._metrics)
+        kwargs = OrderedDict(kwargs, batch=follower.next_batch())
+        follower.note(torch.zeros((), device=self._strategy.root_device))  # for a training_step without a loss
+        return kwargs
+
+    def _backward(self, plain: Callable[..., Any], loss: torch.Tensor, *given: Any, **more: Any) -> Any:
+        assert self._follower is not None
+        result = plain(loss, *given, **more)
+        self._has_gradients = True
+        self._follower.note(loss * self._trainer.accumulate_grad_batches)  # of which it is a share
+        return result
+
+    def _step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
+        """Take the place of the optimizer's step."""
+        assert self._follower is not None
+        self._follower.norm = None
+        result = self._plugin._wrap_closure(model, optimizer, closure)
+        if self._has_gradients:
+            self._end_update()
+        else:
+            self._leave_out()  # as training_step returned None
+        return result
+
+    def _end_update(self) -> bool:
+        """Land the newest update, or treat it; say whether it was retried."""
+        follower = self._follower
+        assert follower is not None
+        try:
+            loss = follower.step()
+        finally:
+            self._look_at_incidents()
+        if loss is not None and not loss.isfinite() and not follower.guard.observes:  # it was left out
+            assert self._logged is not None
+            self._logged.restore()
+            self._output = {}
+        self._is_open, self._is_quiet, self._logged = False, False, None
+        return loss is not None
+
+    def _leave_out(self) -> None:
+        assert self._follower is not None
+        self._follower.leave_out()
+        self._is_open, self._logged = False, None
+
+    def _clip(self, optimizer: Any, clip_val: float) -> None:
+        """Clip the gradients as Lightning does, and note their norm before."""
+        norm = torch.nn.utils.clip_grad_norm_(self._plugin.main_params(optimizer), clip_val)
+        if self._follower is not None:
+            self._follower.norm = norm.float()
+
+    def _retry(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
+        """Run forward and backward of a micro-batch that a rewind has undone."""
+        assert self._follower is not None
+        assert fed.batches is not None
+        is_last = number == len(fed.batches) - 1
+        logged = self._logged if fed is self._follower.fed else None  # of the others Lightning has written it
+        self._is_quiet = logged is None
+        if logged is not None:
+            if number == 0:
+                logged.restore()
+            self._loop._results.batch, self._loop._results.batch_size = batch, None
+        kwargs = self._loop._build_kwargs(OrderedDict(), batch, fed.number + number)
+        loss, output = self._run_again(kwargs, fed, number, is_last=is_last)
+        if logged is not None and is_last:
+            self._output = output
+        return loss
+
+    def _run_again(self, kwargs: Any, fed: Fed, number: int, *, is_last: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+        closure = self._inner._make_closure(kwargs, self._trainer.optimizers[0], fed.number + number)
+        with _block_parallel_sync_behavior(self._strategy, block=not is_last):
+            closure()
+        result, shares = closure.consume_result(), self._trainer.accumulate_grad_batches
+        if result.loss is None:
+            return torch.zeros((), device=self._strategy.root_device), {}
+        return result.loss * shares, result.asdict()
+
+    def _measure_norm(self) -> torch.Tensor | None:
+        assert self._follower is not None
+        self._follower.norm = None
+        self._plugin._after_closure(self._module, self._trainer.optimizers[0])
+        return self._follower.norm
+
+    def _measured(self, model: Any, batch: Any) -> Any:
+        """Return the loss of a batch, for a replay."""
+        assert self._follower is not None
+        fed, number = self._follower.replayed()
+        kwargs = self._loop._build_kwargs(OrderedDict(), batch, fed.number + number)
+        before, was_quiet, self._is_quiet = Logged(self._trainer, self._metrics), self._is_quiet, True
+        try:
+            with self._plugin.train_step_context():
+                return self._loss_of(model, kwargs, fed, number)
+        finally:
+            self._is_quiet = was_quiet
+            before.restore()
+
+    def _loss_of(self, model: Any, kwargs: Any, fed: Fed, number: int) -> Any:
+        return ClosureResult.from_training_step_output(model.training_step(*kwargs.values())).closure_loss
+
+    # Lightning's checkpoints.
+
+    def examine(self, *, is_end: bool = False) -> None:
+        """Look at the whole state between two updates, unless that was done since the last one."""
+        follower = self._follower
+        if follower is None or not self._trainer.training:
+            return
+        if self._is_open:
+            if not is_end:
+                return
+            self._leave_out()
+        is_end = is_end or is_last_step(self._trainer)
+        if self._examined in ((follower.guard.clock.tick, True), (follower.guard.clock.tick, is_end)):
+            return
+        before = Logged(self._trainer, self._metrics)
+        follower.examine(is_end=is_end)
+        self._is_quiet = False
+        before.restore()
+        self._examined = (follower.guard.clock.tick, is_end)
+        self._look_at_incidents()
+
+    def _validate(self, plain: Callable[[], Any]) -> Any:
+        """Examine the state before an epoch of validation: afterwards the model is not in training mode."""
+        if self._trainer.validating:  # not in the sanity check before training
+            self._trainer.training = True
+            self.examine()
+            self._trainer.validating = True
+        return plain()
+
+    def _save(self, plain: Callable[..., None], filepath: Any, *given: Any, **more: Any) -> None:
+        """Examine the state before it is saved, and note the file, in case that its state turns out to be bad."""
+        self.examine()
+        plain(filepath, *given, **more)
+        if self._follower is not None:
+            self._follower.saved(Path(filepath))
+
+    def _look_at_incidents(self) -> None:
+        """Let Lightning forget checkpoints that turned out to be bad."""
+        assert self._follower is not None
+        for path in self._follower.rename_damaged(is_main=self._trainer.is_global_zero):
+            for callback in self._trainer.checkpoint_callbacks:
+                forget_checkpoint(callback, str(path))

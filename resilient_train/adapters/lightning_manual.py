@@ -1,0 +1,168 @@
+"""The `fit` of a guarded Lightning trainer whose module runs backward and steps its optimizers itself.
+
+An update is what a call of `training_step` steps: any optimizers, any number of times. If it steps none, the gradients
+are for the next call, whose update it belongs to. An update that is refused undoes all of its steps, and the call is
+repeated, with the counts of steps and the schedulers that it began with.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from resilient_train.adapters.follower import Follower, StepFollower
+from resilient_train.adapters.lightning_fit import Fit
+from resilient_train.data.fed import Fed
+
+
+class _Place(NamedTuple):
+    """Where a call of `training_step` begins or ends, besides weights."""
+
+    progress: list[dict[str, Any]]  # counts of steps, which are `global_step`, of batches and of epochs
+    schedulers: list[dict[str, Any]]
+    settings: list[dict[str, Any]]  # of all parameter groups
+
+
+class _Replayed:
+    """A `training_step` in which nothing steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss = torch.zeros((), device=device)
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}  # at the steps that it would have made
+        self.has_stepped = False
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self.has_stepped = True
+        for weight in (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None):
+            before = self.gradients.get(weight)
+            self.gradients[weight] = weight.grad.clone() if before is None else before + weight.grad
+
+
+class ManualFit(Fit):
+    """One call of `fit` with manual optimization."""
+
+    _kind: type[Follower] = StepFollower
+
+    def __init__(self, trainer: Any, module: Any) -> None:
+        self._run_plain = trainer.fit_loop.epoch_loop.manual_optimization.run
+        self._loss: torch.Tensor | None = None  # of all backwards of the update since its last step
+        self._losses: list[torch.Tensor] = []  # of all backwards of a call
+        self._norms: dict[int, torch.Tensor] = {}  # of clipped gradients, by the id of their optimizer
+        self._replayed: _Replayed | None = None
+        self._is_early = False  # a call is repeated that is not the last one of its update
+        super().__init__(trainer, module)
+
+    @property
+    def _followed(self) -> StepFollower:
+        assert isinstance(self._follower, StepFollower)
+        return self._follower
+
+    # One update.
+
+    def _run(self, plain: Callable[..., Any], *given: Any) -> Any:
+        """Run `training_step`, and end the update if it has stepped an optimizer."""
+        is_first, before = not self._is_open, self._place()
+        kwargs = self._fed(self._loop.batch_idx, *given)
+        follower = self._followed
+        follower.fed.before = [before] if is_first else [*follower.fed.before, before]
+        self._loss = None if is_first else self._loss
+        loss, output = self._called(plain, kwargs)
+        follower.note(loss)
+        if follower.has_stepped:
+            after = self._place()
+            if self._end_update():
+                self._return_to(after)
+        elif not self._has_gradients:
+            self._leave_out()
+        return output if self._output is None else self._output
+
+    def _called(self, plain: Callable[..., Any], kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """Run `training_step`; return the sum of its losses, and its output."""
+        self._losses = []
+        output = plain(kwargs)
+        return sum(self._losses, torch.zeros((), device=self._strategy.root_device)), output
+
+    def _backward(self, plain: Callable[..., Any], loss: torch.Tensor, *given: Any, **more: Any) -> Any:
+        if self._replayed is not None:
+            self._replayed.loss = self._replayed.loss + loss.detach()
+            with self._followed.guard._anomaly_mode.without_nan_check():
+                return self._module.backward(loss, *given[1:], **more)
+        result = plain(loss, *given, **more)
+        self._has_gradients = True
+        self._losses.append(loss.detach())
+        self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        return result
+
+    def _step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
+        """Take the place of the step of one optimizer."""
+        if self._replayed is not None:
+            result = closure()
+            self._replayed.stepped(optimizer)
+            return result
+        result = self._plugin._wrap_closure(model, optimizer, closure)
+        if self._is_early:
+            return result
+        loss, self._loss = self._loss, None
+        self._followed.norm = self._norms.pop(id(optimizer), None)
+        zero = torch.zeros((), device=self._strategy.root_device)  # it has called loss.backward() itself
+        self._followed.step_one(optimizer, zero if loss is None else loss)
+        return result
+
+    def _clip(self, optimizer: Any, clip_val: float) -> None:
+        super()._clip(optimizer, clip_val)
+        if self._replayed is None and self._followed.norm is not None:
+            self._norms[id(getattr(optimizer, "_optimizer", optimizer))] = self._followed.norm
+
+    def _run_again(self, kwargs: Any, fed: Fed, number: int, *, is_last: bool) -> tuple[torch.Tensor, dict[str, Any]]:
+        self._return_to(fed.before[number])
+        self._loss = None if number == 0 else self._loss
+        self._is_early = not is_last  # in the first run it made no step
+        try:
+            return self._called(self._run_plain, kwargs)
+        finally:
+            self._is_early = False
+
+    def _measure_norm(self) -> torch.Tensor | None:
+        return None
+
+    def _loss_of(self, model: Any, kwargs: Any, fed: Fed, number: int) -> Any:
+        now, parameters = self._place(), [*self._module.parameters()]
+        flags = [one.requires_grad for one in parameters]
+        self._replayed = replayed = _Replayed(self._strategy.root_device)
+        self._return_to(fed.before[number])
+        try:
+            model.training_step(*kwargs.values())
+        finally:
+            self._replayed = None
+            self._return_to(now)
+            for one, flag in zip(parameters, flags, strict=True):  # an error may leave an optimizer toggled
+                one.requires_grad = flag
+        for one in parameters if replayed.has_stepped else ():
+            one.grad = replayed.gradients.get(one)
+        return replayed.loss.requires_grad_()  # its backward was made
+
+    # What a call moves on.
+
+    def _place(self) -> _Place:
+        schedulers = [copy.deepcopy(one.scheduler.state_dict()) for one in self._trainer.lr_scheduler_configs]
+        return _Place([one.state_dict() for one in self._counts], schedulers, self._followed._scheduled())
+
+    @property
+    def _counts(self) -> tuple[Any, ...]:
+        return self._inner.optim_step_progress, self._loop.batch_progress, self._trainer.fit_loop.epoch_progress
+
+    def _return_to(self, place: _Place) -> None:
+        for one, state in zip(self._counts, place.progress, strict=True):
+            one.load_state_dict(state)
+        for one, state in zip(self._trainer.lr_scheduler_configs, place.schedulers, strict=True):
+            one.scheduler.load_state_dict(copy.deepcopy(state))
+        self._followed._put_back(place.settings)
+
+    def examine(self, *, is_end: bool = False) -> None:
+        place = self._place() if self._follower is not None else None
+        super().examine(is_end=is_end)
+        if place is not None:
+            self._return_to(place)

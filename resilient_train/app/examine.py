@@ -1,0 +1,87 @@
+"""`resilient-train examine RUN_DIR [overrides]`: one batch of a run under the microscope, at its newest verified state.
+
+Model, data and objective are those of the command line, as nothing that a run directory names is ever built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from resilient_train.errors import ConfigError, TrainError
+from resilient_train.record.journal import plain
+
+_HELP = """\
+Runs forward and backward of one batch under the microscope, and changes nothing: what every layer puts out and which
+gradients arrive there, the first operation that makes a value that is not finite, inputs that are out of scale. The
+weights are those of the newest verified checkpoint. Give the overrides that the run was started with: model, data and
+objective are never taken from the run directory."""
+_EXIT_CODES = "exit code: 0 if loss and gradients are finite, 1 if not, 2 if RUN_DIR or the overrides do not fit"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Examine one batch; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="resilient-train examine",
+        description=_HELP,
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of the run, such as runs/NAME")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the overrides of the run's own command")
+    parser.add_argument("--rows", help="rows of the data set, such as 3,77; default: the first data.batch_size rows")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    given = parser.parse_intermixed_args(arguments)
+    try:
+        found = _examined(given)
+    except TrainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(plain(found.as_dict())) if given.json else found)
+    return 0 if found.is_healthy else 1
+
+
+def _examined(given: argparse.Namespace) -> Any:
+    # Here, as it imports torch, which takes seconds.
+    import torch
+    from torch import nn
+
+    from resilient_train.app import build
+    from resilient_train.app.config import compose, targets
+    from resilient_train.checkpoint import weights
+    from resilient_train.checkpoint.manifest import VERIFIED, WEIGHTS
+    from resilient_train.checkpoint.store import Store
+    from resilient_train.diagnose.examine import examine
+    from resilient_train.state.randomness import Purpose, mix, seed_all
+    from resilient_train.update.objective import Measured
+
+    run_dir: Path = given.run_dir
+    written = run_dir / "config.yaml"
+    if not written.is_file():
+        raise ConfigError("RUN_DIR", run_dir, "is not the directory of a run: it has no config.yaml")
+    composed = compose.load(given.overrides)
+    if changes := composed.other_run(written):
+        why = f"is a run of another configuration ({'; '.join(changes[:3])}): give the overrides of its command"
+        raise ConfigError("RUN_DIR", run_dir, why)
+    config = composed.config
+    seed_all(mix(Purpose.INITIAL_WEIGHTS, config.run.seed), torch.device("cpu"))
+    objective = Measured(build.objective_of(config.objective, torch.device("cpu")), config.objective["_target_"])
+    rows = targets.build("data.train", config.data.train)
+    model: nn.Module = build.model_of(config)
+    kept = (one.path for one in Store(run_dir).entries() if one.manifest and one.manifest.kind == VERIFIED)
+    weights.load_into(model, run_dir if (run_dir / WEIGHTS).exists() else next(kept, run_dir))
+    if given.rows:
+        try:
+            chosen = [rows[int(row)] for row in given.rows.split(",")]
+        except (IndexError, KeyError, ValueError, TypeError) as error:
+            raise ConfigError("--rows", given.rows, f"expected rows of the data set, such as 3,77 ({error})") from error
+    elif hasattr(rows, "__getitem__"):
+        chosen = [rows[row] for row in range(min(config.data.batch_size, len(rows)))]
+    else:
+        chosen = list(islice(rows, config.data.batch_size))
+    model.train()
+    return examine(model, objective, build.collate_of(config.data.collate)(chosen))

@@ -1,0 +1,158 @@
+"""Forward and backward of a batch with an objective, and what becomes of an exception that only some batches raise.
+
+If another batch passes at the same weights, that one takes the place of the batch that raised, and the loss of the
+update is NaN: so every rank meets the others in its collectives, learns of the exception at the gate, and refuses the
+update, which is then examined like any other. If no batch passes it is a bug, and the run ends with its traceback.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from resilient_train.errors import TrainError, in_one_line
+from resilient_train.in_flight import InFlight, StartedUpdate
+from resilient_train.out_of_memory import is_out_of_memory, memory_evidence
+from resilient_train.run_parts import RunParts
+from resilient_train.state import randomness
+from resilient_train.update.objective import Measured, Metrics
+from resilient_train.watch.vitals import versions
+from resilient_train.wording import IN_FILE_ONLY, log
+
+_TRIED = 4  # other batches
+_OURS = Path(__file__).parent
+_USERS = (_OURS / "zoo", _OURS / "numerics")  # which call what users wrote, or what they would call
+
+Computed = tuple[Tensor, Metrics]
+Spoil = Callable[[Tensor], Tensor]
+
+
+class Computation:
+    """Computes a loss and its gradients."""
+
+    def __init__(
+        self,
+        parts: RunParts,
+        model: nn.Module,
+        objective: Measured,
+        backward: Callable[[Tensor], None],
+        *,
+        treats: bool,
+    ) -> None:
+        """`model` as training calls it; `treats`: the policy does something about anomalies."""
+        self._parts, self._model, self._objective, self._backward = parts, model, objective, backward
+        self._treats = treats
+        self._forwards = _Forwards(model) if isinstance(model, DistributedDataParallel) else None
+        self._logged: set[str] = set()
+
+    def of(self, batch: Any, begun: StartedUpdate, before: InFlight | None, spoil: Spoil) -> Computed | str:
+        """Run forward and backward of the newest batch of `begun`; `before` is the update in flight.
+
+        `spoil` changes the loss on the way, in a drill. If memory runs out, return what the error says; if only this
+        batch raises an exception, note it in `begun`, and return what another batch computed, which must not land.
+        """
+        if self._forwards is not None:
+            self._forwards.begin()
+        try:
+            return self._computed(batch, spoil)
+        except Exception as error:
+            if is_out_of_memory(error):
+                return memory_evidence(error, self._parts.world.device)
+            if (instead := self._stand_in(error, begun, before)) is None:
+                raise
+            return instead
+
+    def _computed(self, batch: Any, spoil: Spoil = lambda loss: loss) -> Computed:
+        loss, metrics = self._objective.for_training(self._model, batch)
+        self._backward(loss := spoil(loss))
+        return loss, metrics
+
+    def _stand_in(self, error: Exception, begun: StartedUpdate, before: InFlight | None) -> Computed | None:
+        """Run forward and backward of another batch; None if the error ends the run."""
+        if not self._may_be_of_batch(error, before):
+            return None
+        tried, text = 0, in_one_line(error)
+        for batch in self._others(begun, before):
+            try:
+                if self._forwards is not None:
+                    self._forwards.again()
+                computed = self._computed(self._parts.world.on_device(batch))
+            except Exception:
+                tried += 1
+                continue
+            finally:
+                if self._forwards is not None:
+                    self._forwards.end()
+            begun.raised.append(text)
+            if text not in self._logged:
+                self._logged.add(text)
+                log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
+            return computed
+        if tried:
+            error.add_note(f"resilient_train: {tried} other batches at the same weights raise as well")
+            log.error("update %d: %d other batches at the same weights raise as well: it is a bug", begun.step, tried)
+        return None
+
+    def _may_be_of_batch(self, error: Exception, before: InFlight | None) -> bool:
+        """Whether updates have landed before, and what raised is neither ours nor the end of a connection.
+
+        With several ranks the others are in the collectives of the same forward or backward, which cannot be begun
+        again in the middle.
+        """
+        if not self._treats or isinstance(error, TrainError) or not (self._parts.clock.step or before):
+            return False
+        if self._parts.world.is_of_group(error):
+            return False
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if self._parts.world.size > 1:
+            in_backward = any(code.co_name == "_engine_run_backward" for code in codes)
+            if in_backward or self._forwards is None or self._forwards.are_together:
+                return False
+        last = Path(codes[-1].co_filename)
+        return not last.is_relative_to(_OURS) or any(last.is_relative_to(home) for home in _USERS)
+
+    def _others(self, begun: StartedUpdate, before: InFlight | None) -> Iterator[Any]:
+        """Yield batches of other rows, then the one of the update before at the same place, if that is as it was."""
+        samples, number = self._parts.samples, len(begun.inputs) - 1
+        for draw in range(_TRIED if begun.update.keys else 0):
+            with randomness.preserved(self._parts.world.device):  # fetching rows changes it
+                try:
+                    batch = samples.collated(samples.others(begun.update.keys[number], draw))
+                except Exception:
+                    continue
+            yield batch
+        if before is not None and number < len(before.begun.inputs):
+            batch = before.begun.inputs[number]
+            if versions(batch) == before.begun.versions[number]:
+                yield batch
+
+
+class _Forwards:
+    """Counts the forwards of a model in DistributedDataParallel: each begins with a broadcast of the buffers.
+
+    The other ranks make as many as the batch that raised would have made: a stand-in leaves out those that were made.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model, self._made, self._synced, self._is_again = model, 0, 0, False
+        self.are_together = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+        model.register_forward_pre_hook(self._count)
+
+    def begin(self) -> None:
+        self._made = self._synced = 0
+
+    def again(self) -> None:
+        self._synced, self._made, self._is_again = max(self._synced, self._made), 0, True
+
+    def end(self) -> None:
+        self._model.require_forward_param_sync, self._is_again = True, False
+
+    def _count(self, model: nn.Module, args: Sequence[Any]) -> None:
+        self._made += 1
+        if self._is_again:
+            self._model.require_forward_param_sync = self._made > self._synced

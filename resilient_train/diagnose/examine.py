@@ -1,0 +1,136 @@
+"""One batch under the microscope, outside of any run: what every layer puts out, and the operation that breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import isfinite, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from resilient_train.diagnose import rows, verdict
+from resilient_train.diagnose.layers import Layers, Output
+from resilient_train.diagnose.replay import Replay
+from resilient_train.diagnose.values import floating, statistics
+from resilient_train.diagnose.verdict import Observations
+from resilient_train.state.copies import Backups
+from resilient_train.state.randomness import Seeds
+from resilient_train.state.tree import leaves, rebuilt
+from resilient_train.types import Diagnosis
+from resilient_train.watch.gradient_norms import nonfinite
+from resilient_train.wording import describe_culprit
+
+_TITLES = ("layer", "class", "output", "from", "to", "not finite", "gradient there")
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What one forward and backward of a batch showed. `print` it, or take it apart."""
+
+    loss: float
+    grad_norm: float
+    batch: tuple[Mapping[str, Any], ...]  # the ranges of its tensors
+    layers: tuple[Output, ...]  # what they put out, in the order of the forward
+    gradients: tuple[Output, ...]  # what arrived there, in the order of the backward
+    weights: Mapping[str, float]  # the norm of each weight's gradient
+    diagnosis: Diagnosis | None  # of what is not finite: operation, line and advice, as far as they are known
+    remarks: tuple[str, ...]
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether loss and gradients are finite."""
+        return isfinite(self.loss) and isfinite(self.grad_norm)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        arrived = {one.layer: one for one in self.gradients}
+        table = [_TITLES, *(_cells(one, arrived.get(one.layer)) for one in self.layers)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [f"loss {self.loss:.6g}, gradient norm {self.grad_norm:.4g}"]
+        lines += [f"batch: {_shape(one)}, {' to '.join(_ends(one))}{_broken(one)}" for one in self.batch]
+        lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        if self.diagnosis is not None:
+            where = f" ({describe_culprit(self.diagnosis.culprit)})" if self.diagnosis.culprit is not None else ""
+            lines += [f"cause {self.diagnosis.cause}{where}", f"advice: {self.diagnosis.advice}"]
+        return "\n".join([*lines, *self.remarks, *(["nothing here is out of order"] if self._is_quiet else [])])
+
+    @property
+    def _is_quiet(self) -> bool:
+        return self.is_healthy and not self.remarks and self.diagnosis is None
+
+
+def examine(model: nn.Module, objective: Callable[[Any, Any], Any], batch: Any) -> Examined:
+    """Run forward and backward of one batch under the microscope; model, gradients and random numbers are restored.
+
+    `objective` is called as `(model, batch)` and returns the loss, or the loss and metrics. It runs four times.
+    """
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
+    batch = rebuilt(batch, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
+
+    def measured(network: nn.Module, given: Any) -> Tensor:
+        answer = objective(network, given)
+        loss: Tensor = answer[0] if isinstance(answer, tuple) else answer
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise TypeError("the objective has to return a scalar tensor with a graph, the loss, or (loss, metrics)")
+        return loss.reshape(())
+
+    def drop() -> None:
+        for weight in weights:
+            weight.grad = None
+
+    replay = Replay(
+        *(model, measured, Tensor.backward, Backups(model), drop),
+        trained=weights,
+        over_ranks=lambda grads: torch.tensor(sqrt(sum(float(one.double().square().sum()) for one in grads))),
+        seeds=Seeds(0, 0, device),
+        device=device,
+    )
+    layers = Layers(getattr(model, "_orig_mod", model), ranges=True)
+    first = replay.of([batch], 0, layers=layers)
+    seen = replay.under_microscope([batch], 0)
+    bad_fields = rows.nonfinite_fields(batch)
+    is_healthy, origin = isfinite(first.loss) and isfinite(first.norm), seen.origin
+    diagnosis = None
+    if not is_healthy:
+        facts = Observations(reproduced=True, batch_is_bad=bool(bad_fields), bracket=seen.bracket, size=first.norm)
+        if origin is not None:
+            facts = replace(facts, culprit=origin.culprit, kind=origin.kind)
+            facts = replace(facts, is_scalar=origin.is_scalar, was_given=origin.was_given)
+        raised = first.raised
+        diagnosis = verdict.on_error(facts, raised) if raised else verdict.on_nonfinite(facts, 1.0)
+    remarks = [f"the batch: {one}" for one in bad_fields]
+    remarks += [one for one in (nonfinite(first.by_layer), rows.out_of_scale([batch])) if one]
+    return Examined(
+        *(first.loss, first.norm),
+        batch=statistics(floating([leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)])),
+        layers=tuple(layers.outputs),
+        gradients=tuple(layers.gradients),
+        weights=first.by_layer,
+        diagnosis=diagnosis,
+        remarks=tuple(remarks),
+    )
+
+
+def _cells(output: Output, gradient: Output | None) -> Sequence[str]:
+    found = output.range
+    name = output.layer or "the model"
+    there = "" if gradient is None else " to ".join(_ends(gradient.range)) + _broken(gradient.range)
+    return name, output.kind, _shape(found), *_ends(found), str(found["nonfinite"] or ""), there
+
+
+def _shape(found: Mapping[str, Any]) -> str:
+    return f"{found['shape']} {found['dtype']}"
+
+
+def _ends(found: Mapping[str, Any]) -> tuple[str, str]:
+    return (f"{found['min']:.4g}", f"{found['max']:.4g}") if "min" in found else ("", "")
+
+
+def _broken(found: Mapping[str, Any]) -> str:
+    return f", {found['nonfinite']:,} not finite" if found["nonfinite"] else ""

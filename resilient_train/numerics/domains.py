@@ -1,0 +1,132 @@
+"""Operations that raise outside of their domain: what a patch gives there is their value at the nearest point inside.
+
+The gradient is that at this point. Only inputs that a call could not take are changed, and only where it cannot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, constraints
+
+from resilient_train.numerics import elementwise
+from resilient_train.numerics.operations import family
+
+Operation = Callable[..., Any]
+
+_OF_MATRICES = {"cholesky": torch.linalg.cholesky_ex, "inverse": torch.linalg.inv_ex, "solve": torch.linalg.inv_ex}
+_TRIED = 4  # distances from the border, each a hundred times the one before
+
+
+def call(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operation of matrices; where a matrix is not in its domain, add a multiple of the identity to it."""
+    try:
+        return bare(*args, **kwargs)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        attempt = _OF_MATRICES.get(family(name))
+        if attempt is None or not args or not isinstance(args[0], Tensor):
+            raise
+    return bare(_inside(args[0], attempt), *args[1:], **kwargs)
+
+
+def _inside(matrices: Tensor, attempt: Operation) -> Tensor:
+    """Add to each matrix that fails as much of the identity as it takes."""
+    with torch.no_grad():
+        still = matrices.detach()
+        one = torch.eye(still.shape[-1], dtype=still.dtype, device=still.device)
+        size = still.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)
+        added = torch.zeros_like(size)
+        if attempt is torch.linalg.cholesky_ex:  # the lowest eigenvalue says how far it is outside
+            symmetric = ((still + still.mT) / 2).nan_to_num(0.0, 0.0, 0.0)
+            lowest = torch.linalg.eigvalsh(symmetric)[..., :1, None]
+        else:
+            lowest = torch.zeros_like(size)
+        distance = math.sqrt(elementwise.eps(still.dtype)) * size
+        for _ in range(_TRIED):
+            fails = attempt(still + added * one)[1][..., None, None] != 0
+            added = torch.where(fails, distance - lowest.clamp(max=0.0), added)
+            distance = 100 * distance
+    return matrices + added * one
+
+
+def call_distribution(called: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a distribution, or call a method of one; what its checks refuse is moved to where they accept it."""
+    try:
+        return called(*args, **kwargs)
+    except ValueError:
+        if isinstance(called, type):
+            limits = called.arg_constraints  # type: ignore[attr-defined]
+            names = called.__init__.__code__.co_varnames[1:]  # type: ignore[misc]
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            moved = {name: _moved(value, limits.get(name)) for name, value in given.items()}
+            return called(**moved)
+        owner = getattr(called, "__self__", None)
+        if not isinstance(owner, Distribution) or not args or is_discrete(owner):
+            raise
+        return called(_moved(args[0], owner.support), *args[1:], **kwargs)
+
+
+def is_distribution(called: Any) -> bool:
+    """Say whether it is a class of torch.distributions, or a method of such an object."""
+    if isinstance(called, type):
+        return issubclass(called, Distribution) and called.__module__.startswith("torch.distributions.")
+    return isinstance(getattr(called, "__self__", None), Distribution)
+
+
+def is_discrete(one: Any) -> bool:
+    """Say whether it is a distribution of counts or classes. One that does not know its support is not."""
+    try:
+        return isinstance(one, Distribution) and one.support is not None and one.support.is_discrete
+    except (NotImplementedError, AttributeError):
+        return False
+
+
+def _moved(value: Any, limit: Any) -> Any:
+    """Move the elements that a constraint refuses inside of it; NaN stays.
+
+    That is next to the border, or without a second border to where the nearest of the accepted ones is.
+    """
+    while isinstance(limit, constraints.independent):
+        limit = limit.base_constraint
+    if (
+        limit is None
+        or not isinstance(value, Tensor | float | int)
+        or isinstance(limit, constraints.dependent.__class__)
+    ):
+        return value
+    value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.get_default_dtype())
+    if not value.is_floating_point() or bool((limit.check(value) | value.isnan()).all()):
+        return value
+    if isinstance(limit, type(constraints.simplex)):
+        value = value.clamp(min=0.0)
+        return value / value.sum(-1, keepdim=True).clamp(min=elementwise.eps(value.dtype))
+    if isinstance(limit, type(constraints.positive_definite)):
+        return _inside((value + value.mT) / 2, torch.linalg.cholesky_ex)
+    still, near = value.detach(), math.sqrt(elementwise.eps(value.dtype))
+    lower, upper = (
+        torch.as_tensor(getattr(limit, name, default), dtype=still.dtype, device=still.device)
+        for name, default in (("lower_bound", -torch.inf), ("upper_bound", torch.inf))
+    )
+    accepted = still[limit.check(still) & still.isfinite()] - lower
+    # Next to a border a density is as steep as can be: the smallest of the others is a scale that the program knows.
+    usual = accepted.amin().clamp(min=near) if accepted.numel() else torch.full_like(lower, near)
+    away = torch.where((upper - lower).isfinite(), near * (upper - lower), torch.where(usual.isfinite(), usual, near))
+    inside = torch.where(limit.check(still) | still.isnan(), still, still.clamp(lower + away, upper - away))
+    result: Tensor = _Moved.apply(value, inside)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Moved(torch.autograd.Function):
+    """Puts values in the place of others, which get the gradient: by it they can learn to come back."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, inside: Tensor) -> Tensor:
+        return inside
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return torch.where(gradient.isfinite(), gradient, 0.0), None

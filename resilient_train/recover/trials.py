@@ -1,0 +1,113 @@
+"""Which arm of a trial did best: pure, and the same on every rank, since the losses are those of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil, inf, isfinite, prod, sqrt
+from statistics import fmean, stdev
+
+from resilient_train.types import Action, Tried
+
+JUDGED = 16  # later updates whose losses are compared
+LONG_ENOUGH = 200  # updates: over fewer a lower rate nearly always looks better
+_NOISE = 2.0  # standard errors of a mean difference
+_BEHIND = 0.1  # of the way that the run has come
+_RISEN = 0.2  # of the loss
+_LEARNED = 0.1  # of the first loss
+_LEAST_GAIN = 0.01  # of the loss: less is no reason to change anything
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """What became of one arm."""
+
+    actions: tuple[Action, ...]
+    anomalies: int  # updates that did not land
+    losses: tuple[float, ...]  # of the later updates that all arms are judged on, after it
+
+    @property
+    def loss(self) -> float:
+        return fmean(self.losses) if self.losses and all(map(isfinite, self.losses)) else inf
+
+    @property
+    def cut(self) -> float:
+        """What it multiplies the learning rate by."""
+        return prod(float(one.settings.get("factor", 0.5)) for one in self.actions if one.remedy == "lower_lr")
+
+    def risen_from(self, before: Arm) -> Arm:
+        """Count one anomaly more if its loss has risen: then something is broken, though every update landed."""
+        return replace(self, anomalies=self.anomalies + is_lower(before, self, _RISEN))
+
+    def tried(self, *, won: bool) -> Tried:
+        return Tried(self.actions, self.anomalies, self.loss, won)
+
+
+def best_arm(arms: Sequence[Arm], steps: int, rate_gain: float) -> int:
+    """Return the place of the arm with the fewest anomalies, then the lowest loss; the mildest, where they are equal.
+
+    The mildest come first. After the same updates an arm with a lower rate has to gain more than `rate_gain`, which
+    such a cut gains in healthy runs, over enough of them.
+    """
+    least = min(one.anomalies for one in arms)
+    left = [place for place, one in enumerate(arms) if one.anomalies == least]
+
+    def beats(arm: Arm, other: Arm) -> bool:
+        if arm.cut < other.cut:
+            return steps >= LONG_ENOUGH and is_lower(arm, other, rate_gain)
+        return is_lower(arm, other)
+
+    return next((one for one in left if not any(beats(arms[place], arms[one]) for place in left)), left[0])
+
+
+def fastest(arms: Sequence[Arm]) -> int:
+    """Return the place of the rate to continue with; 0, that of the arm that was left as it is, if none overtook it.
+
+    It is the one with the lowest loss; of those that are equal within noise, the highest.
+    """
+    least = min(one.anomalies for one in arms)
+    ahead = [place for place, one in enumerate(arms) if one.anomalies == least and is_lower(one, arms[0])]
+    best = min(ahead, key=lambda place: arms[place].loss, default=0)
+    close = [place for place in ahead if not is_lower(arms[best], arms[place])]
+    return max(close, key=lambda place: arms[place].cut, default=0)
+
+
+def holds(arm: Arm, control: Arm, now: Arm) -> bool:
+    """Say whether a lower rate also beats the present one, which made as many updates from the same state: `control`.
+
+    Where a term of the loss grows with training, any younger state looks better than `now`: the lower rate has to gain
+    more than that.
+    """
+    if not isfinite(arm.loss) or arm.anomalies > control.anomalies or not is_lower(arm, control):
+        return False
+    by_age = now.loss - control.loss if isfinite(now.loss) else 0.0
+    return control.loss - arm.loss > by_age
+
+
+def learns(arm: Arm, first: float) -> bool:
+    """Say whether an arm is well below the loss that the run began with.
+
+    The loss of a GAN does not fall at any rate, and a lower one only keeps it near where it began.
+    """
+    return first - arm.loss > _LEARNED * abs(first)
+
+
+def cost_of(updates: int, forwards: int) -> int:
+    """Return what a trial costs, in updates: a forward costs about a third of one."""
+    return updates + ceil(forwards / 3)
+
+
+def may_win(arms: Sequence[Arm], first: float) -> bool:
+    """Say whether to try more rates: one was ahead, or the first was nearly as far from the `first` loss as the run."""
+    if len(arms) == 2:
+        return arms[1].loss <= arms[0].loss + _BEHIND * max(0.0, first - arms[0].loss)
+    return len(arms) < 2 or fastest(arms) > 0
+
+
+def is_lower(arm: Arm, other: Arm, share: float = _LEAST_GAIN) -> bool:
+    """Say whether the losses of an arm are lower by more than a share of the other's, and by more than noise."""
+    if not (isfinite(arm.loss) and isfinite(other.loss)):
+        return isfinite(arm.loss)
+    gains = [theirs - mine for mine, theirs in zip(arm.losses, other.losses, strict=True)]
+    noise = _NOISE * stdev(gains) / sqrt(len(gains)) if len(gains) > 1 else inf
+    return fmean(gains) > max(noise, share * abs(other.loss))

@@ -1,0 +1,74 @@
+"""The loss stands, not far below where it began: perhaps the learning rate is too high, though nothing spikes."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import fmean
+
+from resilient_train.watch.config import NoProgressConfig
+from resilient_train.watch.loss import PlainState
+from resilient_train.watch.reference import falls, without_top
+
+_FIRST_LOSSES = 8  # that show the level at which the run began
+_NEVER = 2**53  # steps
+_THROWN = 0.2  # of that: by so much the first updates have raised the loss
+
+
+class NoProgress(PlainState):
+    """The losses have not fallen since a quarter of the run, and are still near those that it began with.
+
+    Or they fall, but only since the first updates have thrown them far up.
+    That is no alarm: many healthy losses stand. It asks for a trial of lower learning rates. The look
+    after one, or after one that finds the loss falling, is at twice as many updates.
+    """
+
+    saved = ("_losses", "first", "_mean", "_seen")
+
+    def __init__(self, config: NoProgressConfig) -> None:
+        self.config = config
+        self.next_look = config.every  # the step. Does not rewind
+        self.first = self._mean = 0.0  # where it began; the mean of the first losses
+        self.evidence = ""
+        self._losses: deque[float] = deque(maxlen=config.window)
+        self._seen = 0
+
+    def see(self, loss: float) -> None:
+        """Take the loss of an accepted update."""
+        self._seen += 1
+        if self._seen <= _FIRST_LOSSES:  # the very first one was measured before any update: others may be far above
+            self._mean += (loss - self._mean) / self._seen
+            self.first = self._mean if self._seen == 1 else min(self.first, self._mean)
+        self._losses.append(loss)
+
+    def asks(self, step: int) -> bool:
+        """Say whether lower learning rates should be tried after `step` accepted updates."""
+        if not self.config.every or step < self.next_look:
+            return False
+        is_asked = self._is_asked()
+        if not is_asked:
+            self.next_look = 2 * step
+        return is_asked
+
+    def tried(self, step: int, *, is_tried: bool) -> None:
+        """Note what became of a trial that it asked for: where none could be made, it asks again before long."""
+        if self.next_look < _NEVER:
+            self.next_look = 2 * step if is_tried else step + self.config.every
+
+    def stop(self) -> None:
+        """Never ask again."""
+        self.next_look = _NEVER
+
+    def _is_asked(self) -> bool:
+        newer = list(self._losses)[-(3 * self._seen // 4) :]
+        level = fmean(without_top(newer)) if newer else 0.0
+        is_thrown = self._mean - self.first > _THROWN * abs(self.first)
+        if self._seen < self.config.every or (falls(newer) and not is_thrown):
+            return False
+        how = "after the first updates had thrown it up" if is_thrown else "and do not fall"
+        begin = f"where it began with {self.first:.4g}"
+        self.evidence = f"the last losses ({len(newer)}) average {level:.4g} {how}, {begin}"
+        return self.first - level < self.config.share * abs(self.first)
+
+    def forget(self) -> None:
+        self._losses.clear()
+        self._seen, self.first, self._mean = 0, 0.0, 0.0

@@ -1,0 +1,174 @@
+"""A loop of plain PyTorch whose batches come from a function, with micro-batches, a loss scaler and DDP of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from group import together
+from guarded import REWIND, SKIP, Net
+from torch import distributed, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from resilient_train import Guard
+from resilient_train.errors import ConfigError
+from resilient_train.state.randomness import Seeds
+from resilient_train.state.ring import MemoryConfig
+from resilient_train.state.tree import sha256
+
+STEPS, MICRO_BATCHES, ROWS = 60, 2, 8
+POOL = torch.randn(512, 6, generator=torch.Generator().manual_seed(0))
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def get_batch() -> Batch:
+    rows = torch.randint(len(POOL), (ROWS,))
+    return POOL[rows], rows % 3
+
+
+class Loop:
+    """The loop of a program that draws its batches, with a fault in one of its updates if there is one."""
+
+    def __init__(self, *, ddp: bool = False, scaler: torch.amp.GradScaler | None = None, **more: Any) -> None:
+        torch.manual_seed(0)
+        self.bare = Net()
+        self.model: nn.Module = DistributedDataParallel(self.bare) if ddp else self.bare
+        self.scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
+        usual: dict[str, Any] = {"steps": STEPS, "memory": MemoryConfig(every=10, keep=4, max_gib=None), "clip": 1.0}
+        self.guard = Guard(
+            *(None, self.model, self.optimizer),
+            data=more.pop("data", get_batch),
+            accumulate=MICRO_BATCHES,
+            scaler=self.scaler,
+            **{**usual, **more},
+        )
+        self.seen: list[tuple[int, Batch]] = []  # the number of the update, and a batch that it was given
+
+    def forward_backward(self, batch: Batch, spoil: float = 1.0) -> torch.Tensor:
+        loss: torch.Tensor = F.cross_entropy(self.model(batch[0]), batch[1]) * spoil
+        self.scaler.scale(loss / MICRO_BATCHES).backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def train(self, fault: str = "", at: int = 0, *, last: int | None = None) -> Loop:
+        for update in self.guard.updates(last):
+            number, strikes = self.guard.attempted_step, at == self.guard.attempted_step
+            if strikes and fault == "bit_flip":
+                with torch.no_grad():
+                    self.bare.head.weight.view(torch.int32)[0, 0] ^= 1 << 30
+            count = 0
+            for count, batch in enumerate(update, start=1):
+                self.seen.append((number, batch))
+                spoils = strikes and count == MICRO_BATCHES and fault in ("nan", "overflow")
+                loss = self.forward_backward(batch, float("nan" if spoils and fault == "nan" else 1))
+                if spoils and fault == "overflow":
+                    self.bare.head.weight.grad[0, 0] = torch.inf  # type: ignore[index]
+                self.guard.update(loss)
+            assert count == MICRO_BATCHES
+            at = 0 if strikes else at  # it strikes once
+        return self
+
+    def digest(self) -> str:
+        live = self.guard.state.live()
+        return sha256([live["weights"], live["buffers"], live["optimizer.0"]["moments"]])
+
+
+def test_a_healthy_run_ends_as_a_plain_loop() -> None:
+    """To the last bit, with the batches and the random numbers of the guard."""
+    loop = Loop(clip=None).train()
+    assert (loop.guard.clock.step, loop.guard.incidents) == (STEPS, [])
+    plain, seeds = Loop(clip=None), Seeds(0, 0, torch.device("cpu"))
+    plain.guard.let_go()
+    for number, (_, batch) in enumerate(loop.seen):
+        if number % MICRO_BATCHES == 0:
+            seeds.for_update(loop.guard.samples.slicing.samples * number // MICRO_BATCHES)
+        plain.forward_backward(batch)
+        if number % MICRO_BATCHES == 1:
+            plain.optimizer.step()
+            plain.optimizer.zero_grad()
+    assert plain.digest() == loop.digest()
+
+
+def test_a_rewind_draws_the_same_batches() -> None:
+    """So a bit that flips once leaves no trace: the run ends as if it had not."""
+    loop, healthy = Loop(recovery=REWIND).train("bit_flip", 33), Loop().train()
+    [incident] = loop.guard.incidents
+    assert incident.anomaly.signal == "weights_jump"
+    assert loop.guard.clock.tick > STEPS
+    batches: dict[int, set[str]] = {}
+    for number, (_, batch) in enumerate(loop.seen):
+        batches.setdefault(loop.seen[number][0], set()).add(sha256(batch))
+    assert all(len(several) == MICRO_BATCHES for several in batches.values())
+    assert loop.digest() == healthy.digest()
+
+
+def test_a_bad_update_is_skipped_by_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    """The function cannot name rows, and it says so; the updates after it get the batches that they would have got."""
+    caplog.set_level("INFO", logger="resilient_train")
+    loop, healthy = Loop(recovery=SKIP).train("nan", 30), Loop(steps=STEPS + 1).train()
+    [incident] = loop.guard.incidents
+    assert (incident.anomaly.signal, incident.diagnosis.rows) == ("nonfinite_loss", ())
+    assert sum("bad rows have no names" in one.message for one in caplog.records) == 2  # once a run
+    landed = {number: sha256(batch) for number, batch in loop.seen}
+    others = {number: sha256(batch) for number, batch in healthy.seen}
+    assert all(landed[number] == others[number + (number >= 30)] for number in range(STEPS))
+
+
+def test_a_run_that_is_resumed_ends_as_if_it_was_not(tmp_path: Path) -> None:
+    first = Loop(run_dir=tmp_path / "run", disk=10).train(last=40)
+    first.guard.leave()
+    first.guard.close()
+    second = Loop(run_dir=tmp_path / "run", disk=10, resume=True).train()
+    assert second.seen[0][0] == 40
+    assert second.digest() == Loop().train().digest()
+
+
+def test_the_scaler_of_the_loop_is_the_one_that_the_guard_uses() -> None:
+    """An overflow halves the scale and leaves the update out; without one, scaling by 2 ** 16 changes no bit."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=10**6)
+    assert Loop(scaler=scaler).train().digest() == Loop().train().digest()
+    loop = Loop(scaler=scaler).train("overflow", 30)
+    assert (loop.guard.clock.tick, loop.guard.incidents, scaler.get_scale()) == (STEPS + 1, [], 2.0**15)
+
+
+def test_what_cannot_be_used_is_refused() -> None:
+    """In one line that names the argument."""
+    own = torch.Generator()
+    with pytest.raises(ConfigError, match="data: the function returns another batch when it is called with the same"):
+        Loop(data=lambda: torch.randn(2, generator=own))
+    with pytest.raises(TypeError, match="data: expected a data set, a loader or a function, got type"):
+        Loop(data=object)
+    with pytest.raises(ZeroDivisionError):
+        Loop(data=lambda: 1 / 0)
+    accelerator, optimizer = Loop().guard.world.accelerator, torch.optim.AdamW(Net().parameters())
+    for name, value in (("accumulate", 2), ("scaler", torch.amp.GradScaler("cpu"))):
+        with pytest.raises(ConfigError, match=f"{name}: is for a loop of plain PyTorch"):
+            Guard(accelerator, Net(), optimizer, data=get_batch, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="accumulate: expected a whole number of at least 1, got 0"):
+        Guard(None, Net(), optimizer, data=get_batch, accumulate=0)
+
+
+def on_a_rank(fault: str) -> dict[str, Any]:
+    distributed.init_process_group("gloo")
+    loop = Loop(ddp=True, recovery=SKIP)
+    loop.train(fault if os.environ["RANK"] == "1" else "", 30)
+    weights = sha256(dict(loop.bare.named_parameters()))  # each rank has statistics of its own in BatchNorm
+    told = {"weights": weights, "tick": loop.guard.clock.tick, "batch": sha256(loop.seen[0][1])}
+    told["ranks"] = [one.anomaly.ranks for one in loop.guard.incidents]
+    loop.guard.close()
+    loop.guard.world.leave()
+    return told
+
+
+def test_two_processes_that_the_loop_has_joined_itself() -> None:
+    """Each draws batches of its own, both refuse the bad one of rank 1, and their weights stay the same."""
+    ended = together(2, on_a_rank, "nan")
+    assert [code for code, _ in ended] == [0, 0]
+    first, second = (told for _, told in ended)
+    assert first.pop("batch") != second.pop("batch")
+    assert first == second
+    assert (first["tick"], first["ranks"]) == (STEPS + 1, [(1,)])

@@ -1,0 +1,167 @@
+"""Lightning with manual optimization under guard: one call of `training_step` is one update."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ExponentialLR
+
+L = pytest.importorskip("lightning")
+pytest.importorskip("torchmetrics")
+
+import lightning_programs  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning_programs import AT, WAYS, Fitted, Manual, loader, trainer_of  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def fit(place: Path, how: str, fault: str = "", *, guarded: bool = True, schedule: Any = None, **more: Any) -> Fitted:
+    L.seed_everything(1, verbose=False)
+    ckpt_path, trainer = more.pop("ckpt_path", None), trainer_of(place, guarded=guarded, **more)
+    module = Manual(how, fault, schedule=schedule)
+    trainer.fit(module, loader((17, 99) if fault == "rows" else ()), ckpt_path=ckpt_path)
+    return Fitted(trainer, module, trainer.logger.rows, place)
+
+
+def decayed(optimizer: Any) -> ExponentialLR:
+    return ExponentialLR(optimizer, 0.99)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs that are not guarded, by how they step."""
+    known: dict[str, Fitted] = {}
+
+    def run(how: str) -> Fitted:
+        if how not in known:
+            known[how] = fit(tmp_path_factory.mktemp("plain"), how, guarded=False, schedule=decayed)
+        return known[how]
+
+    return run
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_healthy_run_is_that_without_the_guard(tmp_path: Path, how: str, plain: Any) -> None:
+    """However a module steps: the same rows reach the loggers, and weights and statistics are the same bits."""
+    guarded = fit(tmp_path, how, schedule=decayed)
+    assert guarded.weights == plain(how).weights
+    assert guarded.rows == plain(how).rows
+    assert guarded.trainer.global_step == plain(how).trainer.global_step
+    assert not guarded.incidents
+
+
+@pytest.mark.parametrize("fault", ["nan_batch", "nan_gradient", "bit_flip"])
+@pytest.mark.parametrize("how", WAYS)
+def test_what_strikes_once_leaves_no_trace(tmp_path: Path, how: str, fault: str, plain: Any) -> None:
+    """No network keeps half an update, a rewind restores both, and schedules and counts are those of a plain run."""
+    run = fit(tmp_path, how, fault, schedule=decayed)
+    expected = {
+        "nan_batch": ("nonfinite_loss", "transient"),
+        "nan_gradient": ("nonfinite_grad", "transient"),
+        "bit_flip": ("weights_jump", "corruption"),
+    }
+    [incident] = run.incidents
+    assert (incident["signal"], incident["cause"]) == expected[fault]
+    assert incident["outcome"] == "recovered"
+    assert run.weights == plain(how).weights
+    if (how, fault) != ("accumulated", "bit_flip"):  # where losses were logged before an update that could be judged
+        assert run.rows == plain(how).rows
+    assert run.trainer.global_step == plain(how).trainer.global_step
+
+
+@pytest.mark.parametrize("how", ["in turn", "critic"])
+def test_a_second_loss_that_is_not_finite_undoes_the_first_step(tmp_path: Path, how: str, plain: Any) -> None:
+    """The critic has stepped when the generator's loss is NaN: both are as before, and the call is repeated."""
+    run = fit(tmp_path, how, "nan_second", schedule=decayed)
+    [incident] = run.incidents
+    assert (incident["signal"], incident["outcome"]) == ("nonfinite_loss", "recovered")
+    assert run.weights == plain(how).weights
+    assert run.rows == plain(how).rows
+
+
+@pytest.mark.parametrize("how", ["alone", "accumulated", "in turn"])
+def test_bad_rows_are_named_and_left_out(tmp_path: Path, how: str) -> None:
+    """By their index, and none of the other rows of their batch."""
+    run = fit(tmp_path, how, "rows")
+    assert sorted(row for incident in run.incidents for row in incident["rows"]) == [17, 99]
+    assert all(math.isfinite(value) for weights in run.weights for value in weights)
+
+
+@pytest.mark.parametrize("how", ["alone", "in turn"])
+def test_a_broken_operation_is_named_by_its_line(tmp_path: Path, how: str) -> None:
+    """The line of the user's loss that breaks its gradient is named and patched."""
+    run = fit(tmp_path, how, "operation", max_epochs=6)
+    first = run.incidents[0]
+    source = Path(str(lightning_programs.__file__)).read_text().splitlines()
+    assert "torch.sqrt(" in source[first["culprit"]["line"] - 1]
+    assert first["actions"] == [{"remedy": "armor"}]
+    assert all(math.isfinite(value) for weights in run.weights for value in weights)
+
+
+@pytest.mark.parametrize("how", ["alone", "three times"])
+def test_a_hot_stretch_of_the_learning_rate_is_undone(tmp_path: Path, how: str, plain: Any) -> None:
+    """The run ends near a healthy one, with the module's own schedulers at the place where they would be."""
+    run = fit(tmp_path, how, "rate")
+    assert run.incidents[0]["cause"] in ("rate", "explosion")
+    assert run.incidents[0]["outcome"] == "recovered"
+    assert run.loss <= plain(how).loss + 0.2
+    assert run.module.schedules()[0].last_epoch == run.trainer.fit_loop.epoch_loop.total_batch_idx + 1
+
+
+@pytest.mark.parametrize(("how", "fault"), [("alone", "rows"), ("in turn", "rows"), ("in turn", "bit_flip")])
+def test_a_module_that_is_only_observed_ends_as_a_plain_one(tmp_path: Path, how: str, fault: str) -> None:
+    """With `recovery="observe"`: the same bits and logs, NaN included, and one incident that was observed."""
+    plain = fit(tmp_path / "plain", how, fault, guarded=False, schedule=decayed)
+    seen = fit(tmp_path / "seen", how, fault, schedule=decayed, recovery="observe")
+    assert repr(seen.weights) == repr(plain.weights)
+    assert repr(seen.rows) == repr(plain.rows)
+    assert {one["outcome"] for one in seen.incidents} == {"observed"}
+
+
+def test_a_run_resumes_from_a_checkpoint_of_lightning(tmp_path: Path, plain: Any) -> None:
+    """One epoch, and two more from its checkpoint: the number of updates is not that of steps."""
+    saver = ModelCheckpoint(tmp_path / "files", save_last=True)
+    fit(tmp_path, "in turn", schedule=decayed, max_epochs=1, callbacks=(saver,), enable_checkpointing=True)
+    path = tmp_path / "files" / "last.ckpt"
+    [state] = [one for name, one in torch.load(path, weights_only=False)["callbacks"].items() if name == "Guarded"]
+    assert state == {"run_dir": "resilient_train", "updates": 32}
+    saver = ModelCheckpoint(tmp_path / "files", save_last=True)
+    again: Any = {"ckpt_path": path, "callbacks": (saver,), "enable_checkpointing": True}
+    run = fit(tmp_path, "in turn", "bit_flip", schedule=decayed, **again)
+    assert [one["step"] for one in run.incidents] == [AT]
+    assert run.trainer.global_step == 192
+    assert run.rows[-1][1].keys() == plain("in turn").rows[-1][1].keys()
+
+
+class Failing(Manual):
+    def step_pair(self, x: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 5:
+            self.calls, loss = 0, super().step_pair(x, batch_idx)
+            raise ZeroDivisionError(float(loss.detach()))
+        return super().step_pair(x, batch_idx)
+
+
+def test_an_error_of_the_user_is_that_error_and_nothing_stays_replaced(tmp_path: Path) -> None:
+    """The same module trains again afterwards, without a guard."""
+    module = Failing("in turn")
+    with pytest.raises(ZeroDivisionError):
+        trainer_of(tmp_path / "guarded", guarded=True).fit(module, loader())
+    trainer_of(tmp_path / "plain", guarded=False, max_steps=4).fit(module, loader())
+    assert all(one.requires_grad for one in module.parameters())

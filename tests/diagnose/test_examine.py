@@ -1,0 +1,135 @@
+"""One batch under the microscope outside of a run, and what layers say where no operation can be named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import resilient_train
+from resilient_train.app import examine as command
+from resilient_train.app.build import model_of
+from resilient_train.app.config.compose import load
+from resilient_train.checkpoint.manifest import WEIGHTS
+from resilient_train.diagnose.layers import Layers
+from resilient_train.diagnose.rows import out_of_scale
+from resilient_train.types import Cause
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+def plain(model: Any, batch: Any) -> Any:
+    return model(batch["inputs"]).square().mean(), {"some": 1.0}
+
+
+def entropy(model: Any, batch: Any) -> Any:
+    shares = torch.softmax(model(batch["inputs"]) * 1e5, -1)
+    return -(shares * shares.log()).sum(-1).mean()  # 0 * log 0
+
+
+def test_a_healthy_batch_shows_every_layer_and_changes_nothing() -> None:
+    """Ranges of outputs and gradients, layer by layer; buffers, gradients and random numbers are what they were."""
+    model, batch = network(), {"inputs": torch.randn(16, 4)}
+    model[0].weight.grad = torch.ones(8, 4)
+    before = [one.clone() for one in model.state_dict().values()]
+    torch.manual_seed(5)
+    found = resilient_train.examine(model, plain, batch)
+    drawn = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3))
+    assert all(torch.equal(one, other) for one, other in zip(before, model.state_dict().values(), strict=True))
+    assert model[0].weight.grad is not None
+    assert torch.equal(model[0].weight.grad, torch.ones(8, 4))
+    assert found.is_healthy
+    assert found.diagnosis is None
+    assert [one.layer for one in found.layers] == ["0", "1", "2", "3", ""]
+    assert found.layers[0].range["shape"] == [16, 8]
+    assert {one.layer for one in found.gradients} == {"0", "1", "2", "3", ""}
+    assert set(found.weights) == {name for name, _ in model.named_parameters()}
+    assert "BatchNorm1d" in str(found)
+    assert str(found).endswith("nothing here is out of order")
+    json.dumps(found.as_dict())
+
+
+def test_what_breaks_is_named_with_advice() -> None:
+    """The operation, its line in the user's code, and the weights whose gradients are not finite."""
+    found = resilient_train.examine(network(), entropy, {"inputs": torch.randn(16, 4)})
+    assert not found.is_healthy
+    assert found.diagnosis is not None
+    assert found.diagnosis.culprit is not None
+    assert (found.diagnosis.cause, found.diagnosis.culprit.op) == (Cause.OPERATION, "log")
+    assert found.diagnosis.culprit.file == __file__
+    assert "no gradient is finite" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        (torch.ones(3), ""),
+        (torch.tensor([1.0, 200.0, 5.0]), ""),  # pixels, years, prices
+        (torch.tensor([1.0, 3e4, 5.0]), "column 1 of ['inputs']"),
+        (torch.tensor([0.0, 0.0, 1.0]), ""),
+    ],
+)
+def test_columns_out_of_scale_are_to_be_normalised(columns: Tensor, said: str) -> None:
+    """A column that is thousands of times the others makes steps that are too long for its weights."""
+    torch.manual_seed(0)
+    found = out_of_scale([{"inputs": torch.randn(64, 3) * columns, "labels": torch.randn(64) * 1e6}])
+    assert said in found
+    assert bool(found) is bool(said)
+    assert not said or "normalise each column" in found
+
+
+def in_the_objective(made: Tensor) -> Tensor:
+    return (made * 0).sum().sqrt()
+
+
+def in_the_model(made: Tensor) -> Tensor:
+    return made.sum()
+
+
+@pytest.mark.parametrize(
+    ("objective", "weight", "said"),
+    [
+        (in_the_objective, 1.0, "it breaks in the objective"),
+        (in_the_model, torch.inf, "`1` (BatchNorm1d) is the last that is finite, and the output of `2` (Linear)"),
+    ],
+)
+def test_layers_say_between_which_two_it_broke(objective: Callable[..., Tensor], weight: float, said: str) -> None:
+    """The last layer that was finite and the first that was not, forward or backward."""
+    last = nn.Linear(8, 1)
+    nn.init.constant_(last.weight, weight)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), last)
+    with Layers(model) as layers:
+        loss = objective(model(torch.randn(16, 4)))
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert said in layers.bracket(is_loss_finite=bool(loss.isfinite()))
+
+
+OVERRIDES = ["model=mlp", "data=digits", "objective=classification", "run.name=examined"]
+
+
+def test_the_command_examines_a_batch_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the weights of the run, and model and data of the command line: another configuration is refused."""
+    made = load(OVERRIDES)
+    (tmp_path / "config.yaml").write_text(made.yaml(tmp_path))
+    folder = tmp_path / "checkpoints"
+    assert command.main([str(tmp_path), *OVERRIDES, "--json"]) == 2  # it has no weights yet
+    assert "no weights" in capsys.readouterr().err
+    assert not folder.exists()
+    save_file({name: one * 0 for name, one in model_of(made.config).state_dict().items()}, tmp_path / WEIGHTS)
+    assert command.main([str(tmp_path), *OVERRIDES, "--rows", "3,7", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] == pytest.approx(2.302585)  # of ten classes: the weights are those of the run
+    assert found["batch"][0]["shape"][0] == 2
+    assert command.main([str(tmp_path), *OVERRIDES, "model.hidden=[3]"]) == 2
+    assert "give the overrides of its command" in capsys.readouterr().err

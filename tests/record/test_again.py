@@ -1,0 +1,65 @@
+"""An incident that counts the updates in which the same operation broke again."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from resilient_train.record.incident_log import IncidentLog
+from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Outcome, Signal
+
+SKIP = Decision((Action("skip"),))
+LOG = Diagnosis(Cause.OPERATION, "", culprit=Culprit("forward", "log", "", "loss.py", 3))
+
+
+def nan(tick: int) -> Anomaly:
+    return Anomaly(Signal.NONFINITE_LOSS, tick, tick, 0, "loss nan", landed=False)
+
+
+def met(book: IncidentLog, times: int) -> None:
+    """Let the operation break in so many updates in a row, as a run would count them."""
+    first = 1 + sum(len(one.each) for one in book.incidents)
+    for tick in range(first, first + times):
+        if (before := book.continued(nan(tick), LOG, SKIP)) is not None:
+            book.count_again(before, nan(tick))
+        else:
+            book.record_treatment(book.open(nan(tick), LOG, SKIP))
+
+
+def test_a_kill_loses_none_of_the_counts(tmp_path: Path) -> None:
+    """Strikes and budgets count updates: a run that is killed often has not met fewer."""
+    book = IncidentLog(tmp_path)
+    for times in (20, 3, 90):
+        met(book, times)
+        again = IncidentLog(tmp_path)
+        assert again.incidents == book.incidents
+        book = again
+    assert [one.anomaly.tick for incident in book.incidents for one in incident.each] == list(range(1, 114))
+    assert [one.further for one in book.incidents] == [64, 47]
+
+
+def test_the_last_of_many_costs_what_an_early_one_does(tmp_path: Path) -> None:
+    book, journal = IncidentLog(tmp_path), tmp_path / "journal.jsonl"
+    sizes = [0]
+    for _ in range(4):
+        met(book, 65)
+        sizes.append(journal.stat().st_size)
+    first, *_, last = [after - before for before, after in pairwise(sizes)]
+    assert last < 1.3 * first
+
+
+@pytest.mark.parametrize(("ends", "outcome"), [(12, Outcome.RECURRED), (59, Outcome.RECOVERED)])
+def test_one_that_came_again_before_the_end_has_recurred(tmp_path: Path, ends: int, outcome: Outcome) -> None:
+    book = IncidentLog(tmp_path)
+    met(book, 10)
+    book.close_all(Outcome.RECOVERED, healthy_since=ends - 50)
+    assert [one.outcome for one in book.incidents] == [outcome]
+
+
+def test_one_that_came_once_before_the_end_has_recovered(tmp_path: Path) -> None:
+    book = IncidentLog(tmp_path)
+    met(book, 1)
+    book.close_all(Outcome.RECOVERED, healthy_since=-40)
+    assert [one.outcome for one in book.incidents] == [Outcome.RECOVERED]

@@ -1,0 +1,456 @@
+"""Trials: remedies are tried from one state on the same samples; the best is applied, or nothing has happened."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from group import alone, together
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+from resilient_train.adapters.guard import Guard
+from resilient_train.checkpoint.writer import DiskConfig
+from resilient_train.errors import ConfigError
+from resilient_train.record.incident_lines import as_line, from_line
+from resilient_train.recover.policy import parse
+from resilient_train.recover.trials import Arm, best_arm, fastest, holds, may_win
+from resilient_train.types import Action
+from resilient_train.watch.config import NoProgressConfig
+from resilient_train.watch.progress import NoProgress
+from resilient_train.wording import describe_arms
+
+WIDTH, LETTERS, CONTEXT, BAD_ROW = 6, 16, 4, 5
+
+
+def cut(factor: float) -> tuple[Action, ...]:
+    return (Action("lower_lr", {"factor": factor}),)
+
+
+SKIP, QUARANTINE = (Action("skip"),), (Action("quarantine"),)
+
+
+def arm(actions: Sequence[Action], anomalies: int, *losses: float) -> Arm:
+    return Arm(tuple(actions), anomalies, losses)
+
+
+# ------------------------------------------------------------------------------------------------------ the decision
+
+
+@pytest.mark.parametrize(
+    ("arms", "steps", "best"),
+    [
+        ([arm(SKIP, 3, 1.0, 1.1), arm(QUARANTINE, 0, 2.0, 2.1)], 30, 1),  # anomalies come first
+        ([arm(SKIP, 0, 1.0, 1.1), arm(QUARANTINE, 0, 1.0, 1.1)], 30, 0),  # equal: the mildest
+        ([arm(SKIP, 0, 1.00, 1.10), arm(QUARANTINE, 0, 0.999, 1.101)], 30, 0),  # within noise as well
+        ([arm(SKIP, 0, 1.0, 1.1), arm(QUARANTINE, 0, 0.5, 0.6)], 30, 1),
+        ([arm(SKIP, 0, 1.0, 1.1), arm(cut(0.1), 0, 0.5, 0.6)], 30, 0),  # a lower rate always looks better for a while
+        ([arm(SKIP, 0, 1.0, 1.1), arm(cut(0.1), 0, 0.5, 0.6)], 200, 1),
+        ([arm(SKIP, 0, 1.0, 1.1), arm(cut(0.1), 0, 0.97, 1.07)], 200, 0),  # by no more than in a healthy run
+        ([arm(SKIP, 2, 1.0, 1.1), arm(cut(0.1), 0, 1.0, 1.1)], 30, 1),  # unless something broke
+        ([arm(SKIP, 0, math.inf, 1.0), arm(QUARANTINE, 0, 2.0, 2.0)], 30, 1),
+        ([arm(SKIP, 0, math.nan, 1.0), arm(QUARANTINE, 0, math.inf, 2.0)], 30, 0),
+    ],
+)
+def test_the_arm_with_the_fewest_anomalies_then_the_lowest_loss_is_chosen(
+    arms: list[Arm], steps: int, best: int
+) -> None:
+    """Of arms that are equal within noise it is the mildest, and a lower rate has to earn it."""
+    assert best_arm(arms, steps, rate_gain=0.05) == best
+
+
+@pytest.mark.parametrize(
+    ("losses", "place"),
+    [
+        ([3.0, 3.1, 3.2], 0),
+        ([3.0, 2.5, 3.2], 1),
+        ([3.0, 2.5, 2.4], 2),
+        ([3.0, 2.5, 2.49], 1),  # equal within noise: the higher rate
+        ([3.0, 2.99, 3.2], 0),  # no more than noise
+        ([math.inf, 2.5, 2.6], 1),
+    ],
+)
+def test_a_race_is_won_by_the_rate_with_the_lowest_loss(losses: list[float], place: int) -> None:
+    """If no rate is clearly ahead of the run, none wins."""
+    arms = [arm(actions, 0, loss, loss) for actions, loss in zip([(), cut(0.1), cut(0.03)], losses, strict=True)]
+    assert fastest(arms) == place
+
+
+@pytest.mark.parametrize(
+    ("now", "control", "lower", "is_held"),
+    [
+        (3.0, 3.1, 2.5, True),
+        (3.0, 2.0, 2.0, False),  # ahead of the run because it is younger, as the present rate is
+        (3.0, 2.0, 1.5, False),  # age explains more than the rate does
+        (3.0, 2.8, 2.4, True),
+        (math.inf, 2.8, 2.4, True),
+        (3.0, math.inf, 2.4, True),
+        (3.0, 3.0, math.inf, False),
+    ],
+)
+def test_a_lower_rate_has_to_beat_the_present_one_from_the_same_state(
+    now: float, control: float, lower: float, is_held: bool
+) -> None:
+    """By more than what that state is ahead of the run."""
+    given = [arm(actions, 0, loss, loss) for actions, loss in ((cut(0.1), lower), ((), control), ((), now))]
+    assert holds(given[0], given[1], given[2]) is is_held
+
+
+def test_a_race_ends_early_if_the_first_rate_is_far_behind() -> None:
+    """A healthy plateau costs one arm."""
+    now, behind, close = arm((), 0, 2.0, 2.0), arm(cut(0.1), 0, 2.5, 2.5), arm(cut(0.1), 0, 2.05, 2.05)
+    assert may_win([now], 3.0)
+    assert not may_win([now, behind], 3.0)
+    assert may_win([now, close], 3.0)
+    assert not may_win([now, close, close], 3.0)
+
+
+CHECK = NoProgressConfig(every=64, window=1024, share=0.45)
+
+
+def looks(losses: Sequence[float]) -> list[int]:
+    """At which steps the check asks for a trial."""
+    check, found = NoProgress(CHECK), []
+    for step, loss in enumerate(losses, start=1):
+        check.see(loss)
+        if check.asks(step):
+            found.append(step)
+            check.tried(step, is_tried=True)
+    return found
+
+
+def test_the_check_asks_where_the_loss_stands_near_its_beginning() -> None:
+    """Each time after twice as many updates; not while the loss falls, and not once it has fallen far."""
+    wave = [0.05 * math.sin(step) for step in range(600)]
+    assert looks([4.8, *(3.3 + one for one in wave)]) == [64, 128, 256, 512]
+    assert looks([4.8, 40.0, 60.0, *(3.3 + one for one in wave)]) == [64, 128, 256, 512]  # thrown up for a moment
+    assert looks([4.8, 40.0, 9.0, *(4.1 - 0.001 * step for step in range(100))]) == [64]  # and falls ever since
+    assert looks([4.8 - 0.003 * step + one for step, one in enumerate(wave)]) == []
+    assert looks([4.8, *(0.3 + one for one in wave)]) == []
+
+
+# ----------------------------------------------------------------------------------------------------- the whole run
+
+
+def text() -> TensorDataset:
+    """A chain of letters, each of which determines the next one, most of the time."""
+    numbers = torch.Generator().manual_seed(2)
+    following = torch.randperm(LETTERS, generator=numbers)
+    letters = [0]
+    for draw in torch.rand(4000, generator=numbers).tolist():
+        letters.append(int(following[letters[-1]]) if draw < 0.8 else int(1000 * draw) % LETTERS)
+    return TensorDataset(torch.tensor(letters).unfold(0, CONTEXT + 1, CONTEXT))
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.letters, self.mixed = nn.Embedding(LETTERS, 16), nn.Linear(16, 32)
+        self.head = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, LETTERS))
+
+    def forward(self, letters: Tensor) -> Tensor:
+        scores: Tensor = self.head(torch.relu(self.mixed(self.letters(letters))))
+        return scores
+
+
+def next_letter(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten())
+
+
+def language(lr: float, steps: int = 150, recovery: Any = "balanced", **more: Any) -> Guard:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = LanguageModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    given = {"objective": next_letter, "data": text(), "batch_size": 8, "clip": 1.0, **more}
+    return Guard(accelerator, model, optimizer, steps=steps, recovery=recovery, **given)
+
+
+def train(guard: Guard) -> Guard:
+    for batch in guard.batches():
+        guard.step(batch)
+    return guard
+
+
+def final(guard: Guard) -> float:
+    assert guard.recent_loss is not None
+    return guard.recent_loss
+
+
+def test_a_rate_that_was_quietly_too_high_is_found_and_lowered(tmp_path: Path) -> None:
+    """The run ends where a good rate ends, and says which rates were tried, in its files as in its log."""
+    good, hot = final(train(language(0.01))), final(train(language(0.7, recovery="skip")))
+    guard = train(language(0.7, run_dir=tmp_path / "run", tracking=False))
+    guard.close()
+    assert hot > 1.3 * good
+    assert final(guard) < 1.05 * good
+    [incident] = guard.incidents
+    assert (incident.anomaly.signal, incident.diagnosis.cause) == ("no_progress", "rate")
+    assert incident.rewound_to == 0
+    assert [one.won for one in incident.tried].count(True) == 1
+    assert from_line(as_line(incident)).tried == incident.tried
+    assert len(describe_arms(incident)) == 1 + len(incident.tried)
+    line = json.loads((tmp_path / "run" / "incidents.jsonl").read_text())
+    assert line["tried"][0]["do"] == []  # as it is
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 0 < summary["trial_updates"] <= 200
+    assert summary["ticks"] == guard.clock.tick  # updates of a trial are no ticks
+    assert guard.clock.tick < 150 + incident.anomaly.step + 5
+
+
+def squares(model: Any, batch: Any) -> Tensor:
+    return F.mse_loss(F.dropout(model(batch[0]), 0.1), batch[1])
+
+
+def regression(recovery: Any, rates: Sequence[float] | None = None, **more: Any) -> Guard:
+    """Noise that nothing explains: the loss stands from the first updates on. BatchNorm and dropout."""
+    numbers = torch.Generator().manual_seed(5)
+    data = TensorDataset(torch.randn(512, WIDTH, generator=numbers), torch.randn(512, 1, generator=numbers))
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    given = {"objective": squares, "data": data, "batch_size": 16, "clip": 1.0, **more}
+    return Guard(accelerator, model, optimizer, steps=150, recovery=recovery, **given)
+
+
+WITHOUT = {"ladders": {"default": [["skip"]]}}
+WITH = {**WITHOUT, "rates": [0.1, 0.01]}
+
+
+def test_a_trial_that_finds_nothing_leaves_no_trace() -> None:
+    """A healthy plateau: to the last bit the run without a trial, its whole state included; only the updates cost."""
+    with_trial, without = train(regression(WITH)), train(regression(WITHOUT))
+    assert with_trial._controls.trial_updates > 0
+    assert without._controls.trial_updates == 0
+    assert with_trial.state.sha256() == without.state.sha256()
+    assert with_trial.clock.tick == without.clock.tick
+    assert not with_trial.incidents
+
+
+class Annealed(nn.Module):
+    """Counts its updates in a buffer, by which a penalty is warmed up."""
+
+    made: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.register_buffer("made", torch.zeros(()))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.training:
+            self.made += 1
+        made: Tensor = self.net(rows)
+        return made
+
+
+def annealed(recovery: Any) -> Guard:
+    """The loss grows with training, whatever the rate: the run is healthy."""
+
+    def objective(model: Any, batch: Any) -> Tensor:
+        made = model(batch[0])
+        penalty: Tensor = (model.made / 500).clamp(max=1.0) * (made.pow(2).mean() + 4)
+        return F.mse_loss(made, batch[1]) + penalty
+
+    numbers = torch.Generator().manual_seed(1)
+    rows = torch.randn(4000, WIDTH, generator=numbers)
+    targets = rows @ torch.randn(WIDTH, 1, generator=numbers) * 0.3
+    torch.manual_seed(0)
+    model = Annealed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    given: dict[str, Any] = {"objective": objective, "data": TensorDataset(rows, targets), "batch_size": 16}
+    return train(Guard(None, model, optimizer, steps=150, recovery=recovery, **given))
+
+
+def test_a_loss_that_grows_by_age_does_not_lower_the_rate() -> None:
+    """A penalty is warmed up: every younger state has a lower loss. To the last bit the run without trials."""
+    with_trial, without = annealed(WITH), annealed(WITHOUT)
+    assert with_trial._controls.trial_updates > 0
+    assert not [one for one in with_trial.incidents if one.anomaly.signal == "no_progress"]
+    assert with_trial.state.sha256() == without.state.sha256()
+
+
+class Raising(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, first: int, each: int) -> None:
+        numbers = torch.Generator().manual_seed(5)
+        self.rows, self.targets = torch.randn(4000, WIDTH, generator=numbers), torch.randn(4000, 1, generator=numbers)
+        self.first, self.each = first, each
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        if row >= self.first and row % self.each == 0:
+            raise ValueError(f"cannot decode row {row}")
+        return self.rows[row], self.targets[row]
+
+
+@pytest.mark.parametrize(("first", "each", "takes_place"), [(1080, 50, True), (1080, 8, False)])
+def test_rows_that_cannot_be_fetched_do_not_end_a_run_in_a_trial(first: int, each: int, takes_place: bool) -> None:
+    """They are left out of what arms are judged on; if too few updates are left, there is no trial."""
+    guard = regression(WITH, data=Raising(first, each), shuffle=False)
+    for batch in guard.batches():
+        guard.step(batch)
+        if guard.clock.step == 66:
+            break
+    assert (guard._controls.trial_updates > 30) is takes_place
+    assert not guard.incidents
+
+
+def test_a_program_with_state_outside_of_the_run_has_no_race() -> None:
+    """A forward that is repeated has another loss: a trial would change that state. It is asked once."""
+    earlier: list[Tensor] = []
+
+    def objective(model: Any, batch: Any) -> Tensor:
+        made = F.mse_loss(model(batch[0]), batch[1] + (0.1 * earlier[-1] if earlier else 0.0))
+        earlier.append(batch[1].mean())
+        return made
+
+    guard = train(regression(WITH, objective=objective))
+    assert guard._controls.trial_updates == 1
+    assert not guard.incidents
+
+
+def test_a_run_whose_loop_makes_the_updates_has_no_trials() -> None:
+    """A loss that is handed over cannot be computed again; a rung with a trial is passed over."""
+    guard = language(1.0, objective=None, recovery={**TRIAL, "rates": [0.1]}, data=with_bad_row())
+    guard.objective = None
+    assert not guard._controls.tries_rates
+    assert guard._controls._updates_left() == 0
+
+
+# ------------------------------------------------------------------------------------------------------- in a ladder
+
+TRIAL: dict[str, Any] = {
+    "ladders": {"default": [{"do": [{"trial": {"of": [["skip"], ["quarantine"]], "steps": 20}}], "strikes": None}]},
+    "budget": {"share": 0.5},
+}
+ARM = {"ladders": {"default": [{"do": ["quarantine"], "strikes": None}]}, "budget": {"share": 0.5}}
+
+
+def with_bad_row() -> TensorDataset:
+    """Few rows, one of which is bad: it comes again every few updates."""
+    numbers = torch.Generator().manual_seed(3)
+    rows, targets = torch.randn(48, WIDTH, generator=numbers), torch.randn(48, 1, generator=numbers)
+    rows[BAD_ROW, 2] = math.nan
+    return TensorDataset(rows, targets)
+
+
+def bad_row(recovery: Any, **more: Any) -> Guard:
+    return regression(recovery, **{"data": with_bad_row(), "batch_size": 8, **more})
+
+
+def test_the_arms_of_a_best_trial_are_applied() -> None:
+    """To the last bit the run whose policy prescribes that arm alone; rows that come again make skipping worse."""
+    tried, told = train(bad_row(TRIAL)), train(bad_row(ARM))
+    [incident] = tried.incidents
+    assert [one.remedy for one in incident.decision.actions] == ["trial", "quarantine"]
+    skipped, put_away = incident.tried
+    assert skipped.anomalies > put_away.anomalies == 0
+    assert (skipped.won, put_away.won) == (False, True)
+    assert list(tried._controls.quarantined.rows) == [BAD_ROW]
+    assert tried.state.sha256() == told.state.sha256()
+
+
+def test_trials_have_a_budget() -> None:
+    """A rung whose trial would exceed it is passed over, and the next one is taken."""
+    rungs = [*TRIAL["ladders"]["default"], {"do": ["skip"], "strikes": None}]
+    small = {"ladders": {"default": rungs}, "budget": {"trials": 0.05, "trials_at_least": 39}}
+    guard = train(bad_row(small))
+    assert guard._controls.trial_updates == 0
+    assert {one.remedy for incident in guard.incidents for one in incident.decision.actions} == {"skip"}
+
+
+@pytest.mark.parametrize(
+    ("of", "why"),
+    [
+        ([["skip"]], "at least two arms"),
+        ([["skip"], ["rewind", "skip"]], "rewind cannot be tried"),
+        ([["skip"], [{"lower_lr": {"factor": 2}}]], "at most 1"),
+        ([["skip"], ["jump"]], "no such remedy"),
+    ],
+)
+def test_a_mistake_in_an_arm_is_named(of: Any, why: str) -> None:
+    """The message has the place of the arm in the policy."""
+    with pytest.raises(ConfigError, match=why) as raised:
+        parse({"ladders": {"default": [[{"trial": {"of": of}}]]}})
+    assert "recovery.ladders.default[0]" in str(raised.value)
+
+
+# ------------------------------------------------------------------------------------------------- ranks, and a kill
+
+
+def on_a_rank(kind: str) -> dict[str, Any]:
+    size = 8 // int(os.environ["WORLD_SIZE"])
+    guard = train(language(0.3, batch_size=size) if kind == "rate" else bad_row(TRIAL, batch_size=size))
+    told = {
+        "chosen": [[one.remedy for one in incident.decision.actions] for incident in guard.incidents],
+        "factors": [one.settings.get("factor") for incident in guard.incidents for one in incident.decision.actions],
+        "weights": guard.state.weights_sha256(),
+        "trial": guard._controls.trial_updates,
+    }
+    guard.close()
+    if guard.world.size > 1:
+        guard.world.leave()
+    return told
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["rate", "rows"])
+def test_all_ranks_choose_the_same_arm(kind: str, size: int) -> None:
+    """They compare losses that are averaged over the ranks, and hold the same weights afterwards."""
+    ended = together(size, on_a_rank, kind)
+    assert {code for code, _ in ended} == {0}
+    told = [one for _, one in ended]
+    assert all(one == told[0] for one in told)
+    assert told[0]["trial"] > 0
+    assert told[0]["chosen"][-1][-1] == ("lower_lr" if kind == "rate" else "quarantine")
+
+
+def killed_in_trial(run_dir: Path, kind: str, kills: bool) -> dict[str, Any]:
+    """Train; with `kills` the process ends within the trial, in an update that is no tick."""
+    guards: list[Guard] = []
+
+    def objective(model: Any, batch: Any) -> Tensor:
+        if kills and guards and guards[0]._controls._is_trial and guards[0]._direct_steps._running == "guard":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return next_letter(model, batch) if kind == "rate" else squares(model, batch)
+
+    more: dict[str, Any] = {"run_dir": run_dir, "tracking": False, "objective": objective, "resume": True}
+    more |= {"disk": DiskConfig(every=25, keep=3, keep_every=0)}
+    guards.append(language(0.7, **more) if kind == "rate" else bad_row(TRIAL, **more))
+    guard = train(guards[0])
+    told = {"weights": guard.state.weights_sha256(), "tick": guard.clock.tick}
+    told["incidents"] = [(str(one.anomaly.signal), one.anomaly.step) for one in guard.incidents]
+    guard.close()
+    return told
+
+
+@pytest.mark.parametrize("kind", ["rate", "rows"])
+def test_a_run_that_is_killed_in_a_trial_resumes_as_if_that_had_not_begun(tmp_path: Path, kind: str) -> None:
+    """It ends with the weights of a run that was not killed.
+
+    A race of rates starts from the oldest snapshot, which another process no longer has: it finds a rate nevertheless.
+    """
+    code, told = alone(killed_in_trial, tmp_path / "whole", kind, False)
+    assert code == 0
+    assert alone(killed_in_trial, tmp_path / "killed", kind, True)[0] == -signal.SIGKILL
+    assert not (tmp_path / "killed" / "quarantine.json").exists()  # nothing is written before it is decided
+    code, resumed = alone(killed_in_trial, tmp_path / "killed", kind, False)
+    assert code == 0
+    if kind == "rate":
+        assert {one[0] for one in resumed["incidents"]} == {"crash", "no_progress"}
+    else:
+        assert resumed["weights"] == told["weights"]
