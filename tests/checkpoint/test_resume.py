@@ -132,7 +132,7 @@ def test_a_person_kills_the_command_and_starts_it_again(tmp_path: Path) -> None:
 
 def test_samples_that_ended_the_process_twice_are_passed_over(nursery: Nursery) -> None:
     """Once may be chance; then they are named, and what comes behind them is trained."""
-    run_dir, own = nursery.place / "twice", [*DIGITS, *DISK, "run.steps=40", "run.dir=twice"]  # less than an epoch
+    run_dir, own = nursery.place / "twice", [*DIGITS, *DISK, "run.steps=60", "run.dir=twice"]
     places = []
     for _ in range(2):
         started = nursery.start(*own, "objective._target_=test_resume.deadly", "objective=custom")
@@ -146,7 +146,7 @@ def test_samples_that_ended_the_process_twice_are_passed_over(nursery: Nursery) 
     assert DEADLY_ROW in found[0]["rows"]
     assert len(found[0]["rows"]) == 32
     assert str(found[0]["rows"][0]) in found[0]["advice"]
-    assert summary(run_dir)["steps"] == 40
+    assert summary(run_dir)["steps"] == 60
 
 
 def test_samples_are_not_blamed_for_a_kill_on_the_way_to_them(nursery: Nursery) -> None:
