@@ -384,7 +384,7 @@ class WithZeros(Dataset[tuple[Tensor, Tensor]]):
 NO_RELAXING = "recovery.relax_after=1000"
 LOWER = "[{do:[skip,{lower_lr:{factor:0.5,rewarm:5}},{tighten_clip:{factor:0.5}}],strikes:null}]"
 TREATED = ["objective=custom", "objective._target_=strangers.mse", "accelerate.cpu=true", "tracking=none"]
-TREATED += ["schedule=constant", "run.steps=160", "data=custom", *DISK]
+TREATED += ["schedule=constant", "run.steps=160", "data=custom", "checks.no_progress.every=0", *DISK]
 PLAIN_ROWS = ["model=custom", "model._target_=strangers.Plain", "data.train._target_=strangers.Fixed"]
 REMEDIES = {
     "knobs": [
