@@ -35,7 +35,8 @@ def ways(size: str) -> tuple[dict[str, Callable[[], Any]], int]:
     from resilient_train.app.build import assemble
     from resilient_train.app.config.compose import load
     from resilient_train.ranks.world import World
-    from resilient_train.state.ring import MemoryConfig, Ring
+    from resilient_train.settings import MemoryConfig
+    from resilient_train.state.ring import Ring
     from resilient_train.state.tree import nbytes, taken_apart
 
     small = "model=gpt model.context=128 data=python_source data.batch_size=1 data.eval._target_=null tracking=none"

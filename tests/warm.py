@@ -38,7 +38,6 @@ _context.set_forkserver_preload(
     [
         *("torch", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.run", "accelerate"),
         *(
-            "sklearn.datasets",
             "resilient_train.app.run",
             "resilient_train.app.command",
             "resilient_train.zoo.data",

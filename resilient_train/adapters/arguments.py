@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, default_collate
 
-from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.data import build
 from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
@@ -30,9 +29,8 @@ from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover import policy as policies
 from resilient_train.recover.policy import Policy
-from resilient_train.state.ring import MemoryConfig
+from resilient_train.settings import ClipConfig, DataConfig, DiskConfig, MemoryConfig
 from resilient_train.state.sharded import is_sharded
-from resilient_train.update.clip import ClipConfig
 from resilient_train.update.objective import Measured
 from resilient_train.watch import config as checks_config
 from resilient_train.watch.config import ChecksConfig
@@ -218,7 +216,7 @@ def samples(
     if is_loader(given):
         return LoaderSamples(given, slicing, seed=seed, device=device)
     name, collate = type(given).__name__, collate or default_collate
-    config = build.DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
+    config = DataConfig({"_target_": name}, slicing.batch_size, None, shuffle, num_workers)
     try:
         return build.samples(given, config, slicing, seed=seed, collate=collate, pin_memory=device.type == "cuda")
     except ConfigError as error:  # it has the keys of a configuration

@@ -20,7 +20,6 @@ from resilient_train.adapters.rates import schedules
 from resilient_train.adapters.reporter import REPORT_EVERY, Report, RunReporter, log_to_stderr, warn_if_unused
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
-from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.controls import Controls
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing
@@ -31,13 +30,14 @@ from resilient_train.errors import RanksDiffer, Stopped, TrainError
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
+from resilient_train.settings import ClipConfig, DiskConfig, MemoryConfig
 from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import RecordedStates, Seeds
-from resilient_train.state.ring import MemoryConfig, Ring
+from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
 from resilient_train.trials import Loop, Trials
 from resilient_train.types import Incident, Signal
-from resilient_train.update.clip import ClipConfig, norm_over_ranks
+from resilient_train.update.clip import norm_over_ranks
 from resilient_train.update.direct_steps import DirectStepCheck
 from resilient_train.update.objective import Objective
 from resilient_train.update.updater import Precision, Updater

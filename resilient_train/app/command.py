@@ -140,11 +140,13 @@ def _job(raw: DictConfig) -> float | None:
             if (hidden := masked_tree(tree)) != tree:
                 commit_text(file, yaml.safe_dump(hidden, sort_keys=False))
     try:
-        # Here, as they import torch, which takes seconds: help, completion and most mistakes need none.
         from resilient_train.app.config.compose import from_hydra
+
+        composed = from_hydra(raw)
+        # Here, as it imports torch, which takes seconds: help, completion and most mistakes need none.
         from resilient_train.app.run import run
 
-        ending = run(from_hydra(raw))
+        ending = run(composed)
         code, loss, directory = ending.exit_code, ending.loss, ending.directory
     except Exception as error:
         code, loss, directory = _complain(error, given), None, None

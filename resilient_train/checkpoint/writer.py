@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from resilient_train.checkpoint import manifest as manifests
 from resilient_train.checkpoint.manifest import Damaged
@@ -18,20 +18,12 @@ from resilient_train.checkpoint.safetensors_files import is_share
 from resilient_train.checkpoint.store import Entry, Store
 from resilient_train.errors import in_one_line
 from resilient_train.files import at_disk
-from resilient_train.intervals import AUTO
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 120.0  # between two attempts on a disk that fails
 _NICE = 10  # training has priority
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 _log = logging.getLogger("resilient_train")
-
-
-@dataclass
-class DiskConfig:
-    every: int | str = field(default=0, metadata={"at_least": 0, "one_of": (AUTO,)})
-    keep: int = field(default=3, metadata={"at_least": 1})
-    keep_every: int = field(default=0, metadata={"at_least": 0})
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -13,19 +12,7 @@ from resilient_train.data.samples import MapSamples, Samples, Slicing
 from resilient_train.data.sequential import IterableSamples
 from resilient_train.data.stream import Stream
 from resilient_train.errors import ConfigError
-
-
-@dataclass
-class DataConfig:
-    """Optional settings have defaults here too, so that a user's own file may leave them out."""
-
-    train: dict[str, Any]
-    batch_size: int = field(metadata={"at_least": 1})
-    eval: dict[str, Any] | None = None
-    shuffle: bool = True
-    num_workers: int = field(default=0, metadata={"at_least": 0})
-    quarantine: str | None = None  # the quarantine.json of another run
-    collate: Any = None  # an import path, a node with a _target_, or null
+from resilient_train.settings import DataConfig
 
 
 def samples(

@@ -12,7 +12,6 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +34,7 @@ from torch.optim import Optimizer
 from resilient_train.errors import ConfigError, TrainError, in_one_line, is_plumbing, text_of, unusable
 from resilient_train.ranks import launch
 from resilient_train.ranks.process_exit import exit_on_request_in_c
+from resilient_train.settings import AccelerateConfig
 
 T = TypeVar("T")
 
@@ -43,18 +43,6 @@ _GONE = re.compile(  # gloo, NCCL and the store
     r"|Timed out waiting|remote process exit|ncclRemoteError|ncclSystemError|communicator was aborted|Watchdog caught"
 )
 _DONE, _WAIT_FOR_MAIN_S = "resilient_train/main_is_done", 120.0  # a key of the group's store
-
-
-@dataclass
-class AccelerateConfig:
-    cpu: bool
-    mixed_precision: str | None = field(metadata={"one_of": ("no", "bf16", "fp16")})
-    gradient_accumulation_steps: int = field(metadata={"at_least": 1})
-    compile: bool
-    ddp: dict[str, Any]
-    fsdp: bool
-    activation_checkpointing: bool
-    blocks: list[str] | None
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import torch
 
-from resilient_train.intervals import AUTO, Interval
+from resilient_train.intervals import Interval
+from resilient_train.settings import MemoryConfig
 from resilient_train.state.copies import Copier, Frozen, room
 from resilient_train.state.run_state import RunState
 from resilient_train.state.tree import Tree, nbytes, put_together, taken_apart
@@ -22,13 +23,6 @@ from resilient_train.state.tree import Tree, nbytes, put_together, taken_apart
 _GIB = 2**30
 _SLOTS_TO_SET_ASIDE = 3  # with fewer, there would be no slot for a candidate next to the newest verified snapshot
 _MOVING = "frozen weights that change"  # copied at once: the loop may change them at any time
-
-
-@dataclass
-class MemoryConfig:
-    every: int | str = field(metadata={"at_least": 0, "one_of": (AUTO,)})
-    keep: int = field(metadata={"at_least": 2})
-    max_gib: float | None = field(metadata={"at_least": 0})
 
 
 @dataclass(eq=False)

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch.nn.utils import get_total_norm
 
+from resilient_train.settings import ClipConfig
 from resilient_train.state.sharded import is_sharded, local_part, sharding_of
 
 _COARSE = (torch.float16, torch.bfloat16)
-
-
-@dataclass
-class ClipConfig:
-    max_norm: float | None = field(metadata={"above": 0})
-    max_value: float | None = field(metadata={"above": 0})
 
 
 @torch.no_grad()

@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from resilient_train.errors import TrainError
 from resilient_train.recover.knobs import KnobValues
+from resilient_train.settings import ClipConfig
 from resilient_train.state.sharded import is_sharded
 from resilient_train.update.agreement import DIGESTS, Agreement, Flag
-from resilient_train.update.clip import ClipConfig, clip, clip_further
+from resilient_train.update.clip import clip, clip_further
 from resilient_train.update.gate import Gate
 from resilient_train.update.schedule import RestartDetector, Schedule
 from resilient_train.update.turns import Turns

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train import Guard
 from resilient_train.errors import ConfigError
+from resilient_train.settings import MemoryConfig
 from resilient_train.state.randomness import Seeds
-from resilient_train.state.ring import MemoryConfig
 from resilient_train.state.tree import sha256
 
 STEPS, MICRO_BATCHES, ROWS = 60, 2, 8

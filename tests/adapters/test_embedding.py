@@ -37,12 +37,10 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from resilient_train import GaveUp, Guard
-from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.data.samples import Slicing
 from resilient_train.data.sequential import LoaderSamples
 from resilient_train.errors import ConfigError, TrainError
-from resilient_train.state.ring import MemoryConfig
-from resilient_train.update.clip import ClipConfig
+from resilient_train.settings import ClipConfig, DiskConfig, MemoryConfig
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.drills import Drill, NanGrad
 from resilient_train.record.quarantine import QUARANTINE
-from resilient_train.state.ring import MemoryConfig
+from resilient_train.settings import DiskConfig, MemoryConfig
 
 STEPS, ROWS, BATCH = 60, 64, 8
 KILLER = 39  # whose company of the first epoch is nowhere near it in the second

@@ -649,7 +649,9 @@ def test_a_word_with_dashes_that_is_no_option_is_answered_in_one_line(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["-sc", "query=bash"], ["--cfg", "job"], ["run.stesp=1"]], ids=" ".join
+    "arguments",
+    [["--help"], ["-sc", "query=bash"], ["--cfg", "job"], ["run.stesp=1"], ["run.steps=abc"], ["data.batch_size=0"]],
+    ids=" ".join,
 )
 def test_questions_and_mistakes_are_answered_without_torch(arguments: list[str]) -> None:
     """Its import takes seconds."""

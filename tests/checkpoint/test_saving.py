@@ -23,9 +23,8 @@ from resilient_train import numerics
 from resilient_train.adapters.guard import Guard
 from resilient_train.checkpoint.manifest import WEIGHTS
 from resilient_train.checkpoint.store import Entry, Store
-from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.errors import ConfigError
-from resilient_train.state.ring import MemoryConfig
+from resilient_train.settings import DiskConfig, MemoryConfig
 
 DIGITS = ["model=mlp", "data=digits", "objective=custom", "tracking=none", "run.log_every=100", "schedule=constant"]
 OFTEN = ["checkpoint.memory.every=10", "checkpoint.verify_after=5"]

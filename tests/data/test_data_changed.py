@@ -16,10 +16,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from resilient_train import Guard
-from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.errors import ConfigError
 from resilient_train.record.quarantine import QUARANTINE
-from resilient_train.state.ring import MemoryConfig
+from resilient_train.settings import DiskConfig, MemoryConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

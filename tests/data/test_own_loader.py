@@ -18,8 +18,7 @@ from group import alone
 from torch import Tensor, nn
 
 from resilient_train import Guard
-from resilient_train.checkpoint.writer import DiskConfig
-from resilient_train.state.ring import MemoryConfig
+from resilient_train.settings import DiskConfig, MemoryConfig
 
 REWIND = {"ladders": {"default": [["rewind"]]}, "strikes": 5}
 DATA = torch.randn(512, 6, generator=torch.Generator().manual_seed(3))

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from resilient_train import Guard
-from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.errors import TrainError
-from resilient_train.state.ring import MemoryConfig
+from resilient_train.settings import DiskConfig, MemoryConfig
 
 STEPS, BATCH = 40, 16
 INPUTS = torch.randn(200, 6, generator=torch.Generator().manual_seed(3))

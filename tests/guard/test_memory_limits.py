@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.errors import TrainError
 from resilient_train.record import notes
 from resilient_train.record.notes import OutOfMemory
 from resilient_train.recover.policy import named
-from resilient_train.state.ring import MemoryConfig
+from resilient_train.settings import DiskConfig, MemoryConfig
 from resilient_train.types import Incident
 
 STEPS = 20

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import TrainError
+from resilient_train.settings import MemoryConfig
 from resilient_train.state.randomness import Seeds
-from resilient_train.state.ring import MemoryConfig
 from resilient_train.state.tree import sha256
 
 STEPS, STRUCK = 60, 30

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from resilient_train.adapters.guard import Guard
 from resilient_train.drills import BadMoments, BitFlip, Drill, HotLr, LossSpike, NanBatch, NanGrad
 from resilient_train.errors import RanksDiffer
-from resilient_train.state.ring import MemoryConfig
+from resilient_train.settings import MemoryConfig
 
 # What rounding makes of another order of adding up, grown over so many updates. One update more or less, or another
 # remedy, leaves a hundred times as much.

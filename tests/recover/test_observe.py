@@ -19,11 +19,11 @@ from resilient_train.drills import BitFlip, Drill, HotLr, LossSpike, NanBatch, N
 from resilient_train.recover.decide import decide
 from resilient_train.recover.policy import parse
 from resilient_train.recover.remedies import Circumstances
+from resilient_train.settings import ClipConfig, MemoryConfig
 from resilient_train.state.randomness import Seeds
-from resilient_train.state.ring import MemoryConfig
 from resilient_train.state.tree import sha256
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Outcome, Signal
-from resilient_train.update.clip import ClipConfig, clip
+from resilient_train.update.clip import clip
 
 STEPS, AT = 120, 40
 BAD = (17, 99)

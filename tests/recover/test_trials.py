@@ -19,11 +19,11 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.checkpoint.writer import DiskConfig
 from resilient_train.errors import ConfigError
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.recover.policy import parse
 from resilient_train.recover.trials import Arm, best_arm, fastest, holds, may_win
+from resilient_train.settings import DiskConfig
 from resilient_train.types import Action
 from resilient_train.watch.config import NoProgressConfig
 from resilient_train.watch.progress import NoProgress

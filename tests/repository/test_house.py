@@ -15,7 +15,18 @@ import resilient_train
 HOUSE = Path(resilient_train.__file__).parent
 FILES = sorted(HOUSE.rglob("*.py"))
 
-GROUND = {"errors", "files", "imports", "intervals", "reader", "secrets", "types", "wording"}  # for every room
+# What every room may know.
+GROUND = {
+    "errors",
+    "files",
+    "imports",
+    "intervals",
+    "reader",
+    "secrets",
+    "settings",
+    "types",
+    "wording",
+}  # for every room
 
 # The rooms and modules at the top, from the ground up: each may know the ground and those it names, nothing else.
 MAY_KNOW: dict[str, set[str]] = {
@@ -95,7 +106,7 @@ KNOWN_TO = {
 }
 WITHOUT_TORCH = {
     *(f"{name}.py" for name in GROUND),
-    *("app/command", "app/config/explain.py", "app/config/manual.py"),  # --help and a mistake are answered at once
+    *("app/command", "app/config/"),  # --help and a mistake are answered at once
     *("app/incidents", "app/status", "diagnose/verdict.py", "ranks/process_exit.py"),
     *("record", "recover", "tracking", "watch/checks.py", "watch/config.py"),
     *(f"watch/{name}.py" for name in ("limit", "loss", "moments", "rate", "reference", "weights")),

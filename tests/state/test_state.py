@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from resilient_train.settings import MemoryConfig
 from resilient_train.state.copies import Backups
-from resilient_train.state.ring import MemoryConfig, Ring
+from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState
 from resilient_train.state.tree import nbytes, put_together, sha256, taken_apart
 

@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCyc
 
 from resilient_train.errors import TrainError
 from resilient_train.recover.knobs import KnobValues
-from resilient_train.update.clip import ClipConfig, clip
+from resilient_train.settings import ClipConfig
+from resilient_train.update.clip import clip
 from resilient_train.update.schedule import CurveSchedule, RestartDetector, ShadowSchedule, constant, cosine, linear
 from resilient_train.update.updater import Updater, parameter_groups
 

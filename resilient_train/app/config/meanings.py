@@ -5,16 +5,16 @@ Nothing is composed and torch is not imported, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
 import yaml
 
 from resilient_train.app.config import CONF
+from resilient_train.app.config.schema import Config
 
 _LONG = 40  # characters; a longer default is not shown
 
@@ -59,10 +59,7 @@ def nodes(folders: Sequence[Path] = (CONF,)) -> list[Node]:
             found += [Node(group, (), _options(group, folders, option), option) for group, option in chosen.items()]
         elif key.value != "hydra":
             found.append(Node(key.value, tuple(root.entries(value.value, key.value))))
-    # The fields of schema.Config are parsed and not imported: that would import torch.
-    schema = ast.parse(Path(__file__).with_name("schema.py").read_text(encoding="utf-8"))
-    (config,) = [one for one in schema.body if isinstance(one, ast.ClassDef) and one.name == "Config"]
-    order = [ast.unparse(one.target) for one in config.body if isinstance(one, ast.AnnAssign)]
+    order = [field.name for field in fields(Config)]
     return sorted(found, key=lambda node: order.index(node.name))
 
 

@@ -6,12 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resilient_train.app.notify import NotifyConfig
-from resilient_train.checkpoint.writer import DiskConfig
-from resilient_train.data.build import DataConfig
-from resilient_train.ranks.world import AccelerateConfig
-from resilient_train.state.ring import MemoryConfig
+from resilient_train.settings import AccelerateConfig, ClipConfig, DataConfig, DiskConfig, MemoryConfig
 from resilient_train.tracking.tracker import TrackingConfig
-from resilient_train.update.clip import ClipConfig
 from resilient_train.watch.config import ChecksConfig
 
 
