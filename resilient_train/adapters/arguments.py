@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import nn
+from accelerate.utils import patch_environment
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, default_collate
@@ -60,12 +62,38 @@ def accelerator(given: Any, model: Any, accumulate: int = 1, scaler: Any = None)
         for name, is_given in (("accumulate", accumulate > 1), ("scaler", scaler is not None)):
             if is_given:
                 raise unusable(name, "is for a loop of plain PyTorch: the Accelerator has its own")
-    if given is not None or not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module):
         return given
-    first = next(model.parameters(), None)
-    made = Accelerator(cpu=first is None or first.device.type == "cpu", gradient_accumulation_steps=accumulate)
+    if any(one.is_meta and one.requires_grad for one in model.parameters()):
+        why = "load them, or call to_empty and initialize them, before the guard is made"
+        raise ValueError(f"model: weights are on the meta device, where they have no values: {why}")
+    if given is not None:
+        return given
+    weights = sorted(model.parameters(), key=lambda one: not one.requires_grad)  # frozen ones may be on another device
+    made = PlacedAccelerator(weights[0].device if weights else torch.device("cpu"), accumulate)
     made.scaler = scaler if scaler is not None and scaler.is_enabled() else None
     return made
+
+
+class PlacedAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no types
+    """An Accelerator on the device of a model, in the processes of torch's group, which no launcher may have made."""
+
+    def __init__(self, device: torch.device, accumulate: int) -> None:
+        self._placed, group = device, dict[str, Any]()
+        if distributed.is_initialized() and distributed.get_world_size() > 1:
+            rank, size = distributed.get_rank(), distributed.get_world_size()
+            group = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            group |= {"LOCAL_RANK": os.environ.get("LOCAL_RANK", rank), "OMP_NUM_THREADS": torch.get_num_threads()}
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # where NCCL's collectives of objects put them
+        # Accelerate would take the device whose number is the local rank. What it takes first is kept in the process.
+        with patch_environment(ACCELERATE_TORCH_DEVICE=device, **group):
+            is_cpu = device.type == "cpu" and not PartialState._shared_state
+            super().__init__(cpu=is_cpu, gradient_accumulation_steps=accumulate)
+
+    @property
+    def device(self) -> torch.device:
+        return self._placed
 
 
 def world(accelerator: Any) -> World:
@@ -77,6 +105,11 @@ def world(accelerator: Any) -> World:
         raise ValueError(f"accelerator: {_ENGINES[engine]}")
     if engine == "FSDP" and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1:
         raise ValueError(f"accelerator: {_FSDP1}")
+    known, joined = accelerator.num_processes, distributed.get_world_size() if distributed.is_initialized() else 1
+    if known < joined:
+        what = f"torch.distributed has {joined} processes, and Accelerate knows {known}"
+        how = "give None for it, and make no Accelerator and no guard before init_process_group"
+        raise ValueError(f"accelerator: {what}, as no launcher such as torchrun has started them: {how}")
     return World(accelerator)
 
 

@@ -14,6 +14,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchmetrics import Metric
 
+from resilient_train.adapters.arguments import PlacedAccelerator
+
 
 def refuse(trainer: Any, module: Any) -> None:
     """Raise if this trainer cannot be guarded."""
@@ -42,7 +44,7 @@ def accelerator(trainer: Any) -> Accelerator:
         places |= {"LOCAL_WORLD_SIZE": trainer.num_devices, "OMP_NUM_THREADS": torch.get_num_threads()}
         for name, value in places.items():
             os.environ.setdefault(name, str(value))
-    return Accelerator(cpu=device.type == "cpu", gradient_accumulation_steps=trainer.accumulate_grad_batches)
+    return PlacedAccelerator(device, trainer.accumulate_grad_batches)
 
 
 def is_last_step(trainer: Any) -> bool:
