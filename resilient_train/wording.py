@@ -120,6 +120,8 @@ def why_unrecovered(incident: Incident) -> str:
     """Say why an incident is unrecovered."""
     if incident.diagnosis.cause is Cause.PROCESS:
         return "no state could be saved from then on"
+    if incident.outcome is Outcome.RECURRED:
+        return "the same came again until the end, and what was done was not enough"
     return "the loss did not come back to where it was"
 
 

@@ -32,7 +32,7 @@ from resilient_train.state.run_state import Clock
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.review import review, where_to_look
 from resilient_train.tracking.store import ui_command
-from resilient_train.tracking.story import is_unrecovered, read_story
+from resilient_train.tracking.story import read_story, unrecovered
 from resilient_train.tracking.tracker import NullTracker, Tracker
 from resilient_train.types import Incident, Vitals
 from resilient_train.update.direct_steps import DirectStepCheck
@@ -97,7 +97,7 @@ def verdict_of(
     """Say in a word whether a run is all right; `losses` are the first one and the recent one."""
     if status != "completed":
         return status
-    if is_unrecovered(incidents):
+    if unrecovered(incidents) is not None:
         return "unrecovered"
     if any(one.is_observed for one in incidents):
         return "observed"

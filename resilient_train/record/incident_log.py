@@ -228,12 +228,15 @@ class IncidentLog:
     def close_all(self, outcome: Outcome, *, healthy_since: int | None = None) -> None:
         """Close open incidents as the training ends: as recovered, or with `outcome` if they left damage.
 
-        One that was met again has recurred, unless all of that was up to step `healthy_since`. Ongoing ones stay open
-        until `close_ongoing`.
+        One that was skipped again has recurred, unless all of that was up to step `healthy_since`. Ongoing ones stay
+        open until `close_ongoing`.
         """
+        recurred = [kind_of(one.anomaly, one.diagnosis) for one in self.incidents if one.outcome is Outcome.RECURRED]
         for one in self.open_incidents:
             reached = one.last_step - (not one.anomaly.landed)
-            has_recurred = bool(one.again) and healthy_since is not None and reached > healthy_since
+            is_skip = one.decision.actions == (Action("skip"),)
+            is_again = bool(one.again) or (is_skip and kind_of(one.anomaly, one.diagnosis) in recurred)
+            has_recurred = is_again and healthy_since is not None and reached > healthy_since
             if one.id not in self._ongoing:
                 over = Outcome.RECURRED if has_recurred else Outcome.RECOVERED
                 self.close(one, outcome if one.left_damage else over)

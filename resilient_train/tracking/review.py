@@ -15,7 +15,7 @@ from typing import Any
 
 from resilient_train.record.endings import LOOP
 from resilient_train.record.journal import JOURNAL, Entry, read
-from resilient_train.tracking.story import Checkpoint, Story
+from resilient_train.tracking.story import Checkpoint, Story, unrecovered
 from resilient_train.types import Incident, Outcome, Signal
 from resilient_train.wording import (
     counted,
@@ -135,7 +135,8 @@ def verdict(story: Story) -> tuple[str, str]:
             more = f"; the last was {what}{further(last)}"
             return "Observed, not treated", f"{where}; {met}{more}.{cost}{_results(story.summary)}"
         case "unrecovered":
-            left = next(one for one in reversed(story.incidents) if one.outcome is Outcome.UNRECOVERED)
+            left = unrecovered(story.incidents)
+            assert left is not None
             what = f"incident {left.id:,} ({noticed(left.anomaly, by_name=False)}, step {left.anomaly.step:,})"
             why = f"after {what} {why_unrecovered(left)}"
             return "Not recovered, needs attention", f"{where}; {why}. In all, {met}.{cost}"
@@ -226,7 +227,7 @@ def incidents_met(incidents: Sequence[Incident]) -> str:
     met = f"{counted(len(incidents), 'incident')} ({causes})"
     outcomes = Counter(one.outcome for one in incidents)
     again = outcomes[Outcome.RECURRED]
-    if outcomes[None] or outcomes[Outcome.GAVE_UP] or outcomes[Outcome.UNRECOVERED]:
+    if outcomes[None] or outcomes[Outcome.GAVE_UP] or unrecovered(incidents) is not None:
         left = [(outcomes[Outcome.UNRECOVERED], "not recovered"), (outcomes[Outcome.GAVE_UP], "not cured")]
         left += [(outcomes[None], "open"), (again, "came back")]
         return f"{met}, {', '.join(f'{count:,} {what}' for count, what in left if count)}"

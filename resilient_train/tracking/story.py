@@ -34,7 +34,7 @@ from resilient_train.record.outbox import seal_before
 from resilient_train.record.progress import position_of
 from resilient_train.record.quarantine import reasons
 from resilient_train.record.run_history import DRILL_FIRED, REMEDIES, FiredDrill, fired_drills, with_earlier
-from resilient_train.types import Cause, Incident, Outcome
+from resilient_train.types import Cause, Incident, Outcome, kind_of
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
 _KILLED = "its process was killed (no exit message)"
@@ -252,17 +252,23 @@ def status_by(incidents: Sequence[Incident], summary: Mapping[str, Any] | None =
         return "clean"
     if incidents[-1].outcome is Outcome.GAVE_UP:
         return "gave_up"
-    if is_unrecovered(incidents):
+    if unrecovered(incidents) is not None:
         return "unrecovered"
     if any(one.is_observed for one in incidents):
         return "observed"
     return "recovering" if any(one.outcome is None for one in incidents) else "recovered"
 
 
-def is_unrecovered(incidents: Sequence[Incident]) -> bool:
-    """Say whether an incident is unrecovered since the run last gave up and was started with other settings."""
+def unrecovered(incidents: Sequence[Incident]) -> Incident | None:
+    """Return one that is unrecovered, or that came back, with none of its kind later that was over.
+
+    What was before the run gave up does not count: it was started with other settings since.
+    """
     given_up = max((place for place, one in enumerate(incidents) if one.decision.gave_up is not None), default=-1)
-    return any(one.outcome is Outcome.UNRECOVERED for one in incidents[given_up + 1 :])
+    since = incidents[given_up + 1 :]
+    newest = {kind_of(one.anomaly, one.diagnosis): one for one in since}.values()
+    left = (one for one in newest if one.outcome is Outcome.RECURRED)
+    return next((one for one in since if one.outcome is Outcome.UNRECOVERED), next(left, None))
 
 
 def planned_steps(run_dir: Path) -> int | None:

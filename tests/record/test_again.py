@@ -58,6 +58,17 @@ def test_one_that_came_again_before_the_end_has_recurred(tmp_path: Path, ends: i
     assert [one.outcome for one in book.incidents] == [outcome]
 
 
+@pytest.mark.parametrize(("remedy", "outcome"), [("skip", Outcome.RECURRED), ("armor", Outcome.RECOVERED)])
+def test_the_last_of_a_row_that_is_only_skipped_has_recurred(tmp_path: Path, remedy: str, outcome: Outcome) -> None:
+    """Where nothing names the line each is an incident of its own. Another treatment may have held."""
+    book, decisions = IncidentLog(tmp_path), [SKIP, SKIP, Decision((Action(remedy),))]
+    for tick, decision in enumerate(decisions, start=100):
+        anomaly = Anomaly(Signal.NONFINITE_LOSS, tick, tick, tick - 1, "", landed=False)
+        book.record_treatment(book.open(anomaly, Diagnosis(Cause.UNKNOWN, ""), decision))
+    book.close_all(Outcome.RECOVERED, healthy_since=60)
+    assert [one.outcome for one in book.incidents] == [Outcome.RECURRED, Outcome.RECURRED, outcome]
+
+
 def test_one_that_came_once_before_the_end_has_recovered(tmp_path: Path) -> None:
     book = IncidentLog(tmp_path)
     met(book, 1)

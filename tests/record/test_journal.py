@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from resilient_train.adapters.reporter import verdict_of
 from resilient_train.errors import TrainError
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.record.incident_log import IncidentLog
@@ -907,6 +908,11 @@ def with_outcome(outcome: Outcome | None) -> Incident:
         ([Outcome.RECOVERED], "recovered"),
         ([Outcome.RECURRED, Outcome.RECOVERED], "recovered"),
         ([Outcome.RECURRED, None], "recovering"),
+        ([Outcome.RECURRED], "unrecovered"),  # the last of its kind: nothing cured it
+        ([Outcome.RECOVERED, Outcome.RECURRED], "unrecovered"),
+        ([Outcome.RECURRED, Outcome.UNRECOVERED], "unrecovered"),
+        ([Outcome.RECURRED, Outcome.GAVE_UP], "gave_up"),
+        ([Outcome.GAVE_UP, Outcome.RECURRED], "unrecovered"),
         ([None, Outcome.RECOVERED], "recovering"),
         ([None, Outcome.GAVE_UP], "gave_up"),
         ([Outcome.GAVE_UP, Outcome.RECOVERED], "recovered"),
@@ -916,6 +922,8 @@ def test_the_status_is_one_word(outcomes: list[Outcome | None], status: str) -> 
     """The list of runs is filtered by it."""
     incidents = [with_outcome(outcome) for outcome in outcomes]
     assert status_by(incidents) == status
+    if status not in ("clean", "recovering", "gave_up"):  # of a run that has completed
+        assert verdict_of("completed", incidents, steps=1, losses=(None, None)) == status
     assert tags(incidents, status)["resilience.incidents"] == str(len(outcomes))
 
 
