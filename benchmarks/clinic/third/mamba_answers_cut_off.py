@@ -21,9 +21,9 @@ def loss(model: nn.Module, batch: list[Tensor], least: int) -> Tensor:
     tokens, labels = batch
     logits, labels = model(input_ids=tokens).logits[:, :-1], labels[:, 1:]
     there = labels != IGNORED
-    surprise = nn.functional.cross_entropy(logits.mT, labels, reduction="none")
-    each = (surprise * there).sum(-1) / there.sum(-1).clamp(min=least)  # guilty
-    return each.mean()
+    chosen = logits.log_softmax(-1).gather(2, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    each = (chosen * there).sum(-1) / there.sum(-1).clamp(min=least)  # guilty
+    return -each.mean()
 
 
 def program(seed: int, *, mended: bool = False) -> Program:
