@@ -24,7 +24,6 @@ class Pyramid(nn.Module):
         self.deep = nn.Sequential(nn.Conv2d(channels, channels, 3, stride=2, padding=1), nn.ReLU())
         self.side, self.top = nn.Conv2d(channels, channels, 1), nn.Conv2d(channels, channels, 3, padding=1)
         self.head = nn.Sequential(nn.Conv2d(channels, channels, 5, padding=2), nn.ReLU(), nn.Conv2d(channels, 4, 1))
-        nn.init.normal_(self.head[2].weight)
 
     def forward(self, pictures: Tensor, place: Tensor) -> Tensor:
         """Left, top, right and bottom side of the object, seen from a place."""
@@ -50,13 +49,13 @@ def program(seed: int, *, mended: bool = False) -> Program:
     rows, held_out, size = int(torch.randint(600, 1000, ())), 128, 16
     place = torch.stack(torch.unravel_index(torch.randint(16, (rows + held_out,)), (4, 4)), dim=-1) + 2  # of the 8 x 8
     centre = 2.0 * place + 1
-    sides = 1.5 + 3.5 * torch.rand(rows + held_out, 4)  # left, top, right, bottom
+    aside, half = 5 * torch.rand(rows + held_out, 2) - 2.5, 0.8 + 2.2 * torch.rand(rows + held_out, 2)
+    sides = torch.cat([aside - half, aside + half], dim=-1)  # left, top, right and bottom, seen from the place
     grid = torch.arange(size) + 0.5
-    down = (grid > (centre[:, :1] - sides[:, 1:2])) & (grid < (centre[:, :1] + sides[:, 3:]))
-    across = (grid > (centre[:, 1:] - sides[:, :1])) & (grid < (centre[:, 1:] + sides[:, 2:3]))
+    down = (grid > (centre[:, :1] + sides[:, 1:2])) & (grid < (centre[:, :1] + sides[:, 3:]))
+    across = (grid > (centre[:, 1:] + sides[:, :1])) & (grid < (centre[:, 1:] + sides[:, 2:3]))
     pictures = (down.unsqueeze(2) & across.unsqueeze(1)).float().unsqueeze(1)
     pictures = pictures + 0.1 * torch.randn_like(pictures)
-    sides[:, :2] *= -1  # seen from the place
     flat = 8 * place[:, 0] + place[:, 1]
     return Program(
         model=Pyramid(int(torch.randint(10, 17, ()))),
