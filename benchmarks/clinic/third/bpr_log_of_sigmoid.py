@@ -35,7 +35,7 @@ def loss(model: nn.Module, batch: list[Tensor], mended: bool) -> Tensor:
 
 def program(seed: int, *, mended: bool = False) -> Program:
     torch.manual_seed(seed)
-    users, items, width = int(torch.randint(50, 80, ())), int(torch.randint(40, 60, ())), 512
+    users, items, width = int(torch.randint(50, 80, ())), int(torch.randint(40, 60, ())), 800
     rows, held_out, tastes = int(torch.randint(5000, 7000, ())), 512, 4
     user = torch.randint(users, (rows + held_out,))
     taste_of, kind_of = torch.randint(tastes, (users,)), torch.randint(tastes, (items,))
