@@ -44,7 +44,7 @@ def program(seed: int, *, mended: bool = False) -> Program:
     season, horizon, known = int(torch.randint(5, 8, ())), int(torch.randint(3, 6, ())), 21
     rows, held_out = int(torch.randint(800, 1300, ())), 128
     weeks = torch.arange(known + horizon) + torch.randint(season, (rows + held_out, 1))
-    profile = 8 * (torch.arange(season) % season == 0).float() + 0.05
+    profile = 20 * (torch.arange(season) % season == 0).float() + 0.05
     level = (0.5 + 0.8 * torch.randn(rows + held_out, 1)).exp()
     sales = torch.poisson(level * profile[weeks % season])
     sold = sales[:, :known].sum(1) > 0
