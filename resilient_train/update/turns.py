@@ -89,10 +89,7 @@ class Turns:
 
     @property
     def is_last_step(self) -> bool:
-        """Say whether no other step is expected, so that the gate alone decides on this one, and nothing is copied.
-
-        An open-ended turn may have more steps than any before: what an optimizer did until then cannot be undone.
-        """
+        """Say whether no other step is expected: an open-ended turn may still have more steps than any before."""
         if not self.is_open_ended:
             return self.is_complete
         return len(self._taken) == self._most and len(set(map(id, self._taken))) == len(self._optimizers)
@@ -135,14 +132,15 @@ class Turns:
         return self._rates
 
     def save(self, groups: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> None:
-        """Copy the current optimizer and its weights, unless its step is the last, which the gate decides alone.
+        """Copy the current optimizer and its weights, unless its step is surely the last, which the gate decides alone.
 
         `before` has the settings of the groups before the turn: each step sets them to those of the turn.
         """
         if not self.has_stepped:
             self.has_stepped, self._groups, self.before = True, groups, before
-        if self.is_last_step or self.current is None or any(one.optimizer is self.current for one in self._saved):
+        if self.is_complete or any(one.optimizer is self.current for one in self._saved):
             return
+        assert self.current is not None
         plain, sources = taken_apart({"weights": self.weights, "optimizer": optimizer_tree(self.current)})
         copies = room(sources, self._memory.get(id(self.current), []), torch.empty_like)
         copy_into(copies, sources)

@@ -95,6 +95,31 @@ def test_a_second_loss_that_is_not_finite_undoes_the_first_step(tmp_path: Path, 
     assert run.rows == plain(how).rows
 
 
+class Longer(Manual):
+    """A module that steps twice in one of its calls, and once in the others."""
+
+    def step_alone(self, x: torch.Tensor, y: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        super().step_alone(x, y, batch_idx)
+        if self.total == AT:
+            super().step_alone(x * (math.nan if self.strikes("nan_second") else 1.0), y, batch_idx)
+        return torch.zeros(())
+
+
+def test_a_call_with_more_steps_than_any_before_is_undone_as_a_whole(tmp_path: Path) -> None:
+    """Its first step cannot know that another one follows, whose loss is NaN."""
+
+    def ended(fault: str) -> Fitted:
+        L.seed_everything(1, verbose=False)
+        module, trainer = Longer("alone", fault), trainer_of(tmp_path / fault, guarded=True)
+        trainer.fit(module, loader())
+        return Fitted(trainer, module, [], tmp_path / fault)
+
+    run = ended("nan_second")
+    [incident] = run.incidents
+    assert (incident["signal"], incident["outcome"]) == ("nonfinite_loss", "recovered")
+    assert run.weights == ended("").weights
+
+
 @pytest.mark.parametrize("how", ["alone", "accumulated", "in turn"])
 def test_bad_rows_are_named_and_left_out(tmp_path: Path, how: str) -> None:
     """By their index, and none of the other rows of their batch."""
