@@ -18,6 +18,7 @@ import torch
 from resilient_train.adapters.guard import Guard
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.errors import TrainError
+from resilient_train.state.copies import Backup
 from resilient_train.state.randomness import RecordedStates
 from resilient_train.update.schedule import StatelessSchedule
 from resilient_train.update.updater import LR_OF_GUARD
@@ -73,6 +74,7 @@ class Follower:
         self._fed: Fed | None = None  # the newest update
         self.taken = 0  # of its batches
         self.is_left_out = False  # an earlier process skipped the newest update
+        self._before: Backup | None = None  # the buffers before it, if so
         self._is_open = False  # the trainer has fetched it, and made no step yet
         self._loss: torch.Tensor | None = None  # of the newest micro-batch, until the next one begins
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
@@ -92,6 +94,7 @@ class Follower:
             return self._fed
         self._fed, self.taken, self._loss = self.samples.feed(batches, rows), 0, None
         self._is_open, self.is_left_out = True, self.samples.skips_newest
+        self._before = self.guard._backups.take() if self.is_left_out else None
         return self._fed
 
     def feed_more(self, batch: Any, rows: Sequence[int] = ()) -> None:
@@ -122,6 +125,9 @@ class Follower:
         fed, self._is_open = self.fed, False
         if self.is_left_out:
             self._updater.drop_gradients()
+            if self._before is not None:
+                self.guard._backups.put_back(self._before)
+                self.guard._backups.let_go(self._before)
             return torch.full((), torch.nan)
         fed.settings = self._scheduled()
         assert self._loss is not None, "no forward and backward before the step"
@@ -251,6 +257,11 @@ class StepFollower(Follower):
         super().__init__(*given, **more)
         self._updater.turns.is_open_ended = True
         self.has_stepped = False  # an optimizer, since the newest update was complete
+
+    def step(self) -> torch.Tensor | None:
+        loss = super().step()
+        self.has_stepped = False
+        return loss
 
     def step_one(self, optimizer: Any, loss: torch.Tensor) -> None:
         """Take the place of the step of one optimizer; `loss` is what its gradients are those of."""

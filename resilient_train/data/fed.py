@@ -93,14 +93,14 @@ class FedSamples(Samples):
         return fed
 
     def feed_more(self, fed: Fed, batch: Any, rows: Sequence[int] = ()) -> None:
-        """Take one more micro-batch of the newest update, which is being made already."""
-        assert fed is self.current
+        """Take one more micro-batch of the newest update, which has begun."""
         assert fed.batches is not None
-        assert self._served is not None
         fed.batches.append(batch)
         if rows:
             fed.keys.append([Key(0, fed.start, row) for row in rows])
-        self._served.batches.append(rebuilt(batch, lambda leaf: leaf))
+        if fed is self.current:  # not if it is left out
+            assert self._served is not None
+            self._served.batches.append(rebuilt(batch, lambda leaf: leaf))
 
     def healthy(self, batch: Any, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:
         """Return a batch that was just fetched, with others in the places of rows that are in quarantine."""

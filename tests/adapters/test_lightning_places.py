@@ -1,0 +1,90 @@
+"""The place in the data of a Lightning trainer under guard: after a resume, and in updates of several batches."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+L = pytest.importorskip("lightning")
+pytest.importorskip("torchmetrics")
+
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning_programs import BATCH, Fitted, Manual, Net, Rows, trainer_of  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
+]
+BAD = 170  # a row
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+class Batches:
+    """A loader whose rows have no index, and which begins each pass from the first; one row is bad."""
+
+    def __init__(self) -> None:
+        rows = Rows(bad=(BAD,))
+        self.batches = [*zip(torch.split(rows.x, BATCH), torch.split(rows.y, BATCH), strict=True)]
+        self.first = self.fetched = 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.first = self.first, 0
+        for number in range(first, len(self)):
+            self.fetched = number + 1
+            yield self.batches[number]
+
+
+class Stateful(Batches):
+    """One that resumes in the middle of a pass."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"first": self.fetched}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["first"]
+
+
+def steady(module: Net) -> Net:
+    module.net[3].p = 0.0  # a resume does not restore the random numbers of Lightning
+    return module
+
+
+def fit(place: Path, module: Any, data: Any, ckpt_path: Path | None = None, **more: Any) -> Fitted:
+    L.seed_everything(1, verbose=False)
+    saver = ModelCheckpoint(place / "files", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    usual = {"guarded": True, "callbacks": (saver,), "max_epochs": 1, "enable_checkpointing": True}
+    trainer = trainer_of(place, **{**usual, **more})
+    trainer.fit(steady(module), data, ckpt_path=ckpt_path)
+    return Fitted(trainer, module, trainer.logger.rows, place)
+
+
+@pytest.mark.parametrize("how", ["automatic", "manual"])
+def test_what_was_skipped_is_left_out_again_after_a_resume(tmp_path: Path, how: str) -> None:
+    """Also if its update has several batches: the run ends with the bits of the one that was not interrupted."""
+
+    def run(ckpt_path: Path | None = None) -> Fitted:
+        module = Manual("accumulated") if how == "manual" else Net()
+        more = {} if how == "manual" else {"accumulate_grad_batches": 4}
+        return fit(tmp_path, module, Stateful(), ckpt_path, **more)
+
+    whole = run()
+    resumed = run(tmp_path / "files" / "step=3.ckpt")
+    [incident] = resumed.incidents
+    assert incident["actions"] == [{"remedy": "skip"}]
+    assert resumed.weights == whole.weights
+    assert resumed.trainer.global_step == whole.trainer.global_step
