@@ -146,6 +146,7 @@ def trainer(program: str, output: Path, fault: str = "", *, steps: int = 60, **m
     made = Struck(
         *(model, args),
         train_dataset=data(BAD_ROWS if fault == "bad_rows" else ()),
+        eval_dataset=data() if "eval_strategy" in more else None,
         compute_loss_func={"operation": sure_loss, "mended": partial(sure_loss, least=1e-6)}.get(fault),
         optimizers=optimizers,
     )

@@ -11,6 +11,7 @@ in the data never go back.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -79,6 +80,7 @@ class Guarding:
         self._is_replay, self._number = False, 0  # which of an update's micro-batches it is
         self._replayed: torch.Tensor | None = None  # the loss whose backward a replay makes itself
         self._loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
+        self._best_before = dict[Path, tuple[Any, Any, Any]]()  # metric, step and checkpoint, before each evaluation
 
     # Beginning and end.
 
@@ -283,13 +285,22 @@ class Guarding:
         loss: torch.Tensor = super(_Guarded, self.trainer).training_step(model, batch, items)  # type: ignore[misc]
         return loss
 
-    # The trainer's checkpoints.
+    # The trainer's evaluations and checkpoints.
 
-    def before_save(self) -> None:
-        """Look at the whole state first, so that no damage gets into a checkpoint of the trainer's."""
+    def examine(self, *, is_end: bool = False) -> None:
+        """Look at the whole state before the trainer evaluates it, saves it, or reports its end."""
         if self.follower is not None:
-            self.follower.examine()
+            self.follower.examine(is_end=is_end)
             self._look_at_incidents()
+
+    def before_evaluation(self) -> None:
+        """Examine the state, and note the best one until now, in case that damage is found later in this one."""
+        if self.follower is not None:
+            self.examine()
+            state = self.trainer.state
+            mark = Path(os.devnull, str(state.global_step))  # in the place of a checkpoint: no such file can exist
+            self._best_before[mark] = state.best_metric, state.best_global_step, state.best_model_checkpoint
+            self.follower.saved(mark)
 
     def saved(self, folder: Path) -> None:
         if self.follower is not None:
@@ -298,19 +309,15 @@ class Guarding:
             if run_dir is not None and self.trainer.args.should_save:
                 (folder / _NOTE).write_text(run_dir.name)
 
-    def examine_end(self) -> None:
-        """Look at the state after the last update, before the trainer reports it."""
-        if self.follower is not None:
-            self.follower.examine(is_end=True)
-            self._look_at_incidents()
-
     def _look_at_incidents(self) -> None:
-        """Let the trainer forget checkpoints that turned out to be bad."""
+        """Let the trainer forget what it evaluated and saved with damage, and its best state is again that before."""
         assert self.follower is not None
-        for folder in self.follower.rename_damaged(is_main=self.trainer.args.should_save):
+        damaged = self.follower.rename_damaged(is_main=self.trainer.args.should_save)
+        if before := next((self._best_before[mark] for mark in damaged if mark in self._best_before), None):
+            if before[2] is not None and not Path(before[2]).exists():  # the trainer keeps only so many checkpoints
+                before = None, None, None
             state = self.trainer.state
-            if state.best_model_checkpoint is not None and Path(state.best_model_checkpoint) == folder:
-                state.best_model_checkpoint = state.best_metric = state.best_global_step = None
+            state.best_metric, state.best_global_step, state.best_model_checkpoint = before
 
 
 class _Guarded:
@@ -339,12 +346,16 @@ class _Guarded:
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return self._resilient.note_norm(super()._get_grad_norm(model, grad_norm=grad_norm))  # type: ignore[misc]
 
+    def _evaluate(self, *args: Any, **more: Any) -> Any:
+        self._resilient.before_evaluation()
+        return super()._evaluate(*args, **more)  # type: ignore[misc]
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self._resilient.before_save()
+        self._resilient.examine()
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
         folder = f"checkpoint-{self.state.global_step}"  # type: ignore[attr-defined]
         self._resilient.saved(Path(self._get_output_dir(trial)) / folder)  # type: ignore[attr-defined]
 
     def _finalize_training(self, *args: Any, **more: Any) -> Any:
-        self._resilient.examine_end()
+        self._resilient.examine(is_end=True)
         return super()._finalize_training(*args, **more)  # type: ignore[misc]

@@ -1,0 +1,64 @@
+"""What a guarded Trainer of transformers evaluates, calls its best state, and logs, when it is struck."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import hf_programs as programs
+import torch
+from test_hf import incidents, rows, trained
+from transformers import TrainerCallback
+
+import resilient_train
+
+EVALUATED: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "save_strategy": "steps",
+    "per_device_eval_batch_size": 64,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,  # so that damage looks like the best state
+}
+
+
+def evaluations(trainer: Any) -> list[float]:
+    return [row["eval_loss"] for row in rows(trainer) if "eval_loss" in row]
+
+
+class Flip(TrainerCallback):  # type: ignore[misc]  # mypy runs without transformers
+    """A value of the weights changes after a step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        if state.global_step == programs.AT:
+            with torch.no_grad():
+                next(model.parameters()).view(-1)[0] += 1e3
+
+
+def test_damage_that_a_scan_finds_is_not_evaluated(tmp_path: Path) -> None:
+    """The weights change just before an evaluation: its metric is that of a run in which they do not."""
+    more = EVALUATED | {"eval_steps": programs.AT, "save_steps": programs.AT, "steps": programs.AT}
+    healthy = trained("vit", tmp_path / "healthy", guarded=False, **more)
+    struck = resilient_train.hf.guard(programs.trainer("vit", tmp_path / "struck", **more))
+    struck.add_callback(Flip())
+    struck.train()
+    assert [incident["signal"] for incident in incidents(tmp_path / "struck")] == ["weights_jump"]
+    assert evaluations(struck) == evaluations(healthy)
+    assert struck.state.best_metric == healthy.state.best_metric
+
+
+@pytest.mark.parametrize("kept", [None, 1])
+def test_the_best_state_is_that_before_the_damage_began(kept: int | None, tmp_path: Path) -> None:
+    """If the trainer has deleted its checkpoint since then, the next evaluations decide."""
+    more = EVALUATED | {"eval_steps": 2, "save_steps": 2, "save_total_limit": kept, "load_best_model_at_end": True}
+    state = trained("vit", tmp_path, "hot_lr", steps=programs.AT + 8, **more).state
+    assert len(list(tmp_path.glob("unverified-*"))) == (2 if kept is None else 1)
+    if kept is None:
+        assert state.best_global_step == 2
+    else:
+        assert state.best_global_step > programs.AT + 4
+    assert Path(state.best_model_checkpoint).name == f"checkpoint-{state.best_global_step}"
+    assert Path(state.best_model_checkpoint).exists()
