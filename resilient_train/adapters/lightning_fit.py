@@ -6,7 +6,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
@@ -24,6 +24,15 @@ from resilient_train.data.samples import Slicing
 from resilient_train.update.objective import Measured
 
 _ABSENT = object()
+
+
+class Place(NamedTuple):
+    """Where the forward of a batch begins, besides weights: what a loss may read."""
+
+    progress: list[dict[str, Any]]  # counts of steps, which are `global_step`, of batches and of epochs
+    accumulation: int  # batches of an update, which a GradientAccumulationScheduler changes
+    schedulers: list[dict[str, Any]]  # with manual optimization, where the module steps them
+    settings: list[dict[str, Any]]  # of all parameter groups, which they set
 
 
 class Fit:
@@ -191,8 +200,10 @@ class Fit:
         batch, rows = follower.samples.healthy(kwargs["batch"], self._rows)
         if self._is_open:
             follower.feed_more(batch, rows)
+            follower.fed.before.append(self._place())
             return OrderedDict(kwargs, batch=follower.next_batch())
-        follower.feed([batch], [rows] if rows else []).number = index
+        fed = follower.feed([batch], [rows] if rows else [])
+        fed.number, fed.before = index, [self._place()]
         self._is_open, self._has_gradients, self._output = True, False, None
         self._logged = Logged(self._trainer, self._metrics)
         kwargs = OrderedDict(kwargs, batch=follower.next_batch())
@@ -217,20 +228,21 @@ class Fit:
             self._leave_out()  # as training_step returned None
         return result
 
-    def _end_update(self) -> bool:
-        """Land the newest update, or treat it; say whether it was retried."""
-        follower = self._follower
+    def _end_update(self) -> None:
+        """Land the newest update, or treat it."""
+        follower, place = self._follower, self._place()
         assert follower is not None
         try:
             loss = follower.step()
         finally:
             self._look_at_incidents()
+        if loss is not None:
+            self._return_to(place)
         if loss is not None and not loss.isfinite() and not follower.guard.observes:  # it was left out
             assert self._logged is not None
             self._logged.restore()
             self._output = {}
         self._is_open, self._is_quiet, self._logged = False, False, None
-        return loss is not None
 
     def _leave_out(self) -> None:
         assert self._follower is not None
@@ -250,6 +262,7 @@ class Fit:
         is_last = number == len(fed.batches) - 1
         logged = self._logged if fed is self._follower.fed else None  # of the others Lightning has written it
         self._is_quiet = logged is None
+        self._return_to(fed.before[number])
         if logged is not None:
             if number == 0:
                 logged.restore()
@@ -281,15 +294,34 @@ class Fit:
         fed, number = self._follower.replayed()
         kwargs = self._loop._build_kwargs(OrderedDict(), batch, fed.number + number)
         before, was_quiet, self._is_quiet = Logged(self._trainer, self._metrics), self._is_quiet, True
+        place = self._place()
+        self._return_to(fed.before[number])
         try:
             with self._plugin.train_step_context():
-                return self._loss_of(model, kwargs, fed, number)
+                return self._loss_of(model, kwargs)
         finally:
+            self._return_to(place)
             self._is_quiet = was_quiet
             before.restore()
 
-    def _loss_of(self, model: Any, kwargs: Any, fed: Fed, number: int) -> Any:
+    def _loss_of(self, model: Any, kwargs: Any) -> Any:
         return ClosureResult.from_training_step_output(model.training_step(*kwargs.values())).closure_loss
+
+    # What a batch moves on.
+
+    def _place(self) -> Place:
+        return Place([one.state_dict() for one in self._counts], self._trainer.accumulate_grad_batches, [], [])
+
+    @property
+    def _counts(self) -> tuple[Any, ...]:
+        is_automatic = self._module.automatic_optimization
+        steps = self._inner.optim_progress if is_automatic else self._inner.optim_step_progress
+        return steps, self._loop.batch_progress, self._trainer.fit_loop.epoch_progress
+
+    def _return_to(self, place: Place) -> None:
+        for one, state in zip(self._counts, place.progress, strict=True):
+            one.load_state_dict(state)
+        self._trainer.accumulate_grad_batches = place.accumulation
 
     # Lightning's checkpoints.
 
@@ -305,10 +337,11 @@ class Fit:
         is_end = is_end or is_last_step(self._trainer)
         if self._examined in ((follower.guard.clock.tick, True), (follower.guard.clock.tick, is_end)):
             return
-        before = Logged(self._trainer, self._metrics)
+        before, place = Logged(self._trainer, self._metrics), self._place()
         follower.examine(is_end=is_end)
         self._is_quiet = False
         before.restore()
+        self._return_to(place)
         self._examined = (follower.guard.clock.tick, is_end)
         self._look_at_incidents()
 

@@ -9,21 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from resilient_train.adapters.follower import Follower, StepFollower
-from resilient_train.adapters.lightning_fit import Fit
+from resilient_train.adapters.lightning_fit import Fit, Place
 from resilient_train.data.fed import Fed
-
-
-class _Place(NamedTuple):
-    """Where a call of `training_step` begins or ends, besides weights."""
-
-    progress: list[dict[str, Any]]  # counts of steps, which are `global_step`, of batches and of epochs
-    schedulers: list[dict[str, Any]]
-    settings: list[dict[str, Any]]  # of all parameter groups
 
 
 class _Replayed:
@@ -64,17 +56,12 @@ class ManualFit(Fit):
 
     def _run(self, plain: Callable[..., Any], *given: Any) -> Any:
         """Run `training_step`, and end the update if it has stepped an optimizer."""
-        is_first, before = not self._is_open, self._place()
-        kwargs = self._fed(self._loop.batch_idx, *given)
-        follower = self._followed
-        follower.fed.before = [before] if is_first else [*follower.fed.before, before]
-        self._loss = None if is_first else self._loss
+        self._loss = self._loss if self._is_open else None
+        kwargs, follower = self._fed(self._loop.batch_idx, *given), self._followed
         loss, output = self._called(plain, kwargs)
         follower.note(loss)
         if follower.has_stepped:
-            after = self._place()
-            if self._end_update():
-                self._return_to(after)
+            self._end_update()
         elif not self._has_gradients:
             self._leave_out()
         return output if self._output is None else self._output
@@ -117,7 +104,6 @@ class ManualFit(Fit):
             self._norms[id(getattr(optimizer, "_optimizer", optimizer))] = self._followed.norm
 
     def _run_again(self, kwargs: Any, fed: Fed, number: int, *, is_last: bool) -> tuple[torch.Tensor, dict[str, Any]]:
-        self._return_to(fed.before[number])
         self._loss = None if number == 0 else self._loss
         self._is_early = not is_last  # in the first run it made no step
         try:
@@ -128,16 +114,14 @@ class ManualFit(Fit):
     def _measure_norm(self) -> torch.Tensor | None:
         return None
 
-    def _loss_of(self, model: Any, kwargs: Any, fed: Fed, number: int) -> Any:
-        now, parameters = self._place(), [*self._module.parameters()]
+    def _loss_of(self, model: Any, kwargs: Any) -> Any:
+        parameters = [*self._module.parameters()]
         flags = [one.requires_grad for one in parameters]
         self._replayed = replayed = _Replayed(self._strategy.root_device)
-        self._return_to(fed.before[number])
         try:
             model.training_step(*kwargs.values())
         finally:
             self._replayed = None
-            self._return_to(now)
             for one, flag in zip(parameters, flags, strict=True):  # an error may leave an optimizer toggled
                 one.requires_grad = flag
         for one in parameters if replayed.has_stepped else ():
@@ -146,23 +130,12 @@ class ManualFit(Fit):
 
     # What a call moves on.
 
-    def _place(self) -> _Place:
+    def _place(self) -> Place:
         schedulers = [copy.deepcopy(one.scheduler.state_dict()) for one in self._trainer.lr_scheduler_configs]
-        return _Place([one.state_dict() for one in self._counts], schedulers, self._followed._scheduled())
+        return super()._place()._replace(schedulers=schedulers, settings=self._followed._scheduled())
 
-    @property
-    def _counts(self) -> tuple[Any, ...]:
-        return self._inner.optim_step_progress, self._loop.batch_progress, self._trainer.fit_loop.epoch_progress
-
-    def _return_to(self, place: _Place) -> None:
-        for one, state in zip(self._counts, place.progress, strict=True):
-            one.load_state_dict(state)
+    def _return_to(self, place: Place) -> None:
+        super()._return_to(place)
         for one, state in zip(self._trainer.lr_scheduler_configs, place.schedulers, strict=True):
             one.scheduler.load_state_dict(copy.deepcopy(state))
         self._followed._put_back(place.settings)
-
-    def examine(self, *, is_end: bool = False) -> None:
-        place = self._place() if self._follower is not None else None
-        super().examine(is_end=is_end)
-        if place is not None:
-            self._return_to(place)

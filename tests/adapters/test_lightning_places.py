@@ -1,4 +1,4 @@
-"""The place in the data of a Lightning trainer under guard: after a resume, and in updates of several batches."""
+"""Where a Lightning trainer under guard is in its data and counts: after a resume, and in what a rewind undoes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 L = pytest.importorskip("lightning")
 pytest.importorskip("torchmetrics")
 
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
-from lightning_programs import BATCH, Fitted, Manual, Net, Rows, trainer_of  # noqa: E402
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
+from lightning_programs import BATCH, Fitted, Manual, Net, Rows, loader, trainer_of  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -88,3 +88,27 @@ def test_what_was_skipped_is_left_out_again_after_a_resume(tmp_path: Path, how: 
     assert incident["actions"] == [{"remedy": "skip"}]
     assert resumed.weights == whole.weights
     assert resumed.trainer.global_step == whole.trainer.global_step
+
+
+class Counted(Net):
+    """A module whose loss depends on where the run is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output, loop = super().training_step(batch, batch_idx), self.trainer.fit_loop.epoch_loop
+        output["loss"] *= 1 + 0.01 * self.trainer.global_step + self.current_epoch + 0.001 * loop.total_batch_idx
+        return output
+
+
+@pytest.mark.parametrize("what", ["counts", "accumulation"])
+def test_what_a_rewind_undoes_is_repeated_at_the_place_where_it_was(tmp_path: Path, what: str) -> None:
+    """With the counts of its time, and with its own number of batches where a callback changes it in every epoch."""
+
+    def weights(fault: str) -> list[list[float]]:
+        more: Any = {"max_epochs": 3, "enable_checkpointing": False, "callbacks": ()}
+        if what == "accumulation":  # the damage is found in the last epoch, and what it undoes begins in the first
+            more["callbacks"] = (GradientAccumulationScheduler({0: 1, 1: 4, 2: 2}),)
+        run = fit(tmp_path / fault, Counted(fault) if what == "counts" else Net(fault, at=44), loader(), **more)
+        assert [one["rewound_to"] for one in run.incidents] == ([25] if fault else [])
+        return run.weights
+
+    assert weights("bit_flip") == weights("")
