@@ -9,6 +9,7 @@ chance here.
 
     python benchmarks/ranks_killed.py                        50 kills of 2 processes and 50 of 3: half an hour
     python benchmarks/ranks_killed.py --kills 5 --processes 2
+    python benchmarks/ranks_killed.py --cold --kills 5       each process imports what it needs, as it does elsewhere
 """
 
 from __future__ import annotations
@@ -81,14 +82,15 @@ def strike(launched: Launched, run_dir: Path, processes: int, numbers: random.Ra
     return Kill(moment, rank, before.step, time.monotonic() - began)
 
 
-def killed(place: Path, processes: int, number: int, seed: int) -> tuple[dict[str, Any], list[Kill]]:
+def killed(place: Path, processes: int, number: int, seed: int, *, cold: bool) -> tuple[dict[str, Any], list[Kill]]:
     """One run and its kills, as a row of the table."""
     began, run_dir, numbers = time.monotonic(), place / f"killed-{processes}", random.Random(seed)
     steps = f"run.steps={STEPS_A_KILL * number + 400}"
     with Launched(place, processes, *RUN, steps, f"run.dir=unharmed-{processes}") as unharmed:
         assert unharmed.wait(900.0) == 0, unharmed.output
     kills: list[Kill] = []
-    with Launched(place, processes, *RUN, steps, f"run.dir={run_dir.name}", restarts=2 * number) as launched:
+    own = [*RUN, steps, f"run.dir={run_dir.name}"]
+    with Launched(place, processes, *own, restarts=2 * number, anew=cold) as launched:
         launched.until(lambda: stand(run_dir).tick > 20)
         while len(kills) < number:
             kills.append(strike(launched, run_dir, processes, numbers))
@@ -123,9 +125,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="keep the raw figures here")
+    parser.add_argument("--cold", action="store_true", help="do not fork from where everything is imported already")
     options = parser.parse_args()
     place = Path(tempfile.mkdtemp(prefix="ranks-killed-"))
-    found = {f"{number} processes": killed(place, number, options.kills, options.seed) for number in options.processes}
+    given = options.kills, options.seed
+    found = {f"{number} processes": killed(place, number, *given, cold=options.cold) for number in options.processes}
     rows = {name: row for name, (row, _) in found.items()}
     print("| | " + " | ".join(rows) + " |\n|---|" + "---|" * len(rows))
     for key in next(iter(rows.values())):
