@@ -43,6 +43,7 @@ class Job:
     fault: Fault | None = None
     hands_over: bool = False  # makes its loss itself, instead of giving the guard an objective
     with_log: bool = False
+    recovery: str = "balanced"
 
     def program(self) -> Recipe:
         return (RECIPES | ODD)[self.recipe]
@@ -103,6 +104,7 @@ class Kit:
             objective=None if job.hands_over else self.injector.objective,
             steps=recipe.steps,
             run_dir=run_dir,
+            recovery=job.recovery,
             clip=1.0,
             **common,
         )
