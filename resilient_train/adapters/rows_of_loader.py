@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import send_to_device
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
@@ -44,19 +46,27 @@ class _NumberedRows:
 
 
 class _NumberedCollate:
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self.collate = collate
+    def __init__(self, collate: Callable[[list[Any]], Any], count: int) -> None:
+        self.collate, self.count = collate, count
 
-    def __call__(self, rows: list[tuple[int, Any]]) -> NumberedBatch:
-        return NumberedBatch(self.collate([row for _, row in rows]), [int(number) for number, _ in rows])
+    def __call__(self, rows: list[tuple[Any, Any]]) -> Any:
+        batch = self.collate([row for _, row in rows])
+        try:
+            numbers = [operator.index(number) for number, _ in rows]
+        except TypeError:  # a sampler may draw names or tuples
+            return batch
+        return NumberedBatch(batch, numbers) if all(0 <= number < self.count for number in numbers) else batch
 
 
 def number_rows(loader: Any) -> tuple[Any, Callable[[list[Any]], Any]] | None:
     """Make a loader yield a `NumberedBatch`; return its data set and how it makes a batch of rows.
 
-    None, and the loader stays as it is, where rows have no index: of an iterable data set, or a loader without batches.
-    The index comes with the row, so it is right for any sampler, order and number of workers.
+    None, and the loader stays as it is, where rows have no index: of an iterable data set, or a loader without batches,
+    or one that fetches on one rank what it cuts up for all. The index comes with the row, so it is right for any
+    sampler, order and number of workers; a batch whose rows have other keys stays as it is.
     """
+    if isinstance(loader, DataLoaderDispatcher):
+        return None
     base = getattr(loader, "base_dataloader", loader)  # of a loader that Accelerate has prepared
     dataset, collate = getattr(base, "dataset", None), getattr(base, "collate_fn", None)
     has_index = hasattr(type(dataset), "__getitem__") and hasattr(type(dataset), "__len__")
@@ -66,7 +76,7 @@ def number_rows(loader: Any) -> tuple[Any, Callable[[list[Any]], Any]] | None:
     if isinstance(dataset, _NumberedRows):  # the trainer keeps its loader
         return dataset.dataset, collate.collate
     base.__dict__["dataset"] = _NumberedRows(dataset)  # torch's loaders refuse a plain assignment
-    base.collate_fn = _NumberedCollate(collate)
+    base.collate_fn = _NumberedCollate(collate, len(dataset))
     return dataset, collate
 
 
