@@ -158,8 +158,9 @@ class Guarding:
     def fed(self, batches: list[Any], items: Any) -> tuple[list[Any], Any]:
         """Pass on what the trainer has fetched for one update; its losses are divided by the number of `items`."""
         if batches and self.follower is not None:
-            fed, step = self.follower.feed(batches, self._rows), getattr(self.trainer, "_step", None)
-            fed.more = fed.more or {"items": [], "shares": [], "prepared": [], "step": step}
+            fed = self.follower.feed(batches, self._rows)
+            fed.before = fed.before or self._counts
+            fed.more = fed.more or {"items": [], "shares": [], "prepared": []}
             fed.more["items"] += [items] * len(batches)
             fed.more["shares"] += [len(batches)] * len(batches)
         return batches, items
@@ -199,10 +200,11 @@ class Guarding:
         """Take the place of the optimizer's step."""
         follower = self.follower
         assert follower is not None
-        norm = follower.norm
+        norm, counts = follower.norm, self._counts
         try:
             loss = follower.step()
         finally:
+            self._return_to(counts)
             self._look_at_incidents()
         if loss is not None:
             self._correct_logs(loss, norm)
@@ -236,8 +238,7 @@ class Guarding:
         assert fed.batches is not None
         is_last = number == len(fed.batches) - 1
         if number == 0:
-            if fed.more.get("step") is not None:
-                trainer._step = fed.more["step"]
+            self._return_to(fed.before)
             count = len(fed.batches)
             fed.more.setdefault("prepared", [])
             if fed.more.setdefault("shares", [count] * count) == [count] * count:
@@ -250,6 +251,16 @@ class Guarding:
         model = trainer.model_wrapped
         with nullcontext() if is_last else trainer.accelerator.no_sync(model=model):
             return self._plain_step(model, batch, fed.more["items"][number]) * share
+
+    @property
+    def _counts(self) -> tuple[int, float | None, int | None]:
+        """What a loss may read: updates and epochs, and GRPO's count of batches."""
+        return self.trainer.state.global_step, self.trainer.state.epoch, getattr(self.trainer, "_step", None)
+
+    def _return_to(self, counts: tuple[int, float | None, int | None]) -> None:
+        self.trainer.state.global_step, self.trainer.state.epoch, step = counts
+        if step is not None:
+            self.trainer._step = step
 
     def _measure_norm(self) -> torch.Tensor | None:
         trainer = self.trainer
@@ -264,14 +275,16 @@ class Guarding:
         assert self.follower is not None
         trainer, (fed, self._number) = self.trainer, self.follower.replayed()
         before = {name: copy.deepcopy(vars(trainer)[name]) for name in _METRICS if name in vars(trainer)}
-        before |= {name: getattr(trainer, name) for name in ("_step", "_buffered_inputs") if hasattr(trainer, name)}
-        self._is_replay, self._replayed = True, None
+        before |= {"_buffered_inputs": trainer._buffered_inputs} if hasattr(trainer, "_buffered_inputs") else {}
+        counts, self._is_replay, self._replayed = self._counts, True, None
+        self._return_to(fed.before or counts)
         try:
             items = fed.more.get("items") or [None]
             loss = self._plain_step(model, batch, items[min(self._number, len(items) - 1)])
         finally:
             self._is_replay = False
             vars(trainer).update(before)
+            self._return_to(counts)
         return loss if self._replayed is None else self._replayed
 
     def _run_backward(self, loss: torch.Tensor, **more: Any) -> None:
@@ -290,7 +303,9 @@ class Guarding:
     def examine(self, *, is_end: bool = False) -> None:
         """Look at the whole state before the trainer evaluates it, saves it, or reports its end."""
         if self.follower is not None:
+            counts = self._counts
             self.follower.examine(is_end=is_end)
+            self._return_to(counts)
             self._look_at_incidents()
 
     def before_evaluation(self) -> None:

@@ -295,7 +295,8 @@ class Fit:
         kwargs = self._loop._build_kwargs(OrderedDict(), batch, fed.number + number)
         before, was_quiet, self._is_quiet = Logged(self._trainer, self._metrics), self._is_quiet, True
         place = self._place()
-        self._return_to(fed.before[number])
+        if fed.before is not None:
+            self._return_to(fed.before[number])
         try:
             with self._plugin.train_step_context():
                 return self._loss_of(model, kwargs)
