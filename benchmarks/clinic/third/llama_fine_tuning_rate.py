@@ -1,7 +1,7 @@
-"""A small Llama from scratch at a rate that a weight-decay sweep left behind: the loss never leaves its plateau.
+"""A small Llama from scratch at a rate that a weight-decay sweep left behind: the loss stays at twice what it could be.
 
-The commands of a play, told as tokens. Nothing is infinite and nothing jumps: the loss falls to what the frequencies of
-the tokens give, and stays there, as in "my language model only ever predicts the most frequent token".
+The commands of a play, told as tokens. Nothing is infinite: the loss falls, more slowly than it should, and then hovers
+where a few of the tokens are predicted, as in "my language model only ever predicts the most frequent token".
 """
 
 from __future__ import annotations
