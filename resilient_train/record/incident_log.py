@@ -204,9 +204,13 @@ class IncidentLog:
             log.info("step %d: %s", step, describe_further(incident))
 
     def continued(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
-        """Return the newest incident if it is open, and the same operation broke again and is only skipped again."""
+        """Return the newest incident if it is open, and the same happened again and is only skipped again.
+
+        The same operation broke, or nothing is known of either update but the same signal.
+        """
         last = self._incidents[max(self._incidents)] if self._incidents else None
-        is_skip = decision.actions == (Action("skip"),) and not anomaly.landed and diagnosis.culprit is not None
+        is_same_kind = diagnosis.culprit is not None or (diagnosis.cause is Cause.UNKNOWN and not diagnosis.rows)
+        is_skip = decision.actions == (Action("skip"),) and not anomaly.landed and is_same_kind
         if last is None or not is_skip or last.outcome is not None or last.decision != decision:
             return None
         if len(last.again) >= _AGAIN:

@@ -74,3 +74,27 @@ def test_one_that_came_once_before_the_end_has_recovered(tmp_path: Path) -> None
     met(book, 1)
     book.close_all(Outcome.RECOVERED, healthy_since=-40)
     assert [one.outcome for one in book.incidents] == [Outcome.RECOVERED]
+
+
+UNKNOWN = Diagnosis(Cause.UNKNOWN, "")
+NO_BATCH = Diagnosis(Cause.DATA, "", rows=(3,))
+
+
+@pytest.mark.parametrize(
+    ("diagnosis", "decision", "signal", "is_counted"),
+    [
+        (LOG, SKIP, Signal.NONFINITE_LOSS, True),
+        (UNKNOWN, SKIP, Signal.NONFINITE_LOSS, True),
+        (UNKNOWN, SKIP, Signal.NONFINITE_GRAD, False),
+        (UNKNOWN, Decision((Action("skip"), Action("lower_lr", {"factor": 0.5}))), Signal.NONFINITE_LOSS, False),
+        (NO_BATCH, SKIP, Signal.NONFINITE_LOSS, False),
+    ],
+)
+def test_what_is_only_skipped_again_is_counted(
+    diagnosis: Diagnosis, decision: Decision, signal: Signal, is_counted: bool
+) -> None:
+    """Not an incident each time: also where nothing is known but the signal, as in a loop that makes its loss itself."""
+    book = IncidentLog(None)
+    book.record_treatment(book.open(nan(1), diagnosis, SKIP))
+    again = Anomaly(signal, 2, 2, 1, "nan", landed=False)
+    assert (book.continued(again, diagnosis, decision) is not None) is is_counted
