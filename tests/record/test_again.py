@@ -93,7 +93,7 @@ NO_BATCH = Diagnosis(Cause.DATA, "", rows=(3,))
 def test_what_is_only_skipped_again_is_counted(
     diagnosis: Diagnosis, decision: Decision, signal: Signal, is_counted: bool
 ) -> None:
-    """Not an incident each time: also where nothing is known but the signal, as in a loop that makes its loss itself."""
+    """Not an incident each time, also where nothing is known but the signal: a loop that makes its loss itself."""
     book = IncidentLog(None)
     book.record_treatment(book.open(nan(1), diagnosis, SKIP))
     again = Anomaly(signal, 2, 2, 1, "nan", landed=False)
