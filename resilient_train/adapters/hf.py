@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -34,7 +35,10 @@ T = TypeVar("T")
 
 _NOTE = "resilient_train.txt"  # in a checkpoint: the name of the run directory
 _ITSELF = "_resilient"  # the attribute of a guarded trainer
-_METRICS = ("_metrics", "_logs", "_total_train_tokens", "_pending_metrics")  # what TRL's trainers note in a forward
+_NOTED = (  # what TRL's trainers count in a forward, and the control of an entropy bonus
+    *("_metrics", "_stored_metrics", "_total_train_tokens", "_logs", "_pending_metrics", "_pending_extra_logs"),
+    *("entropy_coef", "_last_world_entropy", "_entropy_window_stats"),
+)
 
 
 def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T:
@@ -80,6 +84,7 @@ class Guarding:
         self._is_replay, self._number = False, 0  # which of an update's micro-batches it is
         self._replayed: torch.Tensor | None = None  # the loss whose backward a replay makes itself
         self._loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
+        self._noted_before: dict[str, Any] | None = None  # as they were then, until that update is made
         self._best_before = dict[Path, tuple[Any, Any, Any]]()  # metric, step and checkpoint, before each evaluation
 
     # Beginning and end.
@@ -176,7 +181,10 @@ class Guarding:
             return prepare(inputs)
         known, device = self.follower.at_hand.more["prepared"], self.trainer.args.device
         if self._number >= len(known):
+            buffered = self.trainer._buffered_inputs
             known.append((prepare(inputs), randomness.capture(device)))
+            if self._noted_before is not None and self.trainer._buffered_inputs is not buffered:
+                self._noted_before = self._noted()  # what was generated counts once
         made, after = known[self._number]
         for name, state in after.items():  # generation has drawn from it
             randomness.restore(name, state, device)
@@ -190,7 +198,7 @@ class Guarding:
         if follower is None or self._is_replay:
             return plain(model, inputs, items)
         if not follower.taken:
-            self._loss_before = self.trainer._tr_loss.clone()
+            self._loss_before, self._noted_before = self.trainer._tr_loss.clone(), self._noted()
         self._number = follower.taken
         loss = plain(model, follower.next_batch(), items)
         follower.note(loss * self.trainer.current_gradient_accumulation_steps)  # of which it is a share
@@ -208,6 +216,7 @@ class Guarding:
             self._look_at_incidents()
         if loss is not None:
             self._correct_logs(loss, norm)
+        self._noted_before = None
         newest = follower.guard.newest  # after an overflow in fp16 the trainer's schedule waits
         self.trainer.optimizer._is_overflow = newest is not None and newest.overflowed
 
@@ -228,6 +237,8 @@ class Guarding:
         assert self.follower is not None
         since = trainer.state.global_step - trainer._globalstep_last_logged
         is_counted = loss.isfinite() or self.follower.guard.observes
+        if not is_counted and self._noted_before is not None:
+            vars(trainer).update(self._noted_before)
         trainer._tr_loss.copy_(before + (loss.to(before.device) if is_counted else before / max(since, 1)))
         if norm is not None and self.follower.norm is not None:
             norm.copy_(self.follower.norm)
@@ -235,7 +246,13 @@ class Guarding:
     def _make_again(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
         """Run forward and backward of a micro-batch that a rewind has undone."""
         trainer, self._number = self.trainer, number
+        assert self.follower is not None
         assert fed.batches is not None
+        # The newest update counts as it is made in the end, unless it was logged already; older ones have counted.
+        is_counted = fed is self.follower.fed and self._noted_before is not None
+        if is_counted and number == 0:
+            vars(trainer).update(_copied(self._noted_before))
+        noted = self._noted()
         is_last = number == len(fed.batches) - 1
         if number == 0:
             self._return_to(fed.before)
@@ -250,7 +267,14 @@ class Guarding:
         trainer.accelerator.gradient_state._set_sync_gradients(is_last)
         model = trainer.model_wrapped
         with nullcontext() if is_last else trainer.accelerator.no_sync(model=model):
-            return self._plain_step(model, batch, fed.more["items"][number]) * share
+            loss = self._plain_step(model, batch, fed.more["items"][number]) * share
+        if not is_counted:
+            vars(trainer).update(noted)
+        return loss
+
+    def _noted(self) -> dict[str, Any]:
+        noted = {name: vars(self.trainer)[name] for name in _NOTED if name in vars(self.trainer)}
+        return {name: _copied(one) for name, one in noted.items()}
 
     @property
     def _counts(self) -> tuple[int, float | None, int | None]:
@@ -274,7 +298,7 @@ class Guarding:
         """Return the loss of a batch, before its backward, for a replay."""
         assert self.follower is not None
         trainer, (fed, self._number) = self.trainer, self.follower.replayed()
-        before = {name: copy.deepcopy(vars(trainer)[name]) for name in _METRICS if name in vars(trainer)}
+        before = self._noted()
         before |= {"_buffered_inputs": trainer._buffered_inputs} if hasattr(trainer, "_buffered_inputs") else {}
         counts, self._is_replay, self._replayed = self._counts, True, None
         self._return_to(fed.before or counts)
@@ -374,3 +398,12 @@ class _Guarded:
     def _finalize_training(self, *args: Any, **more: Any) -> Any:
         self._resilient.examine(is_end=True)
         return super()._finalize_training(*args, **more)  # type: ignore[misc]
+
+
+def _copied(noted: Any) -> Any:
+    """Copy containers, but not the numbers and texts in them, of which there may be many."""
+    if not isinstance(noted, dict):
+        return copy.copy(noted) if isinstance(noted, list | deque) else noted
+    copied = copy.copy(noted)  # of its kind, such as a defaultdict
+    copied.update({name: _copied(one) for name, one in noted.items()})
+    return copied

@@ -13,7 +13,7 @@ pytest.importorskip("trl")
 from datasets import Dataset
 from test_hf import incidents, rows, weights
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, set_seed
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
@@ -70,7 +70,7 @@ class Overflows(GRPOTrainer):  # type: ignore[misc]  # mypy runs without TRL
         return loss + 0.01 * torch.where(mask, ratio, 0.0).mean()
 
 
-def trained(kind: str, output: Path, *, guarded: bool = True, strikes: bool = False) -> Any:
+def trained(kind: str, output: Path, *, guarded: bool = True, strikes: bool = False, callbacks: Any = ()) -> Any:
     logging.set_verbosity_error()
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -87,6 +87,8 @@ def trained(kind: str, output: Path, *, guarded: bool = True, strikes: bool = Fa
             model, args=args, reward_funcs=reward, train_dataset=data, processing_class=tokenizer()
         )
     trainer.strikes = strikes
+    for callback in callbacks:
+        trainer.add_callback(callback)
     if guarded:
         resilient_train.hf.guard(trainer)
     set_seed(5)
@@ -106,6 +108,28 @@ def test_a_trainer_of_trl_is_untouched_while_healthy_and_cured_when_struck(kind:
     [incident] = incidents(tmp_path / "struck")
     assert (incident["signal"], incident["cause"]) == ("nonfinite_grad", "transient")
     assert weights(cured) == weights(plain)
+    assert [known(row) for row in rows(cured)] == [known(row) for row in rows(plain)]  # tokens count once, too
+
+
+class Leap(TrainerCallback):  # type: ignore[misc]
+    """A weight changes between two updates, once."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        if state.global_step == AT:
+            with torch.no_grad():
+                next(model.parameters())[5, 0] += 10.0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tokens_that_a_rewind_repeats_count_once(tmp_path: Path) -> None:
+    plain = trained("sft", tmp_path / "plain", guarded=False)
+    cured = trained("sft", tmp_path / "struck", callbacks=[Leap()])
+    [incident] = incidents(tmp_path / "struck")
+    assert incident["signal"] == "weights_jump"
+    assert incident["steps_lost"] > 2
+    assert weights(cured) == weights(plain)
+    name = "num_tokens"
+    assert [row.get(name) for row in rows(cured)] == [row.get(name) for row in rows(plain)]
 
 
 @pytest.mark.filterwarnings("ignore")
