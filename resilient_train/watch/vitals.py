@@ -265,6 +265,8 @@ class UpdateHistory:
 
     def leap(self) -> Leap | None:
         """Find a rise of the learning rate in the recent steps: sudden, or slow and beyond the configured rate."""
+        if self._rate_stood():
+            return None
         known = [one for one in self._passed if one.lr_ratio > _LEAST_PACE]
         if len(known) <= _LEAP_AFTER:
             return None
@@ -281,6 +283,17 @@ class UpdateHistory:
         if first is None or highest < _LEAP * usual or highest <= 1.0:  # up to the configured rate it is a warm-up
             return None
         return Leap(first, highest / usual, usual, False)
+
+    def _rate_stood(self) -> bool:
+        """Say whether it is plain from the recent steps that the rate did not rise: a look at all of them takes long."""
+        newest = (one for one in reversed(self._passed) if one.lr_ratio > _LEAST_PACE)
+        first_recent, highest = None, 0.0
+        for one in newest:
+            first_recent = one.step - _RECENT_STEPS + 1 if first_recent is None else first_recent
+            if one.step < first_recent:
+                return highest <= min(_LEAP, _WARM_UP_STAGE, _RISE_BEGINS) * one.lr_ratio
+            highest = max(highest, one.lr_ratio)
+        return False
 
     def trace(self, step: int) -> int:
         """Return a digest of the measurements after a step; it is equal only if each of them was, to the last bit."""

@@ -601,3 +601,15 @@ def test_a_rate_that_rose_is_limited_to_what_it_was(policy: str) -> None:
     decision = decided(Cause.RATE, policy=policy, usual_rate=0.7)
     assert [one.remedy for one in decision.actions] == ["rewind", "limit_lr"]
     assert setting(decision, "limit_lr")["to"] == 0.7
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    stages=st.lists(st.tuples(st.sampled_from([0.01, 0.5, 1.0, 3.0]), st.integers(1, 90)), min_size=1, max_size=4),
+    since=st.integers(0, 63),
+)
+def test_a_leap_in_the_recent_steps_is_found_whatever_was_before(stages: list[tuple[float, int]], since: int) -> None:
+    paces = [pace for pace, length in stages for _ in range(length + 2)]
+    leap = passed([*paces, *[2.1 * max(paces) + 1.0] * (since + 1)]).leap()
+    assert leap is not None
+    assert leap.is_sudden
