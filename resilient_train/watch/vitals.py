@@ -285,7 +285,7 @@ class UpdateHistory:
         return Leap(first, highest / usual, usual, False)
 
     def _rate_stood(self) -> bool:
-        """Say whether it is plain from the recent steps that the rate did not rise: a look at all of them takes long."""
+        """Say whether it is plain from the recent steps that the rate did not rise: all of them take long to read."""
         newest = (one for one in reversed(self._passed) if one.lr_ratio > _LEAST_PACE)
         first_recent, highest = None, 0.0
         for one in newest:
