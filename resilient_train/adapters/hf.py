@@ -165,7 +165,7 @@ class Guarding:
         if batches and self.follower is not None:
             fed = self.follower.feed(batches, self._rows)
             fed.before = fed.before or self._counts
-            fed.more = fed.more or {"items": [], "shares": [], "prepared": []}
+            fed.more = fed.more or {"items": [], "shares": []}
             fed.more["items"] += [items] * len(batches)
             fed.more["shares"] += [len(batches)] * len(batches)
         return batches, items
@@ -179,13 +179,14 @@ class Guarding:
         """Prepare inputs, but generate them only once: what is repeated gets what was generated for it."""
         if self.follower is None or not self._generates or not self.trainer.model.training:
             return prepare(inputs)
-        known, device = self.follower.at_hand.more["prepared"], self.trainer.args.device
-        if self._number >= len(known):
+        fed, device = self.follower.at_hand, self.trainer.args.device
+        if self._number >= len(fed.prepared):
             buffered = self.trainer._buffered_inputs
-            known.append((prepare(inputs), randomness.capture(device)))
+            fed.prepared.append((prepare(inputs), randomness.capture(device)))
+            self.follower.samples.keep(fed, fed.prepared[-1][0])
             if self._noted_before is not None and self.trainer._buffered_inputs is not buffered:
                 self._noted_before = self._noted()  # what was generated counts once
-        made, after = known[self._number]
+        made, after = fed.prepared[self._number]
         for name, state in after.items():  # generation has drawn from it
             randomness.restore(name, state, device)
         return dict(made)
@@ -257,7 +258,6 @@ class Guarding:
         if number == 0:
             self._return_to(fed.before)
             count = len(fed.batches)
-            fed.more.setdefault("prepared", [])
             if fed.more.setdefault("shares", [count] * count) == [count] * count:
                 # Some of its rows may be others now, perhaps on another rank only: all ranks count again together.
                 items = trainer._get_num_items_in_batch(fed.batches, trainer.args.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,9 @@ from resilient_train.state.tree import leaves, rebuilt
 _log = logging.getLogger("resilient_train")
 
 _MAX_BYTES = 2**30  # of kept batches: older ones are fetched again from the data set, or left out of a repetition
-_REMEMBERED = 10_000  # older updates whose rows are known: further back than any rewind from a checkpoint
+_REMEMBERED, _MAX_ROWS = 10_000, 2**22  # older updates whose rows are known, and rows, of 8 bytes each
+_LEAST_REMEMBERED = 128  # updates: no diagnosis goes further back
+_REPLAYED = 64  # of these, the newest: then also what the trainer counted is known
 
 
 @dataclass(slots=True)
@@ -32,12 +35,17 @@ class Fed:
     start: int
     stop: int
     batches: list[Any] | None  # None once it is too old to be kept
-    keys: list[Sequence[Key]]  # of each batch; empty if rows have no index
-    nbytes: int
+    rows: list[array[int]]  # of each batch; empty if they have no index
+    nbytes: int = 0  # of what is kept
     number: int = 0  # of its first batch in the epoch, for a trainer that counts them
     settings: Sequence[dict[str, Any]] = ()  # what the trainer's schedule set in each parameter group for it
     before: Any = None  # what else the trainer counts, as it was before it
     more: dict[str, Any] = field(default_factory=dict)  # what the trainer needs to make it again
+    prepared: list[Any] = field(default_factory=list)  # what it has made of the batches; kept as long as these
+
+    @property
+    def keys(self) -> list[Sequence[Key]]:
+        return [[Key(0, self.start, row) for row in rows] for rows in self.rows]
 
 
 class FedSamples(Samples):
@@ -66,7 +74,8 @@ class FedSamples(Samples):
         self.skipped: Ranges = self._stream.skipped
         self._again = RepeatableBatches(dataset, collate) if collate is not None else None
         self._fed: deque[Fed] = deque()  # that may come again
-        self._older: deque[Fed] = deque(maxlen=_REMEMBERED)  # without their batches
+        most = _MAX_ROWS // (slicing.batch_size * slicing.accumulation)
+        self._older = deque[Fed](maxlen=min(_REMEMBERED, max(_LEAST_REMEMBERED, most)))  # without their batches
         self._kept_bytes = 0
         self._has_dropped = False
         self.newest_stop = self.position  # the end of everything that was fetched
@@ -77,19 +86,11 @@ class FedSamples(Samples):
 
     def feed(self, batches: list[Any], rows: Sequence[Sequence[int]] = ()) -> Fed:
         """Take the micro-batches of one update; `rows` are the indices of their rows, if these are known."""
-        nbytes = sum(leaf.nbytes for leaf in leaves(batches) if isinstance(leaf, torch.Tensor))
         start = self.newest_stop
-        keys: list[Sequence[Key]] = [[Key(0, start, row) for row in some] for some in rows]
-        fed = Fed(start, start + self.slicing.samples, batches, keys, nbytes)
+        fed = Fed(start, start + self.slicing.samples, batches, [array("q", some) for some in rows])
         self._fed.append(fed)
-        self.newest_stop, self._kept_bytes = fed.stop, self._kept_bytes + nbytes
-        for old in self._fed:
-            if self._kept_bytes <= _MAX_BYTES or old is fed:
-                break
-            if not self._has_dropped and not self.rows:
-                _log.info("data: batches since the oldest snapshot take over 1 GiB: a rewind leaves the oldest out")
-            self._has_dropped = True
-            self._drop_batches(old)
+        self.newest_stop = fed.stop
+        self.keep(fed, batches)
         return fed
 
     def feed_more(self, fed: Fed, batch: Any, rows: Sequence[int] = ()) -> None:
@@ -97,10 +98,24 @@ class FedSamples(Samples):
         assert fed.batches is not None
         fed.batches.append(batch)
         if rows:
-            fed.keys.append([Key(0, fed.start, row) for row in rows])
+            fed.rows.append(array("q", rows))
         if fed is self.current:  # not if it is left out
             assert self._served is not None
             self._served.batches.append(rebuilt(batch, lambda leaf: leaf))
+            self._served.keys.extend([[Key(0, fed.start, row) for row in rows]] if rows else [])
+        self.keep(fed, batch)
+
+    def keep(self, fed: Fed, made: Any) -> None:
+        """Count what was added to an update, and drop the batches of older ones if all take too much."""
+        nbytes = sum(leaf.nbytes for leaf in leaves(made) if isinstance(leaf, torch.Tensor))
+        fed.nbytes, self._kept_bytes = fed.nbytes + nbytes, self._kept_bytes + nbytes
+        for old in self._fed:
+            if self._kept_bytes <= _MAX_BYTES or old is fed:
+                break
+            if not self._has_dropped and not self.rows:
+                _log.info("data: batches since the oldest snapshot take over 1 GiB: a rewind leaves the oldest out")
+            self._has_dropped = True
+            self._drop_batches(old)
 
     def healthy(self, batch: Any, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:
         """Return a batch that was just fetched, with others in the places of rows that are in quarantine."""
@@ -116,6 +131,9 @@ class FedSamples(Samples):
             fed = self._fed.popleft()
             self._drop_batches(fed)
             self._older.append(fed)
+            if len(self._older) > _REPLAYED:  # of the others only the rows are asked for
+                old = self._older[-_REPLAYED - 1]
+                old.settings, old.before, old.more = (), None, {}
 
     def at(self, start: int) -> Fed:
         """Return the update that begins at a position."""
@@ -138,15 +156,14 @@ class FedSamples(Samples):
 
     def _ahead(self) -> Iterator[Fed]:
         for fed in self._fed:
-            is_available = fed.batches is not None or fed.keys
+            is_available = fed.batches is not None or fed.rows
             if is_available and fed.start >= self.position and self.skipped.end_at(fed.start) == fed.start:
                 yield fed
 
     def _drop_batches(self, fed: Fed) -> None:
-        if fed.batches is not None:
-            self._kept_bytes -= fed.nbytes
-            fed.batches = None
-            fed.more.clear()
+        self._kept_bytes -= fed.nbytes
+        fed.batches, fed.nbytes = None, 0
+        fed.prepared.clear()
 
     def _without_quarantined(self, keys: Sequence[Key]) -> list[Key]:
         bad = self._stream.quarantined
@@ -163,10 +180,13 @@ class FedSamples(Samples):
         fed = next(self._ahead(), None)
         if fed is None:
             raise TrainError("the trainer has fetched no batch for the next update")
-        bad = self._stream.quarantined
-        if fed.keys and (fed.batches is None or any(key.row in bad for keys in fed.keys for key in keys)):
-            fed.keys = [self._without_quarantined(keys) for keys in fed.keys]
-            fed.batches, fed.nbytes = [self.collated(keys) for keys in fed.keys], 0
+        bad, again = self._stream.quarantined, list[Any]()
+        if fed.rows and (fed.batches is None or not all(map(bad.isdisjoint, fed.rows))):
+            healthy = [self._without_quarantined(keys) for keys in fed.keys]
+            self._drop_batches(fed)
+            fed.rows = [array("q", [key.row for key in keys]) for keys in healthy]
+            fed.batches = again = [self.collated(keys) for keys in healthy]
+        self.keep(fed, again)
         assert fed.batches is not None
         self.position, self.current = fed.stop, fed
         # In containers of their own: the trainer may take entries out of a batch.
@@ -198,7 +218,7 @@ class FedSamples(Samples):
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
         within = [fed for fed in chain(self._older, self._fed) if start <= fed.start < stop]
         made = [fed for fed in within if self.skipped.end_at(fed.start) == fed.start]
-        return tuple(sorted({key.row for fed in made for keys in fed.keys for key in keys}))
+        return tuple(sorted({row for fed in made for rows in fed.rows for row in rows}))
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
         return self.at(start).keys

@@ -18,6 +18,8 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import resilient_train
+from resilient_train.data import fed
+from resilient_train.data.fed import FedSamples
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(61))]
 TEXTS = [" ".join(f"w{(7 * row + 3 * place) % 60}" for place in range(4 + row % 8)) for row in range(96)]
@@ -130,6 +132,25 @@ def test_tokens_that_a_rewind_repeats_count_once(tmp_path: Path) -> None:
     assert weights(cured) == weights(plain)
     name = "num_tokens"
     assert [row.get(name) for row in rows(cured)] == [row.get(name) for row in rows(plain)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_was_generated_is_dropped_with_the_batch_that_it_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes more memory than the prompts, and counts like them."""
+    held, plain = list[list[int]](), FedSamples.keep
+
+    def keep(samples: FedSamples, *given: Any) -> None:
+        plain(samples, *given)
+        held.append([len(one.prepared) for one in samples._fed])
+
+    monkeypatch.setattr(fed, "_MAX_BYTES", 0)
+    monkeypatch.setattr(FedSamples, "keep", keep)
+    trained("grpo", tmp_path)
+    assert max(map(len, held)) > 8
+    assert {sum(one[:-1]) for one in held} == {0}
+    assert max(one[-1] for one in held) == 2
 
 
 @pytest.mark.filterwarnings("ignore")

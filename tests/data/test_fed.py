@@ -1,0 +1,83 @@
+"""What is kept of the batches that a trainer has fetched."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from resilient_train.data import fed
+from resilient_train.data.fed import FedSamples
+from resilient_train.data.samples import Slicing
+
+ROWS, BATCH, MICRO_BATCHES = torch.arange(64.0), 4, 2
+UPDATE = BATCH * MICRO_BATCHES
+UPDATE_BYTES = UPDATE * ROWS.element_size()
+
+
+def samples(updates: int) -> FedSamples:
+    """Updates that were fetched and made."""
+    made = FedSamples(Slicing(BATCH, MICRO_BATCHES, 0, 1), dataset=ROWS, collate=default_collate)
+    for start in range(0, updates * UPDATE, UPDATE):
+        first, second = range(start, start + BATCH), range(start + BATCH, start + UPDATE)
+        newest = made.feed([ROWS[first]], [first])
+        made.next_update()
+        made.feed_more(newest, ROWS[second], second)
+    return made
+
+
+def kept(of: FedSamples) -> int:
+    return sum(batch.nbytes for one in of._fed for batch in one.batches or ())
+
+
+def test_no_more_is_kept_than_allowed_also_while_a_rewind_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that were fetched again are dropped again, and each repetition gets the same ones."""
+    most = 3 * UPDATE_BYTES
+    monkeypatch.setattr(fed, "_MAX_BYTES", most)
+    repeated = samples(8)
+    assert kept(repeated) == repeated._kept_bytes <= most
+    for _ in range(3):
+        repeated.load_state_dict({"position": 0})
+        for number in range(8):
+            update = repeated.next_update()
+            assert torch.cat(update.batches).tolist() == list(range(number * UPDATE, (number + 1) * UPDATE))
+            assert kept(repeated) == repeated._kept_bytes <= most + UPDATE_BYTES  # that of the update at hand
+
+
+def test_what_is_replaced_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated = samples(8)
+    repeated.quarantine([5, 21])
+    repeated.load_state_dict({"position": 0})
+    while repeated.is_behind:
+        repeated.next_update()
+    assert kept(repeated) == repeated._kept_bytes == 8 * UPDATE_BYTES
+    repeated.forget_before(repeated.newest_stop)
+    assert kept(repeated) == repeated._kept_bytes == 0
+
+
+def test_older_updates_take_memory_for_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not without end."""
+    size = 2**12
+    monkeypatch.setattr(fed, "_MAX_ROWS", 256 * size)
+    made = FedSamples(Slicing(size, 1, 0, 1), dataset=range(size), collate=default_collate)
+
+    def grown(updates: int) -> int:
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(updates):
+            newest: Any = made.feed([None], [range(size)])
+            newest.before = [dict.fromkeys(range(1000))]
+            made.forget_before(made.newest_stop)
+        return tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        assert grown(200) < 200 * size * 9 + 6 * 2**20
+        grown(200)
+        assert grown(100) < 2**14
+    finally:
+        tracemalloc.stop()
+    assert made.rows_at(made.newest_stop - size, made.newest_stop) == tuple(range(size))
+    assert made.rows_at(0, size) == ()
