@@ -39,6 +39,8 @@ def apply(
     if controls.rewound_to is not None:
         keeper.rewound(controls.rewound_to)
         parts.checks.rewound(controls.rewound_to, incident.anomaly.since, controls.knobs.lr)
+    elif incident.anomaly.reached_weights and not is_mild(decision.actions):
+        parts.checks.stayed(parts.clock.step, controls.knobs.lr)
     phases.extend_last()
     return replace(
         incident,

@@ -71,7 +71,7 @@ class Explainer:
 
     def since_leap(self, anomaly: Anomaly) -> tuple[Anomaly, Leap | None]:
         """Find out whether the learning rate rose lately. Updates that landed after a leap of it are not trusted."""
-        leap = self._updates.leap()
+        leap = self._updates.leap(anomaly.since if anomaly.landed else None)
         if leap is None or not leap.is_sudden or anomaly.signal not in _OF_THE_RATE or leap.step > anomaly.since:
             return anomaly, leap
         return replace(anomaly, since=max(0, leap.step - 1)), leap

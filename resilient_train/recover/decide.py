@@ -78,11 +78,21 @@ def decide(
 
 
 def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
-    """Select the actions of a rung that apply; none if it is a trial, and a trial is not possible here."""
+    """Select the actions of a rung that apply.
+
+    None if it is a trial, and that is not possible here, or if a warm-up is all that is left of it without its rewind.
+    """
     rewinds = any(action.remedy == "rewind" and remedy(action).applies(case) for action in rung.do)
     actions = applicable(rung.do, replace(case, rewinds=rewinds))
     has_trial = any(action.remedy == TRIAL for action in rung.do)
-    return () if has_trial and all(action.remedy != TRIAL for action in actions) else actions
+    if has_trial and all(action.remedy != TRIAL for action in actions):
+        return ()
+    wants_rewind = not rewinds and any(action.remedy == "rewind" for action in rung.do)
+    return () if wants_rewind and all(map(_only_warms_up, actions)) else actions
+
+
+def _only_warms_up(action: Action) -> bool:
+    return action.remedy == "lower_lr" and action.settings.get("factor") == 1
 
 
 def _relevant(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:

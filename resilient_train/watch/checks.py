@@ -137,6 +137,10 @@ class Checks:
         if len(self._accepted) >= self.config.limit.warmup:
             self._grad_limit.bound(max(norm for _, norm in self._accepted.values()))
 
+    def stayed(self, step: int, rate: float) -> None:
+        """Note that damage was treated at `step` without a rewind, as no state is old enough."""
+        self.rewind_check.stayed(step, self._latest, rate)
+
     def judge(self, vitals: Vitals) -> Finding:
         """Judge one attempted update."""
         self._latest.append(vitals.loss)
@@ -185,6 +189,8 @@ class Checks:
             return self._about_loss(vitals, Signal.DIVERGENCE, diverged)
         outside = self._is_outside(loss)
         jumped = self._jump.see(step, loss, outside)
+        if check.learns_again(step, sorted(self._latest)[len(self._latest) // 2]):
+            jumped = None
         if not outside:
             if self._level.learn(loss) or not self._level.ready:
                 self._loss_limit.refresh()

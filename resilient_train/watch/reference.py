@@ -141,6 +141,8 @@ class RewindCheck(PlainState):
         self.came_from: int | None = None  # the earliest step that the run was rewound to; None: it was not
         self.stands_on: int | None = None  # the verified step that the run was rewound to last
         self._ceiling: float | None = None  # the highest loss on the way from there, until the run is back
+        self._was: float | None = None  # the highest loss before a treatment that could not rewind ...
+        self._took = 0  # ... and the steps in which that was lost
         self._losses.clear()
 
     @property
@@ -160,7 +162,8 @@ class RewindCheck(PlainState):
         is_trusted = self.reference is not None and (self.reference.step <= since or parted_before)
         if not is_trusted:
             self.reference = reference
-            self.came_from = self.stands_on = self._ceiling = None
+            self.came_from = self.stands_on = self._ceiling = self._was = None
+            self._took = 0
         self.goal = self._reached = max(self._reached if is_trusted else 0, goal)
         self._losses.clear()
 
@@ -175,6 +178,21 @@ class RewindCheck(PlainState):
             self._stand(step, max((loss for other, loss in way.items() if other > step), default=None))
             self._losses.clear()
 
+    def stayed(self, step: int, losses: Sequence[float], rate: float = 1.0) -> None:
+        """Note a treatment that could not rewind: what was lost is learned again, which takes as long as losing it.
+
+        `losses` are those before it: until then a run that stays below them is on its way.
+        """
+        if self.reference is not None:
+            self._took = self._took or max(0, self._reached - self.reference.step)
+            self.goal = step + round(self._took * min(_LONGEST_WAY, 1 / rate))
+            self._was = max(losses, default=None)
+            self._losses.clear()
+
+    def learns_again(self, step: int, loss: float) -> bool:
+        """Whether a run that could not be rewound still has time to come back, and is no worse than it was."""
+        return self.is_open and self._was is not None and step < self.goal and loss <= self._was
+
     def resumed(self, step: int) -> None:
         """Note a resume from `step`, which may be before the last rewind's."""
         if self.is_open and step < self.goal:
@@ -182,7 +200,7 @@ class RewindCheck(PlainState):
 
     def _stand(self, step: int, ceiling: float | None) -> None:
         self.came_from = step if self.came_from is None else min(step, self.came_from)
-        self.stands_on, self._ceiling = step, ceiling
+        self.stands_on, self._ceiling, self._was = step, ceiling, None
 
     def is_above(self, loss: float, sigmas: float, share: float) -> bool:
         """Whether a loss is above the reference, and above the losses of the way back while the run is on it."""
@@ -242,6 +260,8 @@ class RewindCheck(PlainState):
             "reached": self._reached,
             "stands_on": self.stands_on,
             "ceiling": None if self._ceiling == inf else self._ceiling,
+            "was": self._was,
+            "took": self._took,
         }
 
     def load_persistent_state(self, state: Mapping[str, Any] | None) -> None:
@@ -253,3 +273,5 @@ class RewindCheck(PlainState):
         steps = (state[name] for name in ("came_from", "stands_on"))
         self.came_from, self.stands_on = (None if step is None else int(step) for step in steps)
         self._ceiling = None if state["ceiling"] is None else float(state["ceiling"])
+        self._was = None if state.get("was") is None else float(state["was"])
+        self._took = int(state.get("took", 0))

@@ -263,9 +263,12 @@ class UpdateHistory:
         recent = [*[one for one in self._passed if one.accepted][-_TREND:], self._passed[-1]]
         return [one.loss for one in recent], [one.norm for one in recent]
 
-    def leap(self) -> Leap | None:
-        """Find a rise of the learning rate in the recent steps: sudden, or slow and beyond the configured rate."""
-        if self._rate_stood():
+    def leap(self, since: int | None = None) -> Leap | None:
+        """Find a rise of the learning rate in the recent steps: sudden, or slow and beyond the configured rate.
+
+        A slow one may have begun earlier: after step `since`, from which on things went wrong.
+        """
+        if self._rate_stood(since):
             return None
         known = [one for one in self._passed if one.lr_ratio > _LEAST_PACE]
         if len(known) <= _LEAP_AFTER:
@@ -276,6 +279,7 @@ class UpdateHistory:
             if is_candidate and one.lr_ratio >= (_LEAP if one.lr_ratio > 1.0 else _WARM_UP_STAGE) * highest:
                 return Leap(one.step, max(other.lr_ratio for other in known[place:]) / highest, highest, True)
             highest = max(highest, one.lr_ratio)
+        first_recent = first_recent if since is None else min(first_recent, since + 1)
         older = [one.lr_ratio for one in known if one.step < first_recent]
         usual = max(older or [one.lr_ratio for one in known[:_FIRST_PACES]])
         risen = (one.step for one in known if one.step >= first_recent and one.lr_ratio > usual * _RISE_BEGINS)
@@ -284,12 +288,16 @@ class UpdateHistory:
             return None
         return Leap(first, highest / usual, usual, False)
 
-    def _rate_stood(self) -> bool:
-        """Say whether it is plain from the recent steps that the rate did not rise: all of them take long to read."""
+    def _rate_stood(self, since: int | None) -> bool:
+        """Say whether it is plain from the recent steps, or those after `since`, that the rate did not rise.
+
+        To read all of them takes long.
+        """
         newest = (one for one in reversed(self._passed) if one.lr_ratio > _LEAST_PACE)
         first_recent, highest = None, 0.0
         for one in newest:
-            first_recent = one.step - _RECENT_STEPS + 1 if first_recent is None else first_recent
+            if first_recent is None:
+                first_recent = min(one.step - _RECENT_STEPS, one.step if since is None else since) + 1
             if one.step < first_recent:
                 return highest <= min(_LEAP, _WARM_UP_STAGE, _RISE_BEGINS) * one.lr_ratio
             highest = max(highest, one.lr_ratio)

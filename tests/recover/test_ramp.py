@@ -1,0 +1,94 @@
+"""A schedule that climbs too high by small steps: the rate is to blame, and the run does not give up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_recover import ALL_APPLICABLE, landed, policy_named
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from resilient_train.adapters.guard import Guard
+from resilient_train.recover.decide import decide
+from resilient_train.types import Cause, Diagnosis, Outcome, Vitals
+from resilient_train.watch.config import named
+from resilient_train.watch.reference import Reference, RewindCheck, Standing
+from resilient_train.watch.vitals import UpdateHistory
+
+STEPS, PEAK = 2500, 3000.0
+
+
+def climbs(step: int) -> float:
+    """Up and down again, a doubling in 108 updates: never twofold within the 64 that a leap is looked for in."""
+    return float(PEAK ** (1 - abs(2 * step / STEPS - 1)))
+
+
+def objective(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def final(recovery: str) -> tuple[float, Guard]:
+    numbers = torch.Generator().manual_seed(7)
+    rows = torch.randn(1024, 8, generator=numbers)
+    labels = (rows @ torch.randn(8, 4, generator=numbers)).argmax(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, climbs)
+    given: dict[str, Any] = {"objective": objective, "data": TensorDataset(rows, labels), "batch_size": 16}
+    guard = Guard(None, model, optimizer, schedule=schedule, steps=STEPS, clip=1.0, recovery=recovery, **given)
+    for batch in guard.batches():
+        guard.step(batch)
+    guard.close()
+    return objective(model, (rows, labels)).item(), guard
+
+
+def test_a_rate_that_climbs_by_small_steps_is_held_where_the_loss_was_good() -> None:
+    """No snapshot is as old as the last good loss: the run learns it again, though it had lost all of it."""
+    loss, guard = final("balanced")
+    assert guard.incidents[0].diagnosis.cause is Cause.RATE
+    assert guard.incidents[-1].outcome is Outcome.RECOVERED
+    assert loss < 0.3  # left alone, with recovery="observe", it knows nothing in the end: log(4)
+
+
+@pytest.mark.parametrize(("since", "usual"), [(None, None), (390, None), (300, 1.01**100), (250, 1.01**50)])
+def test_a_slow_rise_is_looked_for_since_things_went_wrong(since: int | None, usual: float | None) -> None:
+    """The rates up to that step are what was usual; the last 64 updates are looked at in any case."""
+    updates = UpdateHistory()
+    for step in range(1, 401):
+        pace = 1.01 ** max(0, step - 200)
+        updates.add(Vitals(step, step, True, 1.0, 0.5, 1e-3 * pace, lr_ratio=pace))
+    leap = updates.leap(since)
+    assert leap is None or not leap.is_sudden
+    assert (leap and leap.usual) == (usual and pytest.approx(usual))
+
+
+@pytest.mark.parametrize(("snapshots", "rung"), [(4, 1), (0, 2)])
+def test_a_warm_up_without_its_rewind_is_no_treatment(snapshots: int, rung: int) -> None:
+    """With no state to go back to, the next rung of `balanced` follows at once."""
+    can = replace(ALL_APPLICABLE, snapshots=snapshots, trial_updates=1000)
+    found = decide(policy_named("balanced"), landed(700), Diagnosis(Cause.EXPLOSION, ""), (), 700, can)
+    assert found.rung == rung
+
+
+def test_what_no_rewind_undoes_has_time_to_be_learned_again() -> None:
+    """As long as it took to lose it, at half the rate twice as long; until then only higher losses count."""
+    check = RewindCheck(named("default").probation)
+    check.begin(Reference(100, 1.0, 0.1, 0.0, 1.0, 48), goal=200, since=100)
+    check.stayed(200, [3.0, 2.9, 3.1], rate=0.5)
+    assert check.goal == 400
+    looks = [check.see(step, 2.5) for step in range(201, 401)]
+    assert set(looks) == {Standing.UNDECIDED}
+    assert check.learns_again(399, 3.0)
+    assert not check.learns_again(399, 3.2)
+    restored = RewindCheck(check.config)
+    restored.load_persistent_state(check.persistent_state())
+    assert restored.learns_again(399, 3.0)
+    assert not check.learns_again(400, 3.0)
+    assert Standing.OFF in [check.see(step, 2.5) for step in range(401, 451)]
+    check.rewound(100, {})
+    assert not check.learns_again(101, 2.0)
