@@ -54,13 +54,13 @@ class Follower:
         measure_norm: Callable[[], torch.Tensor | None],
         *,
         made: int,
-        planned: int,
+        planned: float,
     ) -> None:
         """The schedules of `guard` are `TrainersSettings`, one for each optimizer.
 
         `make_again` runs forward and backward of a batch of an update, which is its number among them. `measure_norm`
         clips the gradients as the trainer does, and returns their norm before. The trainer has `made` so many updates
-        before, in other processes, of those that are `planned`.
+        before, in other processes, of those that are `planned`, which is -1 or very large if it has no end.
         """
         self.guard, self.samples = guard, samples
         guard.clock.step = guard.clock.tick = made
@@ -70,7 +70,7 @@ class Follower:
         assert isinstance(guard.seeds, RecordedStates)
         self._seeds = guard.seeds
         self._replay, self._replayed = 0, 0  # which replay it is, and how many of its batches were looked at
-        self._batches: Iterator[Any] = guard.follow(planned)
+        self._batches: Iterator[Any] = guard.follow(int(planned) if 0 < planned < sys.maxsize else None)
         self._fed: Fed | None = None  # the newest update
         self.taken = 0  # of its batches
         self.is_left_out = False  # an earlier process skipped the newest update

@@ -270,8 +270,8 @@ class Guard(guard.EngineGuard):
 
         yield from map(of_one, batches)
 
-    def follow(self, planned: int) -> Iterator[Any]:
-        """Yield micro-batches without end, for a trainer that plans so many updates and makes them itself."""
+    def follow(self, planned: int | None) -> Iterator[Any]:
+        """Yield micro-batches without end, for a trainer that makes the updates itself: so many, if that is known."""
         yield from self._batches_until(sys.maxsize, planned)
 
     def leave(self) -> Path | None:
@@ -380,10 +380,11 @@ class Guard(guard.EngineGuard):
         try:
             self._start()
             self._left = None
-            planned = planned or (last if self.steps is None else self.steps)
-            self.reporter.begin(planned, {"steps": planned, **self._settings})
+            if planned is None and last < sys.maxsize:
+                planned = last if self.steps is None else self.steps
+            self.reporter.begin(planned, self._settings if planned is None else {"steps": planned, **self._settings})
             if self.attempted_step >= last and not self.stopped:
-                what = "of the plan" if last >= planned else "that the loop asks for"
+                what = "of the plan" if planned is None or last >= planned else "that the loop asks for"
                 log.info("no batches: all %s steps %s are made", f"{last:,}", what)
             yield from self.updates_until(last, plan=self.steps)
             if self.stopped:

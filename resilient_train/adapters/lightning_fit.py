@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -119,11 +118,10 @@ class Fit:
         )
         averages = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]  # of WeightAveraging
         guard.keep(**{f"average_{number}": one for number, one in enumerate(averages) if one is not None})
-        planned = trainer.estimated_stepping_batches
         self._follower = self._kind(
             *(guard, samples, self._retry, self._measure_norm),
             made=made,
-            planned=int(planned) if planned < sys.maxsize else sys.maxsize,
+            planned=trainer.estimated_stepping_batches,
         )
 
     @property

@@ -206,8 +206,8 @@ class RunReporter:
 
     # During the run.
 
-    def begin(self, steps: int, settings: Mapping[str, Any]) -> None:
-        """Note that a loop of so many updates begins; an end that was written before is void."""
+    def begin(self, steps: int | None, settings: Mapping[str, Any]) -> None:
+        """Note that a loop of so many updates begins, if that is known; an end that was written before is void."""
         self.times.start_lap()
         if self.place.directory is None:
             return

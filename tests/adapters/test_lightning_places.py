@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 L = pytest.importorskip("lightning")
 pytest.importorskip("torchmetrics")
 
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint  # noqa: E402
 from lightning_programs import BATCH, Fitted, Manual, Net, Rows, loader, trainer_of  # noqa: E402
+from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
@@ -112,3 +114,25 @@ def test_what_a_rewind_undoes_is_repeated_at_the_place_where_it_was(tmp_path: Pa
         return run.weights
 
     assert weights("bit_flip") == weights("")
+
+
+class Stop(Callback):  # type: ignore[misc]
+    def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
+        trainer.should_stop = trainer.global_step >= 4
+
+
+class Unsized(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([Rows()[row] for row in range(64)])
+
+
+@pytest.mark.parametrize(
+    ("more", "steps"),
+    [({"max_epochs": 1}, None), ({"max_epochs": -1, "callbacks": (Stop(),)}, None), ({"max_steps": 4}, 4)],
+)
+def test_a_plan_without_an_end_is_unknown(tmp_path: Path, more: dict[str, Any], steps: int | None) -> None:
+    """A stream without a length, and a trainer without a last step: neither -1 nor a huge number."""
+    fit(tmp_path, Net(), DataLoader(Unsized(), BATCH), **{"enable_checkpointing": False, "callbacks": (), **more})
+    loop = json.loads((tmp_path / "resilient_train" / "loop.json").read_text())
+    assert loop["steps"] == steps
+    assert loop["given"].get("steps") == steps
