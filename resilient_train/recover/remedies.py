@@ -284,7 +284,7 @@ class Trial(Remedy):
     def applies(self, case: Case) -> bool:
         """Say whether there are two arms to compare, and updates left for both."""
         arms = self.settings_for(case)["of"]
-        cost = cost_of(len(arms) * self.steps, (len(arms) + 1) * JUDGED)
+        cost = cost_of(len(arms) * self.steps, (len(arms) + 2) * JUDGED)  # twice before the arms
         return len(arms) > 1 and cost <= case.facts.trial_updates
 
     def apply(self, run: RunControl) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil, inf, isfinite, prod, sqrt
+from math import ceil, inf, isclose, isfinite, prod, sqrt
 from statistics import fmean, stdev
 
 from resilient_train.types import Action, Tried
@@ -34,6 +34,11 @@ class Arm:
     def cut(self) -> float:
         """What it multiplies the learning rate by."""
         return prod(float(one.settings.get("factor", 0.5)) for one in self.actions if one.remedy == "lower_lr")
+
+    def equals(self, other: Arm) -> bool:
+        """Whether it has the losses of another. If not after the same updates, the program keeps state of its own."""
+        pairs = zip(self.losses, other.losses, strict=True)
+        return all(isclose(one, two, rel_tol=1e-6) or (one != one and two != two) for one, two in pairs)
 
     def risen_from(self, before: Arm) -> Arm:
         """Count one anomaly more if its loss has risen: then something is broken, though every update landed."""

@@ -1,0 +1,83 @@
+"""What a trial leaves of the state that a program keeps outside of the run: random numbers, counters, queues."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_trials import TRIAL, WITH, WITHOUT, bad_row, regression, squares
+from torch import Tensor
+from torch.nn import functional as F
+
+from resilient_train.adapters.guard import Guard
+
+
+def drawn(guard: Guard) -> list[float]:
+    """Train, and draw numbers between the updates, as a loop does that augments or samples."""
+    numbers = []
+    for batch in guard.batches():
+        guard.step(batch)
+        numbers += [random.random(), float(np.random.rand()), torch.rand(()).item()]
+    return numbers
+
+
+def noisy(model: Any, batch: Any) -> Tensor:
+    """Dropout, and noise of all three generators."""
+    noise = random.random() + np.random.rand() + torch.rand(()).item()
+    return squares(model, batch) * (1 + 0.01 * noise)
+
+
+def test_a_trial_that_finds_nothing_leaves_the_random_numbers() -> None:
+    """Of the objective as of the loop, and so the whole state, to the last bit. A count of calls is not put back."""
+    calls: list[int] = []
+
+    def counting(model: Any, batch: Any) -> Tensor:
+        calls.append(1)
+        return noisy(model, batch)
+
+    with_trial, without = regression(WITH, objective=counting), regression(WITHOUT, objective=noisy)
+    assert drawn(with_trial) == drawn(without)
+    assert with_trial._controls.trial_updates > 0
+    assert with_trial.state.sha256() == without.state.sha256()
+    assert len(calls) > with_trial.clock.tick  # docs/policies.md says so
+
+
+def queue() -> Callable[[Any, Any], Tensor]:
+    """The loss depends on the batch before."""
+    earlier: list[Tensor] = []
+
+    def objective(model: Any, batch: Any) -> Tensor:
+        loss = F.mse_loss(model(batch[0]), batch[1] + (0.1 * earlier[-1] if earlier else 0.0))
+        earlier.append(batch[1].mean())
+        return loss
+
+    return objective
+
+
+def counter() -> Callable[[Any, Any], Tensor]:
+    """A term is warmed up by the number of calls."""
+    calls = [0]
+
+    def objective(model: Any, batch: Any) -> Tensor:
+        calls[0] += 1
+        made: Tensor = model(batch[0])
+        return F.mse_loss(made, batch[1]) + 1e-3 * calls[0] * made.square().mean()
+
+    return objective
+
+
+@pytest.mark.parametrize("made", [queue, counter])
+def test_a_rung_tries_nothing_where_an_update_cannot_be_repeated(made: Callable[[], Any]) -> None:
+    """Each arm would begin at another state: the first one is applied."""
+    guard = bad_row(TRIAL, objective=made())
+    for batch in guard.batches():
+        guard.step(batch)
+        if guard.incidents:
+            break
+    assert guard.incidents[0].tried == ()
+    assert [one.remedy for one in guard.incidents[0].decision.actions] == ["trial", "skip"]
+    assert guard._controls.trial_updates < 20  # of each arm
