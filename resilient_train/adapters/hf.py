@@ -84,13 +84,16 @@ class Guarding:
         self._is_replay, self._number = False, 0  # which of an update's micro-batches it is
         self._replayed: torch.Tensor | None = None  # the loss whose backward a replay makes itself
         self._loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
-        self._noted_before: dict[str, Any] | None = None  # as they were then, until that update is made
+        self._noted_before: dict[str, Any] | None = None  # its metrics then, until that update is made
+        self._left_out = 0  # updates since the trainer's last log
+        self._norm: torch.Tensor | None = None  # of the gradients of the newest update that was made
         self._best_before = dict[Path, tuple[Any, Any, Any]]()  # metric, step and checkpoint, before each evaluation
 
     # Beginning and end.
 
     @contextmanager
     def training(self, resumes_from: Any) -> Iterator[None]:
+        self._left_out, self._norm = 0, None
         self._resumes_from, accelerator = Path(resumes_from) if resumes_from else None, self.trainer.accelerator
         try:
             yield
@@ -217,6 +220,8 @@ class Guarding:
             self._look_at_incidents()
         if loss is not None:
             self._correct_logs(loss, norm)
+        if loss is None or loss.isfinite():
+            self._norm = follower.norm
         self._noted_before = None
         newest = follower.guard.newest  # after an overflow in fp16 the trainer's schedule waits
         self.trainer.optimizer._is_overflow = newest is not None and newest.overflowed
@@ -232,17 +237,28 @@ class Guarding:
         return norm
 
     def _correct_logs(self, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
-        """Count the loss of the update as it was made in the end; the mean so far, where it was left out."""
+        """Count the loss and the norm of the update as it was made in the end; none if it was left out."""
         trainer, before = self.trainer, self._loss_before
         assert before is not None
         assert self.follower is not None
-        since = trainer.state.global_step - trainer._globalstep_last_logged
-        is_counted = loss.isfinite() or self.follower.guard.observes
-        if not is_counted and self._noted_before is not None:
+        is_made = bool(loss.isfinite()) or self.follower.guard.observes
+        if not is_made and self._noted_before is not None:
             vars(trainer).update(self._noted_before)
-        trainer._tr_loss.copy_(before + (loss.to(before.device) if is_counted else before / max(since, 1)))
-        if norm is not None and self.follower.norm is not None:
-            norm.copy_(self.follower.norm)
+        trainer._tr_loss.copy_(before + loss.to(before.device) if is_made else before)
+        self._left_out += not is_made
+        newest = self.follower.norm if is_made else self._norm
+        if norm is not None and newest is not None:
+            norm.copy_(newest)
+
+    def correct_mean(self, *, is_end: bool = False) -> None:
+        """Let the loss that the trainer logs be the mean of the updates that were made; if none was, it logs no row."""
+        trainer = self.trainer
+        steps = trainer.state.global_step - trainer._globalstep_last_logged
+        if self._left_out and (trainer.control.should_log or is_end):
+            trainer.control.should_log &= steps > self._left_out
+            if steps > self._left_out:
+                trainer._tr_loss *= steps / (steps - self._left_out)
+                self._left_out = 0
 
     def _make_again(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
         """Run forward and backward of a micro-batch that a rewind has undone."""
@@ -385,6 +401,10 @@ class _Guarded:
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         return self._resilient.note_norm(super()._get_grad_norm(model, grad_norm=grad_norm))  # type: ignore[misc]
 
+    def _maybe_log_save_evaluate(self, *args: Any, **more: Any) -> None:
+        self._resilient.correct_mean()
+        super()._maybe_log_save_evaluate(*args, **more)  # type: ignore[misc]
+
     def _evaluate(self, *args: Any, **more: Any) -> Any:
         self._resilient.before_evaluation()
         return super()._evaluate(*args, **more)  # type: ignore[misc]
@@ -397,6 +417,7 @@ class _Guarded:
 
     def _finalize_training(self, *args: Any, **more: Any) -> Any:
         self._resilient.examine(is_end=True)
+        self._resilient.correct_mean(is_end=True)
         return super()._finalize_training(*args, **more)  # type: ignore[misc]
 
 

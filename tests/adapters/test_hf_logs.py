@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 import hf_programs as programs
 import torch
-from test_hf import incidents, rows, trained
+from test_hf import Stream, incidents, of_a_stream, rows, trained
 from transformers import TrainerCallback
 
 import resilient_train
@@ -62,3 +62,25 @@ def test_the_best_state_is_that_before_the_damage_began(kept: int | None, tmp_pa
         assert state.best_global_step > programs.AT + 4
     assert Path(state.best_model_checkpoint).name == f"checkpoint-{state.best_global_step}"
     assert Path(state.best_model_checkpoint).exists()
+
+
+LEFT_OUT = 13  # the update that has the bad row of the stream
+
+
+@pytest.mark.parametrize("every", [3, LEFT_OUT])
+def test_an_update_that_is_left_out_is_in_no_logged_mean(every: int, tmp_path: Path) -> None:
+    """It is the first of the updates that are logged together, or the last; alone it has no row."""
+    more: dict[str, Any] = {"steps": 15, "save_strategy": "no"}
+    alone = of_a_stream(tmp_path / "alone", Stream(bad=100), logging_steps=1, **more)
+    together = of_a_stream(tmp_path / "together", Stream(bad=100), logging_steps=every, **more)
+    for trainer in (alone, together):
+        trainer.train()
+    each = {row["step"]: row for row in rows(alone) if "loss" in row}
+    assert sorted(each) == [step for step in range(1, 16) if step != LEFT_OUT]
+    for row in rows(together):
+        if "loss" in row:
+            made = [one for step, one in each.items() if row["step"] - every < step <= row["step"]]
+            assert row["loss"] == pytest.approx(sum(one["loss"] for one in made) / len(made), rel=1e-4)
+            assert row["grad_norm"] == pytest.approx(made[-1]["grad_norm"], rel=1e-4)
+    mean = sum(row["loss"] for row in each.values()) / len(each)
+    assert rows(alone)[-1]["train_loss"] == pytest.approx(mean, rel=0.02)
