@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import isfinite, sqrt
 from typing import Any
@@ -15,6 +16,7 @@ from resilient_train.diagnose.layers import Layers, Output
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.values import floating, statistics
 from resilient_train.diagnose.verdict import Observations
+from resilient_train.errors import ConfigError
 from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import leaves, rebuilt
@@ -22,6 +24,7 @@ from resilient_train.types import Diagnosis
 from resilient_train.watch.gradient_norms import nonfinite
 from resilient_train.wording import describe_culprit
 
+_DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TITLES = ("layer", "class", "output", "from", "to", "not finite", "gradient there")
 
 
@@ -64,11 +67,22 @@ class Examined:
         return self.is_healthy and not self.remarks and self.diagnosis is None
 
 
-def examine(model: nn.Module, objective: Callable[[Any, Any], Any], batch: Any) -> Examined:
+def examine(
+    model: nn.Module,
+    objective: Callable[[Any, Any], Any],
+    batch: Any,
+    *,
+    mixed_precision: str = "no",
+    patched: Collection[tuple[str, int, str]] = (),
+) -> Examined:
     """Run forward and backward of one batch under the microscope; model, gradients and random numbers are restored.
 
     `objective` is called as `(model, batch)` and returns the loss, or the loss and metrics. It runs four times.
+    `mixed_precision`, "bf16" or "fp16", is for a model that Accelerate has not prepared: its forward runs as there.
+    `patched` are operations that armor repairs, by file, line and name.
     """
+    if mixed_precision not in _DTYPES:
+        raise ConfigError("mixed_precision", mixed_precision, f"expected one of {', '.join(_DTYPES)}")
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
     batch = rebuilt(batch, lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf)
@@ -91,9 +105,11 @@ def examine(model: nn.Module, objective: Callable[[Any, Any], Any], batch: Any) 
         seeds=Seeds(0, 0, device),
         device=device,
     )
+    replay.armored |= set(patched)
     layers = Layers(getattr(model, "_orig_mod", model), ranges=True)
-    first = replay.of([batch], 0, layers=layers)
-    seen = replay.under_microscope([batch], 0)
+    with _in_precision(model, _DTYPES[mixed_precision], device):
+        first = replay.of([batch], 0, layers=layers)
+        seen = replay.under_microscope([batch], 0)
     bad_fields = rows.nonfinite_fields(batch)
     is_healthy, origin = isfinite(first.loss) and isfinite(first.norm), seen.origin
     diagnosis = None
@@ -115,6 +131,30 @@ def examine(model: nn.Module, objective: Callable[[Any, Any], Any], batch: Any) 
         diagnosis=diagnosis,
         remarks=tuple(remarks),
     )
+
+
+@contextmanager
+def _in_precision(model: Any, dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
+    """Run the forward in autocast with outputs in float32, as Accelerate does."""
+    if dtype is None:
+        yield
+        return
+    own, forward = vars(model).get("forward"), torch.autocast(device.type, dtype)(model.forward)
+
+    def mixed(*given: Any, **named: Any) -> Any:
+        return rebuilt(forward(*given, **named), _in_single)
+
+    model.forward = mixed
+    try:
+        yield
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
+
+
+def _in_single(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _DTYPES.values() else leaf
 
 
 def _cells(output: Output, gradient: Output | None) -> Sequence[str]:

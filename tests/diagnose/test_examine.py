@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -19,6 +20,9 @@ from resilient_train.app.config.compose import load
 from resilient_train.checkpoint.manifest import WEIGHTS
 from resilient_train.diagnose.layers import Layers
 from resilient_train.diagnose.rows import out_of_scale
+from resilient_train.errors import ConfigError
+from resilient_train.record.journal import JOURNAL, Journal
+from resilient_train.recover.knobs import Knobs
 from resilient_train.types import Cause
 
 
@@ -89,6 +93,20 @@ def test_columns_out_of_scale_are_to_be_normalised(columns: Tensor, said: str) -
     assert not said or "normalise each column" in found
 
 
+def test_mixed_precision_is_that_of_accelerate() -> None:
+    """Layers in half precision, outputs in float32; the very loss of the model that Accelerate has prepared."""
+    batch = {"inputs": torch.randn(16, 4)}
+    prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(network())
+    bare = network()
+    found = resilient_train.examine(bare, plain, batch, mixed_precision="bf16")
+    assert found.loss == resilient_train.examine(prepared, plain, batch).loss
+    assert found.loss != resilient_train.examine(bare, plain, batch).loss  # as it was: in float32
+    assert [one.range["dtype"] for one in found.layers if one.kind == "Linear"] == ["bfloat16", "bfloat16"]
+    assert "forward" not in vars(bare)
+    with pytest.raises(ConfigError, match="expected one of no, bf16, fp16"):
+        resilient_train.examine(bare, plain, batch, mixed_precision="half")
+
+
 def in_the_objective(made: Tensor) -> Tensor:
     return (made * 0).sum().sqrt()
 
@@ -133,3 +151,31 @@ def test_the_command_examines_a_batch_of_a_run(tmp_path: Path, capsys: pytest.Ca
     assert found["batch"][0]["shape"][0] == 2
     assert command.main([str(tmp_path), *OVERRIDES, "model.hidden=[3]"]) == 2
     assert "give the overrides of its command" in capsys.readouterr().err
+
+
+def of_zero(model: Any, batch: Any) -> Tensor:
+    scores: Tensor = model(batch[0])
+    return scores.square().mean() + torch.log(scores * 0).mean()
+
+
+def test_the_command_computes_as_the_run_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In its mixed precision, with the lines that it had patched last, if they can be patched here."""
+    overrides = ["model=mlp", "data=digits", "objective=custom", "objective._target_=test_examine.of_zero"]
+    overrides += ["accelerate.mixed_precision=bf16", "run.name=examined"]
+    made = load(overrides)
+    (tmp_path / "config.yaml").write_text(made.yaml(tmp_path))
+    save_file(model_of(made.config).state_dict(), tmp_path / WEIGHTS)
+    assert command.main([str(tmp_path), *overrides, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {one["range"]["dtype"] for one in found["layers"] if one["kind"] == "Linear"} == {"bfloat16"}
+    number = of_zero.__code__.co_firstlineno + 2
+    text = Path(__file__).read_text().splitlines()[number - 1].strip()
+    line = {"file": __file__, "function": "of_zero", "text": text, "count": 0, "line": number, "op": "log"}
+    for one, code in ((line, 0), ({**line, "text": "gone"}, 2)):
+        journal = Journal(tmp_path / JOURNAL)
+        journal.write("remedies_in_force", remedies={"tick": code, "armor": [one], "knobs": Knobs().state_dict()})
+        journal.close()
+        assert command.main([str(tmp_path), *overrides]) == code
+    assert "cannot be put in force" in capsys.readouterr().err
+    (tmp_path / JOURNAL).unlink()
+    assert command.main([str(tmp_path), *overrides]) == 1  # nothing stays patched
