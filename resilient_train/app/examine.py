@@ -9,7 +9,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -52,15 +51,12 @@ def _examined(given: argparse.Namespace) -> Any:
     import torch
     from torch import nn
 
-    from resilient_train import numerics
     from resilient_train.app import build
     from resilient_train.app.config import compose, targets
     from resilient_train.checkpoint import weights
     from resilient_train.checkpoint.manifest import VERIFIED, WEIGHTS
     from resilient_train.checkpoint.store import Store
     from resilient_train.diagnose.examine import examine
-    from resilient_train.numerics.armor import Armor
-    from resilient_train.recover.knobs import Knobs
     from resilient_train.state.randomness import Purpose, mix, seed_all
     from resilient_train.tracking.story import read_story
     from resilient_train.update.objective import Measured
@@ -90,28 +86,6 @@ def _examined(given: argparse.Namespace) -> Any:
     else:
         chosen = list(islice(rows, config.data.batch_size))
     model.train()
-    batch, armor, knobs = build.collate_of(config.data.collate)(chosen), Armor(), Knobs()
-    try:
-        _put_in_force(read_story(run_dir).remedies or {}, armor, knobs, run_dir)
-        mixed = config.accelerate.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
-        mixed = "no" if knobs.values.higher_precision else mixed
-        patched = {(one.file, one.line, one.op) for one in armor.lines}
-        return examine(model, objective, batch, mixed_precision=mixed, patched=patched)
-    finally:
-        armor.remove()
-        numerics.raise_eps(1)
-
-
-def _put_in_force(remedies: Mapping[str, Any], armor: Any, knobs: Any, run_dir: Path) -> None:
-    """Patch the lines that the run had patched last, and turn its epsilon."""
-    from resilient_train import numerics
-    from resilient_train.numerics.armor import CannotArmor, PatchedLine
-
-    try:
-        if "knobs" in remedies:
-            knobs.load_state_dict(remedies["knobs"])
-        for one in remedies.get("armor", ()):
-            armor.add_again(PatchedLine(**one))
-    except (CannotArmor, KeyError, TypeError, ValueError) as error:
-        raise ConfigError("RUN_DIR", run_dir, f"has remedies that cannot be put in force here: {error}") from error
-    numerics.raise_eps(knobs.values.eps)
+    batch, remedies = build.collate_of(config.data.collate)(chosen), read_story(run_dir).remedies
+    mixed = config.accelerate.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+    return examine(model, objective, batch, mixed_precision=mixed, remedies=remedies)

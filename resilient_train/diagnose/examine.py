@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from math import isfinite, sqrt
@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from resilient_train import numerics
 from resilient_train.diagnose import rows, verdict
 from resilient_train.diagnose.layers import Layers, Output
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.values import floating, statistics
 from resilient_train.diagnose.verdict import Observations
-from resilient_train.errors import ConfigError
+from resilient_train.errors import ConfigError, in_one_line
+from resilient_train.numerics.armor import Armor, CannotArmor, PatchedLine
+from resilient_train.recover.knobs import Knobs
 from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import leaves, rebuilt
@@ -73,13 +76,13 @@ def examine(
     batch: Any,
     *,
     mixed_precision: str = "no",
-    patched: Collection[tuple[str, int, str]] = (),
+    remedies: Mapping[str, Any] | None = None,
 ) -> Examined:
     """Run forward and backward of one batch under the microscope; model, gradients and random numbers are restored.
 
     `objective` is called as `(model, batch)` and returns the loss, or the loss and metrics. It runs four times.
     `mixed_precision`, "bf16" or "fp16", is for a model that Accelerate has not prepared: its forward runs as there.
-    `patched` are operations that armor repairs, by file, line and name.
+    `remedies` are those in force in a run, as its journal has them: patched lines, epsilon, precision.
     """
     if mixed_precision not in _DTYPES:
         raise ConfigError("mixed_precision", mixed_precision, f"expected one of {', '.join(_DTYPES)}")
@@ -105,9 +108,8 @@ def examine(
         seeds=Seeds(0, 0, device),
         device=device,
     )
-    replay.armored |= set(patched)
-    layers = Layers(getattr(model, "_orig_mod", model), ranges=True)
-    with _in_precision(model, _DTYPES[mixed_precision], device):
+    layers, dtype = Layers(getattr(model, "_orig_mod", model), ranges=True), _DTYPES[mixed_precision]
+    with _in_force(remedies or {}) as (replay.armored, higher), _in_precision(model, None if higher else dtype, device):
         first = replay.of([batch], 0, layers=layers)
         seen = replay.under_microscope([batch], 0)
     bad_fields = rows.nonfinite_fields(batch)
@@ -131,6 +133,28 @@ def examine(
         diagnosis=diagnosis,
         remarks=tuple(remarks),
     )
+
+
+@contextmanager
+def _in_force(remedies: Mapping[str, Any]) -> Iterator[tuple[set[tuple[str, int, str]], bool]]:
+    """Patch lines and turn epsilon as a run did; yields the patched operations, and whether autocast is off."""
+    if not remedies:  # a guard of this process may have turned them
+        yield set(), False
+        return
+    armor, knobs = Armor(), Knobs()
+    try:
+        try:
+            if "knobs" in remedies:
+                knobs.load_state_dict(remedies["knobs"])
+            for one in remedies.get("armor", ()):
+                armor.add_again(PatchedLine(**one))
+        except (CannotArmor, KeyError, TypeError, ValueError) as error:
+            raise ConfigError("RUN_DIR", in_one_line(error), "has remedies that cannot be put in force here") from error
+        numerics.raise_eps(knobs.values.eps)
+        yield {(one.file, one.line, one.op) for one in armor.lines}, knobs.values.higher_precision
+    finally:
+        armor.remove()
+        numerics.raise_eps(1)
 
 
 @contextmanager
