@@ -92,6 +92,8 @@ class Follower:
             for number, batch in enumerate(batches):
                 self.feed_more(batch, rows[number] if rows else ())
             return self._fed
+        if self.guard._owes_resume:  # first, as an earlier process may have skipped this update
+            self.guard.resume()
         self._fed, self.taken, self._loss = self.samples.feed(batches, rows), 0, None
         self._is_open, self.is_left_out = True, self.samples.skips_newest
         self._before = self.guard._backups.take() if self.is_left_out else None
