@@ -336,7 +336,7 @@ class Controls(RunControl):
         samples, updater = self._parts.samples, self._parts.updater
         try:
             self.knobs.load_state_dict(state["knobs"])
-            for start, stop in state["skipped"]:
+            for start, stop in state["skipped"] if samples.keeps_places else ():
                 samples.skip(int(start), int(stop))
             patches = [PatchedLine(**patch) for patch in state["armor"]]
             self._tried |= {(str(file), int(line), str(op)) for file, line, op in state["armored"]}

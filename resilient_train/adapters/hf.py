@@ -116,6 +116,7 @@ class Guarding:
             dataset=self._dataset,
             collate=self._collate,
             updates=trainer.state.global_step,
+            keeps_places=not args.ignore_data_skip,
             least=world.least,
         )
         options = {"seed": args.seed, **self.options}

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
@@ -92,8 +94,8 @@ class Fit:
             raise ValueError("Guarded: training_step(dataloader_iter) is not supported yet: take a batch")
         if not optimizers:
             raise ValueError("Guarded: configure_optimizers returned no optimizer: there is nothing to guard")
-        loader = trainer.fit_loop._combined_loader.flattened[0]
-        size = int(getattr(getattr(loader, "batch_sampler", loader), "batch_size", None) or 1)
+        loaders = trainer.fit_loop._combined_loader.flattened
+        size = int(getattr(getattr(loaders[0], "batch_sampler", loaders[0]), "batch_size", None) or 1)
         slicing = Slicing(size, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
         dataset, collate = self._numbered or (None, None)
         as_fetched = None if collate is None else lambda rows: self._transferred(collate(rows))
@@ -103,6 +105,8 @@ class Fit:
             dataset=dataset,
             collate=as_fetched,
             updates=made,
+            # Others begin again. Without a length Lightning fetches a batch ahead, and loses it in a resume.
+            keeps_places=all(isinstance(one, _Stateful) and sized_len(one) is not None for one in loaders),
             least=world(processes).least,
         )
         by_norm = trainer.gradient_clip_algorithm != "value"

@@ -60,15 +60,17 @@ class FedSamples(Samples):
         dataset: Any = None,
         collate: Collate | None = None,
         updates: int = 0,
+        keeps_places: bool = True,
         least: Callable[[float], float] = lambda number: number,
     ) -> None:
         """`dataset` is map-style, and `collate` makes a batch of its rows; without them rows have no index.
 
-        The trainer has made so many `updates` in earlier processes. `least` returns the least of a number over all
-        ranks, which may have kept different numbers of batches.
+        The trainer has made so many `updates` in earlier processes, and `keeps_places` if a resume finds its place in
+        the data. `least` returns the least of a number over all ranks, which may have kept different numbers of
+        batches.
         """
         self.slicing, self.dataset, self._least = slicing, dataset, least
-        self.position = updates * slicing.samples
+        self.position, self.keeps_places = updates * slicing.samples, keeps_places
         self.rows = len(dataset) if dataset is not None else 0
         self._stream = Stream(self.rows, 0)
         self.skipped: Ranges = self._stream.skipped

@@ -91,6 +91,7 @@ class Samples(Protocol):
     beat: Callable[[], None] = staticmethod(no_watchdog)  # called while it takes long to find a place
     rows: int = 0
     is_fed: bool = False  # a trainer fetches them, and makes its updates itself
+    keeps_places: bool = True  # after a resume the same samples are at a position
 
     @property
     def next_start(self) -> int:

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using"),
     pytest.mark.filterwarnings("ignore:Using ModelCheckpoint with manual optimization"),
 ]
 BAD = 170  # a row
@@ -75,8 +76,8 @@ def fit(place: Path, module: Any, data: Any, ckpt_path: Path | None = None, **mo
     return Fitted(trainer, module, trainer.logger.rows, place)
 
 
-@pytest.mark.parametrize("how", ["automatic", "manual"])
-def test_what_was_skipped_is_left_out_again_after_a_resume(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(("how", "step"), [("automatic", 3), ("automatic", 5), ("manual", 3)])
+def test_what_was_skipped_is_left_out_again_after_a_resume(tmp_path: Path, how: str, step: int) -> None:
     """Also if its update has several batches: the run ends with the bits of the one that was not interrupted."""
 
     def run(ckpt_path: Path | None = None) -> Fitted:
@@ -85,11 +86,19 @@ def test_what_was_skipped_is_left_out_again_after_a_resume(tmp_path: Path, how: 
         return fit(tmp_path, module, Stateful(), ckpt_path, **more)
 
     whole = run()
-    resumed = run(tmp_path / "files" / "step=3.ckpt")
+    resumed = run(tmp_path / "files" / f"step={step}.ckpt")
     [incident] = resumed.incidents
     assert incident["actions"] == [{"remedy": "skip"}]
     assert resumed.weights == whole.weights
     assert resumed.trainer.global_step == whole.trainer.global_step
+
+
+def test_a_loader_that_begins_again_leaves_out_no_others(tmp_path: Path) -> None:
+    """After a resume its samples have other places: a run without a history trains on the same ones."""
+    fit(tmp_path, Net(), Batches(), accumulate_grad_batches=4)
+    path, more = tmp_path / "files" / "step=3.ckpt", {"callbacks": (), "accumulate_grad_batches": 4}
+    weights = [fit(place, Net(), Batches(), path, **more).weights for place in (tmp_path, tmp_path / "other")]
+    assert weights[0] == weights[1]
 
 
 class Counted(Net):
