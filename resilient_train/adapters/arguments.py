@@ -63,6 +63,8 @@ def accelerator(given: Any, model: Any, accumulate: int = 1, scaler: Any = None)
             if is_given:
                 raise unusable(name, "is for a loop of plain PyTorch: the Accelerator has its own")
     if not isinstance(model, nn.Module):
+        if given is None:
+            raise TypeError(f"model: expected a torch.nn.Module, got {named_type(model)}; {TRAINERS}")
         return given
     if any(one.is_meta and one.requires_grad for one in model.parameters()):
         why = "load them, or call to_empty and initialize them, before the guard is made"
@@ -179,7 +181,8 @@ def optimizers(given: Any, model: nn.Module) -> list[Optimizer]:
     for one in unwrapped:
         name = type(one).__name__
         if not isinstance(one, Optimizer):
-            raise TypeError(f"optimizer: expected a torch.optim.Optimizer or a list of them, got {named_type(one)}")
+            expected = "expected a torch.optim.Optimizer or a list of them"
+            raise TypeError(f"optimizer: {expected}, got {named_type(one)}; {TRAINERS}")
         _, *parameters = inspect.signature(type(one).step).parameters.values()  # torch's usual step needs no argument
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         if any(each.default is inspect.Parameter.empty and each.kind in kinds for each in parameters):

@@ -255,6 +255,15 @@ def test_two_ranks_that_are_only_observed_end_as_plain_ones(tmp_path: Path) -> N
         (lambda trainer: resilient_train.hf.guard(trainer, steps=3), "unknown option 'steps'"),
         (lambda trainer: resilient_train.hf.guard(resilient_train.hf.guard(trainer)), "guarded already"),
         (lambda trainer: Guard(trainer.model, trainer, None, data=[0]), r"plain PyTorch, got .*hf.guard\(trainer\)"),
+        (
+            lambda trainer: Guard(None, trainer, None, data=[0]),
+            r"model: .*got Struck; .*hf.guard\(trainer\)",
+        ),
+        # The trainer makes its optimizer in `train`.
+        (
+            lambda trainer: Guard(None, trainer.model, trainer.optimizer, data=[0], batch_size=1),
+            r"got None; .*hf.guard",
+        ),
     ],
 )
 def test_misuse_is_refused_in_a_line(wrong: Any, error: str, tmp_path: Path) -> None:

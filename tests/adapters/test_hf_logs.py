@@ -84,3 +84,27 @@ def test_an_update_that_is_left_out_is_in_no_logged_mean(every: int, tmp_path: P
             assert row["grad_norm"] == pytest.approx(made[-1]["grad_norm"], rel=1e-4)
     mean = sum(row["loss"] for row in each.values()) / len(each)
     assert rows(alone)[-1]["train_loss"] == pytest.approx(mean, rel=0.02)
+
+
+class Norms(TrainerCallback):  # type: ignore[misc]
+    """Reads the gradients before the step."""
+
+    def __init__(self) -> None:
+        self.read: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
+        self.read.append(sum(float(weight.grad.norm()) for weight in model.parameters() if weight.grad is not None))
+
+
+def test_a_callback_before_the_step_reads_the_gradients(tmp_path: Path) -> None:
+    """Once for each step of the trainer, also if an update is refused and retried."""
+    found: dict[bool, list[float]] = {}
+    for is_guarded in (False, True):
+        trainer = programs.trainer("vit", tmp_path / f"{is_guarded}", "nan_grad" if is_guarded else "")
+        trainer.add_callback(norms := Norms())
+        (resilient_train.hf.guard(trainer) if is_guarded else trainer).train()
+        found[is_guarded] = norms.read
+    refused = found[True].pop(programs.AT)
+    assert refused != refused
+    del found[False][programs.AT]
+    assert found[True] == found[False]
