@@ -73,6 +73,7 @@ class Controls(RunControl):
         self.tried: tuple[Tried, ...] = ()  # the arms of the trial in its treatment, if there is one, and ...
         self.chosen: tuple[Action, ...] = ()  # ... the remedies of the best
         self.trial_updates = 0  # that were made in trials since the beginning of the run
+        self._raced_in_vain = False  # no lower rate did better where the loss stood
 
     def begin(self, incident: Incident, suspects: tuple[int, int]) -> None:
         """Begin to treat an incident; it may come from the samples at positions [start, stop) of `suspects`."""
@@ -172,6 +173,7 @@ class Controls(RunControl):
         found, made = self._race(check.first), self.trial_updates - before
         check.tried(step, is_tried=made > 0)
         if found is None and made:
+            self._raced_in_vain = True
             log.info("note: step %d: %s; no lower rate did better in %d updates", step, check.evidence, made)
         elif found is not None:
             self._parts.checks.require_recovery(step, step)
@@ -189,7 +191,8 @@ class Controls(RunControl):
         parts, step = self._parts, self._parts.clock.step
         steps, verified = min(step // 2, _LONGEST_RACE), parts.ring.verified_until(step)
         each = cost_of(steps, JUDGED)
-        if not verified or verified[-1].step > step // 4 or self._updates_left() < 2 * each + cost_of(1, JUDGED):
+        left = self._updates_left(in_vain=self._raced_in_vain)
+        if not verified or verified[-1].step > step // 4 or left < 2 * each + cost_of(1, JUDGED):
             return None
         since, recorded = verified[-1], parts.checks.loss_at(verified[-1].step + 1)
         if recorded is None:
@@ -201,7 +204,7 @@ class Controls(RunControl):
                 return None
             arms = [course.run((), self, 0)]  # as it is
             for rate in self._policy.rates:
-                if self._updates_left() - course.cost >= 2 * each and may_win(arms, first):
+                if left - course.cost >= 2 * each and may_win(arms, first):
                     cut = Action("lower_lr", {"factor": rate, "lasting": True})
                     arms.append(course.run((cut,), self, steps, since=since))
             if best := fastest(arms):
@@ -227,12 +230,12 @@ class Controls(RunControl):
         """Say whether lower learning rates are tried where the loss stands."""
         return self._trials is not None and bool(self._policy.rates) and not self._policy.observe
 
-    def _updates_left(self) -> int:
+    def _updates_left(self, *, in_vain: bool = False) -> int:
         """Return how many updates trials may still make; 0 where none can be made."""
         if self._trials is None:
             return 0
         steps = max(self._trials.planned() or 0, self._parts.clock.step)
-        return max(0, self._policy.budget.trial_updates(steps) - self.trial_updates)
+        return max(0, self._policy.budget.trial_updates(steps, in_vain=in_vain) - self.trial_updates)
 
     @contextmanager
     def tentatively(self) -> Iterator[None]:
@@ -328,6 +331,7 @@ class Controls(RunControl):
             "usual_norm": updater.usual_norm,
             "reference": self._parts.checks.rewind_check.persistent_state(),
             "trial_updates": self.trial_updates,
+            "raced_in_vain": self._raced_in_vain,
         }
         return masked_tree(state)  # type: ignore[no-any-return]
 
@@ -342,6 +346,7 @@ class Controls(RunControl):
             self._tried |= {(str(file), int(line), str(op)) for file, line, op in state["armored"]}
             usual, micro = state["usual_norm"], state["micro_batch"]
             self.trial_updates = max(self.trial_updates, int(state.get("trial_updates", 0)))
+            self._raced_in_vain |= state.get("raced_in_vain") is True
             self.micro_batch = None if micro is None else int(micro)
             updater.mends_eps = state["mends_eps"] is True
             updater.usual_norm = None if usual is None else float(usual)

@@ -128,7 +128,7 @@ class Budget:
     rows: int = limited(1000, at_least=0)  # in quarantine
     share: float = limited(0.05, at_least=0, at_most=1)  # of the data set in quarantine, at least one row
     trials: float = limited(0.05, at_least=0, at_most=1)  # updates made in trials, as a share of the steps of the run
-    trials_at_least: int = limited(200, at_least=0)  # the same, where that share is less
+    trials_at_least: int = limited(200, at_least=0)  # the same, where that share is less, until a race was in vain
     trial_gain: float = limited(0.57, at_least=0)  # share of the loss that an arm with a lower rate has to gain
 
     def rows_of(self, count: int) -> int:
@@ -136,9 +136,12 @@ class Budget:
         share = max(int(self.share * count), 1) if self.share else 0
         return min(self.rows, share, count - 1)
 
-    def trial_updates(self, steps: int) -> int:
-        """Return how many updates trials may make in a run of so many steps; 0 turns them off."""
-        return max(int(self.trials * steps), self.trials_at_least) if self.trials else 0
+    def trial_updates(self, steps: int, *, in_vain: bool = False) -> int:
+        """Return how many updates trials may make in a run of so many steps; 0 turns them off.
+
+        After a race of rates `in_vain` a short run makes no other: only the share counts then.
+        """
+        return max(int(self.trials * steps), 0 if in_vain else self.trials_at_least) if self.trials else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
+from resilient_train.recover.policy import Budget
 
 
 def drawn(guard: Guard) -> list[float]:
@@ -81,3 +82,22 @@ def test_a_rung_tries_nothing_where_an_update_cannot_be_repeated(made: Callable[
     assert guard.incidents[0].tried == ()
     assert [one.remedy for one in guard.incidents[0].decision.actions] == ["trial", "skip"]
     assert guard._controls.trial_updates < 20  # of each arm
+
+
+@pytest.mark.parametrize(
+    ("steps", "in_vain", "most"), [(160, False, 200), (160, True, 8), (10_000, False, 500), (10_000, True, 500)]
+)
+def test_trials_after_one_in_vain_keep_to_the_share(steps: int, in_vain: bool, most: int) -> None:
+    """A short run may make more until it has found that its rate is right."""
+    assert Budget().trial_updates(steps, in_vain=in_vain) == most
+
+
+def test_a_short_run_looks_for_a_lower_rate_once() -> None:
+    """It costs 44 updates at step 65; another look, at step 129, would cost 60. A resume knows that."""
+    guard = regression(WITH)
+    for batch in guard.batches():
+        guard.step(batch)
+    assert guard._controls.trial_updates == 44
+    resumed = regression(WITH)
+    resumed._controls.load_state_dict(guard._controls.state_dict())
+    assert resumed._controls._raced_in_vain
