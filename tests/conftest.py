@@ -151,3 +151,13 @@ def checked_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some libraries turn the checks of torch.distributions off when they are imported."""
     if (torch := sys.modules.get("torch")) is not None and "torch.distributions" in sys.modules:
         monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
+
+
+@pytest.fixture(autouse=True)
+def no_modules_of_other_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests write modules of the same name: each imports its own."""
+    before, home = set(sys.modules), str(tmp_path_factory.getbasetemp())
+    yield
+    for name in sys.modules.keys() - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(home):
+            del sys.modules[name]

@@ -94,7 +94,6 @@ def test_the_own_code_of_the_readme_trains_as_printed(
     (tmp_path / "mine.py").write_text(block(PAGES["command"], "python", "# mine.py"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test
     (line,) = [line for line in TRAINING if "mine.Net" in line]
     outcome = run_command([*shlex.split(line), "run.steps=60", "run.name=own", "tracking=none"])
     assert outcome.code == 0, outcome.stderr
