@@ -236,9 +236,9 @@ class ProcessIncident:
 def kind_of(anomaly: Anomaly, diagnosis: Diagnosis) -> tuple[object, ...]:
     """Return what two incidents of the same kind share: the cause, and the line or the rows.
 
-    If the cause is unknown or the process, also the signal.
+    If the cause is unknown, transient or the process, also the signal.
     """
     culprit = diagnosis.culprit
     line = culprit and (culprit.phase, culprit.op, culprit.module, culprit.file, culprit.line)
-    needs_signal = diagnosis.cause in (Cause.UNKNOWN, Cause.PROCESS)
+    needs_signal = diagnosis.cause in (Cause.UNKNOWN, Cause.PROCESS, Cause.TRANSIENT)
     return diagnosis.cause, line, diagnosis.rows, anomaly.signal if needs_signal else None

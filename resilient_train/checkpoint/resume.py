@@ -96,7 +96,7 @@ class Resumption:
             raise TrainError(
                 f"cannot resume: no usable checkpoint in {where}: {why}. run.resume=never starts a new run"
             )
-        step = entry.step if entry else 0
+        step = entry.step if entry else self.parts.clock.step  # 0, or what a trainer has made by its own checkpoint
         found = incidents_of_damage(damaged, step)
         skipped, span = None, last.stop - last.start
         is_updating = last.doing in (Doing.UPDATING, Doing.FIRST)

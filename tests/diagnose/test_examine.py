@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -93,9 +94,10 @@ def test_columns_out_of_scale_are_to_be_normalised(columns: Tensor, said: str) -
     assert not said or "normalise each column" in found
 
 
-def test_mixed_precision_is_that_of_accelerate() -> None:
+def test_mixed_precision_is_that_of_accelerate(fresh_accelerate: None) -> None:
     """Layers in half precision, outputs in float32; the very loss of the model that Accelerate has prepared."""
     batch = {"inputs": torch.randn(16, 4)}
+    AcceleratorState._reset_state(reset_partial_state=True)
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(network())
     bare = network()
     found = resilient_train.examine(bare, plain, batch, mixed_precision="bf16")
