@@ -49,7 +49,12 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
     """
     if not hasattr(trainer, "get_batch_samples") or not hasattr(trainer, "_finalize_training"):
         oldest = OLDEST["transformers"]
-        raise TypeError(f"trainer: expected a transformers.Trainer, {oldest} or newer, got {named_type(trainer)}")
+        other = type(trainer).__module__.partition(".")[0]
+        is_lightning = other in ("lightning", "pytorch_lightning")
+        hint = "; for Lightning: L.Trainer(callbacks=[resilient_train.lightning.Guarded()])" if is_lightning else ""
+        what = f"expected a transformers.Trainer, {oldest} or newer, got {named_type(trainer)} of {other}{hint}"
+        raise TypeError(f"trainer: {what}")
+    arguments.policy(options.get("recovery", "balanced"))
     if unknown := options.keys() - OPTIONS:
         raise TypeError(f"guard got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
     given: Any = trainer

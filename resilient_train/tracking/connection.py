@@ -223,7 +223,8 @@ def _parent(
 ) -> str:
     """Find or create the run that holds the jobs of a sweep. Jobs that start together agree on the oldest one."""
     if not _of_key(client, experiment_id, key):
-        mine = client.create_run(experiment_id, began_ms, {**tags, KEY: key}, run_name).info.run_id
+        note = {"mlflow.note.content": "The jobs of this sweep are the runs below it: each begins with its verdict."}
+        mine = client.create_run(experiment_id, began_ms, {**tags, **note, KEY: key}, run_name).info.run_id
         client.set_terminated(mine)
         oldest = str(_of_key(client, experiment_id, key)[0].info.run_id)
         if oldest != mine:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from torch.utils.data import IterableDataset
@@ -253,6 +254,8 @@ def test_two_ranks_that_are_only_observed_end_as_plain_ones(tmp_path: Path) -> N
     [
         (lambda trainer: resilient_train.hf.guard(trainer.model), "expected a transformers.Trainer"),
         (lambda trainer: resilient_train.hf.guard(trainer, steps=3), "unknown option 'steps'"),
+        (lambda trainer: resilient_train.hf.guard(trainer, recovery="balancd"), "balancd"),
+        (lambda trainer: resilient_train.hf.guard(lightning.Trainer(logger=False)), r"of lightning; .*Guarded\(\)"),
         (lambda trainer: resilient_train.hf.guard(resilient_train.hf.guard(trainer)), "guarded already"),
         (lambda trainer: Guard(trainer.model, trainer, None, data=[0]), r"plain PyTorch, got .*hf.guard\(trainer\)"),
         (

@@ -56,4 +56,5 @@ def test_a_sweep_ends_with_a_table_and_is_one_run_in_mlflow(
     (parent,) = [run for name, run in names.items() if str(name).startswith("sweep ")]
     children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
     assert {run.info.run_name for run in children} == {"seed=0, lr=0.001", "seed=1, lr=0.001"}
+    assert "the runs below it" in parent.data.tags["mlflow.note.content"]
     assert {run.info.status for run in runs} == {"FINISHED"}
