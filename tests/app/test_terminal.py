@@ -636,11 +636,10 @@ def test_a_reader_may_have_read_enough(what: list[str], met: Path) -> None:
         ("--nonsense", "--nonsense: no such option. A setting has no dashes: key=value"),
         ("--cfg jbo", "--cfg/-c: invalid choice: 'jbo' (choose from 'job', 'hydra', 'all')"),
         ("--config-dir", "--config-dir/-cd: expected one argument"),
+        ("incident runs/demo", "incident: neither a verb nor key=value; did you mean incidents?"),
     ],
 )
-def test_a_word_with_dashes_that_is_no_option_is_answered_in_one_line(
-    typed: str, hint: str, run_command: command
-) -> None:
+def test_a_word_that_is_no_option_is_answered_in_one_line(typed: str, hint: str, run_command: command) -> None:
     """With what is likely to be meant; not with a page of what there is."""
     outcome = run_command(typed.split())
     assert (outcome.code, outcome.stdout) == (2, "")

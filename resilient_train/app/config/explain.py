@@ -18,6 +18,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException, ValidationError
 
+from resilient_train.app import VERBS
 from resilient_train.app.config import CONF
 from resilient_train.errors import ConfigError, TrainError, in_one_line, text_of, unusable
 from resilient_train.files import read_yaml_text
@@ -87,6 +88,9 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
         return TrainError(in_one_line(error))
     text = text_of(error)
     if isinstance(error, OverrideParseException):
+        if error.override.isidentifier():
+            why = f"neither a verb nor key=value{similar(error.override, VERBS)}"
+            return unusable(error.override, why)
         why = f"cannot be read ({text.splitlines()[0]}); quote special characters: 'key=\"a[b]\"'"
         return unusable(error.override, why)
     if key := str(getattr(error, "full_key", None) or ""):
