@@ -124,7 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
         what = "none of them" if found else "none: those that were written are gone"
         print(f"a resume would load {what}; run.resume=never starts a new run in a sibling directory")
     else:
-        print(printable(f"no checkpoints in {run_dir}: checkpoint.disk.every sets how often they are written"))
+        how = "checkpoint.disk.every, or disk= of a guard, sets how often they are written"
+        print(printable(f"no checkpoints in {run_dir}: {how}"))
     return 1 if is_stuck else 0
 
 
