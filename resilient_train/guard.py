@@ -218,7 +218,7 @@ class EngineGuard:
             if len(self._losses) < len(begun.update.batches):
                 return False
         if all(weight.grad is None for weight in self._turns.weights or self._updater.weights):
-            raise TrainError("no weight has a gradient: call accelerator.backward(loss) before guard.update(loss)")
+            raise TrainError("no weight has a gradient: call loss.backward(), or accelerator.backward(loss), before")
         with self._direct_steps.running("guard"):
             return self._send_to_gate(begun, loss if len(self._losses) < 2 else mean(self._losses))
 
