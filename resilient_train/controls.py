@@ -73,7 +73,7 @@ class Controls(RunControl):
         self.tried: tuple[Tried, ...] = ()  # the arms of the trial in its treatment, if there is one, and ...
         self.chosen: tuple[Action, ...] = ()  # ... the remedies of the best
         self.trial_updates = 0  # that were made in trials since the beginning of the run
-        self._raced_in_vain = False  # no lower rate did better where the loss stood
+        self._raced_in_vain = self._race_ended = False  # no lower rate did better where the loss stood; it was seen
 
     def begin(self, incident: Incident, suspects: tuple[int, int]) -> None:
         """Begin to treat an incident; it may come from the samples at positions [start, stop) of `suspects`."""
@@ -172,7 +172,7 @@ class Controls(RunControl):
         step, before, check = self._parts.clock.step, self.trial_updates, self._parts.checks.no_progress
         found, made = self._race(check.first), self.trial_updates - before
         check.tried(step, is_tried=made > 0)
-        if found is None and made:
+        if found is None and self._race_ended:
             self._raced_in_vain = True
             log.info("note: step %d: %s; no lower rate did better in %d updates", step, check.evidence, made)
         elif found is not None:
@@ -188,7 +188,7 @@ class Controls(RunControl):
         present state, a rate looks better for a while even where it was right; in this comparison it looks worse. The
         winner also has to beat the present rate from that state: some losses grow with training, whatever the rate.
         """
-        parts, step = self._parts, self._parts.clock.step
+        parts, step, self._race_ended = self._parts, self._parts.clock.step, False
         steps, verified = min(step // 2, _LONGEST_RACE), parts.ring.verified_until(step)
         each = cost_of(steps, JUDGED)
         left = self._updates_left(in_vain=self._raced_in_vain)
@@ -213,6 +213,7 @@ class Controls(RunControl):
                     arms.append(replace(control, actions=(Action("rewind"),)))
                     tried = tuple(one.tried(won=place == best) for place, one in enumerate(arms))
                     return Faster(since.step, arms[best].actions[0], tried)
+            self._race_ended = True
         return None
 
     @contextmanager

@@ -97,7 +97,7 @@ def verdict_of(
     """Say in a word whether a run is all right; `losses` are the first one and the recent one."""
     if status != "completed":
         return status
-    if unrecovered(incidents) is not None:
+    if unrecovered(incidents, steps) is not None:
         return "unrecovered"
     if any(one.is_observed for one in incidents):
         return "observed"

@@ -25,7 +25,7 @@ from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import leaves, rebuilt
 from resilient_train.types import Diagnosis
 from resilient_train.watch.gradient_norms import nonfinite
-from resilient_train.wording import describe_culprit
+from resilient_train.wording import describe_culprit, log
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TITLES = ("layer", "class", "output", "from", "to", "not finite", "gradient there")
@@ -146,9 +146,12 @@ def _in_force(remedies: Mapping[str, Any]) -> Iterator[tuple[set[tuple[str, int,
         try:
             if "knobs" in remedies:
                 knobs.load_state_dict(remedies["knobs"])
-            for one in remedies.get("armor", ()):
-                armor.add_again(PatchedLine(**one))
-        except (CannotArmor, KeyError, TypeError, ValueError) as error:
+            for line in [PatchedLine(**one) for one in remedies.get("armor", ())]:
+                try:
+                    armor.add_again(line)
+                except CannotArmor as why:  # it was mended since
+                    log.warning("%s: it is examined as it is", why)
+        except (KeyError, TypeError, ValueError) as error:
             raise ConfigError("RUN_DIR", in_one_line(error), "has remedies that cannot be put in force here") from error
         numerics.raise_eps(knobs.values.eps)
         yield {(one.file, one.line, one.op) for one in armor.lines}, knobs.values.higher_precision

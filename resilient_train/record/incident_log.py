@@ -206,14 +206,17 @@ class IncidentLog:
     def continued(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
         """Return the newest incident if it is open, and the same happened again and is only skipped again.
 
-        The same operation broke, or nothing is known of either update but the same signal.
+        The same operation broke, or nothing is known of either update but the same signal. Other ranks decide alike:
+        incidents of a process, which they may not know of, do not come between.
         """
-        last = self._incidents[max(self._incidents)] if self._incidents else None
-        is_same_kind = diagnosis.culprit is not None or (diagnosis.cause is Cause.UNKNOWN and not diagnosis.rows)
+        last = self._of_training[max(self._of_training)] if self._of_training else None
+        is_unknown = diagnosis.cause is Cause.UNKNOWN and not diagnosis.rows and anomaly.signal is not Signal.EXCEPTION
+        is_same_kind = diagnosis.culprit is not None or is_unknown
         is_skip = decision.actions == (Action("skip"),) and not anomaly.landed and is_same_kind
         if last is None or not is_skip or last.outcome is not None or last.decision != decision:
             return None
-        if len(last.again) >= _AGAIN:
+        drill = drill_behind(self.run_history.fired_drills, anomaly, diagnosis, self.incidents)
+        if len(last.again) >= _AGAIN or drill != last.drill:
             return None
         return last if kind_of(last.anomaly, last.diagnosis) == kind_of(anomaly, diagnosis) else None
 
@@ -235,11 +238,12 @@ class IncidentLog:
         One that was skipped again has recurred, unless all of that was up to step `healthy_since`. Ongoing ones stay
         open until `close_ongoing`.
         """
-        recurred = [kind_of(one.anomaly, one.diagnosis) for one in self.incidents if one.outcome is Outcome.RECURRED]
+        before = {kind_of(one.anomaly, one.diagnosis): one.outcome for one in self.training_incidents if one.outcome}
         for one in self.open_incidents:
             reached = one.last_step - (not one.anomaly.landed)
             is_skip = one.decision.actions == (Action("skip"),)
-            is_again = bool(one.again) or (is_skip and kind_of(one.anomaly, one.diagnosis) in recurred)
+            was = before.get(kind_of(one.anomaly, one.diagnosis))
+            is_again = bool(one.again) or (is_skip and was is Outcome.RECURRED)
             has_recurred = is_again and healthy_since is not None and reached > healthy_since
             if one.id not in self._ongoing:
                 over = Outcome.RECURRED if has_recurred else Outcome.RECOVERED

@@ -37,7 +37,7 @@ def review(story: Story, resumed_from: int | None = None) -> list[str]:
     """Sum up a run in some twenty lines at most: incidents, remedies, what to change, what is left, what to do next."""
     return [
         *([] if resumed_from is None else [_resumed(story, resumed_from)]),
-        f"{_made(story)}{'met ' if story.chapters else ''}{incidents_met(story.incidents)}.{cost_and_drill(story)}",
+        f"{_made(story)}{'met ' if story.chapters else ''}{incidents_met(story)}.{cost_and_drill(story)}",
         *_cures(story.incidents),
         *_advice(story),
         *_left(story),
@@ -118,7 +118,7 @@ def _checkpoint(one: Checkpoint) -> str:
 
 def verdict(story: Story) -> tuple[str, str]:
     """Say whether a run is all right: in two or three words, and in sentences that explain them."""
-    where, met, cost = _where(story), incidents_met(story.incidents), cost_and_drill(story)
+    where, met, cost = _where(story), incidents_met(story), cost_and_drill(story)
     match story.status:
         case "clean" | "recovered":
             well = "All is well" if story.status == "clean" else "Recovered"
@@ -135,7 +135,7 @@ def verdict(story: Story) -> tuple[str, str]:
             more = f"; the last was {what}{further(last)}"
             return "Observed, not treated", f"{where}; {met}{more}.{cost}{_results(story.summary)}"
         case "unrecovered":
-            left = unrecovered(story.incidents)
+            left = unrecovered(story.incidents, story.step)
             assert left is not None
             what = f"incident {left.id:,} ({noticed(left.anomaly, by_name=False)}, step {left.anomaly.step:,})"
             why = f"after {what} {why_unrecovered(left)}"
@@ -217,8 +217,9 @@ def _where(story: Story) -> str:
     return {"ended": f"left {at}", "closed": f"closed {at}"}.get(str(status), at)
 
 
-def incidents_met(incidents: Sequence[Incident]) -> str:
+def incidents_met(story: Story) -> str:
     """Say how many incidents there were, what caused them, and whether their treatment was enough."""
+    incidents = story.incidents
     if not incidents:
         return "no incidents"
     causes = ", ".join(f"{len(some):,} {cause}" for cause, some in by_cause(incidents).items())
@@ -227,7 +228,7 @@ def incidents_met(incidents: Sequence[Incident]) -> str:
     met = f"{counted(len(incidents), 'incident')} ({causes})"
     outcomes = Counter(one.outcome for one in incidents)
     again = outcomes[Outcome.RECURRED]
-    if outcomes[None] or outcomes[Outcome.GAVE_UP] or unrecovered(incidents) is not None:
+    if outcomes[None] or outcomes[Outcome.GAVE_UP] or unrecovered(incidents, story.step) is not None:
         left = [(outcomes[Outcome.UNRECOVERED], "not recovered"), (outcomes[Outcome.GAVE_UP], "not cured")]
         left += [(outcomes[None], "open"), (again, "came back")]
         return f"{met}, {', '.join(f'{count:,} {what}' for count, what in left if count)}"

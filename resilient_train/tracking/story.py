@@ -37,6 +37,7 @@ from resilient_train.record.run_history import DRILL_FIRED, REMEDIES, FiredDrill
 from resilient_train.types import Cause, Incident, Outcome, kind_of
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
+_QUIET = 50  # updates without what came back, after which it is over
 _KILLED = "its process was killed (no exit message)"
 _LATEST_MS = 2**42  # 2109: later times are damage
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
@@ -194,7 +195,7 @@ class StoryReader:
         if summary is not None:
             step, tick = (_whole(summary.get(key), known) for key, known in (("steps", step), ("ticks", tick)))
         end = ended_as(run_dir)
-        status = "failed" if end in ("killed", "failed") else status_by(incidents, summary)
+        status = "failed" if end in ("killed", "failed") else status_by(incidents, summary, step=step)
         why = ""
         if status == "failed":
             why = _KILLED if end == "killed" else why_incomplete(run_dir, summary) or ""
@@ -238,8 +239,8 @@ def _whole(value: Any, otherwise: int) -> int:
     return value if type(value) is int and value >= 0 else otherwise
 
 
-def status_by(incidents: Sequence[Incident], summary: Mapping[str, Any] | None = None) -> str:
-    """Say in one word how a run fares, by its incidents and by the summary that its last end wrote.
+def status_by(incidents: Sequence[Incident], summary: Mapping[str, Any] | None = None, *, step: int = 0) -> str:
+    """Say in one word how a run fares at a step, by its incidents and by the summary that its last end wrote.
 
     That is clean, recovered, recovering, observed, unrecovered, no_progress, gave_up, preempted or failed.
     """
@@ -252,22 +253,23 @@ def status_by(incidents: Sequence[Incident], summary: Mapping[str, Any] | None =
         return "clean"
     if incidents[-1].outcome is Outcome.GAVE_UP:
         return "gave_up"
-    if unrecovered(incidents) is not None:
+    if unrecovered(incidents, step) is not None:
         return "unrecovered"
     if any(one.is_observed for one in incidents):
         return "observed"
     return "recovering" if any(one.outcome is None for one in incidents) else "recovered"
 
 
-def unrecovered(incidents: Sequence[Incident]) -> Incident | None:
+def unrecovered(incidents: Sequence[Incident], step: int) -> Incident | None:
     """Return one that is unrecovered, or that came back, with none of its kind later that was over.
 
-    What was before the run gave up does not count: it was started with other settings since.
+    What was before the run gave up does not count: it was started with other settings since. Nor does what came back
+    up to an earlier end of the run, and not since it was extended.
     """
     given_up = max((place for place, one in enumerate(incidents) if one.decision.gave_up is not None), default=-1)
     since = incidents[given_up + 1 :]
     newest = {kind_of(one.anomaly, one.diagnosis): one for one in since}.values()
-    left = (one for one in newest if one.outcome is Outcome.RECURRED)
+    left = (one for one in newest if one.outcome is Outcome.RECURRED and step < one.last_step + _QUIET)
     return next((one for one in since if one.outcome is Outcome.UNRECOVERED), next(left, None))
 
 

@@ -186,7 +186,7 @@ class RewindCheck(PlainState):
         if self.reference is not None:
             self._took = self._took or max(0, self._reached - self.reference.step)
             self.goal = step + round(self._took * min(_LONGEST_WAY, 1 / rate))
-            self._was = max(losses, default=None)
+            self._was = max(filter(isfinite, losses), default=None)
             self._losses.clear()
 
     def learns_again(self, step: int, loss: float) -> bool:
@@ -195,7 +195,8 @@ class RewindCheck(PlainState):
 
     def resumed(self, step: int) -> None:
         """Note a resume from `step`, which may be before the last rewind's."""
-        if self.is_open and step < self.goal:
+        was_rewound = self._was is None or step < self._reached
+        if self.is_open and step < self.goal and was_rewound:
             self._stand(step, inf)  # the losses of the way from there are not known
 
     def _stand(self, step: int, ceiling: float | None) -> None:

@@ -173,9 +173,10 @@ def test_the_command_computes_as_the_run_does(tmp_path: Path, capsys: pytest.Cap
     number = of_zero.__code__.co_firstlineno + 2
     text = Path(__file__).read_text().splitlines()[number - 1].strip()
     line = {"file": __file__, "function": "of_zero", "text": text, "count": 0, "line": number, "op": "log"}
-    for one, code in ((line, 0), ({**line, "text": "gone"}, 2)):
+    mended = {**line, "text": "gone"}  # by the user, since: that line is looked at as it is
+    for tick, (one, code) in enumerate(((line, 0), (mended, 1), ({}, 2))):
         journal = Journal(tmp_path / JOURNAL)
-        journal.write("remedies_in_force", remedies={"tick": code, "armor": [one], "knobs": Knobs().state_dict()})
+        journal.write("remedies_in_force", remedies={"tick": tick, "armor": [one], "knobs": Knobs().state_dict()})
         journal.close()
         assert command.main([str(tmp_path), *overrides]) == code
     assert "cannot be put in force" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from resilient_train.record.incident_log import IncidentLog
+from resilient_train.tracking.story import status_by
 from resilient_train.types import Action, Anomaly, Cause, Culprit, Decision, Diagnosis, Outcome, Signal
 
 SKIP = Decision((Action("skip"),))
@@ -98,3 +99,41 @@ def test_what_is_only_skipped_again_is_counted(
     book.record_treatment(book.open(nan(1), diagnosis, SKIP))
     again = Anomaly(signal, 2, 2, 1, "nan", landed=False)
     assert (book.continued(again, diagnosis, decision) is not None) is is_counted
+
+
+def test_a_fault_of_the_disk_does_not_come_between(tmp_path: Path) -> None:
+    """Only rank 0 may know of it, and all ranks count alike."""
+    book = IncidentLog(None)
+    book.record_treatment(book.open(nan(1), UNKNOWN, SKIP))
+    full = Anomaly(Signal.DISK_FULL, 2, 2, 2, "no space left")
+    book.record_treatment(book.open(full, Diagnosis(Cause.PROCESS, ""), Decision((Action("try_again"),))))
+    before = book.continued(nan(3), UNKNOWN, SKIP)
+    assert before is not None
+    assert before.id == 1
+
+
+def test_two_exceptions_are_two_incidents() -> None:
+    """Each has its own words."""
+    book = IncidentLog(None)
+    first, second = (Anomaly(Signal.EXCEPTION, tick, tick, 0, f"error {tick}", landed=False) for tick in (1, 2))
+    book.record_treatment(book.open(first, UNKNOWN, SKIP))
+    assert book.continued(second, UNKNOWN, SKIP) is None
+
+
+def test_a_skip_long_after_a_kind_was_over_is_no_return_of_it() -> None:
+    """Only the last of its kind counts, not one that was followed by a cure."""
+    book, skipped = IncidentLog(None), Diagnosis(Cause.TRANSIENT, "")
+    for tick in (100, 110):
+        book.record_treatment(book.open(nan(tick), skipped, SKIP))
+    book.update_accepted(161, recovered_after=50, loss_is_off=False)
+    book.record_treatment(book.open(nan(990), skipped, SKIP))
+    book.close_all(Outcome.RECOVERED, healthy_since=950)
+    assert [one.outcome for one in book.incidents] == [Outcome.RECURRED, Outcome.RECOVERED, Outcome.RECOVERED]
+
+
+def test_what_came_back_before_an_earlier_end_is_over_once_a_longer_run_was_healthy() -> None:
+    book = IncidentLog(None)
+    met(book, 10)
+    book.close_all(Outcome.RECOVERED, healthy_since=0)
+    assert status_by(book.incidents, step=12) == "unrecovered"
+    assert status_by(book.incidents, step=80) == "recovered"

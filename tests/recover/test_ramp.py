@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -87,7 +88,10 @@ def test_what_no_rewind_undoes_has_time_to_be_learned_again() -> None:
     assert not check.learns_again(399, 3.2)
     restored = RewindCheck(check.config)
     restored.load_persistent_state(check.persistent_state())
+    restored.resumed(260)  # no rewind: nothing else is known by now
     assert restored.learns_again(399, 3.0)
+    restored.stayed(260, [inf, 3.0])
+    assert not restored.learns_again(270, 9.0)
     assert not check.learns_again(400, 3.0)
     assert Standing.OFF in [check.see(step, 2.5) for step in range(401, 451)]
     check.rewound(100, {})
