@@ -99,6 +99,7 @@ class Guarding:
     @contextmanager
     def training(self, resumes_from: Any) -> Iterator[None]:
         self._left_out, self._norm = 0, None
+        self._best_before.clear()
         self._resumes_from, accelerator = Path(resumes_from) if resumes_from else None, self.trainer.accelerator
         try:
             yield
@@ -163,7 +164,9 @@ class Guarding:
         follower = self.follower or self.begin()
         self._rows = []
         for batch in batches:
-            if isinstance(batch, NumberedBatch):
+            if not isinstance(batch, NumberedBatch):
+                self._rows.append(())
+            else:
                 healthy, rows = follower.samples.healthy(batch.batch, batch.rows)
                 self._rows.append(rows)
                 batch = healthy if rows is batch.rows else send_to_device(healthy, self.trainer.args.device)
@@ -247,7 +250,7 @@ class Guarding:
         trainer, before = self.trainer, self._loss_before
         assert before is not None
         assert self.follower is not None
-        is_made = bool(loss.isfinite()) or self.follower.guard.observes
+        is_made = bool(loss.isfinite()) or (self.follower.guard.observes and not self.follower.is_left_out)
         if not is_made and self._noted_before is not None:
             vars(trainer).update(self._noted_before)
         trainer._tr_loss.copy_(before + loss.to(before.device) if is_made else before)
@@ -360,7 +363,8 @@ class Guarding:
             self.examine()
             state = self.trainer.state
             mark = Path(os.devnull, str(state.global_step))  # in the place of a checkpoint: no such file can exist
-            self._best_before[mark] = state.best_metric, state.best_global_step, state.best_model_checkpoint
+            best = state.best_metric, state.best_global_step, state.best_model_checkpoint
+            self._best_before.setdefault(mark, best)  # the first, if it evaluates twice
             self.follower.saved(mark)
 
     def saved(self, folder: Path) -> None:
@@ -375,7 +379,9 @@ class Guarding:
         assert self.follower is not None
         damaged = self.follower.rename_damaged(is_main=self.trainer.args.should_save)
         if before := next((self._best_before[mark] for mark in damaged if mark in self._best_before), None):
-            if before[2] is not None and not Path(before[2]).exists():  # the trainer keeps only so many checkpoints
+            # The trainer keeps only so many checkpoints. Ranks without a shared disk decide alike.
+            has_gone = before[2] is not None and not Path(before[2]).exists()
+            if self.follower.guard.world.on_main(lambda: has_gone):
                 before = None, None, None
             state = self.trainer.state
             state.best_metric, state.best_global_step, state.best_model_checkpoint = before

@@ -176,6 +176,7 @@ class Fit:
         if isinstance(batch, NumberedBatch):
             self._rows = [*batch.rows]
             return batch.batch
+        self._rows = []
         return batch
 
     def _transferred(self, batch: Any) -> Any:
@@ -240,7 +241,9 @@ class Fit:
             self._look_at_incidents()
         if loss is not None:
             self._return_to(place)
-        if loss is not None and not loss.isfinite() and not follower.guard.observes:  # it was left out
+        if (
+            loss is not None and not loss.isfinite() and (follower.is_left_out or not follower.guard.observes)
+        ):  # it was left out
             assert self._logged is not None
             self._logged.restore()
             self._output = {}

@@ -87,9 +87,9 @@ class FedSamples(Samples):
     # What the trainer fetches.
 
     def feed(self, batches: list[Any], rows: Sequence[Sequence[int]] = ()) -> Fed:
-        """Take the micro-batches of one update; `rows` are the indices of their rows, if these are known."""
-        start = self.newest_stop
-        fed = Fed(start, start + self.slicing.samples, batches, [array("q", some) for some in rows])
+        """Take the micro-batches of one update; `rows` are the indices of their rows, if these are known of all."""
+        start, are_known = self.newest_stop, len(rows) == len(batches) and all(map(len, rows))
+        fed = Fed(start, start + self.slicing.samples, batches, [array("q", some) for some in rows if are_known])
         self._fed.append(fed)
         self.newest_stop = fed.stop
         self.keep(fed, batches)
@@ -98,13 +98,13 @@ class FedSamples(Samples):
     def feed_more(self, fed: Fed, batch: Any, rows: Sequence[int] = ()) -> None:
         """Take one more micro-batch of the newest update, which has begun."""
         assert fed.batches is not None
+        keys = [[Key(0, fed.start, row) for row in rows]] if rows and len(fed.rows) == len(fed.batches) else []
         fed.batches.append(batch)
-        if rows:
-            fed.rows.append(array("q", rows))
+        fed.rows = [*fed.rows, array("q", rows)] if keys else []
         if fed is self.current:  # not if it is left out
             assert self._served is not None
             self._served.batches.append(rebuilt(batch, lambda leaf: leaf))
-            self._served.keys.extend([[Key(0, fed.start, row) for row in rows]] if rows else [])
+            self._served.keys[:] = [*self._served.keys, *keys] if keys else []
         self.keep(fed, batch)
 
     def keep(self, fed: Fed, made: Any) -> None:

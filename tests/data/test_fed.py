@@ -81,3 +81,20 @@ def test_older_updates_take_memory_for_their_rows(monkeypatch: pytest.MonkeyPatc
         tracemalloc.stop()
     assert made.rows_at(made.newest_stop - size, made.newest_stop) == tuple(range(size))
     assert made.rows_at(0, size) == ()
+
+
+@pytest.mark.parametrize("unknown", [0, 1])
+def test_rows_are_known_of_all_micro_batches_or_of_none(unknown: int) -> None:
+    """A sampler may yield what is no row number now and then: no batch is lost, and no other rows are blamed."""
+    made = FedSamples(Slicing(BATCH, MICRO_BATCHES, 0, 1), dataset=ROWS, collate=default_collate)
+    given = [(), range(4, 8)] if unknown == 0 else [range(4), ()]
+    together = made.feed([ROWS[:4], ROWS[4:8]], given)
+    made.next_update()
+    one_by_one = made.feed([ROWS[8:12]], given[:1])
+    made.next_update()
+    made.feed_more(one_by_one, ROWS[12:16], given[1])
+    assert together.rows == one_by_one.rows == []
+    made.quarantine([5])
+    made.load_state_dict({"position": 0})
+    for start in (0, 8):
+        assert torch.cat(made.next_update().batches).tolist() == list(range(start, start + 8))

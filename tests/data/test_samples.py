@@ -598,8 +598,8 @@ def test_a_worker_that_is_killed_is_replaced(caplog: pytest.LogCaptureFixture) -
     """Wherever the training is at the time: the samples are what they would have been."""
     plain, samples = by_hand(Augmented(400)), by_hand(Augmented(400), workers=2)
     with caplog.at_level(logging.WARNING, "resilient_train"):
-        for number in range(20):
-            if number in (3, 8):
+        for number in range(24):
+            if number in (3, 14):  # far apart: two deaths in a row turn workers off
                 os.kill(struck := workers_of(samples)[0].pid, signal.SIGKILL)
                 while _state(struck) != "Z":  # the training, in which nothing may be raised
                     time.sleep(0.01)
