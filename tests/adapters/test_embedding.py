@@ -610,7 +610,7 @@ MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] 
     (lambda loops, guard, batch: guard.step(batch), TypeError, "guard.step needs an objective"),
     (lambda loops, guard, batch: guard.update(anything(1.0)), TypeError, "not one of type float"),
     (lambda loops, guard, batch: guard.update(batch[0]), TypeError, r"not one of shape \[16, 6\]"),
-    (forgets_backward, TrainError, "call accelerator.backward"),
+    (forgets_backward, TrainError, "call loss.backward"),
     (steps_itself, TrainError, r"remove optimizer.step\(\)"),
     (steps_itself_afterwards, TrainError, r"remove optimizer.step\(\)"),
     (sets_the_rate, TrainError, "the loop set lr itself, to 1 where it was 0.01: give it to the guard as schedule="),
