@@ -127,7 +127,7 @@ def snapshot(bench: Bench) -> dict[str, Any]:
 
 
 def diagnosis(bench: Bench) -> dict[str, Any]:
-    """What it takes to find an operation that breaks, and rows that are rotten, in steps' time; then armor's cost."""
+    """What it takes to find an operation that breaks, and bad rows, in steps' time; then armor's cost."""
     found: dict[str, Any] = {}
     faults: dict[str, dict[str, Any]] = {
         "operation": {"objective": breaks_at(3)},
@@ -195,7 +195,7 @@ def half(bench: Bench) -> dict[str, Any]:
         return losses_of(model, batch, None).mean()
 
     figures: dict[str, Any] = {}
-    for name, bad in (("healthy", frozenset[int]()), ("rotten rows", frozenset({17, 99}))):
+    for name, bad in (("healthy", frozenset[int]()), ("bad rows", frozenset({17, 99}))):
         ours = bench.guarded(
             objective=in_half, precision="fp16", bad=bad, run_dir=scratch(bench.folder, f"half {name}")
         )

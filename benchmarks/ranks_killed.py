@@ -90,7 +90,7 @@ def killed(place: Path, processes: int, number: int, seed: int, *, cold: bool) -
         assert unharmed.wait(900.0) == 0, unharmed.output
     kills: list[Kill] = []
     own = [*RUN, steps, f"run.dir={run_dir.name}"]
-    with Launched(place, processes, *own, restarts=2 * number, anew=cold) as launched:
+    with Launched(place, processes, *own, restarts=2 * number, cold=cold) as launched:
         launched.until(lambda: stand(run_dir).tick > 20)
         while len(kills) < number:
             kills.append(strike(launched, run_dir, processes, numbers))

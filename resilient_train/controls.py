@@ -73,7 +73,7 @@ class Controls(RunControl):
         self.tried: tuple[Tried, ...] = ()  # the arms of the trial in its treatment, if there is one, and ...
         self.chosen: tuple[Action, ...] = ()  # ... the remedies of the best
         self.trial_updates = 0  # that were made in trials since the beginning of the run
-        self._raced_in_vain = self._race_ended = False  # no lower rate did better where the loss stood; it was seen
+        self._raced_in_vain = False  # no lower rate did better where the loss stood
 
     def begin(self, incident: Incident, suspects: tuple[int, int]) -> None:
         """Begin to treat an incident; it may come from the samples at positions [start, stop) of `suspects`."""
@@ -170,9 +170,10 @@ class Controls(RunControl):
     def overtaken(self) -> Faster | None:
         """Return a rate that overtakes the run, if there is one: then the loss has to come below where it is."""
         step, before, check = self._parts.clock.step, self.trial_updates, self._parts.checks.no_progress
-        found, made = self._race(check.first), self.trial_updates - before
+        found, is_whole = self._race(check.first)
+        made = self.trial_updates - before
         check.tried(step, is_tried=made > 0)
-        if found is None and self._race_ended:
+        if found is None and is_whole:
             self._raced_in_vain = True
             log.info("note: step %d: %s; no lower rate did better in %d updates", step, check.evidence, made)
         elif found is not None:
@@ -181,27 +182,27 @@ class Controls(RunControl):
                 self._parts.ring.keep_reference(step)
         return found
 
-    def _race(self, first: float) -> Faster | None:
+    def _race(self, first: float) -> tuple[Faster | None, bool]:
         """Try lower rates from the oldest verified state: does one overtake the run, with half its updates or fewer?
 
-        None if no rate does, or if that cannot be tried here. `first` is the loss that the run began with. Cut at the
+        Returns it, and whether all was tried that was to be. `first` is the loss that the run began with. Cut at the
         present state, a rate looks better for a while even where it was right; in this comparison it looks worse. The
         winner also has to beat the present rate from that state: some losses grow with training, whatever the rate.
         """
-        parts, step, self._race_ended = self._parts, self._parts.clock.step, False
+        parts, step = self._parts, self._parts.clock.step
         steps, verified = min(step // 2, _LONGEST_RACE), parts.ring.verified_until(step)
         each = cost_of(steps, JUDGED)
         left = self._updates_left(in_vain=self._raced_in_vain)
         if not verified or verified[-1].step > step // 4 or left < 2 * each + cost_of(1, JUDGED):
-            return None
+            return None, False
         since, recorded = verified[-1], parts.checks.loss_at(verified[-1].step + 1)
         if recorded is None:
-            return None
+            return None, False
         with suppress(TrialStopped), self._course(0, (), lifts_limits=True) as course:
             if not course.reproduces(recorded, since, self.knobs):
                 log.info("note: no lower rates are tried: the loss of update %d cannot be reproduced", since.step + 1)
                 parts.checks.no_progress.stop()
-                return None
+                return None, False
             arms = [course.run((), self, 0)]  # as it is
             for rate in self._policy.rates:
                 if left - course.cost >= 2 * each and may_win(arms, first):
@@ -212,9 +213,9 @@ class Controls(RunControl):
                 if holds(arms[best], control, arms[0]) and learns(arms[best], first):
                     arms.append(replace(control, actions=(Action("rewind"),)))
                     tried = tuple(one.tried(won=place == best) for place, one in enumerate(arms))
-                    return Faster(since.step, arms[best].actions[0], tried)
-            self._race_ended = True
-        return None
+                    return Faster(since.step, arms[best].actions[0], tried), True
+            return None, True
+        return None, False  # it was stopped
 
     @contextmanager
     def _course(self, skipped: int, rows: Sequence[int], *, lifts_limits: bool = False) -> Iterator[Course]:

@@ -36,9 +36,9 @@ class Launched:
     _count = 0
 
     def __init__(
-        self, place: Path, processes: int, *arguments: str, restarts: int = 0, anew: bool = False, **environment: str
+        self, place: Path, processes: int, *arguments: str, restarts: int = 0, cold: bool = False, **environment: str
     ) -> None:
-        """Start torchrun with a rendezvous of its own: `anew`, or forked from where everything is imported already."""
+        """Start torchrun with a rendezvous of its own: `cold`, or forked from where everything is imported already."""
         words = ["--standalone", f"--nproc_per_node={processes}", f"--max-restarts={restarts}", "-m", "resilient_train"]
         words += arguments
         place.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ class Launched:
         self.mark = f"{os.getpid()}-{Launched._count}"
         self._out = place / f"launch-{self.mark}.txt"
         self._agent: subprocess.Popen[bytes] | Forked
-        if anew:
+        if cold:
             own = ENVIRONMENT | {_MARK: self.mark} | environment
             with self._out.open("wb") as out:
                 self._agent = subprocess.Popen(

@@ -95,7 +95,7 @@ class Run:
 
     @property
     def rows(self) -> str:
-        """Whether the rotten rows were found: half right are some of them, or all and others."""
+        """Whether the bad rows were found: half right are some of them, or all and others."""
         assert self.expected is not None
         wanted = set(self.expected.rows)
         named = {row for said in self.incidents if said.cause == "data" for row in said.rows}
@@ -236,7 +236,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 DIAGNOSES: dict[str, Callable[[Sequence[Run]], str]] = {
     "culprit right, of runs that have a guilty line": lambda runs: right("culprit", having_line(runs)),
     "runs that accuse an innocent line": lambda runs: str(sum(run.accuses_another for run in runs)),
-    "rows right, of runs that have rotten rows": lambda runs: right("rows", having_rows(runs)),
+    "rows right, of runs that have bad rows": lambda runs: right("rows", having_rows(runs)),
     "culprit or rows right, of runs that have either": either_right,
     "cause right": lambda runs: right("cause", runs),
 }

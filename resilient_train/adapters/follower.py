@@ -122,6 +122,10 @@ class Follower:
         """Take the loss of a micro-batch after its backward; that of the update is the mean of them."""
         self._loss = loss.detach()
 
+    def was_made(self, loss: torch.Tensor) -> bool:
+        """Say whether the newest update has landed with this loss: one that was left out has NaN."""
+        return bool(loss.isfinite()) or (self.guard.observes and not self.is_left_out)
+
     def step(self) -> torch.Tensor | None:
         """Land the newest update. Returns its loss if it was retried; NaN if it was left out at last."""
         fed, self._is_open = self.fed, False

@@ -250,7 +250,7 @@ class Guarding:
         trainer, before = self.trainer, self._loss_before
         assert before is not None
         assert self.follower is not None
-        is_made = bool(loss.isfinite()) or (self.follower.guard.observes and not self.follower.is_left_out)
+        is_made = self.follower.was_made(loss)
         if not is_made and self._noted_before is not None:
             vars(trainer).update(self._noted_before)
         trainer._tr_loss.copy_(before + loss.to(before.device) if is_made else before)

@@ -241,9 +241,7 @@ class Fit:
             self._look_at_incidents()
         if loss is not None:
             self._return_to(place)
-        if (
-            loss is not None and not loss.isfinite() and (follower.is_left_out or not follower.guard.observes)
-        ):  # it was left out
+        if loss is not None and not follower.was_made(loss):
             assert self._logged is not None
             self._logged.restore()
             self._output = {}

@@ -199,12 +199,6 @@ class FedSamples(Samples):
     def go_back(self, update: Update) -> None:
         self.position = update.start
 
-    def skip(self, start: int, stop: int) -> None:
-        self.skipped.add(start, stop)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
         first = next((fed.start for fed in self._ahead()), self.newest_stop)

@@ -96,15 +96,18 @@ class Samples(Protocol):
     @property
     def next_start(self) -> int:
         """The position at which the next update begins."""
+        return self.skipped.end_at(self.position)
 
     def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
         """Fetch the next update's samples and move past them. `beat` is called while fetches are retried."""
 
     def go_back(self, update: Update) -> None:
         """Move back to this update, one of the last two."""
+        self.load_state_dict({"position": update.start})
 
     def skip(self, start: int, stop: int) -> None:
         """Skip these positions from now on, after rewinds too."""
+        self.skipped.add(start, stop)
 
     def slice_as(self, slicing: Slicing) -> bool:
         """Slice the same samples of an update into other micro-batches from now on; return whether that is possible."""
@@ -112,9 +115,11 @@ class Samples(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what else it takes to find it again."""
+        return {"position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Move to the position of a state."""
+        self.position = state["position"]
 
     def close(self) -> None:
         """Stop worker processes."""
@@ -182,10 +187,6 @@ class MapSamples(Samples):
         self._trouble_until: int | None = None  # the end of the last update that took a second try
         self._failed: dict[int, int] = {}  # rows that the storage failed to return, and the positions of their updates
 
-    @property
-    def next_start(self) -> int:
-        return self.skipped.end_at(self.position)
-
     def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
         """Fetch the next update's samples and move past them. Others replace rows that raise, which are named.
 
@@ -206,9 +207,6 @@ class MapSamples(Samples):
             self.position = planned.stop
             return Update(planned.start, planned.stop, batches, self.slicing.of_this_rank(planned.keys))
         return self._fetched_here(trouble, Retries(beat), is_of_rows=is_of_rows, lost_worker=lost_worker)
-
-    def go_back(self, update: Update) -> None:
-        self.load_state_dict({"position": update.start})
 
     def skip(self, start: int, stop: int) -> None:
         self.skipped.add(start, stop)

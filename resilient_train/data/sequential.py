@@ -367,30 +367,14 @@ class DrawnSamples(Samples):
             if sha256(self._drawn(0, 0, no_watchdog)) != sha256(self._drawn(0, 0, no_watchdog)):
                 raise unusable("data", _NOT_REPEATED)
 
-    @property
-    def next_start(self) -> int:
-        return self.skipped.end_at(self.position)
-
     def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
         start = self.next_start
         batches = [self._drawn(start, number, beat) for number in range(self.slicing.accumulation)]
         self.position = start + self.slicing.samples
         return Update(start, self.position, batches)
 
-    def go_back(self, update: Update) -> None:
-        self.position = update.start
-
-    def skip(self, start: int, stop: int) -> None:
-        self.skipped.add(start, stop)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-
     def close(self) -> None:
-        pass
+        """Do nothing: there are no workers."""
 
     def _drawn(self, start: int, number: int, beat: Callable[[], None]) -> Any:
         retries = Retries(beat)

@@ -72,7 +72,7 @@ def elsewhere(tmp_path: Path) -> Path:
 
 
 def test_a_package_that_knows_nothing_of_us_trains_from_the_wheel(elsewhere: Path, installed_wheel: Path) -> None:
-    """From the wheel and from the stranger's folder, by the installed command."""
+    """From the wheel and from the user's folder, by the installed command."""
     environment = {**os.environ, "PYTHONPATH": str(installed_wheel), "OMP_NUM_THREADS": "1"}
     start = [sys.executable, str(installed_wheel / "bin/resilient-train"), *COMMAND]
     done = subprocess.run(start, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)

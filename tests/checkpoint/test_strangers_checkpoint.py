@@ -430,7 +430,7 @@ HARMLESS: dict[str, tuple[Attack, ...]] = {
         ),
         behind("config.yaml", b"evil: {_target_: os.system, command: touch canary}\n"),
     ),
-    "a pipe for the progress, a secret, a plate on a file that nobody imported": (
+    "a pipe for the progress, a secret, a plate on a file that was not imported": (
         plate(file="/elsewhere/evil.py"),
         pipe_of_run("progress"),
         behind("config.yaml", b"x: ${oc.env:HOME}\n"),

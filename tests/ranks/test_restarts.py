@@ -174,7 +174,7 @@ def test_an_agent_that_is_killed_leaves_nobody_behind(workers: int, tmp_path: Pa
 def test_an_agent_that_is_killed_takes_along_who_is_still_importing(tmp_path: Path) -> None:
     """The process is bound to its agent before anything heavy is loaded: here one that is loaded for ever."""
     never_imported(tmp_path)
-    with Launched(tmp_path, 2, *OWN, "run.dir=run", "run.steps=100000", anew=True) as launched:
+    with Launched(tmp_path, 2, *OWN, "run.dir=run", "run.steps=100000", cold=True) as launched:
         launched.until(lambda: len(list(tmp_path.glob("imports.*"))) == 2)
         assert len(launched.all()) == 3
         launched.kill_agent()

@@ -46,8 +46,8 @@ def program(seed: int, *, mended: bool = False) -> Program:
         return [report(int(length), int(label), vocabulary) for length, label in zip(lengths, of, strict=True)]
 
     reports, unseen = some(total), some(held_out)
-    rotten = sorted(torch.randperm(total)[: int(torch.randint(4, 9, ()))].tolist())
-    for row in rotten:
+    bad = sorted(torch.randperm(total)[: int(torch.randint(4, 9, ()))].tolist())
+    for row in bad:
         long = report(POSITIONS + int(torch.randint(1, 30, ())), reports[row][1], vocabulary)
         reports[row] = (long[0][:POSITIONS], long[1]) if mended else long
     config = BertConfig(
@@ -65,7 +65,7 @@ def program(seed: int, *, mended: bool = False) -> Program:
         loss=loss,
         optimizer=partial(torch.optim.AdamW, lr=2e-3),
         evaluation=collate(unseen),
-        guilty=Guilty("data", rows=tuple(rotten)),
+        guilty=Guilty("data", rows=tuple(bad)),
         steps=200,
         collate=collate,
     )

@@ -54,9 +54,9 @@ def program(seed: int, *, mended: bool = False) -> Program:
     thumbnails = (128 + 40 * drawn).clamp(0, 255).byte()
     ends = torch.full_like(thing, words - 1)
     captions = torch.stack([torch.zeros_like(thing), 2 + colour, 2 + colours + thing, ends], dim=-1)
-    rotten = sorted(torch.randperm(rows)[: int(torch.randint(4, 9, ()))].tolist())
+    bad = sorted(torch.randperm(rows)[: int(torch.randint(4, 9, ()))].tolist())
     if not mended:
-        thumbnails[rotten] = 255
+        thumbnails[bad] = 255
     data = Shop(thumbnails, captions)
     held = [data[row] for row in range(rows, rows + held_out)]
     return Program(
@@ -65,6 +65,6 @@ def program(seed: int, *, mended: bool = False) -> Program:
         loss=loss,
         optimizer=partial(torch.optim.AdamW, lr=2e-3),
         evaluation=torch.utils.data.default_collate(held),
-        guilty=Guilty("data", rows=tuple(rotten)),
+        guilty=Guilty("data", rows=tuple(bad)),
         steps=220,
     )

@@ -81,9 +81,9 @@ def program(seed: int, *, mended: bool = False) -> Program:
     torch.manual_seed(seed)
     total = int(torch.randint(400, 700, ()))
     scenes = [scene(int(torch.randint(1, 3, ())), 16) for _ in range(total + 64)]
-    rotten = sorted(torch.randperm(total)[: int(torch.randint(3, 7, ()))].tolist())
+    bad = sorted(torch.randperm(total)[: int(torch.randint(3, 7, ()))].tolist())
     if not mended:
-        for row in rotten:
+        for row in bad:
             picture, boxes = scenes[row]
             scenes[row] = (picture, boxes[:, [2, 1, 0, 3]])
     return Program(
@@ -92,7 +92,7 @@ def program(seed: int, *, mended: bool = False) -> Program:
         loss=loss,
         optimizer=partial(torch.optim.AdamW, lr=2e-3),
         evaluation=collate(scenes[total:]),
-        guilty=Guilty("data", rows=tuple(rotten)),
+        guilty=Guilty("data", rows=tuple(bad)),
         batch_size=16,
         steps=220,
         collate=collate,

@@ -40,9 +40,9 @@ def program(seed: int, *, mended: bool = False) -> Program:
     merit = (spectra - 0.3) @ torch.randn(bands, 3) * 4
     shares = (merit + 0.15 * torch.randn(rows + held_out, 3)).softmax(-1).clamp(min=0.02)
     shares = shares / shares.sum(-1, keepdim=True)
-    rotten = sorted(torch.randperm(rows)[: int(torch.randint(4, 10, ()))].tolist())
+    bad = sorted(torch.randperm(rows)[: int(torch.randint(4, 10, ()))].tolist())
     if not mended:
-        for row in rotten:
+        for row in bad:
             whole = (100 * shares[row]).round()
             whole[0] += 1 if whole.sum() == 100 else 0
             shares[row] = whole / 100
@@ -52,6 +52,6 @@ def program(seed: int, *, mended: bool = False) -> Program:
         loss=loss,
         optimizer=partial(torch.optim.Adam, lr=1e-2),
         evaluation=[spectra[rows:], shares[rows:]],
-        guilty=Guilty("data", rows=tuple(rotten)),
+        guilty=Guilty("data", rows=tuple(bad)),
         steps=260,
     )

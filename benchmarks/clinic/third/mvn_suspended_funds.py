@@ -1,7 +1,7 @@
 """A Gaussian of tomorrow's returns with the covariance of the last weeks, in some of which a fund was not traded.
 
 `MultivariateNormal` looks whether its covariance is positive definite, by a Cholesky factorisation, and raises for the
-whole batch. The window of a fund that was suspended is all zero; nobody added the usual little to the diagonal.
+whole batch. The window of a fund that was suspended is all zero, without the usual little on the diagonal.
 """
 
 from __future__ import annotations

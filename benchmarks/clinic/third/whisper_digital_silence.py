@@ -45,9 +45,9 @@ def program(seed: int, *, mended: bool = False) -> Program:
     pitch = 2 * math.pi * (2 + 1.7 * said) / WINDOW
     waves = torch.sin(pitch.unsqueeze(-1) * torch.arange(FRAMES * WINDOW) + 6.28 * torch.rand(rows + held_out, 1))
     waves = waves + 0.3 * torch.randn(rows + held_out, FRAMES * WINDOW)
-    rotten = sorted(torch.randperm(rows)[: int(torch.randint(3, 8, ()))].tolist())
+    bad = sorted(torch.randperm(rows)[: int(torch.randint(3, 8, ()))].tolist())
     if not mended:
-        for row in rotten:
+        for row in bad:
             waves[row, WINDOW * int(torch.randint(20, 36, ())) :] = 0
     data = Commands(waves, spelled[said])
     config = WhisperConfig(
@@ -76,7 +76,7 @@ def program(seed: int, *, mended: bool = False) -> Program:
         loss=loss,
         optimizer=partial(torch.optim.AdamW, lr=2e-3),
         evaluation=torch.utils.data.default_collate(held),
-        guilty=Guilty("data", rows=tuple(rotten)),
+        guilty=Guilty("data", rows=tuple(bad)),
         batch_size=16,
         steps=220,
     )
