@@ -10,9 +10,7 @@ in the data never go back.
 
 from __future__ import annotations
 
-import copy
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -24,6 +22,7 @@ from accelerate.utils import send_to_device
 from resilient_train.adapters import arguments
 from resilient_train.adapters.follower import OLDEST, OPTIONS, Follower, TrainersSettings, run_dir_of
 from resilient_train.adapters.guard import Guard
+from resilient_train.adapters.noted import copied, with_added
 from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
@@ -193,11 +192,11 @@ class Guarding:
             return prepare(inputs)
         fed, device = self.follower.at_hand, self.trainer.args.device
         if self._number >= len(fed.prepared):
-            buffered = self.trainer._buffered_inputs
+            noted = self._noted()
             fed.prepared.append((prepare(inputs), randomness.capture(device)))
             self.follower.samples.keep(fed, fed.prepared[-1][0])
-            if self._noted_before is not None and self.trainer._buffered_inputs is not buffered:
-                self._noted_before = self._noted()  # what was generated counts once
+            if self._noted_before is not None:  # what was generated counts once
+                self._noted_before = with_added(self._noted_before, noted, self._noted())
         made, after = fed.prepared[self._number]
         for name, state in after.items():  # generation has drawn from it
             randomness.restore(name, state, device)
@@ -277,7 +276,7 @@ class Guarding:
         # The newest update counts as it is made in the end, unless it was logged already; older ones have counted.
         is_counted = fed is self.follower.fed and self._noted_before is not None
         if is_counted and number == 0:
-            vars(trainer).update(_copied(self._noted_before))
+            vars(trainer).update(copied(self._noted_before))
         noted = self._noted()
         is_last = number == len(fed.batches) - 1
         if number == 0:
@@ -299,7 +298,7 @@ class Guarding:
 
     def _noted(self) -> dict[str, Any]:
         noted = {name: vars(self.trainer)[name] for name in _NOTED if name in vars(self.trainer)}
-        return {name: _copied(one) for name, one in noted.items()}
+        return {name: copied(one) for name, one in noted.items()}
 
     @property
     def _counts(self) -> tuple[int, float | None, int | None]:
@@ -431,12 +430,3 @@ class _Guarded:
         self._resilient.examine(is_end=True)
         self._resilient.correct_mean(is_end=True)
         return super()._finalize_training(*args, **more)  # type: ignore[misc]
-
-
-def _copied(noted: Any) -> Any:
-    """Copy containers, but not the numbers and texts in them, of which there may be many."""
-    if not isinstance(noted, dict):
-        return copy.copy(noted) if isinstance(noted, list | deque) else noted
-    copied = copy.copy(noted)  # of its kind, such as a defaultdict
-    copied.update({name: _copied(one) for name, one in noted.items()})
-    return copied

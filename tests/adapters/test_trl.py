@@ -83,6 +83,8 @@ def trained(kind: str, output: Path, *, guarded: bool = True, strikes: bool = Fa
         trainer = struck(SFTTrainer)(model, args, train_dataset=data, processing_class=tokenizer())
     else:
         more = {"num_generations": 4, "max_completion_length": 5, "num_iterations": 2}
+        if kind == "inside":  # each micro-batch of an update is generated, the second while the first has counted
+            more |= {"steps_per_generation": 1, "num_iterations": 1, "use_adaptive_entropy": True}
         args = GRPOConfig(str(output), max_steps=12, **more, **USUAL)
         data = Dataset.from_dict({"prompt": [" ".join(text.split()[:3]) for text in TEXTS]})
         trainer = (Overflows if kind == "overflow" else struck(GRPOTrainer))(
@@ -99,7 +101,7 @@ def trained(kind: str, output: Path, *, guarded: bool = True, strikes: bool = Fa
 
 
 @pytest.mark.filterwarnings("ignore")  # TRL's own
-@pytest.mark.parametrize("kind", ["sft", "grpo"])
+@pytest.mark.parametrize("kind", ["sft", "grpo", "inside"])
 def test_a_trainer_of_trl_is_untouched_while_healthy_and_cured_when_struck(kind: str, tmp_path: Path) -> None:
     plain = trained(kind, tmp_path / "plain", guarded=False)
     healthy = trained(kind, tmp_path / "healthy")
@@ -111,6 +113,7 @@ def test_a_trainer_of_trl_is_untouched_while_healthy_and_cured_when_struck(kind:
     assert (incident["signal"], incident["cause"]) == ("nonfinite_grad", "transient")
     assert weights(cured) == weights(plain)
     assert [known(row) for row in rows(cured)] == [known(row) for row in rows(plain)]  # tokens count once, too
+    assert getattr(cured, "entropy_coef", None) == getattr(plain, "entropy_coef", None)
 
 
 class Leap(TrainerCallback):  # type: ignore[misc]
