@@ -20,7 +20,7 @@ from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import Circumstances, RunControl, remedy
-from resilient_train.recover.trials import JUDGED, best_arm, cost_of, fastest, holds, learns, may_win
+from resilient_train.recover.trials import JUDGED, best_arm, cost_of, fastest, holds, may_win
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.state.ring import Snapshot
@@ -210,7 +210,7 @@ class Controls(RunControl):
                     arms.append(course.run((cut,), self, steps, since=since))
             if best := fastest(arms):
                 control = course.run((), self, steps, since=since)
-                if holds(arms[best], control, arms[0]) and learns(arms[best], first):
+                if holds(arms[best], control, arms[0], first):
                     arms.append(replace(control, actions=(Action("rewind"),)))
                     tried = tuple(one.tried(won=place == best) for place, one in enumerate(arms))
                     return Faster(since.step, arms[best].actions[0], tried), True

@@ -77,14 +77,18 @@ def fastest(arms: Sequence[Arm]) -> int:
     return max(close, key=lambda place: arms[place].cut, default=0)
 
 
-def holds(arm: Arm, control: Arm, now: Arm) -> bool:
+def holds(arm: Arm, control: Arm, now: Arm, first: float) -> bool:
     """Say whether a lower rate also beats the present one, which made as many updates from the same state: `control`.
 
     Where a term of the loss grows with training, any younger state looks better than `now`: the lower rate has to gain
-    more than that.
+    more than that, unless the present one never learned.
     """
     if not isfinite(arm.loss) or arm.anomalies > control.anomalies or not is_lower(arm, control):
         return False
+    if not learns(arm, first):
+        return False
+    if not learns(control, first):
+        return True
     by_age = now.loss - control.loss if isfinite(now.loss) else 0.0
     return control.loss - arm.loss > by_age
 

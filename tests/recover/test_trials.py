@@ -89,6 +89,8 @@ def test_a_race_is_won_by_the_rate_with_the_lowest_loss(losses: list[float], pla
     ("now", "control", "lower", "is_held"),
     [
         (3.0, 3.1, 2.5, True),
+        (24.0, 4.9, 0.2, True),  # the present rate never learned, so it is not its age that the lower one is ahead by
+        (24.0, 4.9, 4.0, False),  # neither did
         (3.0, 2.0, 2.0, False),  # ahead of the run because it is younger, as the present rate is
         (3.0, 2.0, 1.5, False),  # age explains more than the rate does
         (3.0, 2.8, 2.4, True),
@@ -100,9 +102,9 @@ def test_a_race_is_won_by_the_rate_with_the_lowest_loss(losses: list[float], pla
 def test_a_lower_rate_has_to_beat_the_present_one_from_the_same_state(
     now: float, control: float, lower: float, is_held: bool
 ) -> None:
-    """By more than what that state is ahead of the run."""
+    """By more than what that state is ahead of the run. It began with a loss of 4."""
     given = [arm(actions, 0, loss, loss) for actions, loss in ((cut(0.1), lower), ((), control), ((), now))]
-    assert holds(given[0], given[1], given[2]) is is_held
+    assert holds(given[0], given[1], given[2], 4.0) is is_held
 
 
 def test_a_race_ends_early_if_the_first_rate_is_far_behind() -> None:
