@@ -92,7 +92,8 @@ class EngineGuard:
         while self._continues(last, is_plan=last == plan):
             if self.drill is not None and self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
                 continue  # a drill fires once: wait for the pending verdict, which could drop the update
-            if self._controls.tries_rates and self._checks.asks_for_rates(self.clock.step) and self.settle():
+            is_asked = self._controls.tries_rates and self._checks.asks_for_rates(self.clock.step, self._ring.travelled)
+            if is_asked and self.settle():
                 self._recovery.try_rates()
             # Take the snapshot here, after the loop's own code for the last update (for example an EMA) has run.
             self._updater.require_groups()  # first: a new parameter group would be missing in the copy

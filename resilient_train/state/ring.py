@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,11 @@ from resilient_train.intervals import Interval
 from resilient_train.settings import MemoryConfig
 from resilient_train.state.copies import Copier, Frozen, room
 from resilient_train.state.run_state import RunState
+from resilient_train.state.sharded import local_part
 from resilient_train.state.tree import Tree, nbytes, put_together, taken_apart
 
 _GIB = 2**30
+_FAR_APART = 64  # updates between two snapshots
 _SLOTS_TO_SET_ASIDE = 3  # with fewer, there would be no slot for a candidate next to the newest verified snapshot
 _MOVING = "frozen weights that change"  # copied at once: the loop may change them at any time
 
@@ -173,6 +176,22 @@ class Ring:
     def newest_verified(self) -> Snapshot | None:
         """The newest verified snapshot."""
         return next((one for one in reversed(self.snapshots) if one.verified), None)
+
+    def travelled(self) -> float:
+        """Return how far the weights moved from one of the two newest snapshots to the other, relative to their norm.
+
+        0 where there are none, or where they are too far apart to be compared. The host waits; a collective.
+        """
+        if len(self.snapshots) < 2 or self.snapshots[-1].step - self.snapshots[-2].step > _FAR_APART:
+            return 0.0
+        self._copier.wait()
+        older, newer = (one.parts["weights"] for one in self.snapshots[-2:])
+        moved = norm = 0.0
+        for name in newer.keys() - self.snapshots[-1].shared.keys() & older.keys():
+            now, before = local_part(newer[name]), local_part(older[name])
+            moved += float((now - before).norm(dtype=torch.float64)) ** 2
+            norm += float(now.norm(dtype=torch.float64)) ** 2
+        return self._agree((moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
 
     def settled(self) -> None:
         """Wait until the snapshots can be read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
@@ -110,9 +110,9 @@ class Checks:
     def _is_silent(self) -> bool:
         return self.rewind_check.is_open and self.is_only_reported
 
-    def asks_for_rates(self, step: int) -> bool:
+    def asks_for_rates(self, step: int, travelled: Callable[[], float]) -> bool:
         """Say whether the loss stands, so that lower learning rates should be tried; not while an incident is open."""
-        return not self.rewind_check.is_open and step not in self._declared and self.no_progress.asks(step)
+        return not self.rewind_check.is_open and step not in self._declared and self.no_progress.asks(step, travelled)
 
     def loss_at(self, step: int) -> float | None:
         """Return the loss of an accepted update, if it was a usual one and not too long ago."""

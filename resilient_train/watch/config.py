@@ -82,6 +82,7 @@ class RateConfig(_Every):
 class NoProgressConfig(_Every):
     window: int = limited(at_least=16)
     share: float = limited(above=0)
+    travel: float = limited(above=0)
 
 
 @dataclass

@@ -1,8 +1,9 @@
-"""The loss stands, not far below where it began: perhaps the learning rate is too high, though nothing spikes."""
+"""The loss stands where a lower learning rate may not let it stand, though nothing spikes."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from statistics import fmean
 
 from resilient_train.watch.config import NoProgressConfig
@@ -17,7 +18,8 @@ _THROWN = 0.2  # of that: by so much the first updates have raised the loss
 class NoProgress(PlainState):
     """The losses have not fallen since a quarter of the run, and are still near those that it began with.
 
-    Or they fall, but only since the first updates have thrown them far up.
+    Or they fall, but only since the first updates have thrown them far up. Or they stand anywhere while the weights
+    still change by much of their norm: in healthy runs these have nearly settled by then.
     That is no alarm: many healthy losses stand. It asks for a trial of lower learning rates. The look
     after one, or after one that finds the loss falling, is at twice as many updates.
     """
@@ -40,11 +42,15 @@ class NoProgress(PlainState):
             self.first = self._mean if self._seen == 1 else min(self.first, self._mean)
         self._losses.append(loss)
 
-    def asks(self, step: int) -> bool:
-        """Say whether lower learning rates should be tried after `step` accepted updates."""
+    def asks(self, step: int, travelled: Callable[[], float]) -> bool:
+        """Say whether lower learning rates should be tried after `step` accepted updates.
+
+        `travelled` is called only where the loss stands, on all ranks alike. It returns how far the weights moved
+        lately, relative to their norm.
+        """
         if not self.config.every or step < self.next_look:
             return False
-        is_asked = self._is_asked()
+        is_asked = self._is_asked(travelled)
         if not is_asked:
             self.next_look = 2 * step
         return is_asked
@@ -58,7 +64,7 @@ class NoProgress(PlainState):
         """Never ask again."""
         self.next_look = _NEVER
 
-    def _is_asked(self) -> bool:
+    def _is_asked(self, travelled: Callable[[], float]) -> bool:
         newer = list(self._losses)[-(3 * self._seen // 4) :]
         level = fmean(without_top(newer)) if newer else 0.0
         is_thrown = self._mean - self.first > _THROWN * abs(self.first)
@@ -67,7 +73,12 @@ class NoProgress(PlainState):
         how = "after the first updates had thrown it up" if is_thrown else "and do not fall"
         begin = f"where it began with {self.first:.4g}"
         self.evidence = f"the last losses ({len(newer)}) average {level:.4g} {how}, {begin}"
-        return self.first - level < self.config.share * abs(self.first)
+        if self.first - level < self.config.share * abs(self.first):
+            return True
+        if (travel := travelled()) < self.config.travel:
+            return False
+        self.evidence += f", and the weights still change by {travel:.2g} of their norm from one snapshot to the next"
+        return True
 
     def forget(self) -> None:
         self._losses.clear()

@@ -116,15 +116,15 @@ def test_a_race_ends_early_if_the_first_rate_is_far_behind() -> None:
     assert not may_win([now, close, close], 3.0)
 
 
-CHECK = NoProgressConfig(every=64, window=1024, share=0.45)
+CHECK = NoProgressConfig(every=64, window=1024, share=0.45, travel=0.4)
 
 
-def looks(losses: Sequence[float]) -> list[int]:
-    """At which steps the check asks for a trial."""
+def looks(losses: Sequence[float], travelled: float = 0.1) -> list[int]:
+    """At which steps the check asks for a trial, if the weights move so far."""
     check, found = NoProgress(CHECK), []
     for step, loss in enumerate(losses, start=1):
         check.see(loss)
-        if check.asks(step):
+        if check.asks(step, lambda: travelled):
             found.append(step)
             check.tried(step, is_tried=True)
     return found
@@ -138,6 +138,8 @@ def test_the_check_asks_where_the_loss_stands_near_its_beginning() -> None:
     assert looks([4.8, 40.0, 9.0, *(4.1 - 0.001 * step for step in range(100))]) == [64]  # and falls ever since
     assert looks([4.8 - 0.003 * step + one for step, one in enumerate(wave)]) == []
     assert looks([4.8, *(0.3 + one for one in wave)]) == []
+    assert looks([4.8, *(0.3 + one for one in wave)], travelled=0.5) == [64, 128, 256, 512]  # but settles nowhere
+    assert looks([4.8 - 0.003 * step + one for step, one in enumerate(wave)], travelled=0.5) == []
 
 
 # ----------------------------------------------------------------------------------------------------- the whole run

@@ -163,6 +163,22 @@ def test_a_ring_that_is_off_asks_nobody() -> None:
     assert ring.take(0) is None
 
 
+def test_how_far_the_weights_moved_is_that_of_the_trained_ones() -> None:
+    """From the last snapshot but one to the last, whatever came after."""
+    bench = Bench()
+    assert bench.ring.travelled() == 0.0
+    weights = []
+    for _ in range(3):
+        bench.train()
+        weights.append(torch.cat([one.detach().flatten() for one in bench.net.parameters() if one.requires_grad]))
+        bench.kept()
+    bench.train()
+    assert bench.ring.travelled() == pytest.approx(float((weights[2] - weights[1]).norm() / weights[2].norm()))
+    bench.clock.step += 65
+    bench.kept()
+    assert bench.ring.travelled() == 0.0, "too far apart"
+
+
 def test_two_slots_hold_no_pin() -> None:
     """A pinned state beside the newest proven one would leave no slot: after a rewind snapshots are taken again."""
     bench = Bench(keep=2)
