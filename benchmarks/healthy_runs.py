@@ -40,8 +40,8 @@ RECIPES: dict[str, list[str]] = {
 }
 
 
-def run(recipe: str, seed: int, steps: int) -> tuple[list[str], int, float]:
-    """Train one run to its end; return what was reported, how many updates it took, and its evaluation loss."""
+def run(recipe: str, seed: int, steps: int) -> tuple[list[str], int, int, float]:
+    """Train one run to its end; return what was reported, its updates, those of trials, and its evaluation loss."""
     overrides = [*RECIPES[recipe], f"run.steps={steps}", f"run.seed={seed}", "tracking=none", "accelerate.cpu=true"]
     config = load(overrides).config
     assembled = assemble(config, World.joined(config.accelerate))
@@ -50,7 +50,7 @@ def run(recipe: str, seed: int, steps: int) -> tuple[list[str], int, float]:
     loss = evaluate(assembled)["loss"]
     reported = [f"{one.anomaly.signal} at {one.anomaly.step}" for one in assembled.guard.incidents]
     assembled.close()
-    return reported, assembled.guard.clock.tick, loss
+    return reported, assembled.guard.clock.tick, assembled.guard._controls.trial_updates, loss
 
 
 def main() -> None:
@@ -60,22 +60,25 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600, help="updates of each run (default: %(default)s)")
     parser.add_argument("--recipe", choices=sorted(RECIPES), help="only this one")
     given = parser.parse_args()
-    total = steps = 0
-    print("| recipe | runs | updates | incidents | evaluation loss |\n| --- | --- | --- | --- | --- |")
+    total = steps = in_trials = 0
+    print(
+        "| recipe | runs | updates | in trials | incidents | evaluation loss |\n| --- | --- | --- | --- | --- | --- |"
+    )
     for recipe in [given.recipe] if given.recipe else RECIPES:
         incidents: list[str] = []
         losses: list[float] = []
-        ticks, started = 0, time.perf_counter()
+        ticks, tried, started = 0, 0, time.perf_counter()
         for seed in range(given.seeds):
-            reported, made, loss = run(recipe, seed, given.steps)
+            reported, made, of_trials, loss = run(recipe, seed, given.steps)
             incidents += [f"{one} (seed {seed})" for one in reported]
             losses.append(loss)
-            ticks += made
+            ticks, tried = ticks + made, tried + of_trials
         told = ", ".join(incidents) or "none"
-        print(f"| {recipe} | {given.seeds} | {ticks:,} | {told} | {min(losses):.3g} to {max(losses):.3g} |", flush=True)
+        spread = f"{min(losses):.3g} to {max(losses):.3g}"
+        print(f"| {recipe} | {given.seeds} | {ticks:,} | {tried} | {told} | {spread} |", flush=True)
         print(f"{recipe}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
-        total, steps = total + len(incidents), steps + ticks
-    print(f"\n{total} false alarms in {steps:,} updates")
+        total, steps, in_trials = total + len(incidents), steps + ticks, in_trials + tried
+    print(f"\n{total} false alarms in {steps:,} updates; trials took {in_trials / steps:.2%} as many")
 
 
 if __name__ == "__main__":
