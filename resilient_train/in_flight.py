@@ -54,7 +54,7 @@ class InFlight:
         """Read what it measured, the same on every rank, after `step` accepted updates. Waits for the device."""
         update, attempt = self.begun.update, self.attempt
         return read_vitals(
-            *(self.begun.tick, step, update.start, update.stop, attempt.settings[0]["lr"]),
+            *(self.begun.tick, step, update.start, update.stop, attempt.settings[0]["lr"] or 0.0),
             *(self.sent.read(), self.limits),
             has_scale=has_scale,
             is_busy=attempt.is_busy,

@@ -49,11 +49,17 @@ class Gate:
 
     @torch.no_grad()
     def step(
-        self, measured: torch.Tensor, only: Optimizer | None = None, *, is_whole: bool = True
+        self,
+        measured: torch.Tensor,
+        only: Optimizer | None = None,
+        *,
+        is_whole: bool = True,
+        scaled: tuple[Sequence[torch.Tensor], float] | None = None,
     ) -> list[float] | None:
         """Step if `measured`, which begins with loss and gradient norm, is admitted.
 
         With `only`, step one optimizer. Unless it `is_whole`, more losses follow, and the limit is that of their sum.
+        `scaled`: weights that move by a multiple of what their optimizers make of it, none of which is fused.
         Returns the numbers if the host had to read them, so that they are not read twice.
         """
         optimizers = self.optimizers if only is None else [only]
@@ -66,11 +72,15 @@ class Gate:
         if waits_for or not self._is_settled(optimizers):
             numbers: list[float] = measured.tolist()
             if self._admits(numbers[0], numbers[1], self.limits[0] if is_whole else NO_LIMIT):
+                weights, factor = scaled or ((), 1.0)
+                before = [weight.clone() for weight in weights] if factor != 1.0 else []
                 for optimizer in optimizers:
                     optimizer.step()
                     if not waits_for:
                         state, moved = optimizer.state, _with_gradient(optimizer)
                         self._stateless.update(id(weight) for weight in moved if not state.get(weight))
+                for weight, old in zip(weights if before else (), before, strict=True):
+                    weight.copy_(old.lerp(weight, factor))
             return numbers
         heads = measured if measured.numel() == 2 else measured[:2]
         heads = heads.nan_to_num(nan=math.inf, neginf=math.inf)  # a loss of -inf is below every limit, but no loss

@@ -71,12 +71,13 @@ class StatelessSchedule:
 class CurveSchedule(StatelessSchedule):
     """A pure function of the step."""
 
-    def __init__(self, rates: Sequence[float], curve: Curve, warmup_steps: int) -> None:
+    def __init__(self, rates: Sequence[float | None], curve: Curve, warmup_steps: int) -> None:
+        """A rate is None where the optimizer finds its own, as Adafactor does."""
         self.rates, self.curve, self.warmup_steps = list(rates), curve, warmup_steps
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         factor = _warmup_factor(step, self.warmup_steps) * self.curve(max(step, self.warmup_steps))
-        return [{"lr": rate * factor} for rate in self.rates]
+        return [{"lr": None if rate is None else rate * factor} for rate in self.rates]
 
 
 class RestartDetector:

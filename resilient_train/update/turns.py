@@ -128,7 +128,7 @@ class Turns:
     def fastest(self, settings: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return for each group the settings of the step of this turn in which its rate was highest."""
         pairs = zip(self._rates or settings, settings, strict=True)
-        self._rates = [dict(max(pair, key=lambda one: float(one["lr"]))) for pair in pairs]
+        self._rates = [dict(max(pair, key=lambda one: float(one["lr"] or 0.0))) for pair in pairs]
         return self._rates
 
     def save(self, groups: Sequence[dict[str, Any]], before: Sequence[Mapping[str, Any]]) -> None:

@@ -110,8 +110,10 @@ class Updater:
         # Torch's own zero_grad only sets gradients to None, at fifty times the cost.
         self._own_zero_grad = [one for one in optimizers if type(one).zero_grad is not Optimizer.zero_grad]
         self._configured = [  # rate and epsilon of each group
-            (float(group.get("initial_lr", group["lr"])), group.get("eps")) for group in self._groups()
+            (float(group.get("initial_lr", group["lr"]) or 0.0), group.get("eps")) for group in self._groups()
         ]
+        # Groups, by number, whose optimizer sets the rate itself in its step: their updates are scaled instead.
+        self._own_rates = {number for number, group in enumerate(self._groups()) if group["lr"] is None}
         self._group_counts = [len(optimizer.param_groups) for optimizer in optimizers]
         self.note_rates()
 
@@ -150,8 +152,9 @@ class Updater:
             loss, grad_norm = turns.add(loss, grad_norm)
             turns.save(self._groups(), set_rates.before)
         measured, by_rank = self.agreement.reduce(torch.stack([loss, grad_norm, *scale]), digest)
-        numbers = self.gate.step(measured, one, is_whole=turns.is_last_step)
-        self.note_rates()
+        scaled = (self._with_own_rates(one), knobs.lr * rate_factor) if self._own_rates else None
+        numbers = self.gate.step(measured, one, is_whole=turns.is_last_step, scaled=scaled)
+        self.note_rates(set_rates.settings)
         if self.scaler is not None and turns.is_complete:
             self.scaler.update()
         norms = self._norms
@@ -222,21 +225,30 @@ class Updater:
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
-    def note_rates(self) -> None:
-        """Note the rates of the groups, which an optimizer may have changed in its step."""
-        for group in self._groups():
+    def note_rates(self, given: Settings = ()) -> None:
+        """Note the rates of the groups: an optimizer may have changed those that were `given` in its step."""
+        for number, group in enumerate(self._groups()):
+            if given and group["lr"] is not given[number]["lr"]:
+                self._own_rates.add(number)
             group[LR_OF_GUARD] = group["lr"]
+
+    def _with_own_rates(self, only: Optimizer | None) -> list[torch.Tensor]:
+        """Return the weights of the optimizers that step, and set the rate themselves."""
+        every = [(one, group) for one in self.optimizers for group in one.param_groups]
+        groups = [every[number] for number in self._own_rates]
+        return [weight for one, group in groups if only in (None, one) for weight in group["params"]]
 
     def _set(self, step: int, factor: float, knobs: KnobValues) -> _SetRates:
         """Derive the settings of all groups from the configured ones, and set them; `factor` is that of the rates."""
         settings, before, paces = [], [], [(0.0, 0.0)]
         planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
         for group, setting, (usual, eps) in zip(self._groups(), planned, self._configured, strict=True):
-            lr = setting["lr"]
+            lr = 0.0 if setting["lr"] is None else setting["lr"]
             # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
             asked = lr / usual * factor if usual and isinstance(lr, int | float) else 0.0
             allowed = min(asked, _limit(asked, knobs))
-            setting = {**setting, "lr": usual * allowed if allowed < asked else lr * factor}
+            if setting["lr"] is not None:
+                setting = {**setting, "lr": usual * allowed if allowed < asked else lr * factor}
             if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
                 setting["eps"] = max(eps * knobs.eps, _least_eps(group)) if self.mends_eps else eps * knobs.eps
             old: dict[str, Any] = {name: group.get(name) for name in setting}
@@ -251,7 +263,7 @@ class Updater:
             settings.append(setting)
             before.append(old)
             paces.append((allowed, asked))
-        return _SetRates(settings, before, planned[0]["lr"], *map(max, zip(*paces, strict=True)))
+        return _SetRates(settings, before, planned[0]["lr"] or 0.0, *map(max, zip(*paces, strict=True)))
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups of all optimizers. Not kept: `load_state_dict` puts others in their places."""

@@ -331,3 +331,53 @@ def test_an_overflow_skips_all_optimizers_and_is_not_accepted(fused: bool) -> No
     assert [weight.tolist() for weight in weights] == [[-1, -1], [-1, -1]]
     assert scaler.get_scale() == 512
     assert all(weight.grad is None for weight in weights)
+
+
+class Own(torch.optim.SGD):
+    """Sets its rate in its step, as the schedule of "Attention is all you need" is often written."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["lr"] = 0.5
+        super().step()
+
+
+class Relative(torch.optim.Optimizer):
+    """Finds its rate itself, and has none in its groups, as Adafactor."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(0.5 * weight.grad)
+
+
+@pytest.mark.parametrize("kind", [partial(Own, lr=0.0), Relative], ids=["own", "relative"])
+def test_a_rate_that_the_optimizer_sets_itself_is_lowered_by_scaling_its_updates(kind: Any) -> None:
+    """The first update of `Own` shows that it does; with a factor of 1 nothing is computed anew."""
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = kind([weight])
+    first = None if kind is Relative else 0.0
+    updater = Updater([optimizer], [CurveSchedule([first], constant, 0)], ClipConfig(None, None), device=CPU)
+    seen = []
+    for step, factor in enumerate([1.0, 1.0, 0.1, 1.0]):
+        before = weight.detach().clone()
+        weight.grad = torch.tensor([1.0, -1.0])
+        updater.apply(step, torch.zeros(()), KnobValues(lr=factor))
+        seen.append((weight.detach() - before).tolist())
+    for moved, expected in zip(seen, [0.5, 0.5, 0.05, 0.5], strict=True):
+        assert moved == pytest.approx([-expected, expected])
+    assert optimizer.param_groups[0]["lr"] == (None if kind is Relative else 0.5)
+
+
+def test_a_rate_that_no_optimizer_sets_is_not_scaled_twice() -> None:
+    weight = nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    updater = Updater([optimizer], [CurveSchedule([0.5], constant, 0)], ClipConfig(None, None), device=CPU)
+    for step in range(2):
+        weight.grad = torch.ones(1)
+        updater.apply(step, torch.zeros(()), KnobValues(lr=0.1))
+    assert weight.item() == pytest.approx(0.9)
