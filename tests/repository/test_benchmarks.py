@@ -21,6 +21,7 @@ COMMANDS = {
     "agreement": "agreement.py --counts --processes 2 --tensors 4",
     "rivals": "rivals.py --help",
     "ettr": "ettr.py --days 10 --runs 5",
+    "many ranks": "many_ranks.py --ranks 2 24 --updates 60",
     "gpu": "gpu.py --tiny --blocks 2 --steps 5",
     "clinic": f"{CLINIC} balanced",
     "clinic again": CLINIC,
@@ -113,3 +114,12 @@ def test_the_clinic_judges_a_case_and_keeps_its_runs(printed: dict[str, str]) ->
     assert "3 runs in " in printed["clinic"]
     assert "\n0 runs in " in printed["clinic again"]
     assert "| `where_branch` | 0/1 |" in printed["clinic again"]
+
+
+def test_many_ranks_decide_alike_and_the_odd_one_is_noticed(printed: dict[str, str]) -> None:
+    """Of two that differ, none has a majority; of 24, one is named."""
+    rows = [line.split(" | ") for line in printed["many ranks"].splitlines() if line.startswith("| 2")]
+    assert [(int(row[1]) > 0, row[2], row[-1]) for row in rows] == [
+        (True, "0", "noticed by all at update 41: both |"),
+        (True, "0", "noticed by all at update 41: rank 8 |"),
+    ]
