@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import by_hand
+import clips
 import torch
 import with_arc
 from accelerate import Accelerator
@@ -79,7 +80,7 @@ def guarded(program: Program, seed: int, run: Run, recovery: Recovery) -> None:
         run.incidents = [said(incident) for incident in guard.incidents]
 
 
-def by_itself(program: Program, seed: int, run: Run, *, skips: bool) -> None:
+def by_itself(program: Program, seed: int, run: Run, *, skips: bool, clip: type[clips.Clip] | None = None) -> None:
     """Train as a tutorial does, and count the updates that landed."""
     landed = 0
 
@@ -92,7 +93,7 @@ def by_itself(program: Program, seed: int, run: Run, *, skips: bool) -> None:
         made.register_step_post_hook(count)
         return made
 
-    by_hand.train(dataclasses.replace(program, optimizer=counted), seed, skips=skips)
+    by_hand.train(dataclasses.replace(program, optimizer=counted), seed, skips=skips, clip=clip() if clip else None)
     run.lost = program.steps - landed
 
 
@@ -106,6 +107,9 @@ ARMS: dict[str, Arm] = {
     "conservative": partial(guarded, recovery="conservative"),
     "plain": partial(by_itself, skips=False),
     "skip only": partial(by_itself, skips=True),
+    "skip, clip 1.0": partial(by_itself, skips=True, clip=clips.GlobalNorm),
+    "skip, AdaGC": partial(by_itself, skips=True, clip=clips.AdaGC),
+    "skip, ZClip": partial(by_itself, skips=True, clip=clips.ZClip),
     "rewind only": partial(guarded, recovery=REWIND_ONLY),
     "arc": arc,
 }
@@ -186,7 +190,10 @@ def head(node: ast.stmt) -> range:
 
 def made_by(of: str, case: str, arm: str) -> str:
     """A digest of the source that a run comes from: where it is the same, the run need not be made again."""
-    files = [HERE / of / f"{case}.py", *(HERE / f"{name}.py" for name in ("arms", "by_hand", "program", "sound"))]
+    files = [
+        HERE / of / f"{case}.py",
+        *(HERE / f"{name}.py" for name in ("arms", "by_hand", "clips", "program", "sound")),
+    ]
     if arm == "arc":
         files.append(HERE / "with_arc.py")
     return digest((*files, *(sources() if arm in OURS else ())))

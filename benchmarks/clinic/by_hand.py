@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from clips import Clip
 from program import Program
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -33,8 +34,11 @@ def autocast(program: Program) -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16) if program.bf16 else nullcontext()
 
 
-def train(program: Program, seed: int, *, skips: bool = False) -> dict[str, Tensor]:
-    """Train as a tutorial does and return the weights. With `skips`, an update that is not finite is left out."""
+def train(program: Program, seed: int, *, skips: bool = False, clip: Clip | None = None) -> dict[str, Tensor]:
+    """Train as a tutorial does and return the weights. With `skips`, an update that is not finite is left out.
+
+    `clip` takes the place of the program's own clipping.
+    """
     torch.manual_seed(seed)
     model, source = program.model.train(), batches(program, seed)
     weights = list(model.parameters())
@@ -45,7 +49,7 @@ def train(program: Program, seed: int, *, skips: bool = False) -> dict[str, Tens
             loss = program.loss(model, batch)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
-        norm = torch.nn.utils.clip_grad_norm_(weights, program.clip or math.inf)
-        if not skips or (math.isfinite(loss.item()) and math.isfinite(norm.item())):
+        norm = clip(weights) if clip else float(torch.nn.utils.clip_grad_norm_(weights, program.clip or math.inf))
+        if not skips or (math.isfinite(loss.item()) and math.isfinite(norm)):
             optimizer.step()
     return model.state_dict()
