@@ -9,6 +9,7 @@ karpathy/nanoGPT, guarded as `hot_stretch_nanogpt.py` says.
 
     python benchmarks/hot_stretch.py --nanogpt ../nanoGPT --json hot_stretch.json
     python benchmarks/hot_stretch.py --only 17          # one draw, with what the guard says
+    python benchmarks/hot_stretch.py --stretch 100 10 100 --seeds 5      # this one in both forms, with AdamW
 
 The bounds are those of the functions `near`, `is_out_of_reference` and `is_worse`.
 """
@@ -281,7 +282,7 @@ def report(program: Program, ends: Sequence[Judged], spreads: dict[str, float], 
             table(ends),
             "",
             f"Guarded runs said: {words}. Harness errors: {errors}. {seconds:.0f} s.",
-            f"Two standard deviations of the longest clean runs of {SEEDS} seeds: {differ}.",
+            f"Two standard deviations of the longest clean runs: {differ}.",
             "",
             "Dishonest, worse or not near (held-out losses of clean / plain / skip only / guarded):",
             "",
@@ -303,6 +304,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", type=int, nargs="+", default=None, metavar="NUMBER", help="these draws, told at length"
     )
+    parser.add_argument("--stretch", type=int, nargs=3, metavar=("F", "D", "S"), help="instead of drawn ones")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="of each (default: %(default)s)")
     parser.add_argument("--nanogpt", type=Path, default=None, metavar="DIR", help="a checkout of karpathy/nanoGPT")
     parser.add_argument("--nanogpt-draws", type=int, default=24, help="the first so many of the draws")
     parser.add_argument("--json", type=Path, default=None, help="write every draw there")
@@ -314,8 +317,12 @@ def main() -> None:
     given = arguments()
     torch.set_num_threads(1)
     every = draws(given.seed)
+    seeds = [given.seed + one for one in range(given.seeds)]
+    if given.stretch:
+        factor, length, start = given.stretch
+        pairs = enumerate(itertools.product(FORMS, seeds))
+        every = [Draw(number, factor, length, start, form, "adamw", seed) for number, (form, seed) in pairs]
     chosen = [one for one in every if one.number in given.only] if given.only else every[: given.draws]
-    seeds = [given.seed + one for one in range(SEEDS)]
     programs = [Program("letters", chosen, clean_runs, arm, f"a character transformer, {len(chosen)} draws")]
     if given.nanogpt is None:
         print("nanoGPT is skipped: --nanogpt names no checkout", flush=True)

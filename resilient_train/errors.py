@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -152,3 +153,9 @@ def _short(value: Any, limit: int = 200) -> str:
     text = "null" if value is None else str(value)
     text = " ".join(masked(text).split())  # first: half a secret would not be recognized
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def own_error(handled: BaseException | None) -> BaseException | None:
+    """Return the error that is being raised; None if it is the one that the caller `handled` when its loop began."""
+    error = sys.exc_info()[1]
+    return None if error is handled else error

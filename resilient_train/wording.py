@@ -190,7 +190,7 @@ def weights_suffix(anomaly: Anomaly) -> str:
 def reached_suffix(incident: Incident) -> str:
     """Say whether an incident reached the weights, to append to other words."""
     if incident.is_observed and not incident.anomaly.landed:
-        return ", not kept from the weights"
+        return ", computed again so that it reaches the weights"
     return weights_suffix(incident.anomaly)
 
 
@@ -348,7 +348,7 @@ _WORDS: dict[str, Callable[[Settings], str]] = {
     "mend_eps": lambda settings: "raised an epsilon that is 0 in its dtype",
     "repeat": lambda settings: "retried the update",
     "report": lambda settings: "reported only",
-    OBSERVE: lambda settings: "only observed, nothing is changed",
+    OBSERVE: lambda settings: "only observed",
     "go_on": lambda settings: "the run was resumed",
     "fall_back": lambda settings: "fell back to the previous one",
     "try_again": lambda settings: "training continues, and saving is retried",

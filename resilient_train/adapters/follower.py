@@ -17,7 +17,7 @@ import torch
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.data.fed import Fed, FedSamples
-from resilient_train.errors import TrainError
+from resilient_train.errors import TrainError, own_error
 from resilient_train.state.copies import Backup
 from resilient_train.state.randomness import RecordedStates
 from resilient_train.update.schedule import StatelessSchedule
@@ -80,6 +80,7 @@ class Follower:
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
         self._saved: list[tuple[int, Path]] = []  # accepted updates, and the trainer's checkpoint after them
         self._seen = len(guard.incidents)
+        self._handled = sys.exc_info()[1]  # by the caller, while the loop runs: an earlier attempt may have failed
 
     # What the trainer's calls become.
 
@@ -89,6 +90,7 @@ class Follower:
         If the trainer has made no step with those before, such as the last ones of an epoch, these belong to them.
         """
         if self._is_open and self._fed is not None:
+            self.samples.cut(self._fed, self.taken)  # a callback may have ended the epoch
             for number, batch in enumerate(batches):
                 self.feed_more(batch, rows[number] if rows else ())
             return self._fed
@@ -199,7 +201,7 @@ class Follower:
 
     def close(self) -> None:
         """End the loop: its last state was examined, or an error ended it."""
-        error = sys.exc_info()[1]
+        error = own_error(self._handled)
         is_alone = self.guard.world.size == 1 or isinstance(error, TrainError)  # which all ranks raise together
         try:
             if error is None or is_alone:

@@ -26,7 +26,7 @@ from resilient_train.data.samples import Slicing
 from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Search
 from resilient_train.drills import Drill
-from resilient_train.errors import RanksDiffer, Stopped, TrainError
+from resilient_train.errors import RanksDiffer, Stopped, TrainError, own_error
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
@@ -69,6 +69,8 @@ class Epoch:
 
 class Guard(guard.EngineGuard):
     """Gate, checks, rewinds, remedies and journal around a training loop."""
+
+    _handled: BaseException | None = None  # by the caller, with the loop as the handler
 
     def __init__(
         self,
@@ -199,6 +201,7 @@ class Guard(guard.EngineGuard):
             )
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop
+            self._handled: BaseException | None = None  # an error that the caller handles by this loop
             waits = updater.gate.synchronous() if device.type != "cpu" else []
             self._cautions = [*arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
             self._unused = warn_if_unused(self, world, self._direct_steps) if is_own_loop else None
@@ -206,8 +209,6 @@ class Guard(guard.EngineGuard):
             if home.lock is not None:
                 home.lock.release()  # a notebook keeps the error, and with it the lock, when its cell is run again
             raise
-
-    # For a loop.
 
     def keep(self, **items: Stateful) -> None:
         """Let objects with state_dict and load_state_dict rewind with the run, such as an average of the weights.
@@ -276,21 +277,21 @@ class Guard(guard.EngineGuard):
 
     def leave(self) -> Path | None:
         """Write the state when `batches` has ended, so that the run can resume from it; return its path."""
-        if self._left is None:
-            self._left = self._finish_saving(healthy=not self.stopped)
+        self._left = self._left or self._finish_saving(healthy=not self.stopped)
         self.reporter.left_state(self._left)
         return self._left
 
     def close(self) -> None:
         """End a run, at its last step or before: check the last update, close recovered incidents, end workers."""
         self._put_back_batch()
-        error, gave_up = sys.exc_info()[1], None
+        error, gave_up = own_error(self._handled), None
         try:
             if (self.settle() and self._examine_now() is None) or self._recovery.observes:
                 if error is None and self._recovery.is_unrecovered():
                     gave_up = self._recovery.end_unrecovered()
                 else:
-                    self._recovery.finish()
+                    if error is None:  # else incidents stay open, for the process that resumes
+                        self._recovery.finish()
                     if error is None and self.steps is None and not self.stopped and self._left is None:
                         self._complete()
                     self._recovery.close_saving_incident()
@@ -397,6 +398,7 @@ class Guard(guard.EngineGuard):
 
     def _start(self) -> None:
         """Resume, if that is asked for, and verify the first state."""
+        self._handled = sys.exc_info()[1]
         if not self._has_begun:
             for line in self._cautions:
                 log.info("%s", line)

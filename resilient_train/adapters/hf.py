@@ -23,7 +23,7 @@ from resilient_train.adapters import arguments
 from resilient_train.adapters.follower import OLDEST, OPTIONS, Follower, TrainersSettings, run_dir_of
 from resilient_train.adapters.guard import Guard
 from resilient_train.adapters.noted import copied, with_added
-from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows
+from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows, without_numbers
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import TrainError, named_type
@@ -82,6 +82,7 @@ class Guarding:
         self._resumes_from: Path | None = None  # a checkpoint of the trainer
         self._dataset: Any = None  # map-style, and how a batch is made of its rows
         self._collate: Any = None
+        self._is_training, self._loaders = False, list[Any]()  # loaders whose batches carry the indices of their rows
         self._rows: list[Any] = []  # of the batches that are being fetched
         self._backward: Callable[..., None] | None = None  # Accelerate's
         self._optimizer_step: Any = None
@@ -100,9 +101,13 @@ class Guarding:
         self._left_out, self._norm = 0, None
         self._best_before.clear()
         self._resumes_from, accelerator = Path(resumes_from) if resumes_from else None, self.trainer.accelerator
+        self._is_training = True
         try:
             yield
         finally:
+            self._is_training = False
+            while self._loaders:
+                without_numbers(self._loaders.pop())
             follower, self.follower = self.follower, None
             if follower is not None:
                 accelerator.__dict__.pop("backward", None)
@@ -154,8 +159,9 @@ class Guarding:
 
     def number(self, loader: Any) -> Any:
         """Let the batches of a loader carry the indices of their rows, unless these are only prompts."""
-        if not self._generates and (found := number_rows(loader)) is not None:
+        if self._is_training and not self._generates and (found := number_rows(loader)) is not None:
             self._dataset, self._collate = found
+            self._loaders.append(loader)
         return loader
 
     def numbered(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -223,9 +229,12 @@ class Guarding:
         norm, counts = follower.norm, self._counts
         try:
             loss = follower.step()
+        except TrainError:  # which all ranks raise together
+            self._look_at_incidents()
+            raise
         finally:
             self._return_to(counts)
-            self._look_at_incidents()
+        self._look_at_incidents()
         if loss is not None:
             self._correct_logs(loss, norm)
         if loss is None or loss.isfinite():

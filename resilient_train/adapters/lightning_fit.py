@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from resilient_train.adapters.arguments import world
 from resilient_train.adapters.follower import Follower, TrainersSettings
 from resilient_train.adapters.guard import Guard
-from resilient_train.adapters.lightning_trainer import Logged, accelerator, forget_checkpoint, is_last_step
+from resilient_train.adapters.lightning_trainer import Average, Logged, accelerator, forget_checkpoint, is_last_step
 from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows, without_numbers
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
@@ -50,6 +50,7 @@ class Fit:
         self._replaced: list[tuple[Any, str, Any]] = []  # what there was in each instance
         self._numbered: tuple[Any, Any] | None = None  # the data set whose rows have an index, and how to collate them
         self._loaders: list[Any] = []  # that were changed for this
+        self._averages: list[Average] = []
         self._rows: list[int] = []  # of the newest batch
         self._is_open = False  # an update has begun, and made no step yet
         self._has_gradients = False  # one of its micro-batches ran backward
@@ -120,8 +121,9 @@ class Fit:
             resume=bool(trainer.ckpt_path),
             **options,
         )
-        averages = [getattr(callback, "_average_model", None) for callback in trainer.callbacks]  # of WeightAveraging
-        guard.keep(**{f"average_{number}": one for number, one in enumerate(averages) if one is not None})
+        averaging = [one for one in trainer.callbacks if getattr(one, "_average_model", None) is not None]
+        self._averages = [Average(one, trainer, self._module) for one in averaging]
+        guard.keep(**{f"average_{number}": one for number, one in enumerate(self._averages)})
         self._follower = self._kind(
             *(guard, samples, self._retry, self._measure_norm),
             made=made,
@@ -204,13 +206,17 @@ class Fit:
         if self._is_open:
             follower.feed_more(batch, rows)
             follower.fed.before.append(self._place())
-            return OrderedDict(kwargs, batch=follower.next_batch())
+            return self._next(kwargs)
         fed = follower.feed([batch], [rows] if rows else [])
         fed.number, fed.before = index, [self._place()]
         self._is_open, self._has_gradients, self._output = True, False, None
         self._logged = Logged(self._trainer, self._metrics)
-        kwargs = OrderedDict(kwargs, batch=follower.next_batch())
-        follower.note(torch.zeros((), device=self._strategy.root_device))  # for a training_step without a loss
+        return self._next(kwargs)
+
+    def _next(self, kwargs: Any) -> Any:
+        assert self._follower is not None
+        kwargs = OrderedDict(kwargs, batch=self._follower.next_batch())
+        self._follower.note(torch.zeros((), device=self._strategy.root_device))  # for a training_step without a loss
         return kwargs
 
     def _backward(self, plain: Callable[..., Any], loss: torch.Tensor, *given: Any, **more: Any) -> Any:
@@ -266,6 +272,8 @@ class Fit:
         logged = self._logged if fed is self._follower.fed else None  # of the others Lightning has written it
         self._is_quiet = logged is None
         self._return_to(fed.before[number])
+        if number == 0:
+            self._average()  # what the update before has made again
         if logged is not None:
             if number == 0:
                 logged.restore()
@@ -275,6 +283,10 @@ class Fit:
         if logged is not None and is_last:
             self._output = output
         return loss
+
+    def _average(self) -> None:
+        for one in self._averages:
+            one.follow()
 
     def _run_again(self, kwargs: Any, fed: Fed, number: int, *, is_last: bool) -> tuple[torch.Tensor, dict[str, Any]]:
         closure = self._inner._make_closure(kwargs, self._trainer.optimizers[0], fed.number + number)
@@ -342,10 +354,13 @@ class Fit:
         if self._examined in ((follower.guard.clock.tick, True), (follower.guard.clock.tick, is_end)):
             return
         before, place = Logged(self._trainer, self._metrics), self._place()
+        is_averaged = [one.is_made for one in self._averages]
         follower.examine(is_end=is_end)
         self._is_quiet = False
         before.restore()
         self._return_to(place)
+        if any(is_averaged):  # else Lightning does it after this
+            self._average()
         self._examined = (follower.guard.clock.tick, is_end)
         self._look_at_incidents()
 

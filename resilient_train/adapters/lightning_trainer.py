@@ -96,3 +96,26 @@ def _copied(state: Mapping[str, Any], metric: Metric) -> dict[str, Any]:
             value.clone() if isinstance(value, torch.Tensor) else [*value] if isinstance(value, list) else value
         )
     return copied
+
+
+class Average:
+    """The average of weights that a callback of Lightning keeps; it rewinds, and follows what is made again."""
+
+    def __init__(self, callback: Any, trainer: Any, module: Any) -> None:
+        self._callback, self._trainer, self._module = callback, trainer, module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self._callback._average_model.state_dict(), "step": self._callback._latest_update_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._callback._average_model.load_state_dict(state["model"])
+        self._callback._latest_update_step = state["step"]
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the newest update is in it."""
+        return bool(self._callback._latest_update_step >= self._trainer.global_step)
+
+    def follow(self) -> None:
+        """Let it take the newest update, unless it has."""
+        self._callback.on_train_batch_end(self._trainer, self._module, {}, None, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from accelerate.data_loader import DataLoaderDispatcher
@@ -13,10 +13,27 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 
 class NumberedBatch:
-    """A batch and the indices of its rows; it passes through pinned memory and to a device as the batch would."""
+    """A batch and the indices of its rows; it passes through pinned memory and to a device as the batch would.
+
+    A callback that takes one from the loader itself can read it as the batch.
+    """
 
     def __init__(self, batch: Any, rows: Sequence[int]) -> None:
         self.batch, self.rows = batch, rows
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.batch[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batch)
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch":  # not there yet: a worker's batch is unpickled
+            raise AttributeError(name)
+        return getattr(self.batch, name)
 
     def to(self, device: Any, non_blocking: bool = False, **more: Any) -> NumberedBatch:
         return NumberedBatch(send_to_device(self.batch, device, non_blocking=non_blocking), self.rows)
@@ -43,6 +60,13 @@ class _NumberedRows:
         if name == "dataset":  # not there yet: a worker is unpickling this
             raise AttributeError(name)
         return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Change the data set: a callback may do so through its loader."""
+        setattr(self.dataset, name, value) if name != "dataset" else super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.dataset, name)
 
 
 class _NumberedCollate:

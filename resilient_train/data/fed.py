@@ -107,6 +107,15 @@ class FedSamples(Samples):
             self._served.keys[:] = [*self._served.keys, *keys] if keys else []
         self.keep(fed, batch)
 
+    def cut(self, fed: Fed, count: int) -> None:
+        """Forget the micro-batches of the newest update that follow its first `count`, which were not taken."""
+        assert fed.batches is not None
+        every = [fed.batches, fed.rows, *fed.more.values()]
+        if fed is self.current and self._served is not None:
+            every += [self._served.batches, self._served.keys]
+        for one in every:
+            del one[count:]
+
     def keep(self, fed: Fed, made: Any) -> None:
         """Count what was added to an update, and drop the batches of older ones if all take too much."""
         nbytes = sum(leaf.nbytes for leaf in leaves(made) if isinstance(leaf, torch.Tensor))

@@ -97,8 +97,8 @@ def by_rate(factor: float, step: int, *, is_sudden: bool) -> Diagnosis:
     since = f"{'at' if is_sudden else 'since'} step {step:,}"
     return Diagnosis(
         Cause.RATE,
-        f"The learning rate rose x{times} {since}, by the schedule: look at its settings there; the samples are "
-        "not to blame.",
+        f"The learning rate rose x{times} {since}: look at the schedule, and at what else sets the rate there; the "
+        "samples are not to blame.",
     )
 
 

@@ -23,7 +23,7 @@ from resilient_train.state.sharded import local_part
 from resilient_train.state.tree import Tree, nbytes, put_together, taken_apart
 
 _GIB = 2**30
-_FAR_APART = 64  # updates between two snapshots
+_USUAL_INTERVAL = 25  # updates
 _SLOTS_TO_SET_ASIDE = 3  # with fewer, there would be no slot for a candidate next to the newest verified snapshot
 _MOVING = "frozen weights that change"  # copied at once: the loop may change them at any time
 
@@ -180,18 +180,20 @@ class Ring:
     def travelled(self) -> float:
         """Return how far the weights moved from one of the two newest snapshots to the other, relative to their norm.
 
-        0 where there are none, or where they are too far apart to be compared. The host waits; a collective.
+        It is that of 25 updates, by the root of their number, as in a random walk. 0 without two snapshots; of weights
+        that are sharded, what the rank says whose part moved least. The host waits; a collective.
         """
-        if len(self.snapshots) < 2 or self.snapshots[-1].step - self.snapshots[-2].step > _FAR_APART:
+        if len(self.snapshots) < 2:
             return 0.0
         self._copier.wait()
         older, newer = (one.parts["weights"] for one in self.snapshots[-2:])
         moved = norm = 0.0
         for name in newer.keys() - self.snapshots[-1].shared.keys() & older.keys():
             now, before = local_part(newer[name]), local_part(older[name])
-            moved += float((now - before).norm(dtype=torch.float64)) ** 2
-            norm += float(now.norm(dtype=torch.float64)) ** 2
-        return self._agree((moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
+            moved += float(torch.linalg.vector_norm(now - before)) ** 2
+            norm += float(torch.linalg.vector_norm(now)) ** 2
+        share = _USUAL_INTERVAL / (self.snapshots[-1].step - self.snapshots[-2].step)
+        return self._agree((share * moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
 
     def settled(self) -> None:
         """Wait until the snapshots can be read."""

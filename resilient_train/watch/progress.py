@@ -77,7 +77,7 @@ class NoProgress(PlainState):
             return True
         if (travel := travelled()) < self.config.travel:
             return False
-        self.evidence += f", and the weights still change by {travel:.2g} of their norm from one snapshot to the next"
+        self.evidence += f", and the weights still change by {travel:.2g} of their norm in 25 updates"
         return True
 
     def forget(self) -> None:

@@ -130,7 +130,7 @@ def test_a_hot_stretch_leaves_no_trace(times: float, start: int, steps: int, han
     assert hot.weights() == clean.weights()
     assert {cause for _, cause, _ in hot.told()} == {"rate"}
     assert {outcome for *_, outcome in hot.told()} <= {"recovered", "recurred"}
-    assert f"rose x{times:,g} at step {start + 1}, by the schedule" in hot.guard.incidents[0].diagnosis.advice
+    assert f"rose x{times:,g} at step {start + 1}: look at the schedule" in hot.guard.incidents[0].diagnosis.advice
     assert "expect" not in hot.guard.incidents[0].diagnosis.advice
     assert hot.guard.samples.skipped.spans == [], "the samples are innocent"
 
