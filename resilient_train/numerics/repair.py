@@ -60,7 +60,7 @@ def call_safe(safe: Operation, bare: Operation, name: str, args: tuple[Any, ...]
     infinite = still.abs() == math.inf
     inputs = _BrokenInputs([*args, *kwargs.values()], pointwise=True)
     broken = (still != still) | (infinite & inputs.finite)
-    if family(name) not in ("log", "log2", "log10", "log1p") and result.numel() > 1:
+    if family(name) not in ("log", "log2", "log10", "log1p", "logit") and result.numel() > 1:
         limit = _largest(still.abs(), _bound(still, args, kwargs))
         value = torch.where(infinite > broken, still, result.detach())  # infinities of infinite inputs stay torch's
         value = torch.where(broken, torch.clamp(value, -limit, limit), value)
