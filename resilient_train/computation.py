@@ -74,7 +74,7 @@ class Computation:
 
     def _stand_in(self, error: Exception, begun: StartedUpdate, before: InFlight | None) -> Computed | None:
         """Run forward and backward of another batch; None if the error ends the run."""
-        if not self._may_be_of_batch(error, before):
+        if not self._may_be_of_batch(error):
             return None
         tried, text = 0, in_one_line(error)
         for batch in self._others(begun, before):
@@ -93,18 +93,18 @@ class Computation:
                 self._logged.add(text)
                 log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
             return computed
-        if tried:
+        if tried and (self._parts.clock.step or before):  # a plain bug ends the first update as in a plain loop
             error.add_note(f"resilient_train: {tried} other batches at the same weights raise as well")
             log.error("update %d: %d other batches at the same weights raise as well: it is a bug", begun.step, tried)
         return None
 
-    def _may_be_of_batch(self, error: Exception, before: InFlight | None) -> bool:
-        """Whether updates have landed before, and what raised is neither ours nor the end of a connection.
+    def _may_be_of_batch(self, error: Exception) -> bool:
+        """Whether what raised is neither ours nor the end of a connection.
 
         With several ranks the others are in the collectives of the same forward or backward, which cannot be begun
         again in the middle.
         """
-        if not self._treats or isinstance(error, TrainError) or not (self._parts.clock.step or before):
+        if not self._treats or isinstance(error, TrainError):
             return False
         if self._parts.world.is_of_group(error):
             return False

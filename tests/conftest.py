@@ -12,6 +12,7 @@ from pathlib import Path
 # Two test processes share two cores: more threads would wait for each other. Before torch reads it, and for children.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import compiled  # noqa: F401  # before torch is imported
 import hypothesis
 import pytest
 import slow

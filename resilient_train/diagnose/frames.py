@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from traceback import walk_tb
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from resilient_train.numerics.domains import is_discrete
 
@@ -65,9 +65,15 @@ def line_of(error: BaseException, names: dict[int, str]) -> tuple[Line | None, s
             name = frame.f_code.co_name
             if name == "__init__":
                 called = type(owner).__name__
-            elif not is_discrete(owner):  # there is no count nearest to one that is impossible: it is of its rows
+            # There is no count nearest to an impossible one. And what a density is asked about, if no weight had a part
+            # in it, came with the data: the line that asks is innocent, and the rows are to blame.
+            elif not is_discrete(owner) and _is_learned(frame.f_locals.get("value")):
                 called = name
     return line, called
+
+
+def _is_learned(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.requires_grad
 
 
 def is_users(file: str) -> bool:

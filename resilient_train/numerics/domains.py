@@ -46,6 +46,9 @@ def _inside(matrices: Tensor, attempt: Operation) -> Tensor:
         else:
             lowest = torch.zeros_like(size)
         distance = math.sqrt(elementwise.eps(still.dtype)) * size
+        if attempt is torch.linalg.cholesky_ex and lowest.numel() > 1:  # as far inside as the nearest of the others
+            works = attempt(still)[1][..., None, None] == 0
+            distance = distance.maximum(torch.where(works, lowest, torch.inf).amin().nan_to_num(0.0, 0.0, 0.0))
         for _ in range(_TRIED):
             fails = attempt(still + added * one)[1][..., None, None] != 0
             added = torch.where(fails, distance - lowest.clamp(max=0.0), added)
@@ -99,13 +102,21 @@ def _moved(value: Any, limit: Any) -> Any:
     ):
         return value
     value = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.get_default_dtype())
-    if not value.is_floating_point() or bool((limit.check(value) | value.isnan()).all()):
+    if not value.is_floating_point():
+        return value
+    lost = value.isnan()
+    if limit.event_dim:  # a vector or matrix is checked as one
+        lost = lost.flatten(value.dim() - limit.event_dim).any(-1)
+    fine = limit.check(value) | lost
+    if bool(fine.all()):
         return value
     if isinstance(limit, type(constraints.simplex)):
-        value = value.clamp(min=0.0)
-        return value / value.sum(-1, keepdim=True).clamp(min=elementwise.eps(value.dtype))
+        shares = value.clamp(min=0.0)
+        shares = shares / shares.sum(-1, keepdim=True).clamp(min=elementwise.eps(value.dtype))
+        return torch.where(fine[..., None], value, shares)
     if isinstance(limit, type(constraints.positive_definite)):
-        return _inside((value + value.mT) / 2, torch.linalg.cholesky_ex)
+        symmetric = torch.where(fine[..., None, None], value, (value + value.mT) / 2)
+        return _inside(symmetric, torch.linalg.cholesky_ex)
     still, near = value.detach(), math.sqrt(elementwise.eps(value.dtype))
     lower, upper = (
         torch.as_tensor(getattr(limit, name, default), dtype=still.dtype, device=still.device)

@@ -150,6 +150,18 @@ atanh = _on_one(
 )
 
 
+_logit = _on_one(
+    torch.logit,
+    lambda x: (x <= edge(x.dtype)) | (x >= 1.0 - reach(x.dtype)),
+    lambda x: x.clamp(eps(x.dtype), 1.0 - eps(x.dtype)),
+)
+
+
+def logit(input: Tensor, eps: float | None = None) -> Tensor:
+    """What `eps` clamps needs nothing else."""
+    return torch.logit(input, eps) if eps else _logit(input)
+
+
 @instead_of(torch.exp)
 def exp(input: Tensor) -> Tensor:
     """The largest finite value is the limit, 1/eps where eps is raised.

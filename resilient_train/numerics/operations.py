@@ -216,6 +216,7 @@ _SAFE: dict[str, Operation] = {
     "log2": each.log2,
     "log10": each.log10,
     **dict.fromkeys(("log1p", "special_log1p"), each.log1p),
+    **dict.fromkeys(("logit", "special_logit"), each.logit),
     "exp": each.exp,
     "sqrt": each.sqrt,
     "rsqrt": each.rsqrt,

@@ -42,13 +42,15 @@ Operation = Callable[..., Any]
 # A square of it, or a sum of billions, is finite; in float16, whose range is small, a sum of sixteen.
 _BOUND = {torch.float16: 2.0**12}
 _BOUND_OF_OTHERS = 2.0**48
+_DIVIDE = ("div", "divide", "true_divide", "__div__", "__truediv__")
 
 
 def call_safe(safe: Operation, bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a safe operation; its value at a pole must not stand out among what torch computes.
 
     The value at eps from the pole of a quotient is ten million times that of its neighbours. A logarithm's is no more
-    than 36, and says how unlikely something is: it stays.
+    than 36, and says how unlikely something is: it stays. Where a whole tensor is divided by one zero, such as a
+    temperature that ran out or the width of a column that is constant, it has no neighbours, and stays undivided.
     """
     result = safe(*args, **kwargs)
     if not is_pointwise(name) or not isinstance(result, Tensor) or not _is_repairable(result) or not result.numel():
@@ -58,11 +60,15 @@ def call_safe(safe: Operation, bare: Operation, name: str, args: tuple[Any, ...]
     infinite = still.abs() == math.inf
     inputs = _BrokenInputs([*args, *kwargs.values()], pointwise=True)
     broken = (still != still) | (infinite & inputs.finite)
-    if family(name) not in ("log", "log2", "log10", "log1p") and result.numel() > 1:
+    if family(name) not in ("log", "log2", "log10", "log1p", "logit") and result.numel() > 1:
         limit = _largest(still.abs(), _bound(still, args, kwargs))
         value = torch.where(infinite > broken, still, result.detach())  # infinities of infinite inputs stay torch's
         value = torch.where(broken, torch.clamp(value, -limit, limit), value)
         result = _applied(_WithGradientOf, result, value)
+        if name in _DIVIDE and len(args) > 1 and _is_given_number(args[1]):
+            whole = broken.all()
+            undivided = torch.broadcast_to(torch.as_tensor(args[0]), result.shape).to(result)
+            result, broken = torch.where(whole, undivided, result), broken > whole
     if family(name) == "exp":  # it has a gradient beyond its range
         return result
     return led_back(result, broken, bare, args, kwargs)
@@ -96,6 +102,10 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
         return led_back(repaired, broken, bare, args, kwargs) if pointwise else repaired
 
     return tree_map(repair, call(bare, name, guarded_args, guarded_kwargs))
+
+
+def _is_given_number(divisor: Any) -> bool:
+    return not isinstance(divisor, Tensor) or (divisor.numel() == 1 and not divisor.requires_grad)
 
 
 class _BrokenInputs:

@@ -7,6 +7,7 @@ module if x is `self`. Whatever is not torch's is called as it is.
 from __future__ import annotations
 
 import operator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -137,7 +138,26 @@ def _armored(name: str, bare: Operation, args: tuple[Any, ...], kwargs: dict[str
     safe = substitute(name)
     if safe is not None and fits(safe, len(args), tuple(kwargs)):
         return call_safe(safe, bare, name, args, kwargs)
+    if isinstance(bare, FunctionType) and not overloads(name) and not torch.compiler.is_compiling():
+        return call_and_repair(_opened(bare), name, args, kwargs)
     return call_and_repair(bare, name, args, kwargs)
+
+
+def _opened(function: FunctionType) -> Operation:
+    """What a function of torch's in Python does, with every operation in it armored: `gumbel_softmax` divides.
+
+    It would hand itself to the mode, which sees nothing of what such a function calls: a copy of it does not.
+    """
+    checks = [name for name in function.__code__.co_names if name.startswith("has_torch_function")]
+    names = {**function.__globals__, **dict.fromkeys(checks, lambda *_: False)}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        with _EveryOperation():
+            return copy(*args, **kwargs)
+
+    return opened
 
 
 class _EveryOperation(TorchFunctionMode):

@@ -6,10 +6,10 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
 import pytest
@@ -20,6 +20,7 @@ pytest.importorskip("transformers")
 
 import hf_programs as programs
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from hf_ranks import on_two_ranks
 from safetensors.torch import load_file
 from warm import ENVIRONMENT
 
@@ -54,15 +55,38 @@ def trained(program: str, output: Path, fault: str = "", *, guarded: bool = True
     return trainer
 
 
+class Ended(NamedTuple):
+    """What is left of a trainer that has trained."""
+
+    weights: str
+    rows: list[dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def unguarded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
+    """Train without a guard and without a fault, once for all tests that compare with it."""
+    made: dict[str, Ended] = {}
+
+    def once(program: str, **more: Any) -> Ended:
+        if (key := f"{program} {more}") not in made:
+            trainer = trained(program, tmp_path_factory.mktemp("unguarded"), guarded=False, **more)
+            made[key] = Ended(weights(trainer), rows(trainer))
+        return made[key]
+
+    return once
+
+
 @pytest.mark.parametrize(
     "more", [{}, {"gradient_accumulation_steps": 1, "max_grad_norm": -1.0}], ids=["usual", "plain"]
 )
 @pytest.mark.parametrize("program", list(programs.PROGRAMS))
-def test_a_healthy_trainer_ends_with_the_same_bits_and_logs(program: str, more: dict[str, Any], tmp_path: Path) -> None:
-    plain = trained(program, tmp_path / "plain", guarded=False, **more)
+def test_a_healthy_trainer_ends_with_the_same_bits_and_logs(
+    program: str, more: dict[str, Any], tmp_path: Path, unguarded: Callable[..., Ended]
+) -> None:
+    plain = unguarded(program, **more)
     guarded = trained(program, tmp_path / "guarded", **more)
-    assert weights(guarded) == weights(plain)
-    assert rows(guarded) == rows(plain)
+    assert weights(guarded) == plain.weights
+    assert rows(guarded) == plain.rows
     assert incidents(tmp_path / "guarded") == []
     assert type(guarded).__name__ == "Struck"
 
@@ -76,15 +100,17 @@ def test_a_healthy_trainer_ends_with_the_same_bits_and_logs(program: str, more: 
     ],
 )
 @pytest.mark.parametrize("program", ["llama", "vit"])
-def test_what_strikes_once_leaves_no_trace(program: str, fault: str, signal: str, cause: str, tmp_path: Path) -> None:
-    healthy = trained(program, tmp_path / "healthy", guarded=False)
+def test_what_strikes_once_leaves_no_trace(
+    program: str, fault: str, signal: str, cause: str, tmp_path: Path, unguarded: Callable[..., Ended]
+) -> None:
+    healthy = unguarded(program)
     struck = trained(program, tmp_path / "struck", fault)
     [incident] = incidents(tmp_path / "struck")
     assert (incident["signal"], incident["cause"], incident["outcome"]) == (signal, cause, "recovered")
     assert struck.state.global_step == 60
-    assert weights(struck) == weights(healthy)
+    assert weights(struck) == healthy.weights
     assert [row["loss"] for row in rows(struck) if "loss" in row][:5] == [
-        row["loss"] for row in rows(healthy) if "loss" in row
+        row["loss"] for row in healthy.rows if "loss" in row
     ][:5]
     assert all(row["loss"] == row["loss"] for row in rows(struck) if "loss" in row)  # no NaN in the logs
 
@@ -219,34 +245,35 @@ def test_a_resume_finds_the_run_directory_of_its_checkpoint(tmp_path: Path) -> N
     assert not (tmp_path / "resilient_train-3").exists()
 
 
-def on_two_ranks(*words: str) -> subprocess.CompletedProcess[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", __file__]
-    return subprocess.run([*torchrun, *words], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks have trained, one after the other, what the tests below look at."""
+    place = tmp_path_factory.mktemp("two_ranks")
+    names = ["bad_rows", "nan_grad", "plain+bad_rows", "observe+bad_rows", "plain+", "observe+"]
+    code, said = on_two_ranks(place, *names)
+    assert code == 0, said
+    return place
 
 
 def test_an_error_on_one_rank_is_that_error(tmp_path: Path) -> None:
-    ended = on_two_ranks(str(tmp_path), "raises")
-    assert ended.returncode != 0
-    assert "ZeroDivisionError" in ended.stderr
+    code, said = on_two_ranks(tmp_path, "raises")
+    assert code not in (0, None)
+    assert "ZeroDivisionError" in said
 
 
-def test_two_ranks_meet_the_same_incidents(tmp_path: Path) -> None:
-    ended = on_two_ranks(str(tmp_path), "bad_rows", "nan_grad")
-    assert ended.returncode == 0, ended.stderr
-    for fault, met in (("bad_rows", 2), ("nan_grad", 1)):
-        one, other = ((tmp_path / f"{fault}-{rank}").read_text() for rank in (0, 1))
-        assert one == other
-        assert [incident["outcome"] for incident in incidents(tmp_path / fault)] == ["recovered"] * met
+@pytest.mark.parametrize(("fault", "met"), [("bad_rows", 2), ("nan_grad", 1)])
+def test_two_ranks_meet_the_same_incidents(fault: str, met: int, two_ranks: Path) -> None:
+    one, other = ((two_ranks / f"{fault}-{rank}").read_text() for rank in (0, 1))
+    assert one == other
+    assert [incident["outcome"] for incident in incidents(two_ranks / fault)] == ["recovered"] * met
 
 
-def test_two_ranks_that_are_only_observed_end_as_plain_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fault", "met"), [("bad_rows", ["observed"]), ("", [])])
+def test_two_ranks_that_are_only_observed_end_as_plain_ones(fault: str, met: list[str], two_ranks: Path) -> None:
     """Bit for bit, with weights of NaN, and with one incident that was observed."""
-    ended = on_two_ranks(str(tmp_path), "plain+bad_rows", "observe+bad_rows", "plain+", "observe+")
-    assert ended.returncode == 0, ended.stderr
-    for fault, met in (("bad_rows", ["observed"]), ("", [])):
-        found = {(tmp_path / f"{how}+{fault}-{rank}").read_text() for how in ("plain", "observe") for rank in (0, 1)}
-        assert len(found) == 1
-        assert [incident["outcome"] for incident in incidents(tmp_path / f"observe+{fault}")] == met
+    found = {(two_ranks / f"{how}+{fault}-{rank}").read_text() for how in ("plain", "observe") for rank in (0, 1)}
+    assert len(found) == 1
+    assert [incident["outcome"] for incident in incidents(two_ranks / f"observe+{fault}")] == met
 
 
 @pytest.mark.parametrize(
@@ -354,13 +381,3 @@ def test_the_lines_of_the_page_guard_a_trainer(tmp_path: Path) -> None:
     exec(lines, names)
     assert names["trainer"].state.global_step == 4
     assert incidents(tmp_path) == []
-
-
-if __name__ == "__main__":
-    for name in sys.argv[2:]:
-        how, _, fault = name.rpartition("+")
-        made = programs.trainer("llama", Path(sys.argv[1]) / name, fault, logging_nan_inf_filter=False)
-        if how != "plain":
-            resilient_train.hf.guard(made, recovery=how or "balanced")
-        made.train()
-        (Path(sys.argv[1]) / f"{name}-{made.args.process_index}").write_text(weights(made))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,27 +27,40 @@ import sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
 sys.path.insert(0, sys.argv[1])
-place, uri = Path(sys.argv[3]), sys.argv[4]
-if sys.argv[2] == "transformers":
-    import resilient_train, hf_programs
-    trainer = hf_programs.trainer("vit", place, "nan_grad", steps=100)
-    resilient_train.hf.guard(trainer, tracking=uri).train()
-else:
-    import lightning_programs as programs
-    module = programs.Net("nan_gradient", at=30) if sys.argv[2] == "lightning" else programs.Manual(
-        "alone", "nan_gradient", at=30)
-    programs.trainer_of(place, guarded=True, tracking=uri, max_epochs=4).fit(module, programs.loader())
+import hf_programs, lightning_programs as programs, resilient_train
+for library in sys.argv[3:]:
+    place = Path(sys.argv[2], library)
+    uri = f"sqlite:///{place}.db"
+    if library == "transformers":
+        trainer = hf_programs.trainer("vit", place, "nan_grad", steps=100)
+        resilient_train.hf.guard(trainer, tracking=uri).train()
+    else:
+        module = programs.Net("nan_gradient", at=30) if library == "lightning" else programs.Manual(
+            "alone", "nan_gradient", at=30)
+        programs.trainer_of(place, guarded=True, tracking=uri, max_epochs=4).fit(module, programs.loader())
 """
 
 
-@pytest.mark.parametrize("library", ["transformers", "lightning", "manual"])
-def test_an_incident_is_a_trace_and_the_page_has_the_verdict(library: str, tmp_path: Path) -> None:
+LIBRARIES = ["transformers", "lightning", "manual"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
+    """Where one process has trained with each of them in turn, each with a database of its own."""
+    place = tmp_path_factory.mktemp("trained")
+    for library in LIBRARIES:
+        shutil.copy(empty_store, place / f"{library}.db")
+    words = [sys.executable, "-c", PROGRAM, str(Path(__file__).parents[1]), str(place), *LIBRARIES]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, cwd=place)
+    assert done.returncode == 0, done.stderr
+    return place
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_an_incident_is_a_trace_and_the_page_has_the_verdict(library: str, trained: Path) -> None:
     from mlflow import MlflowClient
 
-    place, uri = tmp_path / "out", f"sqlite:///{tmp_path}/live.db"
-    words = [sys.executable, "-c", PROGRAM, str(Path(__file__).parents[1]), library, str(place), uri]
-    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    place, uri = trained / library, f"sqlite:///{trained}/{library}.db"
     run_dir = place / "resilient_train"
     assert sync.main([str(run_dir)]) == 0  # what the process could not upload in its last seconds
     [line] = (run_dir / "incidents.jsonl").read_text().splitlines()

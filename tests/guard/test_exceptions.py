@@ -76,7 +76,7 @@ def test_rows_that_raise_go_to_quarantine(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.parametrize("after", [0, 7])
 def test_what_every_batch_raises_is_a_bug(after: int, caplog: pytest.LogCaptureFixture) -> None:
-    """It ends the run with its own traceback, which says what was tried; before the first update nothing is."""
+    """It ends the run with its own traceback, which says what was tried if an update has landed."""
     calls = 0
 
     def broken(model: Any, batch: Any) -> Tensor:
@@ -88,8 +88,16 @@ def test_what_every_batch_raises_is_a_bug(after: int, caplog: pytest.LogCaptureF
 
     with pytest.raises(KeyError, match="the bug") as raised:
         run(broken, table(bad=()))
-    assert calls == after + (6 if after else 1)
+    assert calls == after + (6 if after else 5)
     assert any("raise as well" in note for note in getattr(raised.value, "__notes__", [])) == bool(after)
+
+
+def test_a_row_that_raises_in_the_very_first_update_is_found_too() -> None:
+    """Other rows pass at the same weights, so the code works."""
+    bad = run(data=table(bad=()), steps=1).samples.rows_at(0, 16)[3]
+    guard = run(data=table(bad=(bad,)))
+    assert [(one.anomaly.step, one.diagnosis.rows) for one in guard.incidents] == [(1, (bad,))]
+    assert guard.clock.step == STEPS
 
 
 @pytest.mark.parametrize("policy", ["off", "observe"])
@@ -180,7 +188,7 @@ def determinant(model: Any, batch: Any) -> Tensor:
 def test_an_operation_with_a_value_to_give_is_patched(objective: Any, op: str, bad: int) -> None:
     """It is cured in its line, once, and no row is to blame."""
     data = table(bad=())
-    met = run(data=data, steps=1).samples.rows_at(0, 2 * 16)  # first: without an update before it is a bug
+    met = run(data=data, steps=1).samples.rows_at(0, 2 * 16)
     ahead = [row for row in range(ROWS) if row not in met][:bad]
     data.tensors[0][list(met), 0] = data.tensors[0][list(met), 0].abs()
     data.tensors[0][ahead] = torch.tensor([-3.0, 0.5, 0.2, 0.1])
@@ -224,6 +232,34 @@ def test_a_count_that_is_impossible_is_of_its_row() -> None:
     assert {row for one in guard.incidents for row in one.diagnosis.rows} == set(BAD)
     assert all(one.decision.actions[0].remedy == "quarantine" for one in guard.incidents), guard.incidents
     assert guard.clock.step == STEPS
+
+
+def shares(model: Any, batch: Any) -> Tensor:
+    """Percentages that do not add up in some rows: a Dirichlet distribution refuses them."""
+    x, sensors, _ = batch
+    predicted = torch.nn.functional.softplus(model(x, sensors.clamp(max=4))).view(-1, 1) + torch.ones(1, 3)
+    parts = torch.tensor([0.2, 0.3, 0.5]) + torch.where(sensors == 7, 0.01, 0.0).view(-1, 1)
+    loss: Tensor = -torch.distributions.Dirichlet(predicted).log_prob(parts).mean()  # type: ignore[no-untyped-call]
+    return loss
+
+
+def test_what_a_density_cannot_be_asked_about_is_of_its_row_unless_it_is_learned() -> None:
+    """The line that asks is innocent of data that are outside; nothing is patched."""
+    guard = run(shares)
+    assert {row for one in guard.incidents for row in one.diagnosis.rows} == set(BAD)
+    assert all(one.diagnosis.culprit is None for one in guard.incidents), guard.incidents
+
+    def learned(model: Any, batch: Any) -> Tensor:
+        x, sensors, _ = batch
+        beyond = model(x, sensors.clamp(max=4)).sigmoid() + (sensors == 7)
+        beta = torch.distributions.Beta(torch.tensor(2.0), torch.tensor(2.0))
+        loss: Tensor = -beta.log_prob(beyond).mean()  # type: ignore[no-untyped-call]
+        return loss
+
+    guard = run(learned)
+    first, *_ = guard.incidents
+    assert (first.diagnosis.culprit and first.diagnosis.culprit.op) == "log_prob"
+    guard._controls.unpatch()
 
 
 def test_a_stream_without_an_index_skips_what_raises() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pairs
 import pytest
@@ -42,6 +43,30 @@ def state_of(guard: Guard) -> str:
     """The digest of all weights, buffers and moments: a plain loop has other random numbers."""
     live = guard.state.live()
     return sha256([live["weights"], live["buffers"], live["optimizer.0"], live["optimizer.1"]])
+
+
+class Healthy(NamedTuple):
+    """How a run without a fault ends."""
+
+    digests: dict[str, str]
+    state: str
+    recent_loss: float | None
+
+
+@cache  # for all tests that compare with it
+def healthy_run(kind: str) -> Healthy:
+    trained, guard = finished(kind)
+    return Healthy(trained.digests(), state_of(guard), guard.recent_loss)
+
+
+@cache
+def state_without(kind: str, turn: int) -> str:
+    """The state at the end of a run whose samples of this turn are left out."""
+    trained = pair(kind)
+    guard = trained.guard(steps=STEPS, recovery=SKIP, memory=OFTEN)
+    guard.samples.skip(BATCH_SIZE * (turn - 1), BATCH_SIZE * turn)
+    train(trained, guard)
+    return state_of(guard)
 
 
 @kinds
@@ -120,12 +145,8 @@ def test_a_skipped_turn_is_as_if_it_had_never_been(kind: str, how: str, place: i
     """The verdict comes when the loop is in the next turn: to the last bit the run without those samples."""
     name = pair(kind).names[place]
     _, guard = finished(kind, Fault(turn, name, how), recovery=SKIP)
-    healthy = pair(kind)
-    other = healthy.guard(steps=STEPS, recovery=SKIP, memory=OFTEN)
-    other.samples.skip(BATCH_SIZE * (turn - 1), BATCH_SIZE * turn)
-    train(healthy, other)
     assert guard.clock.tick == STEPS + 1
-    assert state_of(guard) == state_of(other)
+    assert state_of(guard) == state_without(kind, turn)
 
 
 @kinds
@@ -144,19 +165,22 @@ def test_a_spike_of_one_loss_changes_neither_network(kind: str, place: int, fuse
 @pytest.mark.parametrize("turn", [10, STEPS])
 def test_an_overflow_of_the_loss_scale_leaves_the_turn_out(kind: str, place: int, turn: int) -> None:
     """Without an incident. The scale halves once, and all else is as if those samples were skipped."""
-    states = []
-    for fault in (Fault(turn, pair(kind).names[place], "gradient"), None):
-        accelerator = Accelerator(cpu=True)
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=10**6)
-        trained = Pair(accelerator, kind)
-        guard = trained.guard(steps=STEPS, recovery=SKIP)
-        if fault is None:
-            guard.samples.skip(BATCH_SIZE * (turn - 1), BATCH_SIZE * turn)
-        train(trained, guard, fault)
-        assert (guard.clock.step, guard.incidents) == (STEPS, [])
-        assert accelerator.scaler.get_scale() == 2.0 ** (15 if fault else 16)
-        states.append(state_of(guard))
-    assert states[0] == states[1]
+    assert scaled(kind, turn, pair(kind).names[place]) == scaled(kind, turn)
+
+
+@cache
+def scaled(kind: str, turn: int, overflows: str = "") -> str:
+    """The state at the end of a run with a loss scale, in which a turn overflows, or is left out."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=10**6)
+    trained = Pair(accelerator, kind)
+    guard = trained.guard(steps=STEPS, recovery=SKIP)
+    if not overflows:
+        guard.samples.skip(BATCH_SIZE * (turn - 1), BATCH_SIZE * turn)
+    train(trained, guard, Fault(turn, overflows, "gradient") if overflows else None)
+    assert (guard.clock.step, guard.incidents) == (STEPS, [])
+    assert accelerator.scaler.get_scale() == 2.0 ** (15 if overflows else 16)
+    return state_of(guard)
 
 
 @kinds
@@ -164,13 +188,13 @@ def test_an_overflow_of_the_loss_scale_leaves_the_turn_out(kind: str, place: int
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_rewind_takes_both_networks_back(kind: str, recovery: Any, place: int) -> None:
     """A fault that does not come again: the run ends as the healthy one, or on other samples just as well."""
-    _, healthy = finished(kind)
+    healthy = healthy_run(kind)
     _, guard = finished(kind, Fault(STRUCK + 5, pair(kind).names[place], "loss"), recovery=recovery)
     (incident,) = guard.incidents
     assert guard.clock.step == STEPS
     if recovery == REWIND:
         assert incident.rewound_to is not None
-        assert state_of(guard) == state_of(healthy)
+        assert state_of(guard) == healthy.state
     assert guard.recent_loss == pytest.approx(healthy.recent_loss, abs=0.1)
 
 
@@ -178,7 +202,7 @@ def test_a_rewind_takes_both_networks_back(kind: str, recovery: Any, place: int)
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_flipped_bit_in_one_network_rewinds_both(kind: str, place: int) -> None:
     """The highest bit of the exponent of one weight: to the last bit the run without it."""
-    healthy, _ = finished(kind)
+    healthy = healthy_run(kind)
     struck = pair(kind)
     guard = struck.guard(steps=STEPS, memory=OFTEN)
     for turn, batch in enumerate(guard.batches(), start=1):
@@ -189,13 +213,13 @@ def test_a_flipped_bit_in_one_network_rewinds_both(kind: str, place: int) -> Non
             loss = struck.backward(name, batch)
             guard.update(loss, optimizer=struck.optimizers[name])
     assert [one.rewound_to is not None for one in guard.incidents] == [True]
-    assert struck.digests() == healthy.digests()
+    assert struck.digests() == healthy.digests
 
 
 @kinds
 def test_a_loop_that_is_left_within_a_turn_undoes_it(kind: str) -> None:
     """And makes it when it is entered again."""
-    healthy, _ = finished(kind)
+    healthy = healthy_run(kind)
     left = pair(kind)
     guard = left.guard(steps=STEPS, memory=OFTEN)
     for turn, batch in enumerate(guard.batches(), start=1):
@@ -208,13 +232,13 @@ def test_a_loop_that_is_left_within_a_turn_undoes_it(kind: str) -> None:
         loss = left.backward(left.names[1], batch)
         guard.update(loss, optimizer=left.optimizers[left.names[1]])
     train(left, guard)
-    assert (guard.clock.tick, left.digests()) == (STEPS, healthy.digests())
+    assert (guard.clock.tick, left.digests()) == (STEPS, healthy.digests)
 
 
 @kinds
 def test_a_run_resumes_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
     """Stopped between two turns, and completed by other objects: as the run that was not stopped."""
-    healthy, _ = finished(kind)
+    healthy = healthy_run(kind)
     more: dict[str, Any] = {"steps": STEPS, "memory": OFTEN, "run_dir": tmp_path / "run", "disk": 10, "resume": True}
     first = pair(kind)
     guard: Guard = first.guard(**more, stop=lambda: guard.clock.step >= STRUCK)
@@ -225,7 +249,7 @@ def test_a_run_resumes_from_a_checkpoint(kind: str, tmp_path: Path) -> None:
     second = pair(kind)
     guard = second.guard(**more)
     train(second, guard)
-    assert second.digests() == healthy.digests()
+    assert second.digests() == healthy.digests
     guard.close()
 
 

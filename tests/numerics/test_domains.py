@@ -66,6 +66,29 @@ def test_an_infinite_probability_is_moved_below_one() -> None:
     assert 0.9 < probs[0] < 1.0
 
 
+def test_a_matrix_that_is_not_positive_definite_is_moved_as_far_inside_as_the_nearest_other() -> None:
+    """The other matrices stay as they are, and so does a NaN."""
+    matrices = torch.diag_embed(torch.tensor([[2.0, 1.0, 0.5], [3.0, 0.0, 1.0], [1.0, 0.2, 1.0]])).requires_grad_()
+    made = call_distribution(d.MultivariateNormal, (torch.zeros(3, 3),), {"covariance_matrix": matrices})
+    moved = made.covariance_matrix
+    assert torch.equal(moved[::2], matrices[::2])
+    assert torch.linalg.eigvalsh(moved[1]).amin().item() == pytest.approx(0.2, rel=1e-3)
+    made.log_prob(torch.ones(3, 3)).sum().backward()
+    assert matrices.grad is not None
+    assert matrices.grad.isfinite().all()
+    lost = matrices.detach().clone()
+    lost[0, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="constraint"):
+        call_distribution(d.MultivariateNormal, (torch.zeros(3, 3),), {"covariance_matrix": lost})
+
+
+def test_shares_that_do_not_add_up_are_scaled_and_the_others_stay_as_they_are() -> None:
+    shares = torch.tensor([[0.2, 0.3, 0.4], [0.1, 0.2, 0.7 + 1e-7]])
+    probs = call_distribution(d.Dirichlet(torch.ones(3)).log_prob, (shares,), {})
+    assert probs.isfinite().all()
+    assert probs[1] == d.Dirichlet(torch.ones(3)).log_prob(shares[1])  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.parametrize("made", [lambda x: d.Normal(0.0, x), lambda x: d.Bernoulli(x)])
 def test_nan_stays(made: Callable[[Tensor], Any]) -> None:
     """It was made elsewhere, and must not be hidden."""

@@ -49,3 +49,40 @@ def test_torchs_own_code_is_armored_where_a_users_line_calls_it() -> None:
     assert density.isfinite().all()
     assert torch.equal(density[1:], Beta(shape, 3.0).log_prob(rates)[1:])  # type: ignore[no-untyped-call]
     assert math.isfinite(torch.autograd.grad(density.sum(), shape)[0].item())
+
+
+def test_what_is_divided_by_one_zero_stays_undivided() -> None:
+    """There is no scale to keep to. With several divisors there are neighbours, and a learned one leaves its pole."""
+    divide = replacements.operation("div")
+    x = torch.tensor([3.0, -2.0], requires_grad=True)
+    for zero in (0.0, torch.tensor(0.0), torch.zeros(1)):
+        assert divide(x, zero).tolist() == [3.0, -2.0]
+        assert slope(divide(x, zero), x) == [1.0, 1.0]
+    assert torch.equal(divide(x, 1e-30), x / 1e-30)
+    assert divide(x, torch.tensor([0.0, 2.0])).tolist() == [1.0, -1.0]
+    learned = torch.tensor(0.0, requires_grad=True)
+    assert divide(x, learned).isfinite().all()
+
+
+def test_a_temperature_that_ran_out_keeps_the_choice() -> None:
+    """It is divided within torch's Python code, whose other results stay what they are, bit for bit."""
+    logits, drawn = torch.tensor([[5.0, 1.0, 0.0]], requires_grad=True), []
+    for tau in (0.0, 1.0):
+        torch.manual_seed(0)
+        drawn.append(replacements.armored_call(torch.nn.functional.gumbel_softmax, logits, tau=tau))
+    assert torch.equal(*drawn)
+    (found,) = torch.autograd.grad(drawn[0][:, 0].sum(), logits)
+    assert found.abs().amin() > 0
+    torch.manual_seed(0)
+    assert torch.equal(drawn[1], torch.nn.functional.gumbel_softmax(logits, tau=1.0))
+
+
+def test_the_logit_of_a_draw_that_was_rounded_is_that_of_the_nearest_number() -> None:
+    x = torch.tensor([0.0, 1.0, 0.25, 1e-30, 2.0, -1.0], requires_grad=True)
+    value = replacements.method("logit")(x)
+    eps = torch.finfo(torch.float32).eps
+    ends = torch.logit(torch.tensor([eps, 1 - eps])).tolist()
+    assert value[[0, 1, 4, 5]].tolist() == [*ends, ends[1], ends[0]]
+    assert torch.equal(value[2:4], torch.logit(x)[2:4])
+    assert all(map(math.isfinite, slope(value, x)))
+    assert torch.equal(replacements.method("logit")(x, 0.1), torch.logit(x, 0.1))

@@ -433,11 +433,19 @@ KILLS: list[tuple[str, int]] = [(name, NEVER) for name in WRITES]
 KILLS += [("", tick) for tick in (91, 95, 101, 112, 125, 140, 160)]
 
 
-@pytest.mark.parametrize(("dies", "tick"), KILLS, ids=[dies or f"tick {tick}" for dies, tick in KILLS])
-def test_a_kill_in_an_open_incident_changes_no_decision(tmp_path: Path, dies: str, tick: int) -> None:
-    """Wherever it strikes, the next process is measured against the same reference and comes to the same weights."""
-    code, whole = alone(hot_loop, tmp_path / "whole")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run that is not killed."""
+    code, whole = alone(hot_loop, tmp_path_factory.mktemp("whole"))
     assert (code, {one[1:] for one in whole["told"]}) == (0, {("rate", "recovered")})
+    return dict(whole)
+
+
+@pytest.mark.parametrize(("dies", "tick"), KILLS, ids=[dies or f"tick {tick}" for dies, tick in KILLS])
+def test_a_kill_in_an_open_incident_changes_no_decision(
+    tmp_path: Path, dies: str, tick: int, whole: dict[str, Any]
+) -> None:
+    """Wherever it strikes, the next process is measured against the same reference and comes to the same weights."""
     code, _ = alone(hot_loop, tmp_path / "mine", dies, tick)
     assert code == -signal.SIGKILL
     code, mine = alone(hot_loop, tmp_path / "mine")
