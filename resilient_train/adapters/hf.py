@@ -149,6 +149,9 @@ class Guarding:
             made=trainer.state.global_step,
             planned=trainer.state.max_steps,
         )
+        kinds = {kind for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
+        with_hook = [kind for kind in kinds if "on_pre_optimizer_step" in vars(kind)]  # one of them is the base class
+        guard._updater.changes_after_norm = len(with_hook) > 1
         self._backward = accelerator.backward
         accelerator.backward = self._run_backward
         self._optimizer_step, trainer.optimizer.step = trainer.optimizer.step, self._step

@@ -102,6 +102,7 @@ class Updater:
         self.usual_norm: float | None = None  # of recent gradients, for a tightened clip where none is configured
         self.trainer_clips = False  # a trainer, before it steps
         self.trainers_norm: torch.Tensor | None = None  # as it measured that before; None if it did not
+        self.changes_after_norm = False  # its callbacks may, after it was measured
         self.gate = Gate(optimizers, device, skips_overflow=scaler is not None)
         self.turns = Turns(optimizers)
         self.restarts = RestartDetector()
@@ -143,6 +144,9 @@ class Updater:
                 norm, _ = clip(weights, ClipConfig(None, None), over_ranks=self._over_ranks)
             elif turns.is_open_ended:
                 turns.is_clipped = True
+            elif self.changes_after_norm:
+                after, _ = clip(weights, ClipConfig(None, None), over_ranks=self._over_ranks)
+                norm = torch.where(after.isfinite(), norm, after)
             grad_norm, max_norm = clip_further(weights, norm, self.clipping.max_norm, knobs.clip, self.usual_norm)
         set_rates = self._set(step, knobs.lr * rate_factor, knobs)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
