@@ -8,13 +8,14 @@ state is that after the newest batch, and the trainer's counters and its place i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from resilient_train.adapters import arguments
 from resilient_train.adapters.guard import Guard
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.errors import TrainError, own_error
@@ -31,6 +32,19 @@ OPTIONS = frozenset(  # of Guard, where a trainer has the rest
     ("recovery", "checks", "memory", "verify_after", "quarantine", "data_changed", "tracking", "drill", "seed")
 )
 MakeAgain = Callable[[Any, int, Fed], torch.Tensor]
+
+
+def refuse_bad_options(who: str, options: Mapping[str, Any]) -> None:
+    """Raise if these are no options of Guard that a trainer leaves open; data sets are looked at when it begins."""
+    if unknown := options.keys() - OPTIONS:
+        raise TypeError(f"{who} got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
+    arguments.policy(options.get("recovery", "balanced"))
+    arguments.checks(options.get("checks", "default"))
+    arguments.refuse_bad_numbers("", options.get("drill"), disk=None, memory=options.get("memory"))
+    for name in ("verify_after", "seed"):
+        number = options.get(name, 0)
+        if not isinstance(number, int) or number < 0:
+            raise ValueError(f"{name}: expected a whole number from 0 on, got {number!r}")
 
 
 class TrainersSettings(StatelessSchedule):

@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from resilient_train.adapters import arguments
-from resilient_train.adapters.follower import OLDEST, OPTIONS, Follower, TrainersSettings, run_dir_of
+from resilient_train.adapters.follower import OLDEST, Follower, TrainersSettings, refuse_bad_options, run_dir_of
 from resilient_train.adapters.guard import Guard
 from resilient_train.adapters.noted import copied, with_added
 from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows, without_numbers
@@ -46,16 +46,18 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
     `run_dir` is where incidents are written, by default a folder in the trainer's `output_dir`, and with `push_to_hub`
     one next to it. `options` are those of `resilient_train.Guard` that are in `OPTIONS`.
     """
-    if not hasattr(trainer, "get_batch_samples") or not hasattr(trainer, "_finalize_training"):
+    if (
+        isinstance(trainer, type)
+        or not hasattr(trainer, "get_batch_samples")
+        or not hasattr(trainer, "_finalize_training")
+    ):
         oldest = OLDEST["transformers"]
         other = type(trainer).__module__.partition(".")[0]
         is_lightning = other in ("lightning", "pytorch_lightning")
         hint = "; for Lightning: L.Trainer(callbacks=[resilient_train.lightning.Guarded()])" if is_lightning else ""
         what = f"expected a transformers.Trainer, {oldest} or newer, got {named_type(trainer)} of {other}{hint}"
         raise TypeError(f"trainer: {what}")
-    arguments.policy(options.get("recovery", "balanced"))
-    if unknown := options.keys() - OPTIONS:
-        raise TypeError(f"guard got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
+    refuse_bad_options("guard", options)
     given: Any = trainer
     if isinstance(given, _Guarded):
         raise TrainError("this trainer is guarded already")

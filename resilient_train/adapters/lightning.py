@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from resilient_train.adapters.follower import OPTIONS, run_dir_of
+from resilient_train.adapters.follower import refuse_bad_options, run_dir_of
 from resilient_train.adapters.lightning_fit import Fit
 from resilient_train.adapters.lightning_manual import ManualFit
 from resilient_train.adapters.lightning_trainer import is_last_step, refuse
@@ -31,8 +31,7 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
         `options` are those of `resilient_train.Guard`: recovery, checks, memory, verify_after, quarantine,
         data_changed, tracking, drill, seed.
         """
-        if unknown := options.keys() - OPTIONS:
-            raise TypeError(f"Guarded got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
+        refuse_bad_options("Guarded", options)
         self._run_dir, self._options = run_dir, options
         self._fit: Fit | None = None
         self._name = ""  # of the run directory that a checkpoint belongs to: a second run has its own

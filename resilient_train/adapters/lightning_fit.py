@@ -273,7 +273,7 @@ class Fit:
         self._is_quiet = logged is None
         self._return_to(fed.before[number])
         if number == 0:
-            self._average()  # what the update before has made again
+            self._average()  # what a repeated update has changed
         if logged is not None:
             if number == 0:
                 logged.restore()

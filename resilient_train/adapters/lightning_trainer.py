@@ -99,7 +99,7 @@ def _copied(state: Mapping[str, Any], metric: Metric) -> dict[str, Any]:
 
 
 class Average:
-    """The average of weights that a callback of Lightning keeps; it rewinds, and follows what is made again."""
+    """The average of weights that a callback of Lightning keeps; it rewinds, and follows repeated updates."""
 
     def __init__(self, callback: Any, trainer: Any, module: Any) -> None:
         self._callback, self._trainer, self._module = callback, trainer, module
