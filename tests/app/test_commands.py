@@ -102,9 +102,10 @@ def test_a_configuration_that_is_refused_leaves_no_directory(run_command: comman
 
 
 def test_a_refused_command_works_in_its_own_directory_once_it_is_mended(
-    run_command: command, place: Path, monkeypatch: pytest.MonkeyPatch
+    run_command: command, place: Path, monkeypatch: pytest.MonkeyPatch, empty_store: Path
 ) -> None:
     """Whatever the refused one had left there by then, also as a job of a scheduler."""
+    shutil.copy(empty_store, "mlflow.db")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     told = [*MINE, "tracking=mlflow", "run.steps=3", "run.dir=mine"]
     assert run_command([*told, "+model.widht=3"]).code == 2

@@ -144,16 +144,18 @@ def uploader(run_dir: Path, address: str, experiment: str) -> Uploader:
 
 @pytest.mark.parametrize("mood", ["dead", "hang", "fail", "swallow"])
 def test_a_server_that_is_not_well_from_the_start_gets_everything_later(
-    tmp_path: Path, door: Door, server: str, mood: Mood
+    tmp_path: Path, door: Door, server: str, mood: Mood, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each attempt raises, none does harm: not even where the server did what it was asked for and nobody heard."""
     experiment = f"from the start {mood}"
     run_dir = trained(tmp_path / "run", door.address, experiment)
     door.mood = mood
     one = uploader(run_dir, door.address, experiment)
-    for _ in range(2):
-        with pytest.raises(Exception, match=r"."):
-            one.upload()
+    with monkeypatch.context() as impatient:
+        impatient.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+        for _ in range(2):
+            with pytest.raises(Exception, match=r"."):
+                one.upload()
     door.mood = "pass"
     one.finish()
     prove(run_dir, server, experiment)
@@ -463,7 +465,12 @@ def test_a_trainer_that_is_killed_is_made_up_for(
 
 @pytest.mark.parametrize("mood", ["dead", "hang"])
 def test_the_end_of_a_run_waits_no_longer_than_allowed_and_says_what_is_left(
-    tmp_path: Path, live: Callable[..., subprocess.Popen[str]], door: Door, server: str, mood: Mood
+    tmp_path: Path,
+    live: Callable[..., subprocess.Popen[str]],
+    door: Door,
+    server: str,
+    mood: Mood,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing of what it started is left, and `sync` has the rest, also from a copy of the folder."""
     run_dir, experiment = tmp_path / "run", f"drain {mood}"
@@ -473,7 +480,9 @@ def test_the_end_of_a_run_waits_no_longer_than_allowed_and_says_what_is_left(
     assert not knew
     assert seconds < 60  # of a machine that is busy; far below what a client of MLflow waits by itself
     assert not Path(f"/proc/{pid}").exists()
-    assert sync.main([str(run_dir)]) == 1
+    with monkeypatch.context() as impatient:
+        impatient.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+        assert sync.main([str(run_dir)]) == 1
     door.mood = "pass"
     assert sync.main([str(run_dir)]) == 0
     prove(run_dir, server, experiment)
