@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from resilient_train.numerics import replacements
-from resilient_train.numerics.operations import computes, family, is_pointwise, torchs_name
+from resilient_train.numerics.operations import computes, family, is_pointwise, is_random, torchs_name
 
 PREFIX = "__armor_"
 
@@ -26,6 +28,8 @@ _OPERATORS: dict[type[ast.operator], str] = {
     ast.Pow: "pow",
     ast.MatMult: "matmul",
 }
+_ALONG_DIMENSIONS = ("sum", "mean", "cumsum", "logsumexp", "prod", "cumprod", "norm", "softmax", "log_softmax")
+_LEAVES = (ast.Name, ast.Attribute, ast.Subscript)
 _LOOK_AT_THEIR_CALLER = {"super", "locals", "globals", "vars", "dir", "eval", "exec"}
 
 Node = ast.Call | ast.BinOp | ast.AugAssign
@@ -52,7 +56,8 @@ def replacement(name: str) -> Callable[..., Any]:
 def patch(tree: ast.Module, targets: set[Target], names: dict[str, Any]) -> None:
     """Replace the guilty nodes of a module; its globals say what `ln` is after `from torch import log as ln`."""
     chosen = {node for target in targets for node in _guilty(tree, target, names)}
-    _Rewriter(chosen, names).visit(tree)
+    to_widen, behind = _to_widen(tree, chosen, names)
+    _Rewriter(chosen | behind, names, to_widen).visit(tree)
 
 
 def _guilty(tree: ast.Module, target: Target, names: dict[str, Any]) -> list[Node]:
@@ -74,6 +79,76 @@ def _guilty(tree: ast.Module, target: Target, names: dict[str, Any]) -> list[Nod
         changed = ast.unparse(in_place[0].target)
         raise CannotArmor(f"line {target.line} changes `{changed}` in place, which cannot be evaluated twice")
     return [node for node in found if node not in in_place]
+
+
+def _to_widen(tree: ast.Module, chosen: set[Node], names: dict[str, Any]) -> tuple[set[ast.AST], set[Node]]:
+    """Return the largest expressions around guilty nodes of which a wider type may hold what is in between.
+
+    `torch.log(torch.exp(x).sum())`: what overflows there has a logarithm. All of it can be evaluated again. Also return
+    what is computed there from what is repaired.
+    """
+    expressions = [node for node in ast.walk(tree) if isinstance(node, ast.expr)]
+    around = {child: node for node in expressions for child in ast.iter_child_nodes(node)}
+    found: set[ast.AST] = set()
+    behind: set[Node] = set()
+    for node in chosen:
+        outer: ast.AST = node
+        path = set()
+        while (larger := around.get(outer)) is not None:
+            called = around.get(larger)
+            if isinstance(larger, ast.Attribute) and isinstance(called, ast.Call) and called.func is larger:
+                larger = called
+            if not isinstance(larger, ast.Call | ast.BinOp | ast.UnaryOp) or not _is_repeatable(larger, names):
+                break
+            outer = larger
+            path |= {outer} if isinstance(outer, Node) else set()
+        steps = [one for one in ast.walk(outer) if isinstance(one, ast.Call | ast.BinOp)]
+        if len(steps) > 1 and _is_repeatable(outer, names):
+            found.add(outer)
+            behind |= path
+    return found, behind
+
+
+def _is_repeatable(node: ast.AST, names: dict[str, Any]) -> bool:
+    """Say whether an expression computes the same in any type, and again if it is evaluated twice."""
+    if isinstance(node, ast.Constant | ast.Name):
+        return True
+    if isinstance(node, ast.Call):
+        if isinstance(node.func, ast.Attribute):
+            name, owner = node.func.attr, [node.func.value]
+        elif isinstance(node.func, ast.Name) and node.func.id in names:
+            name, owner = torchs_name(names[node.func.id]), []
+        else:
+            return False
+        fits = is_pointwise(name) or (family(name) in _ALONG_DIMENSIONS and not name.endswith("_"))
+        if not fits or not computes(name) or is_random(name):
+            return False
+        return all(_is_repeatable(one, names) for one in (*owner, *node.args, *(one.value for one in node.keywords)))
+    if isinstance(node, ast.BinOp) and (type(node.op) not in _OPERATORS or isinstance(node.op, ast.MatMult)):
+        return False
+    kinds = (ast.Attribute, ast.Subscript, ast.UnaryOp, ast.BinOp, ast.Tuple, ast.Slice)
+    parts = [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr)]
+    return isinstance(node, kinds) and all(_is_repeatable(one, names) for one in parts)
+
+
+class _Widener(ast.NodeTransformer):
+    """Puts a wider tensor wherever an expression takes one."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        if isinstance(node, _LEAVES):
+            is_module = isinstance(node, ast.Name) and isinstance(self.names.get(node.id), ModuleType)
+            return node if is_module else _called("wide_of_leaf", [node], [], node)
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Attribute):
+                node.func.value = self.visit(node.func.value)
+            node.args = [self.visit(one) for one in node.args]
+            for keyword in node.keywords:
+                keyword.value = self.visit(keyword.value)
+            return node
+        return super().generic_visit(node)
 
 
 def _nearest(nodes: list[Node], line: int) -> list[Node]:
@@ -121,8 +196,15 @@ def _is_simple(target: ast.expr) -> bool:
 class _Rewriter(ast.NodeTransformer):
     """Replaces nodes at the places where they are, so that tracebacks stay what they were."""
 
-    def __init__(self, chosen: set[Node], names: dict[str, Any]) -> None:
-        self.chosen, self.names = chosen, names
+    def __init__(self, chosen: set[Node], names: dict[str, Any], to_widen: set[ast.AST]) -> None:
+        self.chosen, self.names, self.to_widen = chosen, names, to_widen
+
+    def visit(self, node: ast.AST) -> Any:
+        if node not in self.to_widen:
+            return super().visit(node)
+        assert isinstance(node, ast.expr)
+        bare, wide = deepcopy(node), _Widener(self.names).visit(deepcopy(node))
+        return _called("widened_of_expression", [super().visit(node), wide, bare], [], node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         line, inner = _line_in_traceback(node), _inside_a_logarithm(node, self.names)

@@ -127,6 +127,12 @@ def is_pointwise(name: str) -> bool:
 
 
 @_cached
+def is_random(name: str) -> bool:
+    """Say whether an operation draws numbers."""
+    return any(torch.Tag.nondeterministic_seeded in form.tags for form in overloads(name))
+
+
+@_cached
 def computes(name: str) -> bool:
     """Say whether an operation makes new numbers: no view of its input, nothing for Python, nothing written into it."""
     if (name.endswith("_") and not name.startswith("__")) or name in _MAY_WRITE:

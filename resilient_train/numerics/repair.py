@@ -53,7 +53,7 @@ def call_safe(safe: Operation, bare: Operation, name: str, args: tuple[Any, ...]
     temperature that ran out or the width of a column that is constant, it has no neighbours, and stays undivided.
     """
     result = safe(*args, **kwargs)
-    if not is_pointwise(name) or not isinstance(result, Tensor) or not _is_repairable(result) or not result.numel():
+    if not is_pointwise(name) or not isinstance(result, Tensor) or not is_repairable(result) or not result.numel():
         return result
     with torch.no_grad():
         still = bare(*args, **kwargs)
@@ -87,7 +87,7 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
     guarded_args, guarded_kwargs = tree_unflatten(leaves, structure)
 
     def repair(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not _is_repairable(value) or not value.numel():
+        if not isinstance(value, Tensor) or not is_repairable(value) or not value.numel():
             return value
         if flags and value.requires_grad:
             value = _applied(_Witness, value, *flags)
@@ -112,7 +112,7 @@ class _BrokenInputs:
     """What was not finite before an operation, and is not its fault. In few passes over memory, which are the cost."""
 
     def __init__(self, leaves: Sequence[Any], pointwise: bool) -> None:
-        numbers = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and _is_repairable(leaf)]
+        numbers = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and is_repairable(leaf)]
         constants = [leaf for leaf in leaves if isinstance(leaf, float)]  # `masked_fill(mask, -inf)`
         nan, zeros = [leaf != leaf for leaf in numbers], [leaf - leaf for leaf in numbers]  # NaN, if not of finite ones
         if not pointwise:
@@ -162,7 +162,7 @@ def _guarded(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
     places = [
         place
         for place, leaf in enumerate(leaves)
-        if isinstance(leaf, Tensor) and _is_repairable(leaf) and leaf.requires_grad and torch.is_grad_enabled()
+        if isinstance(leaf, Tensor) and is_repairable(leaf) and leaf.requires_grad and torch.is_grad_enabled()
     ]
     wide = [place for place in places if leaves[place].dim()] or places
     behind, flags = list(leaves), []
@@ -173,7 +173,13 @@ def _guarded(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
     return behind, flags
 
 
-def _is_repairable(leaf: Any) -> bool:
+def guarded(value: Tensor) -> Tensor:
+    """A tensor whose gradient becomes zero where it is not finite."""
+    behind: Tensor = _applied(_Guard, value)[0] if value.requires_grad and torch.is_grad_enabled() else value
+    return behind
+
+
+def is_repairable(leaf: Any) -> bool:
     """Say whether torch can look for NaNs in a tensor: it is not complex, sparse or of 8-bit numbers."""
     return leaf.is_floating_point() and leaf.layout is torch.strided and leaf.element_size() > 1
 

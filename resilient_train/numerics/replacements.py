@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from resilient_train.numerics.domains import call_distribution, is_distribution
+from resilient_train.numerics.elementwise import is_lost
 from resilient_train.numerics.operations import (
     computes,
     fits,
@@ -26,7 +27,7 @@ from resilient_train.numerics.operations import (
     substitute,
     torchs_name,
 )
-from resilient_train.numerics.repair import Operation, call_and_repair, call_safe
+from resilient_train.numerics.repair import Operation, call_and_repair, call_safe, guarded, is_repairable
 
 _PYTHONS: dict[str, tuple[Operation, Operation, str]] = {  # an operator, its in-place form, and its special method
     "div": (operator.truediv, operator.itruediv, "truediv"),
@@ -36,6 +37,7 @@ _PYTHONS: dict[str, tuple[Operation, Operation, str]] = {  # an operator, its in
     "pow": (operator.pow, operator.ipow, "pow"),
     "matmul": (operator.matmul, operator.imatmul, "matmul"),
 }
+_MOST_TO_WIDEN = 2**20  # elements of a tensor: on most GPUs doubles take long
 # Torch computes the logarithm of these in one operation, finite where the value in between has rounded to zero.
 IN_ONE: dict[str, Operation] = {"softmax": torch.log_softmax, "sigmoid": functional.logsigmoid}
 
@@ -117,6 +119,32 @@ def logarithm(of: str) -> Operation:
     return armored_logarithm
 
 
+def wide(of: str) -> Operation:
+    """What a wider form of an expression takes in the place of a tensor. A large one stays: it would cost too much."""
+
+    def widen(value: Any) -> Any:
+        is_any = isinstance(value, Tensor) and is_repairable(value) and value.device.type != "mps"
+        return guarded(value).double() if is_any and value.numel() <= _MOST_TO_WIDEN else value
+
+    return widen
+
+
+def widened(of: str) -> Operation:
+    """What is called instead of `torch.log(torch.exp(x).sum())`: it is given its value with armor, wider, and bare.
+
+    What armor has changed is what the wider type says, where that is finite; everything else stays, bit for bit.
+    """
+
+    def chosen(value: Any, wider: Any, bare: Any) -> Any:
+        if not all(isinstance(one, Tensor) and one.is_floating_point() for one in (value, wider, bare)):
+            return value
+        narrow = wider.to(value.dtype)
+        takes = (value.detach() != bare.detach()) & ~is_lost(narrow.detach())
+        return torch.where(takes, narrow, value)
+
+    return chosen
+
+
 def armored_call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
     """What is called instead of `called(...)`.
 
@@ -170,4 +198,11 @@ class _EveryOperation(TorchFunctionMode):
         return _armored(name, func, args, kwargs) if name else func(*args, **kwargs)
 
 
-FORMS = {"method": method, "operation": operation, "in_place": operation_in_place, "logarithm": logarithm}
+FORMS = {
+    "method": method,
+    "operation": operation,
+    "in_place": operation_in_place,
+    "logarithm": logarithm,
+    "wide": wide,
+    "widened": widened,
+}

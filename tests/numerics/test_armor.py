@@ -228,6 +228,55 @@ def test_a_logarithm_of_what_rounded_to_zero_still_learns(write: Write, armor: A
     assert finite(slopes(module.by_function, masked))
 
 
+WIDER = {  # what overflows on the way to a value that does not, and the same by another formula
+    "torch.log(torch.exp(x).sum(-1))": ("exp", lambda x: x.logsumexp(-1)),
+    "torch.exp(x).cumsum(-1).log()": ("exp", lambda x: x.logcumsumexp(-1)),
+    "torch.exp(x) / torch.exp(x).sum(-1, keepdim=True)": ("exp", lambda x: x.softmax(-1)),
+    "torch.log(1 + torch.exp(x))": ("exp", F.softplus),
+    "((1e20 * x) ** 2).sum(-1).sqrt()": ("pow", lambda x: 1e20 * x.norm(dim=-1)),
+}
+
+
+@pytest.mark.parametrize("text", WIDER)
+def test_what_leaves_the_type_on_the_way_and_comes_back_is_what_it_is(write: Write, armor: Armor, text: str) -> None:
+    """The expression is computed in a wider type, slopes too; where nothing breaks it keeps every bit."""
+    op, formula = WIDER[text]
+    module = write(f"def f(x):\n    return {text}  # guilty")
+    fine, broken = torch.tensor([[0.5, -1.0, 0.25]]) * 1e-3, torch.tensor([[0.5, 200.0, -3.0], [199.0, 200.0, 150.0]])
+    bare = slopes(module.f, fine)
+    put_on(armor, module, op)
+    assert same_bits(slopes(module.f, fine), bare)
+    for mine, theirs in zip(slopes(module.f, broken), slopes(formula, broken), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    assert finite(slopes(module.f, torch.tensor([[1e4, -3.0, 0.0]]))), "beyond the wider type, too"
+
+
+def test_only_what_can_be_computed_again_is(write: Write, armor: Armor) -> None:
+    """A module of the user's may count its calls, and what draws numbers draws others."""
+    module = write("""
+        class Net(nn.Module):
+            def forward(self, x):
+                return torch.log(torch.exp(self.scores(x)).sum())  # guilty
+
+            def scores(self, x):
+                self.calls = getattr(self, "calls", 0) + 1
+                return x
+
+        def drawn(x):
+            return torch.log(torch.exp(torch.dropout(x, 0.5, True)).sum())  # drawn
+    """)
+    net, x = module.Net(), torch.tensor([1.0, 2.0])
+    put_on(armor, module, "exp")
+    assert finite([net(x), net(x.pow(8))])
+    assert net.calls == 2
+    torch.manual_seed(0)
+    bare, after = module.drawn(x), torch.rand(1)
+    armor.add(str(module.__file__), lines(module, "# drawn")[0], "exp")
+    torch.manual_seed(0)
+    assert torch.equal(module.drawn(x), bare)
+    assert torch.equal(torch.rand(1), after)
+
+
 def test_a_slope_that_was_broken_before_is_not_hidden(write: Write, armor: Armor) -> None:
     """Somebody else's fault, or a loss scale that is too large, is seen by whoever looks for it."""
     module = write("def compute(x):\n    return x.digamma() * 3  # guilty\n")
