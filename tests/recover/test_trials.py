@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from resilient_train.recover.trials import Arm, best_arm, fastest, holds, may_wi
 from resilient_train.settings import DiskConfig
 from resilient_train.types import Action
 from resilient_train.watch.config import NoProgressConfig
+from resilient_train.watch.config import named as checks_named
 from resilient_train.watch.progress import NoProgress
 from resilient_train.wording import describe_arms
 
@@ -210,6 +212,18 @@ def test_a_rate_that_was_quietly_too_high_is_found_and_lowered(tmp_path: Path) -
     assert 0 < summary["trial_updates"] <= 200
     assert summary["ticks"] == guard.clock.tick  # updates of a trial are no ticks
     assert guard.clock.tick < 150 + incident.anomaly.step + 5
+
+
+@pytest.mark.parametrize(("travel", "is_found"), [(0.4, True), (10.0, False)])
+def test_a_loss_that_has_fallen_and_stands_is_looked_at_where_the_weights_settle_nowhere(
+    travel: float, is_found: bool
+) -> None:
+    checks = checks_named("default")
+    guard = train(language(0.3, checks=replace(checks, no_progress=replace(CHECK, share=0.1, travel=travel))))
+    guard.close()
+    assert [incident.anomaly.signal for incident in guard.incidents] == ["no_progress"] * is_found
+    assert ("of their norm in 25 updates" in "".join(one.anomaly.evidence for one in guard.incidents)) is is_found
+    assert (final(guard) < 1.05) is is_found  # a good rate ends at 0.98, this one at 1.55
 
 
 def squares(model: Any, batch: Any) -> Tensor:

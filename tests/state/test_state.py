@@ -183,6 +183,17 @@ def test_how_far_the_weights_moved_is_that_of_the_trained_ones() -> None:
     assert bench.ring.travelled() == pytest.approx(of_all / 2 / float(weights[2].norm()), rel=0.2)
 
 
+def test_weights_that_are_complex_move_too() -> None:
+    bench = Bench()
+    wave = nn.Parameter(torch.full((4,), 3.0 + 4.0j))  # its norm is 10
+    bench.net.register_parameter("wave", wave)
+    bench.kept()
+    wave.detach().mul_(200)
+    bench.clock.step += 25
+    bench.kept()
+    assert bench.ring.travelled() == pytest.approx(1990 / 2000, rel=1e-3)  # the other weights are small
+
+
 def test_two_slots_hold_no_pin() -> None:
     """A pinned state beside the newest proven one would leave no slot: after a rewind snapshots are taken again."""
     bench = Bench(keep=2)
