@@ -28,6 +28,7 @@ _OPERATORS: dict[type[ast.operator], str] = {
     ast.Pow: "pow",
     ast.MatMult: "matmul",
 }
+_MAY_OVERFLOW = ("exp", "exp2", "expm1", "cosh", "sinh", "square", "mul", "sum", "cumsum", "prod", "cumprod")
 _ALONG_DIMENSIONS = ("sum", "mean", "cumsum", "logsumexp", "prod", "cumprod", "norm", "softmax", "log_softmax")
 _LEAVES = (ast.Name, ast.Attribute, ast.Subscript)
 _LOOK_AT_THEIR_CALLER = {"super", "locals", "globals", "vars", "dir", "eval", "exec"}
@@ -92,6 +93,8 @@ def _to_widen(tree: ast.Module, chosen: set[Node], names: dict[str, Any]) -> tup
     found: set[ast.AST] = set()
     behind: set[Node] = set()
     for node in chosen:
+        if _family(node, names) not in _MAY_OVERFLOW:  # at a pole a wider type has no slope either
+            continue
         outer: ast.AST = node
         path = set()
         while (larger := around.get(outer)) is not None:

@@ -233,7 +233,7 @@ WIDER = {  # what overflows on the way to a value that does not, and the same by
     "torch.exp(x).cumsum(-1).log()": ("exp", lambda x: x.logcumsumexp(-1)),
     "torch.exp(x) / torch.exp(x).sum(-1, keepdim=True)": ("exp", lambda x: x.softmax(-1)),
     "torch.log(1 + torch.exp(x))": ("exp", F.softplus),
-    "((1e20 * x) ** 2).sum(-1).sqrt()": ("pow", lambda x: 1e20 * x.norm(dim=-1)),
+    "torch.square(1e20 * x).sum(-1).sqrt()": ("square", lambda x: 1e20 * x.norm(dim=-1)),
 }
 
 
@@ -249,6 +249,15 @@ def test_what_leaves_the_type_on_the_way_and_comes_back_is_what_it_is(write: Wri
     for mine, theirs in zip(slopes(module.f, broken), slopes(formula, broken), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
     assert finite(slopes(module.f, torch.tensor([[1e4, -3.0, 0.0]]))), "beyond the wider type, too"
+
+
+def test_at_a_pole_a_wider_type_is_no_help(write: Write, armor: Armor) -> None:
+    """There armor leads back, as it does without anything around it."""
+    module = write("def f(x, p):\n    return torch.tanh(x / p)  # guilty\n\ndef g(x, p):\n    return x / p  # apart")
+    armor.add(str(module.__file__), lines(module)[0], "div")
+    armor.add(str(module.__file__), lines(module, "# apart")[0], "div")
+    x, p = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0])
+    assert same_bits(slopes(module.f, x, p), slopes(lambda x, p: torch.tanh(module.g(x, p)), x, p))
 
 
 def test_only_what_can_be_computed_again_is(write: Write, armor: Armor) -> None:
