@@ -153,7 +153,7 @@ def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -
             return Diagnosis(Cause.EXPLOSION, _CLIMBED.format(times=climb))
         if rows and not facts.everywhere and _BEYOND < facts.size < math.inf:  # all of it is finite: no line to blame
             found = (
-                f"{_rows(rows)} of the data {'takes' if len(rows) == 1 else 'take'} the gradient to {facts.size:.3g}"
+                f"{_rows(rows).capitalize()} {'takes' if len(rows) == 1 else 'take'} the gradient to {facts.size:.3g}"
             )
             fix = f"clamp or scale what is computed of {_it(rows)}, or remove {_it(rows)}"
             return Diagnosis(Cause.OVERFLOW, f"{found}, which no update can use: {fix}.", None, rows)
