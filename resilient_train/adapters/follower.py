@@ -215,7 +215,7 @@ class Follower:
 
     def close(self) -> None:
         """End the loop: its last state was examined, or an error ended it."""
-        error = own_error(self._handled)
+        error, self._handled = own_error(self._handled), None
         is_alone = self.guard.world.size == 1 or isinstance(error, TrainError)  # which all ranks raise together
         try:
             if error is None or is_alone:

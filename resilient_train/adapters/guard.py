@@ -70,8 +70,6 @@ class Epoch:
 class Guard(guard.EngineGuard):
     """Gate, checks, rewinds, remedies and journal around a training loop."""
 
-    _handled: BaseException | None = None  # by the caller, with the loop as the handler
-
     def __init__(
         self,
         accelerator: Accelerator | None,
@@ -201,7 +199,7 @@ class Guard(guard.EngineGuard):
             )
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop
-            self._handled: BaseException | None = None  # an error that the caller handles by this loop
+            self._handled: BaseException | None = None  # an error that the caller handles with this loop
             waits = updater.gate.synchronous() if device.type != "cpu" else []
             self._cautions = [*arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
             self._unused = warn_if_unused(self, world, self._direct_steps) if is_own_loop else None
@@ -284,7 +282,7 @@ class Guard(guard.EngineGuard):
     def close(self) -> None:
         """End a run, at its last step or before: check the last update, close recovered incidents, end workers."""
         self._put_back_batch()
-        error, gave_up = own_error(self._handled), None
+        error, gave_up, self._handled = own_error(self._handled), None, None
         try:
             if (self.settle() and self._examine_now() is None) or self._recovery.observes:
                 if error is None and self._recovery.is_unrecovered():

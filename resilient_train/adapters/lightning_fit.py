@@ -22,6 +22,7 @@ from resilient_train.adapters.lightning_trainer import Average, Logged, accelera
 from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows, without_numbers
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
+from resilient_train.errors import TrainError
 from resilient_train.update.objective import Measured
 
 _ABSENT = object()
@@ -243,8 +244,10 @@ class Fit:
         assert follower is not None
         try:
             loss = follower.step()
-        finally:
+        except TrainError:  # which all ranks raise together
             self._look_at_incidents()
+            raise
+        self._look_at_incidents()
         if loss is not None:
             self._return_to(place)
         if loss is not None and not follower.was_made(loss):

@@ -246,13 +246,15 @@ class Updater:
         """Derive the settings of all groups from the configured ones, and set them; `factor` is that of the rates."""
         settings, before, paces = [], [], [(0.0, 0.0)]
         planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
-        for group, setting, (usual, eps) in zip(self._groups(), planned, self._configured, strict=True):
-            lr = 0.0 if setting["lr"] is None else setting["lr"]
+        each = zip(self._groups(), planned, self._configured, strict=True)
+        for number, (group, setting, (usual, eps)) in enumerate(each):
+            lr = setting["lr"] or 0.0
+            times = 1.0 if number in self._own_rates else factor  # else its updates would be scaled twice
             # A rate as a multiple of the configured one; 0 for a tensor, which the host would have to wait for.
-            asked = lr / usual * factor if usual and isinstance(lr, int | float) else 0.0
+            asked = lr / usual * times if usual and isinstance(lr, int | float) else 0.0
             allowed = min(asked, _limit(asked, knobs))
             if setting["lr"] is not None:
-                setting = {**setting, "lr": usual * allowed if allowed < asked else lr * factor}
+                setting = {**setting, "lr": usual * allowed if allowed < asked else lr * times}
             if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
                 setting["eps"] = max(eps * knobs.eps, _least_eps(group)) if self.mends_eps else eps * knobs.eps
             old: dict[str, Any] = {name: group.get(name) for name in setting}
