@@ -143,6 +143,7 @@ def verdict(mutant: Mutant | None, tests: Sequence[str], marks: str, seconds: fl
     words += ["-n", str(workers), "--dist", "loadfile", "--no-loadscope-reorder"] if workers else []
     with copied(mutant) as tree:
         env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+        env.setdefault("PYTHONPYCACHEPREFIX", str(ROOT / ".pytest_cache" / "bytecode"))  # tests/compiled.py says why
         process = subprocess.Popen(
             words, cwd=tree, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
