@@ -66,7 +66,8 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
         if not theirs or not math.isfinite(size):  # nonfinite_fields names what is not finite
             continue
         middle, largest = theirs[len(theirs) // 2], theirs[-1]
-        if not size <= far * max(largest, 2 * middle):
+        # Where the others are all 0 it may be a rare class, marked with 1, or a count: that it is not 0 says nothing.
+        if not size <= far * (max(largest, 2 * middle) or 1.0):
             found.append(f"{field} reaches {size:.3g}, where {largest:.3g} is the most of {len(theirs)} other rows")
     return found
 

@@ -28,8 +28,14 @@ _OPERATORS: dict[type[ast.operator], str] = {
     ast.Pow: "pow",
     ast.MatMult: "matmul",
 }
-_MAY_OVERFLOW = ("exp", "exp2", "expm1", "cosh", "sinh", "square", "mul", "sum", "cumsum", "prod", "cumprod")
-_ALONG_DIMENSIONS = ("sum", "mean", "cumsum", "logsumexp", "prod", "cumprod", "norm", "softmax", "log_softmax")
+_MAY_OVERFLOW = (
+    *("exp", "exp2", "expm1", "cosh", "sinh", "i0", "i1", "square", "mul"),
+    *("sum", "cumsum", "prod", "cumprod", "det"),
+)
+_OF_WHOLE_TENSORS = (  # that compute the same in any type, beside the pointwise ones
+    *("sum", "mean", "cumsum", "logsumexp", "prod", "cumprod", "norm", "softmax", "log_softmax"),
+    "det",
+)
 _LEAVES = (ast.Name, ast.Attribute, ast.Subscript)
 _LOOK_AT_THEIR_CALLER = {"super", "locals", "globals", "vars", "dir", "eval", "exec"}
 
@@ -123,7 +129,7 @@ def _is_repeatable(node: ast.AST, names: dict[str, Any]) -> bool:
             name, owner = torchs_name(names[node.func.id]), []
         else:
             return False
-        fits = is_pointwise(name) or (family(name) in _ALONG_DIMENSIONS and not name.endswith("_"))
+        fits = is_pointwise(name) or (family(name) in _OF_WHOLE_TENSORS and not name.endswith("_"))
         if not fits or not computes(name) or is_random(name):
             return False
         return all(_is_repeatable(one, names) for one in (*owner, *node.args, *(one.value for one in node.keywords)))

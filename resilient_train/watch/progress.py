@@ -21,7 +21,7 @@ class NoProgress(PlainState):
     Or they fall, but only since the first updates have thrown them far up. Or they stand anywhere while the weights
     still change by much of their norm: in healthy runs these have nearly settled by then.
     That is no alarm: many healthy losses stand. It asks for a trial of lower learning rates. The look
-    after one, or after one that finds the loss falling, is at twice as many updates.
+    after one is at twice as many updates; after one that finds nothing to try, a quarter later.
     """
 
     saved = ("_losses", "first", "_mean", "_seen")
@@ -52,7 +52,7 @@ class NoProgress(PlainState):
             return False
         is_asked = self._is_asked(travelled)
         if not is_asked:
-            self.next_look = 2 * step
+            self.next_look = step + max(self.config.every, step // 4)
         return is_asked
 
     def tried(self, step: int, *, is_tried: bool) -> None:

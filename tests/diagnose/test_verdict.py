@@ -248,6 +248,9 @@ def test_what_is_odd_about_a_row() -> None:
     assert outlying_fields((torch.randn(8), 1.5), others, 4.0) == []
     (told,) = outlying_fields((torch.randn(8), -4e6), others, 1e4)
     assert told.startswith("[1] reaches 4e+06")
+    common = [(torch.randn(8), 0.0) for _ in range(50)]
+    assert outlying_fields((torch.randn(8), 1.0), common, 4.0) == []  # of a rare class, which is nothing odd
+    assert len(outlying_fields((torch.randn(8), 1e6), common, 4.0)) == 1
 
 
 def test_damage_names_the_element() -> None:

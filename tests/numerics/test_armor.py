@@ -234,6 +234,8 @@ WIDER = {  # what overflows on the way to a value that does not, and the same by
     "torch.exp(x) / torch.exp(x).sum(-1, keepdim=True)": ("exp", lambda x: x.softmax(-1)),
     "torch.log(1 + torch.exp(x))": ("exp", F.softplus),
     "torch.square(1e20 * x).sum(-1).sqrt()": ("square", lambda x: 1e20 * x.norm(dim=-1)),
+    "torch.special.i0(x).log()": ("special_i0", lambda x: torch.special.i0e(x).log() + x.abs()),
+    "torch.linalg.det(torch.diag_embed(1 + x.abs())).log()": ("linalg_det", lambda x: (1 + x.abs()).log().sum(-1)),
 }
 
 
