@@ -32,7 +32,7 @@ _MAY_OVERFLOW = (
     *("exp", "exp2", "expm1", "cosh", "sinh", "i0", "i1", "square", "mul"),
     *("sum", "cumsum", "prod", "cumprod", "det"),
 )
-_OF_WHOLE_TENSORS = (  # that compute the same in any type, beside the pointwise ones
+_OF_WHOLE_TENSORS = (  # that compute the same in any type, next to the pointwise ones
     *("sum", "mean", "cumsum", "logsumexp", "prod", "cumprod", "norm", "softmax", "log_softmax"),
     "det",
 )
