@@ -65,8 +65,9 @@ _SINGULAR_ALIKE = {
 _FAMILIES = {name: op for op in SINGULAR for name in (op, *_SINGULAR_ALIKE.get(op, "").split())}
 NOT_AT_ZERO = ("softmax", "linalg", "acos", "atanh", "mean", "loss", "layer_norm", "std")
 _WITH_POLES = ("log", "div", "reciprocal", "rsqrt", "atanh", "lgamma")  # infinite at a pole, not by overflow
-_EXPONENTIAL = ("exp", "exp2", "expm1", "cosh", "sinh")
-_EVEN = ("cosh", "sinh")  # large on both sides
+_EVEN = ("cosh", "sinh", "i0", "special_i0", "special_i1")  # large on both sides
+_EXPONENTIAL = ("exp", "exp2", "expm1", *_EVEN)
+_PRODUCTS = ("prod", "cumprod", "det", "linalg_det")  # infinite by overflow alone
 _LARGEST_EXPONENT = {"float16": 11.09, "float64": 709.78}  # of e, and 88.72 in float32 and bfloat16
 # Operations that raise where a patch of numerics has a value.
 _HAS_VALUE = ("cholesky", "linalg_cholesky", "inverse", "linalg_inv", "linalg_solve", "binary_cross_entropy")
@@ -328,6 +329,8 @@ def _overflows(culprit: Culprit, kind: str) -> bool:
         return kind == "inf" or highest * of_e > _LARGEST_EXPONENT.get(size["dtype"], 88.72)
     if _family(culprit.op) is None:
         return largest > _HUGE or (is_plain(culprit.op) and (kind == "inf" or culprit.op in _LOOPS))
+    if culprit.op in _PRODUCTS and kind == "inf":
+        return True
     if culprit.op == "pow":
         return kind == "inf" and largest > 1 and not _is_power_at_zero(culprit.inputs)
     return largest > _HUGE and culprit.op not in _WITH_POLES

@@ -151,12 +151,14 @@ class _Widener(ast.NodeTransformer):
             is_module = isinstance(node, ast.Name) and isinstance(self.names.get(node.id), ModuleType)
             return node if is_module else _called("wide_of_leaf", [node], [], node)
         if isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Attribute):
-                node.func.value = self.visit(node.func.value)
-            node.args = [self.visit(one) for one in node.args]
-            for keyword in node.keywords:
+            inner = _inside_a_logarithm(node, self.names)
+            call = node if inner is None else inner
+            if isinstance(call.func, ast.Attribute):
+                call.func.value = self.visit(call.func.value)
+            call.args = [self.visit(one) for one in call.args]
+            for keyword in call.keywords:
                 keyword.value = self.visit(keyword.value)
-            return node
+            return node if inner is None else _logarithm(inner, node)
         return super().generic_visit(node)
 
 
@@ -222,13 +224,11 @@ class _Rewriter(ast.NodeTransformer):
             return node
         function = node.func
         if inner is not None and inner not in self.chosen:
-            name, first = f"logarithm_of_{inner.func.attr}", inner.func.value  # type: ignore[attr-defined]
-            node = ast.copy_location(ast.Call(function, inner.args, inner.keywords), node)
+            call = _logarithm(inner, node)
         elif isinstance(function, ast.Attribute) and not _is_special(function):
-            name, first = f"method_of_{function.attr}", function.value
+            call = _called(f"method_of_{function.attr}", [function.value, *node.args], node.keywords, node)
         else:
-            name, first = "call", function
-        call = _called(name, [first, *node.args], node.keywords, node)
+            call = _called("call", [function, *node.args], node.keywords, node)
         if isinstance(function, ast.Attribute) and line != node.lineno:
             call.lineno, call.col_offset = line, (function.end_col_offset or 0) - len(function.attr)
         return call
@@ -251,7 +251,7 @@ class _Rewriter(ast.NodeTransformer):
 
 
 def _inside_a_logarithm(node: ast.Call, names: dict[str, Any]) -> ast.Call | None:
-    """Return the call whose logarithm this is, if torch computes both in one: `torch.log(x.softmax(-1))`."""
+    """Return the call whose logarithm this is, if both can be computed in one: `torch.log(x.softmax(-1))`."""
     if not isinstance(node.func, ast.Attribute) or node.func.attr != "log" or node.keywords:
         return None
     owner = node.func.value
@@ -262,6 +262,12 @@ def _inside_a_logarithm(node: ast.Call, names: dict[str, Any]) -> ast.Call | Non
     if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr in replacements.IN_ONE:
         return inner
     return None
+
+
+def _logarithm(inner: ast.Call, at: ast.Call) -> ast.Call:
+    """What is called instead of the logarithm of a call."""
+    assert isinstance(inner.func, ast.Attribute)
+    return _called(f"logarithm_of_{inner.func.attr}", [inner.func.value, *inner.args], inner.keywords, at)
 
 
 def _is_special(function: ast.Attribute) -> bool:

@@ -6,6 +6,7 @@ module if x is `self`. Whatever is not torch's is called as it is.
 
 from __future__ import annotations
 
+import math
 import operator
 from types import FunctionType
 from typing import Any
@@ -19,6 +20,7 @@ from resilient_train.numerics.domains import call_distribution, is_distribution
 from resilient_train.numerics.elementwise import is_lost
 from resilient_train.numerics.operations import (
     computes,
+    family,
     fits,
     is_torchs_code,
     is_torchs_own,
@@ -38,8 +40,15 @@ _PYTHONS: dict[str, tuple[Operation, Operation, str]] = {  # an operator, its in
     "matmul": (operator.matmul, operator.imatmul, "matmul"),
 }
 _MOST_TO_WIDEN = 2**20  # elements of a tensor: on most GPUs doubles take long
-# Torch computes the logarithm of these in one operation, finite where the value in between has rounded to zero.
-IN_ONE: dict[str, Operation] = {"softmax": torch.log_softmax, "sigmoid": functional.logsigmoid}
+# The logarithm of these can be computed in one, finite where the value in between has left the type.
+IN_ONE: dict[str, Operation] = {
+    "softmax": torch.log_softmax,
+    "sigmoid": functional.logsigmoid,
+    "ndtr": torch.special.log_ndtr,
+    "erfc": lambda input: torch.special.erfcx(input.clamp(min=0.0)).log() - input.square(),  # is 0 far above 0
+    "i0": lambda input: torch.special.i0e(input).log() + input.abs(),
+    "det": lambda A: torch.linalg.slogdet(A).logabsdet,
+}
 
 
 def method(name: str) -> Operation:
@@ -98,23 +107,28 @@ def _in_place(compute: Operation, bare: Operation) -> Operation:
 def logarithm(of: str) -> Operation:
     """What is called instead of `torch.log(owner.softmax(...))`.
 
-    Where the inner value has rounded to zero its slope is zero too, and a logarithm of it could not learn: there it is
-    what torch computes for both in one. `owner` is a tensor, or has a function of torch's or a module of that name.
+    Where the inner value has rounded to zero its slope is zero too, and a logarithm of it could not learn: there, and
+    where it is infinite, it is what can be computed for both in one. `owner` is a tensor, or has a function of torch's
+    or a module of that name.
     """
     log = method("log")
 
     def armored_logarithm(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        inner = getattr(owner, of)
-        value = inner(*args, **kwargs)
-        given = (owner, *args) if isinstance(owner, Tensor) else args
-        if isinstance(inner, nn.Softmax):
-            given, kwargs = (*given, inner.dim), {}
-        elif not isinstance(owner, Tensor) and torchs_name(inner) != of:
+        inner, given, in_one = getattr(owner, of), args, kwargs
+        if isinstance(owner, Tensor):
+            inner, given = getattr(guarded(owner), of), (owner, *args)
+        elif isinstance(inner, nn.Softmax):
+            given, in_one = (*args, inner.dim), {}
+        elif family(torchs_name(inner)) != of:
             given = ()
+        elif args and isinstance(args[0], Tensor):
+            args = (guarded(args[0]), *args[1:])
+        value = inner(*args, **kwargs)
         if not given or not isinstance(value, Tensor):
             return log(value)
-        both = call_and_repair(IN_ONE[of], "", given, kwargs)
-        return torch.where((value == 0.0) & torch.isfinite(both), both, log(value))
+        both = call_and_repair(IN_ONE[of], "", given, in_one)
+        is_lost = (value == 0.0) | (value == math.inf)
+        return torch.where(is_lost & torch.isfinite(both), both, log(value))
 
     return armored_logarithm
 

@@ -69,6 +69,8 @@ ONLY_HERE = Observations(reproduced=True, is_compared=True)
             replace(AGAIN, culprit=culprit("masked_fill", values(0, 2)), kind="nan", was_given=True),
             *(1, Cause.OPERATION, "by the program itself"),
         ),
+        (replace(AGAIN, culprit=culprit("special_i0", values(0, 93)), kind="inf"), 1, Cause.OVERFLOW, "up to 93"),
+        (replace(AGAIN, culprit=culprit("linalg_det", values(-9, 90)), kind="inf"), 1, Cause.OVERFLOW, "wider type"),
         (replace(AGAIN, culprit=culprit("linalg_inv", values(0, 2)), kind="inf"), 1, Cause.OPERATION, "identity"),
         (replace(AGAIN, culprit=culprit("Mine", values(0, 2)), kind="nan"), 1, Cause.OPERATION, "Mine"),
         (AGAIN, 1e5, Cause.EXPLOSION, "1e+05 times"),

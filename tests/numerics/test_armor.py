@@ -217,6 +217,8 @@ def test_a_logarithm_of_what_rounded_to_zero_still_learns(write: Write, armor: A
             return torch.log(self.softmax(x))  # guilty
         def sigmoid(x):
             return torch.log(torch.sigmoid(x))  # guilty
+        def erfc(x):
+            return torch.erfc(x).log()  # guilty
     """)
     for line in lines(module):
         armor.add(str(module.__file__), line, "log")
@@ -224,6 +226,11 @@ def test_a_logarithm_of_what_rounded_to_zero_still_learns(write: Write, armor: A
     for function in (module.by_method, module.by_function, module.by_module):
         torch.testing.assert_close(slopes(function, x), slopes(lambda x: x.log_softmax(-1), x))
     torch.testing.assert_close(slopes(module.sigmoid, x), slopes(F.logsigmoid, x))
+    near, far = torch.tensor([-3.0, 0.0, 5.0]), torch.tensor([-100.0, 20.0, 1e4])
+    torch.testing.assert_close(slopes(module.erfc, near), slopes(lambda x: torch.erfc(x).log(), near))
+    value, slope = slopes(module.erfc, far)
+    torch.testing.assert_close(value, torch.tensor([math.log(2.0), -403.569, -1.0000001e8]))
+    torch.testing.assert_close(slope, torch.tensor([1.0, 2.0, 3.0]) * torch.tensor([0.0, -40.0499, -2e4]))
     masked = torch.tensor([[1.0, -INF, 2.0]])
     assert finite(slopes(module.by_function, masked))
 
@@ -234,6 +241,7 @@ WIDER = {  # what overflows on the way to a value that does not, and the same by
     "torch.exp(x) / torch.exp(x).sum(-1, keepdim=True)": ("exp", lambda x: x.softmax(-1)),
     "torch.log(1 + torch.exp(x))": ("exp", F.softplus),
     "torch.square(1e20 * x).sum(-1).sqrt()": ("square", lambda x: 1e20 * x.norm(dim=-1)),
+    "torch.log(torch.special.i0(7 * x)) / 7": ("special_i0", lambda x: torch.special.i0e(7 * x).log() / 7 + x.abs()),
     "torch.special.i0(x).log()": ("special_i0", lambda x: torch.special.i0e(x).log() + x.abs()),
     "torch.linalg.det(torch.diag_embed(1 + x.abs())).log()": ("linalg_det", lambda x: (1 + x.abs()).log().sum(-1)),
 }
