@@ -12,6 +12,7 @@ from resilient_train.types import Action, Tried
 JUDGED = 16  # later updates whose losses are compared
 LONG_ENOUGH = 200  # updates: over fewer a lower rate nearly always looks better
 _NOISE = 2.0  # standard errors of a mean difference
+_NEARLY_ALL, _ENOUGH = 15 / 16, 8  # of the losses that are compared, and so many at least
 _BEHIND = 0.1  # of the way that the run has come
 _RISEN = 0.2  # of the loss
 _LEARNED = 0.1  # of the first loss
@@ -114,9 +115,13 @@ def may_win(arms: Sequence[Arm], first: float) -> bool:
 
 
 def is_lower(arm: Arm, other: Arm, share: float = _LEAST_GAIN) -> bool:
-    """Say whether the losses of an arm are lower by more than a share of the other's, and by more than noise."""
+    """Say whether the losses of an arm are lower by more than a share of the other's, and by more than noise.
+
+    Where few losses are far above the others, noise hides any gain of the mean; that nearly all are lower shows it.
+    """
     if not (isfinite(arm.loss) and isfinite(other.loss)):
         return isfinite(arm.loss)
     gains = [theirs - mine for mine, theirs in zip(arm.losses, other.losses, strict=True)]
     noise = _NOISE * stdev(gains) / sqrt(len(gains)) if len(gains) > 1 else inf
-    return fmean(gains) > max(noise, share * abs(other.loss))
+    is_sure = fmean(gains) > noise or sum(gain > 0 for gain in gains) >= max(_NEARLY_ALL * len(gains), _ENOUGH)
+    return is_sure and fmean(gains) > share * abs(other.loss)

@@ -19,7 +19,8 @@ class NoProgress(PlainState):
     """The losses have not fallen since a quarter of the run, and are still near those that it began with.
 
     Or they fall, but only since the first updates have thrown them far up. Or they stand anywhere while the weights
-    still change by much of their norm: in healthy runs these have nearly settled by then.
+    still change by much of their norm: in healthy runs these have nearly settled by then. At later looks the losses may
+    fall meanwhile, as they do at a rate that is far too high, more slowly.
     That is no alarm: many healthy losses stand. It asks for a trial of lower learning rates. The look
     after one is at twice as many updates; after one that finds nothing to try, a quarter later.
     """
@@ -45,8 +46,8 @@ class NoProgress(PlainState):
     def asks(self, step: int, travelled: Callable[[], float]) -> bool:
         """Say whether lower learning rates should be tried after `step` accepted updates.
 
-        `travelled` is called only where the loss stands, on all ranks alike. It returns how far the weights moved
-        lately, relative to their norm.
+        `travelled` is called at few steps, on all ranks alike. It returns how far the weights moved lately, relative to
+        their norm.
         """
         if not self.config.every or step < self.next_look:
             return False
@@ -68,12 +69,14 @@ class NoProgress(PlainState):
         newer = list(self._losses)[-(3 * self._seen // 4) :]
         level = fmean(without_top(newer)) if newer else 0.0
         is_thrown = self._mean - self.first > _THROWN * abs(self.first)
-        if self._seen < self.config.every or (falls(newer) and not is_thrown):
+        still_fall = falls(newer) and not is_thrown
+        if self._seen < self.config.every * (1 + still_fall):  # in the first updates weights may change by any amount
             return False
-        how = "after the first updates had thrown it up" if is_thrown else "and do not fall"
+        how = "and fall" if still_fall else "and do not fall"
+        how = "after the first updates had thrown it up" if is_thrown else how
         begin = f"where it began with {self.first:.4g}"
         self.evidence = f"the last losses ({len(newer)}) average {level:.4g} {how}, {begin}"
-        if self.first - level < self.config.share * abs(self.first):
+        if not still_fall and self.first - level < self.config.share * abs(self.first):
             return True
         if (travel := travelled()) < self.config.travel:
             return False

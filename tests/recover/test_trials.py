@@ -55,6 +55,8 @@ def arm(actions: Sequence[Action], anomalies: int, *losses: float) -> Arm:
         ([arm(SKIP, 0, 1.0, 1.1), arm(QUARANTINE, 0, 1.0, 1.1)], 30, 0),  # equal: the mildest
         ([arm(SKIP, 0, 1.00, 1.10), arm(QUARANTINE, 0, 0.999, 1.101)], 30, 0),  # within noise as well
         ([arm(SKIP, 0, 1.0, 1.1), arm(QUARANTINE, 0, 0.5, 0.6)], 30, 1),
+        ([arm(SKIP, 0, *[1.0] * 15, 90.0), arm(QUARANTINE, 0, *[0.9] * 16)], 30, 1),  # all 16 gain
+        ([arm(SKIP, 0, *[1.0] * 15, 90.0), arm(QUARANTINE, 0, *[0.9] * 8, *[1.1] * 8)], 30, 0),
         ([arm(SKIP, 0, 1.0, 1.1), arm(cut(0.1), 0, 0.5, 0.6)], 30, 0),  # a lower rate always looks better for a while
         ([arm(SKIP, 0, 1.0, 1.1), arm(cut(0.1), 0, 0.5, 0.6)], 200, 1),
         ([arm(SKIP, 0, 1.0, 1.1), arm(cut(0.1), 0, 0.97, 1.07)], 200, 0),  # by no more than in a healthy run
@@ -133,7 +135,7 @@ def looks(losses: Sequence[float], travelled: float = 0.1) -> list[int]:
 
 
 def test_the_check_asks_where_the_loss_stands_near_its_beginning() -> None:
-    """Each time after twice as many updates; not while the loss falls, and not once it has fallen far."""
+    """Each time after twice as many updates; once it has fallen far, or falls, only where the weights do not settle."""
     wave = [0.05 * math.sin(step) for step in range(600)]
     assert looks([4.8, *(3.3 + one for one in wave)]) == [64, 128, 256, 512]
     assert looks([4.8, 40.0, 60.0, *(3.3 + one for one in wave)]) == [64, 128, 256, 512]  # thrown up for a moment
@@ -141,7 +143,9 @@ def test_the_check_asks_where_the_loss_stands_near_its_beginning() -> None:
     assert looks([4.8 - 0.003 * step + one for step, one in enumerate(wave)]) == []
     assert looks([4.8, *(0.3 + one for one in wave)]) == []
     assert looks([4.8, *(0.3 + one for one in wave)], travelled=0.5) == [64, 128, 256, 512]  # but settles nowhere
-    assert looks([4.8 - 0.003 * step + one for step, one in enumerate(wave)], travelled=0.5) == []
+    falling = [4.8 - 0.003 * step + one for step, one in enumerate(wave)]
+    assert looks(falling, travelled=0.5) == [128, 256, 512]  # and settles nowhere: at 64 that is ordinary
+    assert looks(falling, travelled=0.3) == []
 
 
 # ----------------------------------------------------------------------------------------------------- the whole run
