@@ -340,16 +340,20 @@ class Microscope(TorchFunctionMode):
                     self._has_spread = True
                     if (made := self._first(arrived)) is not None and self.backward is None:
                         self.backward = replace(made, phase="backward")
-                kinds = set().union(*map(kinds_of, floating(grad_inputs)))
-                self._has_spread |= bool(kinds)
-                if not kinds or arrived or self.backward is not None or is_armored:
+                spoiled = [one for one in floating(grad_inputs) if kinds_of(one)]
+                self._has_spread |= bool(spoiled)
+                if not spoiled or arrived or self.backward is not None or is_armored:
+                    return
+                if _is_custom(node) and (made := self._first(spoiled)) is not None and not made.was_given:
+                    self.backward = replace(made, phase="backward")  # an operation in a backward of the user's
                     return
                 if call.of_inputs is not None:  # the gradient is not finite because of the call's inputs
                     self.backward = call.of_inputs
                     return
                 # A gradient that is merely too large comes from everything that the loss is computed from.
                 first = self._after([node, *self._losses] if is_plain(call.op) else [node], call.op)
-                self.backward = Origin("backward", call.op, max(kinds), call.number, call.line, after=first)
+                kind = max(set().union(*map(kinds_of, spoiled)))
+                self.backward = Origin("backward", call.op, kind, call.number, call.line, after=first)
 
         self._hooks.append(node.register_hook(passed))
 

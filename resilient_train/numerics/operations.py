@@ -33,6 +33,7 @@ _ALIASES = {
 _NAMES_IN_REPORTS = {
     **_ALIASES,
     "floordiv": "floor_divide",
+    "rdiv": "div",
     "float_power": "pow",
     "special_log_softmax": "log_softmax",
     "special_softmax": "softmax",
@@ -71,7 +72,7 @@ def op_name(name: str) -> str:
         for prefix in ("", "r", "i"):
             if bare.startswith(prefix) and (plain := bare[len(prefix) :]) in _SPECIAL_METHODS:
                 return _NAMES_IN_REPORTS.get(plain, plain)
-        return bare
+        return _NAMES_IN_REPORTS.get(bare, bare)
     name = name.partition(".")[0].removeprefix("_foreach").strip("_") or name
     return _NAMES_IN_REPORTS.get(name, name)
 

@@ -261,6 +261,31 @@ def test_what_leaves_the_type_on_the_way_and_comes_back_is_what_it_is(write: Wri
     assert finite(slopes(module.f, torch.tensor([[1e4, -3.0, 0.0]]))), "beyond the wider type, too"
 
 
+def test_the_backward_of_a_users_own_operation_is_patched(write: Write, armor: Armor) -> None:
+    module = write("""
+        class Root(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x.sign() * x.abs().sqrt()
+
+            @staticmethod
+            def backward(ctx, slope):
+                x, = ctx.saved_tensors
+                return slope * 0.5 / x.abs().sqrt()  # guilty
+
+        def f(x):
+            return Root.apply(x)
+    """)
+    x = torch.tensor([4.0, 0.0, -0.25])
+    bare = slopes(module.f, x)
+    assert not finite(bare)
+    put_on(armor, module, "div")
+    value, slope = slopes(module.f, x)
+    assert same_bits([value, slope[[0, 2]]], [bare[0], bare[1][[0, 2]]])
+    assert finite([slope])
+
+
 def test_at_a_pole_a_wider_type_is_no_help(write: Write, armor: Armor) -> None:
     """There armor leads back, as it does without anything around it."""
     module = write("def f(x, p):\n    return torch.tanh(x / p)  # guilty\n\ndef g(x, p):\n    return x / p  # apart")
