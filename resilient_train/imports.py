@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,12 @@ from resilient_train.errors import in_one_line
 
 class Unimportable(Exception):
     """A dotted path cannot be imported; the message says which part of it is missing."""
+
+
+def find_in_working_directory() -> None:
+    """Let `resilient-train` find a user's modules where `python -m resilient_train` does."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
 
 
 def find(path: str) -> Any:

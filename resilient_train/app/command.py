@@ -30,6 +30,7 @@ from resilient_train.app.streams import survive_hangup
 from resilient_train.app.sweep import Job, name_of, print_table
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_plain
+from resilient_train.imports import find_in_working_directory
 from resilient_train.ranks.launch import launched_rank
 from resilient_train.ranks.process_exit import code_for_agent
 from resilient_train.record.endings import note_refusal
@@ -56,7 +57,7 @@ class _JobEnded(TrainError):
 def main() -> None:
     """Train as the command line says; for a mistake that a person can correct, print one line and no traceback."""
     words = sys.argv[1:]
-    sys.path.insert(0, "")  # `resilient-train` finds a user's modules where `python -m resilient_train` does
+    find_in_working_directory()
     global _wants_traceback, _main_process
     _main_process = os.getpid()
     _wants_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")

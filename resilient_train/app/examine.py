@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.errors import ConfigError, TrainError
+from resilient_train.imports import find_in_working_directory
 from resilient_train.record.journal import plain
 
 _HELP = """\
@@ -37,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", help="rows of the data set, such as 3,77; default: the first data.batch_size rows")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_intermixed_args(arguments)
+    find_in_working_directory()
     try:
         found = _examined(given)
     except TrainError as error:

@@ -72,12 +72,20 @@ def elsewhere(tmp_path: Path) -> Path:
 
 
 def test_a_package_that_knows_nothing_of_us_trains_from_the_wheel(elsewhere: Path, installed_wheel: Path) -> None:
-    """From the wheel and from the user's folder, by the installed command."""
+    """From the wheel and from the user's folder, by the installed command; `examine` finds their modules, too."""
     environment = {**os.environ, "PYTHONPATH": str(installed_wheel), "OMP_NUM_THREADS": "1"}
-    start = [sys.executable, str(installed_wheel / "bin/resilient-train"), *COMMAND]
-    done = subprocess.run(start, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    start = [sys.executable, str(installed_wheel / "bin/resilient-train")]
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [*start, *words], cwd=elsewhere, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run(*COMMAND)
     (folder,) = (elsewhere / "runs").glob("Two-Rings-*")
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "completed"
     assert summary["eval"]["right"] > 0.95
+    assert "two" in run("examine", str(folder), *COMMAND)
