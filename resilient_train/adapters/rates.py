@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from resilient_train.errors import TrainError
-from resilient_train.update.schedule import Curve, CurveSchedule, Schedule, ShadowSchedule, constant
+from resilient_train.update.schedule import Curve, CurveSchedule, LoopSchedule, Schedule, ShadowSchedule
 
 
 def schedules(given: Any, optimizers: list[Optimizer]) -> list[Schedule]:
@@ -33,7 +33,9 @@ def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
         return _torchs(given, optimizer)
     if hasattr(given, "settings") and hasattr(given, "state_dict"):
         return given  # type: ignore[no-any-return]
-    curve: Curve = constant if given is None else given
+    if given is None:
+        return LoopSchedule([group["lr"] for group in optimizer.param_groups])
+    curve: Curve = given
     try:
         first = curve(0)
     except TypeError:

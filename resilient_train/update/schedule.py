@@ -12,6 +12,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+_MOST_CHANGES = 1000  # of the rate by the loop: the oldest are forgotten, to which no rewind leads
+
 Curve = Callable[[int], float]  # accepted updates so far -> factor of the configured rate
 
 
@@ -78,6 +80,43 @@ class CurveSchedule(StatelessSchedule):
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         factor = _warmup_factor(step, self.warmup_steps) * self.curve(max(step, self.warmup_steps))
         return [{"lr": None if rate is None else rate * factor} for rate in self.rates]
+
+
+class LoopSchedule:
+    """The rates that the groups have, and those that the loop sets itself later, by step.
+
+    After a rewind each step has its rate again, although the loop does not repeat what it has done.
+    """
+
+    def __init__(self, rates: Sequence[float | None]) -> None:
+        self._rates: dict[int, list[float | None]] = {0: list(rates)}  # from that step on, in order
+
+    def take_over(self, step: int, group: int, rate: float) -> None:
+        """Note what the loop has set for a group, for the update after `step` and later ones."""
+        self._rates = {first: rates for first, rates in self._rates.items() if first <= step}
+        self._rates[step] = [*self._at(step)]
+        self._rates[step][group] = rate
+        if len(self._rates) > _MOST_CHANGES:
+            first, second, *_ = self._rates
+            self._rates[first] = self._rates.pop(second)
+            self._rates = dict(sorted(self._rates.items()))
+
+    def settings(self, step: int) -> Sequence[dict[str, Any]]:
+        return [{"lr": rate} for rate in self._at(step)]
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def state_dict(self) -> Any:
+        return {"rates": [[step, *rates] for step, rates in self._rates.items()]}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take the rates of a run that is resumed; of a rewind, keep those that the loop has set since."""
+        if len(self._rates) == 1:
+            self._rates = {step: rates for step, *rates in state["rates"]}
+
+    def _at(self, step: int) -> list[float | None]:
+        return self._rates[max(first for first in self._rates if first <= max(step, 0))]
 
 
 class RestartDetector:

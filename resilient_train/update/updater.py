@@ -24,11 +24,13 @@ from resilient_train.state.sharded import is_sharded
 from resilient_train.update.agreement import DIGESTS, Agreement, Flag
 from resilient_train.update.clip import clip, clip_further
 from resilient_train.update.gate import Gate
-from resilient_train.update.schedule import RestartDetector, Schedule
+from resilient_train.update.schedule import LoopSchedule, RestartDetector, Schedule
 from resilient_train.update.turns import Turns
+from resilient_train.wording import log
 
 _UPPER = 2 if sys.byteorder == "little" else 0  # where the two upper bytes of a float32 begin
 LR_OF_GUARD = "lr_of_guard"  # a key of each parameter group: the lr that the guard set; rewinds with the group
+_FIRST_UPDATES = 8  # in which a rate that the loop sets is an error
 
 _AS_CONFIGURED = KnobValues()
 
@@ -115,6 +117,7 @@ class Updater:
         ]
         # Groups, by number, whose optimizer sets the rate itself in its step: their updates are scaled instead.
         self._own_rates = {number for number, group in enumerate(self._groups()) if group["lr"] is None}
+        self._follows_loop = False  # which sets rates itself
         self._group_counts = [len(optimizer.param_groups) for optimizer in optimizers]
         self.note_rates()
 
@@ -244,6 +247,7 @@ class Updater:
 
     def _set(self, step: int, factor: float, knobs: KnobValues) -> _SetRates:
         """Derive the settings of all groups from the configured ones, and set them; `factor` is that of the rates."""
+        self._take_over_rates(step, factor)
         settings, before, paces = [], [], [(0.0, 0.0)]
         planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
         each = zip(self._groups(), planned, self._configured, strict=True)
@@ -258,18 +262,37 @@ class Updater:
             if isinstance(eps, int | float):  # Adafactor's is a pair, for which a factor makes no sense
                 setting["eps"] = max(eps * knobs.eps, _least_eps(group)) if self.mends_eps else eps * knobs.eps
             old: dict[str, Any] = {name: group.get(name) for name in setting}
-            old[LR_OF_GUARD] = ours = group.get(LR_OF_GUARD, old["lr"])  # missing if the loop has loaded a state
-            if old["lr"] is not ours and old["lr"] != ours:
-                raise TrainError(
-                    f"the loop set lr itself, to {float(group['lr']):.6g} where it was {float(ours):.6g}: give it to "
-                    "the guard as schedule=, a torch scheduler or a function (step) -> factor of the configured rate, "
-                    "and leave the groups' lr alone"
-                )
+            old[LR_OF_GUARD] = group.get(LR_OF_GUARD, old["lr"])  # missing if the loop has loaded a state
             group.update(setting)
             settings.append(setting)
             before.append(old)
             paces.append((allowed, asked))
         return _SetRates(settings, before, planned[0]["lr"] or 0.0, *map(max, zip(*paces, strict=True)))
+
+    def _take_over_rates(self, step: int, factor: float) -> None:
+        """Follow a loop that gave no schedule and sets a rate itself, later in the run: it may be at night.
+
+        In the first updates it is refused, while somebody is there to read why.
+        """
+        for schedule, optimizer in zip(self.schedules, self.optimizers, strict=True):
+            for number, group in enumerate(optimizer.param_groups):
+                lr = group["lr"]
+                ours = group.get(LR_OF_GUARD, lr)
+                if lr is ours or lr == ours:
+                    continue
+                found = f"the loop set lr itself, to {float(lr):.6g} where it was {float(ours):.6g}"
+                how = "as schedule=, a torch scheduler or a function (step) -> factor of the configured rate"
+                if step < _FIRST_UPDATES or not isinstance(schedule, LoopSchedule):
+                    raise TrainError(f"{found}: give it to the guard {how}, and leave the groups' lr alone")
+                schedule.take_over(step, number, float(lr) / factor)
+                group[LR_OF_GUARD] = lr
+                if not self._follows_loop:
+                    log.warning(
+                        "step %d: %s, which is followed; a loop that starts again after a resume counts from 0, so "
+                        "give it to the guard %s",
+                        *(step, found, how),
+                    )
+                self._follows_loop = True
 
     def _groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups of all optimizers. Not kept: `load_state_dict` puts others in their places."""

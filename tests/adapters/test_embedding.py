@@ -628,6 +628,23 @@ def test_a_mistake_in_the_loop_is_told(body: Callable[..., Any], kind: type[Exce
         every_batch(guard, lambda batch: body(loops, guard, batch))
 
 
+@pytest.mark.parametrize("spoiled", [0, 25])
+def test_a_rate_that_the_loop_lowers_by_hand_is_followed(spoiled: int) -> None:
+    """As a schedule would lower it, also around a refused update; `step` is what the loop counts."""
+    ends = []
+    for by_hand in (False, True):
+        loops = Loops(spoiled=spoiled)
+        guard = loops.guard(schedule=None if by_hand else lambda step: 1.0 if step < 20 else 0.1)
+        guard.steps = 40
+        for batch in guard.batches():
+            if by_hand and guard.attempted_step == 20:
+                for group in loops.optimizer.param_groups:
+                    group["lr"] = 1e-3
+            hand_over(loops, guard, batch)
+        ends.append(loops.model.state_dict())
+    assert all(map(torch.equal, ends[0].values(), ends[1].values()))
+
+
 def test_a_bad_objective_is_named_as_it_was_given() -> None:
     """There is no configuration here."""
     guard = Loops().guard(objective=lambda model, batch: model(batch[0]))

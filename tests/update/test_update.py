@@ -20,7 +20,15 @@ from resilient_train.errors import TrainError
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.settings import ClipConfig
 from resilient_train.update.clip import clip
-from resilient_train.update.schedule import CurveSchedule, RestartDetector, ShadowSchedule, constant, cosine, linear
+from resilient_train.update.schedule import (
+    CurveSchedule,
+    LoopSchedule,
+    RestartDetector,
+    ShadowSchedule,
+    constant,
+    cosine,
+    linear,
+)
 from resilient_train.update.updater import Updater, parameter_groups
 
 CPU = torch.device("cpu")
@@ -258,6 +266,46 @@ def test_a_rate_that_the_loop_sets_is_not_overwritten_silently(at: int) -> None:
     weight.grad = torch.ones(())
     with pytest.raises(TrainError, match=r"the loop set lr itself, to 0.5 .* 1: give it to the guard as schedule="):
         updater.apply(at, torch.zeros(()))
+
+
+def test_a_rate_that_the_loop_sets_later_is_followed(caplog: Any) -> None:
+    """Where it gave no schedule: also after a rewind, at the same steps, and with a rate that is lowered meanwhile."""
+    weight = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight, *nn.Linear(1, 1).parameters()], lr=1.0)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(()))], "lr": 2.0})
+    schedule = LoopSchedule([1.0, 2.0])
+    updater = Updater([optimizer], [schedule], ClipConfig(None, None), device=CPU)
+
+    def rates(step: int, lr: float = 1.0) -> list[float]:
+        weight.grad = torch.ones(())
+        return [one["lr"] for one in updater.apply(step, torch.zeros(()), KnobValues(lr=lr)).settings]
+
+    early = deepcopy(schedule.state_dict())
+    assert rates(0) == rates(19) == [1.0, 2.0]
+    optimizer.param_groups[0]["lr"] = 0.1
+    with caplog.at_level("WARNING"):
+        assert rates(20) == [0.1, 2.0]
+    assert "the loop set lr itself, to 0.1 where it was 1, which is followed" in caplog.text
+    assert rates(21, lr=0.5) == [0.05, 1.0]
+    schedule.load_state_dict(early)  # a rewind
+    assert rates(15) == [1.0, 2.0]
+    assert rates(20) == [0.1, 2.0]
+    assert rates(21, lr=0.5) == [0.05, 1.0]
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.1  # from what is in force
+    assert rates(22, lr=0.5) == pytest.approx([0.005, 0.1])
+    assert rates(23) == pytest.approx([0.01, 0.2])
+    resumed = LoopSchedule([1.0, 2.0])
+    resumed.load_state_dict(schedule.state_dict())
+    assert [resumed.settings(step) for step in range(30)] == [schedule.settings(step) for step in range(30)]
+
+
+def test_of_very_many_rates_that_the_loop_sets_the_newest_are_kept() -> None:
+    schedule = LoopSchedule([1.0])
+    for step in range(10, 3000):
+        schedule.take_over(step, 0, 1.0 / step)
+    assert len(schedule.state_dict()["rates"]) == 1000
+    assert [schedule.settings(step)[0]["lr"] for step in (2500, 2999, 5000)] == [1 / 2500, 1 / 2999, 1 / 2999]
 
 
 def test_a_rate_that_is_set_back_is_no_mistake_of_the_loop() -> None:
