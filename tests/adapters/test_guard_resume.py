@@ -108,6 +108,11 @@ def loop(run_dir: Path, killed_at: int = NEVER, asked_at: int = NEVER, killer: i
     return {"began": began, "step": guard.clock.step, "told": told, "weights": weights, "average": averages}
 
 
+def manifests(run_dir: Path) -> dict[str, str]:
+    """The checkpoints of a run, by name."""
+    return {one.parent.name: one.read_text() for one in run_dir.glob("checkpoints/*/manifest.json")}
+
+
 def test_a_loop_that_is_killed_is_run_again_and_ends_the_same(tmp_path: Path) -> None:
     """From its newest checkpoint, with what it keeps: to the last bit what it would have become."""
     code, unharmed = alone(loop, tmp_path / "unharmed")
@@ -122,8 +127,10 @@ def test_a_loop_that_is_killed_is_run_again_and_ends_the_same(tmp_path: Path) ->
     assert {key: told[key] for key in ("step", "weights", "average")} == {
         key: unharmed[key] for key in ("step", "weights", "average")
     }
+    saved = manifests(tmp_path / "mine")
     code, again = alone(loop, tmp_path / "mine")
     assert (code, again["began"], again["weights"]) == (0, None, unharmed["weights"]), "it is complete"
+    assert manifests(tmp_path / "mine") == saved, "no checkpoint is written again, and none makes room for it"
 
 
 def test_a_loop_that_is_asked_to_stop_goes_on_where_it_stood(tmp_path: Path) -> None:
