@@ -7,7 +7,7 @@ from datetime import datetime
 
 from resilient_train.tracking.incident_view import IncidentView
 from resilient_train.tracking.markdown import code, image, link, table, text, worded
-from resilient_train.tracking.review import active_remedies, next_start, verdict
+from resilient_train.tracking.review import active_remedies, next_start, to_do, verdict
 from resilient_train.tracking.story import Advice, Chapter, Checkpoint, Story
 from resilient_train.types import OUTSIDE, Action, Cause, Culprit, Incident
 from resilient_train.wording import counted
@@ -46,7 +46,7 @@ def report(story: Story) -> str:
     newest = story.chapters[: -_MOST_INCIDENTS - 1 : -1]
     if story.chapters:
         rows = [_row(one, _nowhere, _nowhere, None) for one in newest]
-        parts += ["## What to change", _advice(story, None) if story.advice else "Nothing."]
+        parts += ["## What to change", _advice(story, None) if story.advice else "No incident asks for a change."]
         parts += ["## What went wrong, and what was done", table(_titles(story), rows)]
     if older := len(story.chapters) - len(newest):
         parts.append(f"And {older:,} before them: `resilient-train incidents` prints them.")
@@ -68,15 +68,16 @@ def _verdict(story: Story, most: int | None = None) -> str:
     if drilled := sum(bool(one.drill) for one in incidents):
         share = "all" if drilled == len(incidents) else f"{drilled:,} of them"
         words += f", {share} on purpose (drill)"
-    if to_do := list(dict.fromkeys(_to_do(one, incidents) for one in story.advice)):
-        more = f"; and {len(to_do) - _MOST_TO_DO:,} more" if len(to_do) > _MOST_TO_DO else ""
-        do = f" **Do:** {'; '.join(to_do[:_MOST_TO_DO])}{more}."
+    asked = list(dict.fromkeys(_asked(one, incidents) for one in story.advice))
+    more = f"; and {len(asked) - _MOST_TO_DO:,} more" if len(asked) > _MOST_TO_DO else ""
+    if things := [*filter(None, [to_do(story)]), *asked[:_MOST_TO_DO]]:
+        do = f" **Do:** {'; '.join(things)}{more}."
     else:
         do = " Nothing to change." if incidents else ""
     return f"**{words}.**{do} {text(sentences[:1].upper() + sentences[1:], most)}"
 
 
-def _to_do(advice: Advice, incidents: Sequence[Incident]) -> str:
+def _asked(advice: Advice, incidents: Sequence[Incident]) -> str:
     """Say in a few words what an advice asks for; a long one is cut."""
     group = [one for one in incidents if one.id in advice.incidents]
     first = group[-1].diagnosis

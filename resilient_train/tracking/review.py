@@ -15,7 +15,7 @@ from typing import Any
 
 from resilient_train.record.endings import LOOP
 from resilient_train.record.journal import JOURNAL, Entry, read
-from resilient_train.tracking.story import Checkpoint, Story, unrecovered
+from resilient_train.tracking.story import KILLED, Checkpoint, Story, unrecovered
 from resilient_train.types import Incident, Outcome, Signal
 from resilient_train.wording import (
     counted,
@@ -80,6 +80,8 @@ def _cures(incidents: Sequence[Incident]) -> Iterator[str]:
 
 
 def _advice(story: Story) -> Iterator[str]:
+    if story.status != "failed" and (what := to_do(story)):  # its error is printed above, and what a start would do
+        yield f"to do: {what}"
     lines = [
         f"to change: {one.text}" + (f" ({len(one.incidents):,} incidents)" if len(one.incidents) > 1 else "")
         for one in story.advice
@@ -151,6 +153,20 @@ def verdict(story: Story) -> tuple[str, str]:
         case "preempted":
             return "Stopped on request", f"{where}; {met}.{cost}"
     return "Failed", f"{where}{f': {story.why}' if story.why else ''}. In all, {met}.{cost}"
+
+
+def to_do(story: Story) -> str:
+    """Say what to do about a run that is not all right, where the advice of its incidents does not say so."""
+    match story.status:
+        case "unrecovered" | "gave_up" if not story.advice:
+            return "read in the report what was tried, then try another policy or a lower learning rate"
+        case "no_progress":
+            return "check the learning rate, the data and the objective"
+        case "failed" if story.why == KILLED:
+            return "start it again"
+        case "failed":
+            return "fix the error that ended it, and start it again"
+    return ""
 
 
 def next_start(story: Story) -> str:

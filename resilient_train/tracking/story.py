@@ -38,7 +38,7 @@ from resilient_train.types import Cause, Incident, Outcome, kind_of
 
 _CHECKPOINT = re.compile(r"step-\d{8,18}(\.\d+)?")
 _QUIET = 50  # updates without what came back, after which it is over
-_KILLED = "its process was killed (no exit message)"
+KILLED = "its process was killed (no exit message)"
 _LATEST_MS = 2**42  # 2109: later times are damage
 _REPEATS = (Cause.EXPLOSION, Cause.RATE, Cause.OVERFLOW)  # the next run of this configuration meets it, too
 _MOST_ROWS = 8  # that are named
@@ -198,7 +198,7 @@ class StoryReader:
         status = "failed" if end in ("killed", "failed") else status_by(incidents, summary, step=step)
         why = ""
         if status == "failed":
-            why = _KILLED if end == "killed" else why_incomplete(run_dir, summary) or ""
+            why = KILLED if end == "killed" else why_incomplete(run_dir, summary) or ""
         return Story(
             directory=run_dir,
             chapters=found,
@@ -345,17 +345,21 @@ def open_advice(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
     """Return what a person should change, the most important first: each line, each setting and all rows only once.
 
     First what the run could not cure, then what it has not cured yet, then what it only avoids: patched lines, rows in
-    quarantine, changed settings. What happened once and did not return needs no change,
-    nor does what a drill made.
+    quarantine, changed settings. What happened once, was over and did not return needs no change, nor does what a drill
+    made.
     """
     incidents = [one for one in incidents if not one.drill]
+    newest = {kind_of(one.anomaly, one.diagnosis): one.id for one in incidents}.values()
     gave_up = [one for one in incidents if one.outcome is Outcome.GAVE_UP]
+    not_over = [one for one in incidents if one.outcome is Outcome.RECURRED and one.id in newest]
+    not_over += [one for one in incidents if one.outcome is Outcome.UNRECOVERED]
     is_open = [one for one in incidents if one.outcome in (None, Outcome.OBSERVED)]
     with_rows = [one for one in incidents if one.diagnosis.rows and one.diagnosis.culprit is None]
-    kinds = Counter(map(_kind, incidents))
+    kinds = Counter(kind for one in incidents for kind in [_kind(one)] * (1 + bool(one.further)))
     each = partial(_each, abouts=_abouts(incidents))
     found = [
         *each(reversed(gave_up)),
+        *each(reversed(not_over)),
         *each(reversed(is_open)),
         *each((one for one in incidents if one.diagnosis.culprit is not None), by_count=True),
         *(_of_rows(with_rows) if len(with_rows) > 1 else each(with_rows)),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -18,8 +19,9 @@ from stories import BAD_ROW, CLIMBED, FLIPPED, PASSED, ROOT, RUN, incident, stor
 
 from resilient_train.tracking.markdown import code, link, text, worded
 from resilient_train.tracking.report import note, report
+from resilient_train.tracking.review import review
 from resilient_train.tracking.story import Checkpoint, Story, open_advice, read_story
-from resilient_train.types import Action, Cause, Culprit, Decision, Incident, Outcome
+from resilient_train.types import Action, Cause, Culprit, Decision, Diagnosis, Incident, Outcome
 
 LIMIT = 8_000  # characters of a tag in MLflow
 HOSTILE = "a|b`c`\n# <script>alert(1)</script> [x](http://evil) ![y](z) **b** __init__ ~~s~~ :smile: @me &amp; \\| $x$"
@@ -232,6 +234,53 @@ def test_paths_of_four_thousand_characters_keep_their_end() -> None:
     assert str(path) in report(of)
 
 
+SUSPECT = Diagnosis(
+    Cause.UNKNOWN, "The batch is finite and its loss is not: look in the forward pass for a logarithm that meets 0."
+)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "changed"),
+    [
+        (Outcome.RECURRED, {"further": 55}),  # the same until the end
+        (Outcome.UNRECOVERED, {}),
+        (Outcome.GAVE_UP, {}),
+        (Outcome.RECOVERED, {"further": 3}),  # over, but it was not the only one
+    ],
+)
+def test_what_was_not_over_asks_for_its_advice(outcome: Outcome, changed: dict[str, Any]) -> None:
+    """In the first line of the page and at the end on the terminal, though it was met only once."""
+    met = story(incident(5, outcome, diagnosis=SUSPECT, **changed), incident(3), step=160)
+    first, *_ = note(met, nowhere).splitlines()
+    assert "look in the forward pass for a logarithm that meets 0" in first
+    assert ("**Do:** look" in first) == (outcome is not Outcome.RECOVERED)
+    assert f"to change: {SUSPECT.advice}" in review(met)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"status": "unrecovered"}, "read in the report what was tried, then try another policy or a lower"),
+        ({"status": "gave_up"}, "read in the report what was tried"),
+        ({"status": "no_progress"}, "check the learning rate, the data and the objective"),
+        ({"status": "failed", "why": "RuntimeError: x"}, "fix the error that ended it, and start it again"),
+    ],
+)
+def test_a_run_that_needs_attention_never_says_that_there_is_nothing_to_change(
+    changed: dict[str, Any], said: str
+) -> None:
+    """Where no incident has advice, or where its advice is not about this."""
+    for drill in ("", "loss_spike"):
+        of = story(incident(1, Outcome.UNRECOVERED, drill=drill, diagnosis=replace(ROOT, advice="")), **changed)
+        first, *_ = note(of, nowhere).splitlines()
+        assert f"**Do:** {said}" in first
+        assert "Nothing to change" not in first
+        assert of.status == "failed" or any(line.startswith(f"to do: {said}") for line in review(of))
+    assert "**Do:** fix the error that ended it, and start it again; fix row 77." in note(
+        story(incident(2), status="failed", why="ValueError: y"), nowhere
+    )
+
+
 def test_a_drill_is_named_in_the_first_line_and_asks_for_nothing() -> None:
     """Whatever the faults on purpose were."""
     drilled = [incident(at, drill="bad_row") for at in range(1, 4)]
@@ -422,7 +471,9 @@ def test_a_story_of_a_damaged_directory_is_told_all_the_same(content: str, tmp_p
         (tmp_path / folder / name).write_text(content)
     of: Story = read_story(tmp_path)
     assert (of.status, of.last_good, of.newest, of.best, dict(of.quarantined)) == ("failed", None, None, None, {})
-    assert note(of, nowhere).startswith("**Failed.** At step 0: its process was killed (no exit message).")
+    assert note(of, nowhere).startswith(
+        "**Failed.** **Do:** start it again. At step 0: its process was killed (no exit message)."
+    )
 
 
 def test_the_directory_of_the_story_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
