@@ -24,7 +24,7 @@ from resilient_train.files import read_plain
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.journal import JOURNAL, damaged_lines, read
 from resilient_train.tracking.incident_view import IncidentView
-from resilient_train.tracking.review import began_ms, next_start, verdict
+from resilient_train.tracking.review import began_ms, next_start, to_change, verdict
 from resilient_train.tracking.story import Chapter, Story, read_story
 from resilient_train.types import Culprit, Outcome
 from resilient_train.wording import (
@@ -80,6 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _follow(run_dir, show, given.last)
         found = _read(run_dir, status)
         show.verdict(found)
+        show.to_change(found.story)
         show.news(found, given.last)
     except TrainError as error:
         print(printable(str(error)), file=sys.stderr)
@@ -113,6 +114,7 @@ def _follow(run_dir: Path, show: _Lines | _Blocks, last: int | None) -> int:
         found = _read(run_dir, status)
         if is_first:
             show.verdict(found)
+            show.to_change(found.story)
         show.news(found, last if is_first else None, is_live=True)
         if status.state == "running":
             if waits_for:
@@ -127,6 +129,7 @@ def _follow(run_dir: Path, show: _Lines | _Blocks, last: int | None) -> int:
         time.sleep(_LOOK_EVERY_S)
     show.news(found, None)
     if not is_first:
+        show.to_change(found.story)
         show.verdict(found)
     return status.exit_code if status.state != "none" else 0  # of a loop without a run's files it is unknown
 
@@ -148,6 +151,8 @@ class _Lines:
     shown: dict[int, str] = field(default_factory=dict)
 
     def verdict(self, found: _Found) -> None: ...
+
+    def to_change(self, story: Story) -> None: ...
 
     def line(self, words: str) -> None: ...
 
@@ -185,6 +190,11 @@ class _Blocks:
         if found.damaged:
             lines = "1 line of it is" if found.damaged == 1 else f"{found.damaged:,} lines of it are"
             self.page.line((f"{JOURNAL}: {lines} damaged and left out", "yellow"), hang=2)
+
+    def to_change(self, story: Story) -> None:
+        """List what is left to change, as the end of the run did."""
+        for line in to_change(story):
+            self.page.line(line, hang=2)
 
     def line(self, words: str) -> None:
         """Show a line that belongs to no incident."""

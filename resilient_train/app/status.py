@@ -1,6 +1,7 @@
 """`resilient-train status RUN_DIR`: the status of a run in one line, with the run's own exit code.
 
-It changes nothing, and needs neither torch nor the run's code. Launchers hide the exit code of a run; this one is true.
+It says how many incidents there were and how much is left to change. It changes nothing, and needs neither torch nor
+the run's code. Launchers hide the exit code of a run; this one is true.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,9 +24,9 @@ from resilient_train.record.endings import (
     why_incomplete,
 )
 from resilient_train.record.progress import position_of
-from resilient_train.tracking.review import near, next_directory
-from resilient_train.tracking.story import last_good_of, planned_steps
-from resilient_train.wording import printable
+from resilient_train.tracking.review import incidents_met, near, next_directory
+from resilient_train.tracking.story import Story, last_good_of, planned_steps, read_story
+from resilient_train.wording import counted, printable
 
 _NOT_WELL = {
     "unrecovered": "not recovered, an incident was not over at the end of the run",
@@ -74,12 +76,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, help="the directory of the run")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
-    status = status_of(given.run_dir)
+    status, story = status_of(given.run_dir), _readable_story(given.run_dir)
     if given.json:
-        print(json.dumps({"run_dir": str(given.run_dir), **asdict(status)}))
+        known = {"incidents": len(story.incidents), "to_change": [one.text for one in story.advice]} if story else {}
+        print(json.dumps({"run_dir": str(given.run_dir), **asdict(status), **known}))
+    elif status.state == "none":
+        print(printable(status.line(given.run_dir)), file=sys.stderr)
     else:
-        print(printable(status.line(given.run_dir)), file=sys.stderr if status.state == "none" else sys.stdout)
+        line = status.line(given.run_dir)
+        if story is not None and (story.incidents or status.state == "completed"):
+            line += f"; {incidents_met(story)}"
+        if story is not None and story.advice:
+            line += f"; {counted(len(story.advice), 'thing')} to change"
+        print(printable(line))
     return status.exit_code
+
+
+def _readable_story(run_dir: Path) -> Story | None:
+    with suppress(OSError):  # `incidents` says why
+        return read_story(run_dir)
+    return None
 
 
 def status_of(run_dir: Path) -> Status:

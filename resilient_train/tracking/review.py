@@ -39,7 +39,7 @@ def review(story: Story, resumed_from: int | None = None) -> list[str]:
         *([] if resumed_from is None else [_resumed(story, resumed_from)]),
         f"{_made(story)}{'met ' if story.chapters else ''}{incidents_met(story)}.{cost_and_drill(story)}",
         *_cures(story.incidents),
-        *_advice(story),
+        *to_change(story),
         *_left(story),
         f"the same command {next_start(story)}",
         *([f"for the full report: {command('incidents', story.directory)}"] * bool(story.chapters)),
@@ -79,7 +79,8 @@ def _cures(incidents: Sequence[Incident]) -> Iterator[str]:
     yield from shortened(lines, _MOST_CAUSES, "  and {:,} other causes")
 
 
-def _advice(story: Story) -> Iterator[str]:
+def to_change(story: Story) -> Iterator[str]:
+    """Say what a person should do, a line for each thing."""
     if story.status != "failed" and (what := to_do(story)):  # its error is printed above, and what a start would do
         yield f"to do: {what}"
     lines = [

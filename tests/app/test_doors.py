@@ -60,7 +60,10 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
     second.strike(signal.SIGTERM)
     assert second.wait() == 75
     at = json.loads((run_dir / "summary.json").read_text())["steps"]
-    assert told(capsys, run_dir) == (75, f"stopped on request at step {at:,} of 10,000,000; the same command resumes")
+    code, line = told(capsys, run_dir)
+    assert code == 75
+    goes_on = f"step {at:,} of 10,000,000; the same command resumes"
+    assert line.startswith(f"stopped on request at {goes_on}; 1 incident (1 process), ")
 
     third = nursery.start(*command, FOR_EVER)
     assert third.until(lambda: not (run_dir / "summary.json").exists())  # before its first update
@@ -72,9 +75,11 @@ def test_status_follows_a_run_through_kills_and_stops(nursery: Nursery, capsys: 
 
     last = nursery.run(*command, f"run.steps={at + 500}")
     assert last.code == 0
-    assert told(capsys, run_dir) == (0, f"completed, {at + 500:,} steps")
+    complete = told(capsys, run_dir)
+    assert complete[0] == 0
+    assert complete[1].startswith(f"completed, {at + 500:,} steps; 2 incidents (2 process), ")
     nursery.run(*command, f"run.steps={at + 500}")
-    assert told(capsys, run_dir) == (0, f"completed, {at + 500:,} steps")
+    assert told(capsys, run_dir) == complete
 
 
 @pytest.mark.parametrize(
@@ -117,7 +122,7 @@ def test_a_refused_start_is_told_until_one_goes_well(nursery: Nursery, capsys: S
         assert line.startswith("the last start was refused: ")
         assert "optimizer.lr" in line
         assert nursery.run(*command).code == 0
-        assert told(capsys, run_dir) == (0, "completed, 5 steps")
+        assert told(capsys, run_dir) == (0, "completed, 5 steps; no incidents")
 
 
 @pytest.mark.parametrize("content", [None, "[1]", '{"exit_code": true}', "\x00"])

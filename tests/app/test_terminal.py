@@ -24,7 +24,7 @@ import yaml
 from command import command
 from warm import ENVIRONMENT
 
-from resilient_train.app import incidents
+from resilient_train.app import incidents, status
 from resilient_train.app.config import CONF
 from resilient_train.app.config.meanings import Option, meanings, nodes
 from resilient_train.app.config.schema import Config
@@ -153,6 +153,35 @@ def test_without_colour_it_is_plain_and_whole(met: Path, capsys: Said, monkeypat
     shown = on_terminal([*DOOR, str(met)], 60, NO_COLOR="1")
     assert "\x1b" not in shown
     assert max(map(len, shown.splitlines())) <= 60
+
+
+@pytest.mark.parametrize(
+    ("count", "line"),
+    [
+        (0, "no incidents"),
+        (1, "1 incident (1 explosion), it did not come back; 1 thing to change"),
+        (
+            2,
+            "2 incidents (1 explosion, 1 operation), none of which came back; 2 things to change",
+        ),
+    ],
+)
+def test_what_is_left_to_change_is_counted_and_listed_first(
+    count: int, line: str, tmp_path: Path, capsys: Said
+) -> None:
+    """`status` says how much there is; `incidents` begins with it, in the words of the end of the run."""
+    diagnoses = [{}, {"diagnosis": blamed("mine.py", 2)}]
+    some = [incident(n, 40 * n, outcome=Outcome.RECOVERED, **diagnoses[n - 1]) for n in range(1, count + 1)]
+    run_dir = write(tmp_path / "run", *some, summary={})
+    assert status.main([str(run_dir)]) == 0
+    assert capsys.readouterr().out == f"{run_dir}: completed, 300 steps; {line}\n"
+    assert status.main([str(run_dir), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["incidents"], len(found["to_change"])) == (count, count)
+    assert incidents.main([str(run_dir)]) == 0
+    listed = capsys.readouterr().out.splitlines()[1 : 1 + count]
+    assert listed == [one for one in review(read_story(run_dir)) if one.startswith("to change: ")]
+    assert len(listed) == count
 
 
 @pytest.mark.parametrize(
