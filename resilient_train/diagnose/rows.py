@@ -51,9 +51,8 @@ def nonfinite_fields(row: Any) -> list[str]:
             continue
         places = (~values.isfinite()).nonzero()
         first = tuple(places[0].tolist())
-        where = f" at {list(first)}" if first else ""
         more = f", and {len(places) - 1:,} more" if len(places) > 1 else ""
-        found.append(f"{name}{where} is {float(values[first]):g}{more}")
+        found.append(f"{name}{_at(first)} is {float(values[first]):g}{more}")
     return found
 
 
@@ -68,7 +67,7 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
         middle, largest = theirs[len(theirs) // 2], theirs[-1]
         # Where the others are all 0 it may be a rare class, marked with 1, or a count: that it is not 0 says nothing.
         if not size <= far * (max(largest, 2 * middle) or 1.0):
-            found.append(f"{field} reaches {size:.3g}, where {largest:.3g} is the most of {len(theirs)} other rows")
+            found.append(f"{_largest_of(row, field)}, where {len(theirs)} other rows stay within ±{largest:.3g}")
     return found
 
 
@@ -86,8 +85,20 @@ def far_above(row: Any, usual: dict[str, float], times: float) -> str:
     """Say which field of a row is so many times its usual size; empty where none is."""
     for field, size in _sizes(row).items():
         if field in usual and size > times * usual[field]:
-            return f"{field} reaches {size:.3g}, where {usual[field]:.3g} is the most of three in four other rows"
+            return f"{_largest_of(row, field)}, where three of four other rows stay within ±{usual[field]:.3g}"
     return ""
+
+
+def _largest_of(row: Any, field: str) -> str:
+    """Name the place of the largest value of a field: `[0] at [2] is -367`."""
+    values = next(values for name, values in _fields(row) if name == field)
+    place = tuple(int(one) for one in torch.unravel_index(values.abs().argmax(), values.shape))
+    value = values[place]
+    return f"{field}{_at(place)} is {float(value.abs() if value.is_complex() else value):.3g}"
+
+
+def _at(place: tuple[int, ...]) -> str:
+    return f" at {list(place)}" if place else ""  # a single number has no place
 
 
 def out_of_scale(batches: Sequence[Any]) -> str:

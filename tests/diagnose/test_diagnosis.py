@@ -192,7 +192,7 @@ def test_an_outlier_is_named(program: ModuleType) -> None:
     guard = trained(program, rows, steps=100)
     (incident,) = guard.incidents
     assert (incident.diagnosis.cause, incident.diagnosis.rows) == (Cause.DATA, (200,))
-    assert "[1] reaches 3e+06" in incident.diagnosis.advice
+    assert "[1] is 3e+06" in incident.diagnosis.advice
 
 
 @pytest.mark.parametrize("workers", [0, 2])

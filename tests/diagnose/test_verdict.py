@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient_train.diagnose.damage import lost_eps, of_state
-from resilient_train.diagnose.rows import guilty, nonfinite_fields, outlying_fields
+from resilient_train.diagnose.rows import far_above, guilty, nonfinite_fields, outlying_fields, usual_sizes
 from resilient_train.diagnose.verdict import (
     NOT_AT_ZERO,
     SINGULAR,
@@ -88,7 +88,7 @@ ONLY_HERE = Observations(reproduced=True, is_compared=True)
         ),
         (replace(AGAIN, batch_is_bad=True), 1, Cause.DATA, "fetched again"),
         (
-            replace(AGAIN, rows=(7,), odd={7: "[1] reaches 1e+30"}, culprit=culprit("mul"), kind="inf"),
+            replace(AGAIN, rows=(7,), odd={7: "[1] is 1e+30"}, culprit=culprit("mul"), kind="inf"),
             *(1, Cause.DATA, "1e+30"),
         ),
         (  # an ordinary row that a singular operation meets
@@ -109,7 +109,7 @@ def test_causes_of_what_is_not_finite(facts: Observations, climb: float, cause: 
 @pytest.mark.parametrize(
     ("facts", "climb", "cause", "rows", "said"),
     [
-        (replace(AGAIN, rows=(3, 9), odd={3: "[1] reaches 1e+06"}), 1, Cause.DATA, (3,), "1e+06"),
+        (replace(AGAIN, rows=(3, 9), odd={3: "[1] is 1e+06"}), 1, Cause.DATA, (3,), "1e+06"),
         (replace(AGAIN, rows=(3,)), 1, Cause.UNKNOWN, (), "row 3"),  # nothing is odd about it
         (replace(AGAIN, everywhere=True, rows=(3,)), 1e3, Cause.EXPLOSION, (), "climbed to 1e+03 times"),
         (replace(AGAIN, everywhere=True), 1, Cause.UNKNOWN, (), "Other batches"),
@@ -249,7 +249,12 @@ def test_what_is_odd_about_a_row() -> None:
     others = [(torch.randn(8), 1.0) for _ in range(50)]
     assert outlying_fields((torch.randn(8), 1.5), others, 4.0) == []
     (told,) = outlying_fields((torch.randn(8), -4e6), others, 1e4)
-    assert told.startswith("[1] reaches 4e+06")
+    assert told == "[1] is -4e+06, where 50 other rows stay within ±1"
+    usual = usual_sizes([{"x": torch.tensor([[0.5, n / 8]])} for n in range(8)])
+    assert far_above({"x": torch.tensor([[-2.0, 0.0]])}, usual, 10.0) == ""
+    for odd, told in ((torch.tensor([[0.0, -367.0]]), "-367"), (torch.tensor([[0.0, 367.0j]]), "367")):
+        expected = f"['x'] at [0, 1] is {told}, where three of four other rows stay within ±0.75"
+        assert far_above({"x": odd}, usual, 10.0) == expected
     common = [(torch.randn(8), 0.0) for _ in range(50)]
     assert outlying_fields((torch.randn(8), 1.0), common, 4.0) == []  # of a rare class, which is nothing odd
     assert len(outlying_fields((torch.randn(8), 1e6), common, 4.0)) == 1
