@@ -330,8 +330,9 @@ def _skipped(settings: Settings) -> str:
 
 
 def _limited(settings: Settings) -> str:
-    settings.pop("leapt_to", None)
-    return f"learning rate at most x{settings.pop('to', 0):.3g} of the configured one"
+    is_own = settings.pop("leapt_to", None) is None  # a policy gives the limit, which else follows from the run
+    limit = f"x{settings.pop('to', 0):.3g} of the configured one{'' if is_own else ', the highest before it rose'}"
+    return f"learning rate at most {limit}, while the schedule asks for more"
 
 
 _WORDS: dict[str, Callable[[Settings], str]] = {

@@ -31,7 +31,7 @@ class Circumstances:
     lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights
     loss_excess: float = 0.0  # how far the loss is above its earlier level, relative to that: 1 is twice as high
     trial_updates: int = 0  # that trials may still make; 0: none can be made here
-    usual_rate: float = 0.0  # learning rate before it rose, as a multiple of the configured one; 0: it did not rise
+    usual_rate: float = 0.0  # highest learning rate before it rose, as a multiple of the configured one; 0: it did not
     leapt_to: float = 0.0  # what it rose to in one step; 0: not in one step
 
 
@@ -186,9 +186,12 @@ def cut(mildest: float, loss_excess: float) -> float:
 
 @dataclass(frozen=True)
 class LimitLr(Remedy):
-    """Keep the learning rate at what it was before it rose, for as long as the schedule asks for more."""
+    """Keep the learning rate at the highest before it rose, for as long as the schedule asks for more.
 
-    to: float = limited(0.0, at_least=0)  # a multiple of the configured rate; 0: what it was
+    Not at the last one before: after the rewind, perhaps a farther one later, the schedule itself asks for more.
+    """
+
+    to: float = limited(0.0, at_least=0)  # a multiple of the configured rate; 0: the highest that it had
     leapt_to: float = limited(0.0, at_least=0)  # what the rate rose to in one step; as that falls, so does the limit
 
     def settings_for(self, case: Case) -> dict[str, float]:

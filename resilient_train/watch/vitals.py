@@ -200,7 +200,7 @@ class Leap(NamedTuple):
 
     step: int  # the first update that was made with it
     factor: float
-    usual: float  # the rate before, as a multiple of the configured one
+    usual: float  # the highest rate before, as a multiple of the configured one
     is_sudden: bool
 
 

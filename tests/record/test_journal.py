@@ -750,6 +750,15 @@ def test_an_incident_is_told_in_a_few_lines() -> None:
         (Action("lower_lr", {"factor": 0.1, "rewarm": 1}), "learning rate x0.1 with 1 step of warm-up"),
         (Action("lower_lr", {"to": 1e-05}), "learning rate lowered to 1e-05"),
         (Action("lower_lr"), "learning rate lowered"),
+        (
+            Action("limit_lr", {"to": 1.0, "leapt_to": 53.0}),
+            "learning rate at most x1 of the configured one, the highest before it rose, "
+            "while the schedule asks for more",
+        ),
+        (
+            Action("limit_lr", {"to": 0.5}),
+            "learning rate at most x0.5 of the configured one, while the schedule asks for more",
+        ),
         (Action("tighten_clip", {"factor": 0.25}), "gradient clip x0.25"),
         (Action("raise_eps", {"factor": 100}), "epsilon x100"),
         (Action("reset_moments"), "reset the optimizer's moments"),
