@@ -20,14 +20,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from resilient_train.app import VERBS
+from resilient_train.app import HOME, VERBS
 from resilient_train.app.config import CONF, manual
 from resilient_train.app.config.explain import VERSION_BASE, check_files_first, explained, typed
 from resilient_train.app.config.meanings import meanings
-from resilient_train.app.config.options import parse
+from resilient_train.app.config.options import name_of, parse
 from resilient_train.app.page import Page
 from resilient_train.app.streams import survive_hangup
-from resilient_train.app.sweep import Job, name_of, print_table
+from resilient_train.app.sweep import Job, show_end
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_plain
 from resilient_train.imports import find_in_working_directory
@@ -99,7 +99,7 @@ def _answer(given: argparse.Namespace) -> None:
             _job()
         finally:
             if _jobs and os.getpid() == _main_process:
-                print_table(_jobs)
+                show_end(_jobs, HOME.absolute())
 
 
 def _completed(line: str, given: argparse.Namespace) -> list[str]:
@@ -140,19 +140,21 @@ def _job(raw: DictConfig) -> float | None:
             tree = yaml.safe_load(read_plain(file).decode("utf-8"))
             if (hidden := masked_tree(tree)) != tree:
                 commit_text(file, yaml.safe_dump(hidden, sort_keys=False))
+    tracking = None
     try:
         from resilient_train.app.config.compose import from_hydra
 
         composed = from_hydra(raw)
+        tracking = composed.config.tracking
         # Here, as it imports torch, which takes seconds: help, completion and most mistakes need none.
         from resilient_train.app.run import run
 
-        ending = run(composed)
+        ending = run(composed, shows_address=not is_sweep or os.getpid() != _main_process)
         code, loss, directory = ending.exit_code, ending.loss, ending.directory
     except Exception as error:
         code, loss, directory = _complain(error, given), None, None
     if is_sweep:
-        _jobs.append(Job(name_of(given), code, directory))
+        _jobs.append(Job(name_of(given), code, directory, tracking))
     _exit_codes.append(code)
     if code and os.getpid() != _main_process:
         raise _JobEnded(f"job {hydra_config.job.num}", code)

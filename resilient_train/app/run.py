@@ -12,6 +12,7 @@ from typing import Any
 
 from resilient_train import __version__
 from resilient_train.adapters.reporter import completed, finish_uploads, print_review, status_and_code, write_summary
+from resilient_train.app import HOME
 from resilient_train.app.build import Run, assemble, validate
 from resilient_train.app.config.compose import Composed, describe_changes, is_fixed
 from resilient_train.app.directory import RunDirectory, claim
@@ -53,7 +54,6 @@ from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, log
 
 _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
 _NOT_WELL = {"unrecovered": "an incident has not recovered", "no_progress": "the loss is not below where it began"}
-_HOME = Path("runs")  # of MLflow's database, if no other store is configured
 # Of a summary, if a resume fails.
 _KEPT = ("steps", "ticks", "steps_lost", "trial_updates", "first_loss", "final_loss", "eval")
 _LOADER = "torch/utils/data/dataloader.py"
@@ -70,8 +70,11 @@ class Ending:
     directory: Path | None = None
 
 
-def run(composed: Composed) -> Ending:
-    """Train as configured, in a run directory. An error becomes one line, a summary and an exit code."""
+def run(composed: Composed, *, shows_address: bool = True) -> Ending:
+    """Train as configured, in a run directory. An error becomes one line, a summary and an exit code.
+
+    `shows_address` prints where MLflow shows the run: a sweep does that once, for all of its jobs.
+    """
     config = composed.config
     limits = (config.run.start_timeout, config.run.step_timeout, config.run.save_timeout)
     limit = max(limits) + _BEHIND_WATCHDOG_S if all(limits) else 0.0
@@ -85,7 +88,7 @@ def run(composed: Composed) -> Ending:
         else:
             terminal.log_to(directory.log(world.rank))
             set_deterministic(config.run.deterministic)
-            session, error = _Session(composed, world, directory, terminal), None
+            session, error = _Session(composed, world, directory, terminal, shows_address), None
             with StopRequests(config.run.max_hours, is_in_loop=False) as requests:
                 try:
                     session.train(requests)
@@ -132,8 +135,11 @@ def _open(composed: Composed, locks: list[DirectoryLock]) -> RunDirectory:
 class _Session:
     """A run from its start to its end: `end` reports what `train` has built until then."""
 
-    def __init__(self, composed: Composed, world: World, directory: RunDirectory, terminal: Terminal) -> None:
+    def __init__(
+        self, composed: Composed, world: World, directory: RunDirectory, terminal: Terminal, shows_address: bool
+    ) -> None:
         self.composed, self.world, self.directory, self.terminal = composed, world, directory, terminal
+        self.shows_address = shows_address
         self.config, self.started = composed.config, time.monotonic()
         self.tracker: Tracker = NullTracker()
         self.incident_log = IncidentLog(None)
@@ -145,7 +151,7 @@ class _Session:
         """Build, resume, train, and write the final state and the weights."""
         settings, directory, composed, world = self.config.run, self.directory, self.composed, self.world
         if world.is_main:
-            self.tracker = tracking.build(self.config.tracking, directory.path, _HOME.absolute(), composed.sweep)
+            self.tracker = tracking.build(self.config.tracking, directory.path, HOME.absolute(), composed.sweep)
         log.info("resilient_train %s in %s", __version__, directory.path)
         log.info("%s", world)
         self.incident_log = IncidentLog(directory.path if world.is_main else None, run_dir=directory.path)
@@ -310,7 +316,8 @@ class _Session:
                 print_review(directory.path, self.resumed_from)
                 requests.may_interrupt = True
                 try:
-                    finish_uploads(self.tracker, summary, directory.path, directory.log(0))
+                    run_log = directory.log(0)
+                    finish_uploads(self.tracker, summary, directory.path, run_log, shows_address=self.shows_address)
                 finally:
                     requests.may_interrupt = False
             else:  # a wrong configuration is not uploaded
@@ -364,7 +371,7 @@ class _Session:
 
 def _already_finished(composed: Composed, directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:
     changes = composed.changes(directory.config)
-    validate(composed.config, changes, _HOME.absolute())  # a wrong configuration is refused here as well
+    validate(composed.config, changes, HOME.absolute())  # a wrong configuration is refused here as well
     if summary["status"] == "gave_up":
         if world.is_main:
             good = last_good_of(directory.path)

@@ -1,18 +1,20 @@
-"""The jobs of a sweep: their names, and a table of them when all have ended."""
+"""The jobs of a sweep: a table of them when all have ended, and where MLflow shows it."""
 
 from __future__ import annotations
 
 import os
-import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from resilient_train.app.page import Page
 from resilient_train.errors import ConfigError
 from resilient_train.record.endings import SUMMARY, read_ending
-from resilient_train.secrets import masked_override
+from resilient_train.record.outbox import OUTBOX
+from resilient_train.tracking.review import where_to_look
+from resilient_train.tracking.store import UploadCursor, ui_command
+from resilient_train.tracking.tracker import TrackingConfig, note_refused_jobs
 
 
 @dataclass(frozen=True)
@@ -22,27 +24,33 @@ class Job:
     name: str
     exit_code: int
     directory: Path | None  # None if it was refused before it had one
+    tracking: TrackingConfig | None = None  # None if its configuration was refused
 
 
-def name_of(overrides: Sequence[str]) -> str:
-    """Name a job by what the sweep varies, such as `seed=1, lr=0.001`.
-
-    Hydra passes all overrides to each job; those that the command line has literally are the same for all jobs. In a
-    process of another launcher the command line is unknown, and all of them are named.
-    """
-    plain = [re.sub(r"\\(.)", r"\1", word) for word in overrides]  # Hydra has escaped them
-    swept = [word for word in plain if word not in sys.argv] or plain
-    pairs = [masked_override(word).partition("=") for word in swept]
-    short = [key.rpartition(".")[2] for key, _, _ in pairs]
-    keys = [last if short.count(last) == 1 else key for last, (key, _, _) in zip(short, pairs, strict=True)]
-    return ", ".join(f"{key}={value}" for key, (_, _, value) in zip(keys, pairs, strict=True))
+def show_end(jobs: Sequence[Job], home: Path) -> None:
+    """Print a table of the jobs and where MLflow shows the sweep; `home` holds its database if no store is named."""
+    print_table(jobs)
+    tracked = [one for one in jobs if one.tracking and one.directory and (one.directory / OUTBOX).is_file()]
+    if not tracked:
+        return
+    last = tracked[-1]
+    assert last.directory is not None
+    assert last.tracking is not None
+    if refused := [one.name for one in jobs if _summary_of(one) is None]:
+        note_refused_jobs(last.tracking, last.directory, home, refused)
+    cursor = UploadCursor(last.directory)
+    where, page = cursor.where(), Page()
+    if where is not None and cursor.sweep_url is not None:
+        for lines in where_to_look(ui_command(where[0]), cursor.sweep_url):
+            for line in lines.splitlines():
+                page.line(line.strip(), indent=2 * line.startswith(" "))
 
 
 def print_table(jobs: Sequence[Job]) -> None:
     """Print how each job ended, with its loss and its incidents."""
     rows = [("job", "status", "loss", "incidents", "directory")]
     for job in jobs:
-        summary = read_ending(job.directory, SUMMARY) if job.directory is not None else None
+        summary = _summary_of(job)
         if summary is None:
             status = "refused" if job.exit_code == ConfigError.exit_code else "failed"
             rows.append((job.name, f"{status} ({job.exit_code})", "", "", ""))
@@ -60,3 +68,7 @@ def print_table(jobs: Sequence[Job]) -> None:
     page.line("the sweep has ended:")
     for row in rows:
         page.line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip(), indent=2)
+
+
+def _summary_of(job: Job) -> dict[str, Any] | None:
+    return read_ending(job.directory, SUMMARY) if job.directory is not None else None

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # A tag to find the run by when its id is lost. MLflow's pages hide tags of this name.
 KEY = "mlflow.resilience.key"
+_NOTE = "mlflow.note.content"
+_OURS = "mlflow.resilience.note"  # the digest of the last description that this program wrote
 
 # Set where the user has not, in the process that uploads.
 ENVIRONMENT = {
@@ -88,10 +90,10 @@ def connect(store: Store, experiment: str, cursor: UploadCursor, outbox: Path, b
         twins = _of_key(client, experiment_id, key)
         if not twins:
             tags, run_name = _TAGS | {"mlflow.user": _user()}, cursor.name
-            began = next((one for one, _ in entries(outbox) if one is not None and one["kind"] == BEGAN), {})
-            if isinstance(sweep := began.get("sweep"), str):
-                key_of_sweep = hashlib.sha256(f"sweep {began.get('sweep_place', sweep)}".encode()).hexdigest()[:32]
-                parent = _parent(client, experiment_id, key_of_sweep, began_ms, tags, f"sweep {sweep}")
+            began = first_start(outbox)
+            if (of_sweep := sweep_key(began)) is not None:
+                name_of_sweep = f"sweep {began['sweep']}"
+                parent = _parent(client, experiment_id, of_sweep, began_ms, tags, name_of_sweep)
                 tags |= {"mlflow.parentRunId": parent}
                 run_name = str(began.get("job") or run_name)
             twins = [client.create_run(experiment_id, began_ms, tags | {KEY: key}, run_name)]
@@ -100,6 +102,29 @@ def connect(store: Store, experiment: str, cursor: UploadCursor, outbox: Path, b
     run = TrackedRun(run_id, where, url(where, experiment_id, run_id))
     cursor.note(url=run.url, trouble=None)
     return Connection(client, store.uri, experiment_id, run)
+
+
+def first_start(outbox: Path) -> Mapping[str, Any]:
+    """Return the entry of the first process of a run; an empty one if there is none."""
+    return next((one for one, _ in entries(outbox) if one is not None and one["kind"] == BEGAN), {})
+
+
+def sweep_key(began: Mapping[str, Any]) -> str | None:
+    """Digest what distinguishes the sweep that a run is a job of; None if it is of none."""
+    if not isinstance(sweep := began.get("sweep"), str):
+        return None
+    return hashlib.sha256(f"sweep {began.get('sweep_place', sweep)}".encode()).hexdigest()[:32]
+
+
+def with_note(there: Mapping[str, str], note: str) -> dict[str, str]:
+    """Return the tags that show a description, unless a person has written another one: then none."""
+    if _digest(there.get(_NOTE, "")) not in (_digest(""), there.get(_OURS)):
+        return {}
+    return {_NOTE: note, _OURS: _digest(cut(note, TAG_LENGTH))}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def forget_twins(connection: Connection, cursor: UploadCursor, outbox: Path) -> None:
@@ -223,9 +248,7 @@ def _parent(
 ) -> str:
     """Find or create the run that holds the jobs of a sweep. Jobs that start together agree on the oldest one."""
     if not _of_key(client, experiment_id, key):
-        note = {"mlflow.note.content": "The jobs of this sweep are the runs below it: each begins with its verdict."}
-        mine = client.create_run(experiment_id, began_ms, {**tags, **note, KEY: key}, run_name).info.run_id
-        client.set_terminated(mine)
+        mine = client.create_run(experiment_id, began_ms, {**tags, KEY: key}, run_name).info.run_id
         oldest = str(_of_key(client, experiment_id, key)[0].info.run_id)
         if oldest != mine:
             client.delete_run(mine)

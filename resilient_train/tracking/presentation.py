@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -14,13 +13,12 @@ from resilient_train.record.endings import CHECKPOINTS, SUMMARY, ended_as
 from resilient_train.record.journal import JOURNAL
 from resilient_train.record.surroundings import around
 from resilient_train.tracking.connection import (
-    TAG_LENGTH,
     Connection,
-    cut,
     is_refusal,
     is_unreachable,
     root_cause,
     tag_batches,
+    with_note,
 )
 from resilient_train.tracking.figure import draw_incident, draw_strip
 from resilient_train.tracking.report import REPORT, note, report
@@ -36,8 +34,6 @@ MOST_PICTURES = 50  # of incidents; later ones have none
 
 _FEW, _REST = 20, 10  # incidents; with more it pauses for so many times as long as showing them took
 _MOST_FAILURES = 20  # traces that could not be uploaded, after which a refresh leaves the others out
-_NOTE = "mlflow.note.content"
-_OURS = "mlflow.resilience.note"  # the digest of the last note that this program wrote
 
 
 class Presentation:
@@ -101,9 +97,7 @@ class Presentation:
 
         said = tags([one.incident for one in story.chapters], story.status)
         there = self._client.get_run(self._run_id).data.tags
-        if _digest(there.get(_NOTE, "")) in (_digest(""), there.get(_OURS)):
-            said[_NOTE] = note(story, trace, picture, artifact_source(self._run_id, STRIP))
-            said[_OURS] = _digest(cut(said[_NOTE], TAG_LENGTH))
+        said |= with_note(there, note(story, trace, picture, artifact_source(self._run_id, STRIP)))
         for batch in tag_batches(said):
             self._client.log_batch(self._run_id, *batch)
 
@@ -154,10 +148,6 @@ class Presentation:
 
 def _picture(number: int) -> str:
     return f"{PICTURES}/{number:04}.png"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _stat(path: Path) -> tuple[int, int] | None:

@@ -116,6 +116,12 @@ class UploadCursor:
         return (uri, experiment) if isinstance(uri, str) and isinstance(experiment, str) else None
 
     @property
+    def sweep_url(self) -> str | None:
+        """The link to the run of the sweep that the run is a job of."""
+        link = self._known.get("sweep_url")
+        return link if isinstance(link, str) else None
+
+    @property
     def uploaded(self) -> int:
         """How many bytes of the outbox have arrived."""
         uploaded = self._known.get("delivered")
@@ -228,18 +234,23 @@ def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
         return None
     else:
         root = DEFAULT_UI
+    return f"{root}/{run_page(experiment_id, run_id)}"
+
+
+def run_page(experiment_id: str, run_id: str) -> str:
+    """Return the link to a run's overview from another page of the same server, whatever its address is there."""
     # Without the type of workflow the page comes up among the tools for language-model applications.
-    return f"{root}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+    return f"#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 def trace_page(experiment_id: str, run_id: str, trace_id: str) -> str:
-    """Return the link to a trace from another page of the same server, whatever the server's address is there."""
+    """Return the link to a trace, as `run_page` does."""
     page = f"#/experiments/{experiment_id}/runs/{run_id}/traces?workflowType=machine_learning"
     return f"{page}&selectedEvaluationId={trace_id}"
 
 
 def artifact_page(experiment_id: str, run_id: str, path: str) -> str:
-    """Return the link to the page of an artifact, as `trace_page` does."""
+    """Return the link to the page of an artifact, as `run_page` does."""
     return f"#/experiments/{experiment_id}/runs/{run_id}/artifacts/{path}?workflowType=machine_learning"
 
 

@@ -21,6 +21,7 @@ from resilient_train.record.outbox import (
     METRICS,
     OUTBOX,
     PARAMS,
+    REFUSED_JOBS,
     Outbox,
     entries,
     seal_before,
@@ -30,13 +31,15 @@ from resilient_train.tracking.connection import (
     Connection,
     batches,
     connect,
+    first_start,
     forget_twins,
     is_refusal,
     is_unreachable,
     root_cause,
 )
 from resilient_train.tracking.presentation import Presentation
-from resilient_train.tracking.store import Store, TrackedRun, UploadCursor
+from resilient_train.tracking.store import Store, TrackedRun, UploadCursor, url
+from resilient_train.tracking.sweep import show_sweep
 
 ENTRIES_AT_ONCE = 200
 _STATUSES = {"completed": "FINISHED", "ended": "FINISHED", "closed": "FINISHED"}
@@ -105,6 +108,7 @@ class Uploader:
         if size > uploaded and next(entries(self.outbox, uploaded), None) is None:
             self.damaged += 1  # its last line is cut off
         forget_twins(self._reached[0], self.cursor, self.outbox)
+        self._raise_unless_refused(partial(self._show_sweep, self._reached[0]))
 
     def close(self) -> None:
         """Let another process upload."""
@@ -137,6 +141,7 @@ class Uploader:
                 self.cursor.note(delivered=0)  # a power cut took the end of it, and other lines took its place
             self._reached = connection, Presentation(connection, self.run_dir, self._refuse)
             self.run = connection.run
+            self._raise_unless_refused(partial(self._show_sweep, connection))
             if self._system_metrics:
                 self._watch_machine(connection.run_id)
         return self._reached
@@ -178,6 +183,16 @@ class Uploader:
         if ended is None or connection.client.get_run(connection.run_id).info.status != "RUNNING":
             return
         connection.client.set_terminated(connection.run_id, _STATUSES.get(ended, "FAILED"), last_sign_ms(self.run_dir))
+
+    def _show_sweep(self, connection: Connection) -> None:
+        """Show in the run of the sweep how its jobs fare, if this is one of them."""
+        if "sweep" not in (began := first_start(self.outbox)):
+            return
+        noted = [one for one, _ in entries(self.outbox) if one is not None and one["kind"] == REFUSED_JOBS]
+        names = noted[-1].get("names") if noted else None
+        refused = [str(one) for one in names] if isinstance(names, list) else []
+        if (parent := show_sweep(connection, began, refused)) is not None:
+            self.cursor.note(sweep_url=url(connection.run.tracking_uri, connection.experiment_id, parent))
 
     def _attach(self, connection: Connection, path: str) -> None:
         """Attach a file of the run. An outbox may come from anywhere: files outside of the directory are not sent."""

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from resilient_train.app.config.explain import composed_raw, explained, typed
+from resilient_train.app.config.options import name_of
 from resilient_train.app.config.schema import Config
-from resilient_train.app.sweep import name_of
 from resilient_train.errors import ConfigError, require_finite, unusable
 from resilient_train.files import read_yaml_text
 from resilient_train.intervals import AUTO

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from resilient_train.app.config.meanings import meanings
 from resilient_train.errors import ConfigError, unusable
@@ -53,3 +58,28 @@ def _unknown_option(word: str, next_word: str, parser: argparse.ArgumentParser) 
     meant = masked_override(f"{key}={value or '...'}")
     hint = f"; did you mean {meant}?" if key else similar(typed, options) or "."
     return unusable(typed, f"no such option{hint} A setting has no dashes: key=value; --help explains every key")
+
+
+def name_of(overrides: Sequence[str]) -> str:
+    """Name a job by what the sweep varies, such as `seed=1, lr=0.001`.
+
+    Hydra passes all overrides to each job; those that the command line gives one value are the same for all jobs. In a
+    process of another launcher the command line is unknown, and all of them are named.
+    """
+    plain = [re.sub(r"\\(.)", r"\1", word) for word in overrides]  # Hydra has escaped them
+    same = _given_one_value(sys.argv[1:])
+    swept = [word for word in plain if word.partition("=")[0] not in same] or plain
+    pairs = [masked_override(word).partition("=") for word in swept]
+    short = [key.rpartition(".")[2] for key, _, _ in pairs]
+    keys = [last if short.count(last) == 1 else key for last, (key, _, _) in zip(short, pairs, strict=True)]
+    return ", ".join(f"{key}={value}" for key, (_, _, value) in zip(keys, pairs, strict=True))
+
+
+def _given_one_value(words: Sequence[str]) -> set[str]:
+    """Return the keys that a command line gives one value; Hydra passes on `false` as `False`."""
+    parser, found = OverridesParser.create(), set()
+    for word in words:
+        with suppress(HydraException):  # an option
+            if not (override := parser.parse_override(word)).is_sweep_override():
+                found.add(override.get_key_element())
+    return found
