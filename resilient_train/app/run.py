@@ -45,7 +45,7 @@ from resilient_train.record.progress import Position, position_of
 from resilient_train.recover.causes import by_signal
 from resilient_train.state.randomness import set_deterministic
 from resilient_train.tracking import tracker as tracking
-from resilient_train.tracking.review import command
+from resilient_train.tracking.review import again, command
 from resilient_train.tracking.store import counted_entries, left_in
 from resilient_train.tracking.story import last_good_of
 from resilient_train.tracking.tracker import NullTracker, Tracker
@@ -277,7 +277,8 @@ class _Session:
         if path is None:
             log.error("no newer state could be written: the run begins again at step %s", f"{step:,}")
         else:
-            log.info("the state of step %s is in %s: the same command resumes from there", f"{step:,}", path)
+            onward = again(self.directory.path)
+            log.info("the state of step %s is in %s: %s from there", f"{step:,}", path, onward)
         return path is not None
 
     def end(self, error: BaseException | None, requests: StopRequests) -> Ending:
@@ -397,14 +398,14 @@ def _print_error(error: BaseException, directory: RunDirectory, world: World) ->
     if isinstance(error, GaveUp):  # the guard has printed it
         return
     if isinstance(error, Stopped):
-        log.info("%s; the same command resumes", error, extra=WARNING)
+        log.info("%s; %s", error, again(directory.path), extra=WARNING)
     elif isinstance(error, TrainError):
         # Every rank finds the same mistake in a configuration, and the same differences; rank 0 reports for all.
         is_of_all = isinstance(error, ConfigError | RanksDiffer | PeerEnded)
         level = logging.ERROR if world.is_main or not is_of_all else logging.INFO
         log.log(level, "error: %s", error, exc_info=error.__cause__)
     elif isinstance(error, KeyboardInterrupt):
-        log.error("interrupted: the same command resumes from the newest checkpoint")
+        log.error("interrupted: %s from the newest checkpoint", again(directory.path))
     else:
         where = f" on rank {world.rank}" if world.size > 1 else ""
         file = directory.log(world.rank)

@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from resilient_train import files
-from resilient_train.files import commit_text, read_json, read_plain
+from resilient_train.files import commit_text, read_json, read_plain, read_yaml_text
 from resilient_train.ranks.lock import holder_of
 from resilient_train.record.journal import plain
 from resilient_train.secrets import masked, masked_tree
@@ -50,6 +52,22 @@ def loop_of(run_dir: Path) -> Loop | None:
         resumes=node.get("goes_on") is True,
         given=given if isinstance(given, dict) else {},
     )
+
+
+def settings_of(run_dir: Path) -> Mapping[str, Any]:
+    """Read the settings of a run of the command, the node `run` of its configuration; none if that is damaged."""
+    try:
+        node = yaml.safe_load(read_yaml_text(run_dir / CONFIG))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    run = node.get("run") if isinstance(node, dict) else None
+    return run if isinstance(run, dict) else {}
+
+
+def resumes(run_dir: Path) -> bool:
+    """Say whether the same command, or program, resumes the run; otherwise it starts a new one in a sibling."""
+    loop = loop_of(run_dir)
+    return settings_of(run_dir).get("resume") != "never" if loop is None else loop.resumes
 
 
 def is_run(run_dir: Path) -> bool:

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from resilient_train.record.endings import LOOP
+from resilient_train.record.endings import is_run, resumes
 from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.tracking.story import KILLED, Checkpoint, Story, unrecovered
 from resilient_train.types import Incident, Outcome, Signal
@@ -173,8 +173,12 @@ def to_do(story: Story) -> str:
 def next_start(story: Story) -> str:
     """Say what the same command would do now."""
     onward = f"resumes from step {story.newest.step:,}" if story.newest is not None else "begins at step 0 again"
-    if story.loop is not None and not story.loop.resumes:
-        return f"starts a new run in {next_directory(story.directory)}"
+    if not story.resumes:
+        new = f"starts a new run in {next_directory(story.directory)}"
+        if story.loop is not None:
+            return new
+        onward = "trains longer if `run.steps` is raised" if story.is_complete else onward
+        return f"{new}; with {_resuming(story.directory)} this one {onward}"
     if story.loop is not None and story.summary is not None:
         return "resumes if `steps` is raised" if story.is_complete else onward
     if story.summary is None:
@@ -186,10 +190,20 @@ def next_start(story: Story) -> str:
     return onward
 
 
+def again(run_dir: Path) -> str:
+    """Say which command resumes a run of the command."""
+    more = "" if resumes(run_dir) else f" with {_resuming(run_dir)}"
+    return f"the same command{more} resumes"
+
+
+def _resuming(run_dir: Path) -> str:
+    return f"`run.resume=auto run.dir={shlex.quote(near(run_dir))}`"
+
+
 def next_directory(run_dir: Path) -> str:
-    """Name the directory that a loop which does not resume would write to next."""
+    """Name the directory that a run which does not resume would write to next."""
     first = run_dir.absolute()
-    if (base := re.fullmatch(r"(.+)-\d+", first.name)) and (first.with_name(base[1]) / LOOP).exists():
+    if (base := re.fullmatch(r"(.+)-\d+", first.name)) and is_run(first.with_name(base[1])):
         first = first.with_name(base[1])
     siblings = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
     return next(one.name for one in siblings if not one.exists())

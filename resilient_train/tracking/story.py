@@ -14,17 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from resilient_train.files import read_json, read_yaml_text
+from resilient_train.files import read_json
 from resilient_train.record.endings import (
     CHECKPOINTS,
-    CONFIG,
     SUMMARY,
     Loop,
     ended_as,
     loop_of,
     read_ending,
+    resumes,
+    settings_of,
     why_incomplete,
 )
 from resilient_train.record.incident_lines import from_line
@@ -112,6 +111,7 @@ class Story:
     advice: tuple[Advice, ...] = ()  # still open, the most important first
     loop: Loop | None = None  # of the caller; None for a run of the command
     fired_drills: tuple[FiredDrill, ...] = ()
+    resumes: bool = True  # by the same command, which otherwise starts a new run
 
     @property
     def incidents(self) -> tuple[Incident, ...]:
@@ -216,6 +216,7 @@ class StoryReader:
             advice=open_advice(incidents),
             loop=loop_of(run_dir),
             fired_drills=fired_drills(self._drills),
+            resumes=resumes(run_dir),
         )
 
 
@@ -277,12 +278,7 @@ def planned_steps(run_dir: Path) -> int | None:
     """Return how many updates a run is configured to make; None if its configuration does not say."""
     if (loop := loop_of(run_dir)) is not None:
         return loop.steps
-    try:
-        node = yaml.safe_load(read_yaml_text(run_dir / CONFIG))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return None
-    run = node.get("run") if isinstance(node, dict) else None
-    steps = run.get("steps") if isinstance(run, dict) else None
+    steps = settings_of(run_dir).get("steps")
     return steps if type(steps) is int else None
 
 

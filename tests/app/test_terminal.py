@@ -459,6 +459,14 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
         "newest checkpoint: runs/run/checkpoints/step-00000020 (step 20)",
         "the same command exits with 0; raise `run.steps` to train longer",
     ]
+    another = run_command([*often, "run.steps=20", "run.name=run", "run.resume=never"])
+    (onward,) = [line for line in another.stdout.splitlines() if line.startswith("the same command ")]
+    longer = "run.resume=auto run.dir=runs/run-2"
+    assert onward == (
+        f"the same command starts a new run in run-3; with `{longer}` this one trains longer if `run.steps` is raised"
+    )
+    continued = run_command([*often, "run.steps=30", "run.name=run", "run.resume=never", *longer.split()])
+    assert "resumes from step 20" in continued.stdout, continued.stderr
     drilled = run_command([*often, "run.steps=40", "run.name=run", "drill=bit_flip", "drill.at=[30]"])
     assert drilled.code == 0, drilled.stderr
     told = after(drilled.stdout, "completed 40 steps in ")

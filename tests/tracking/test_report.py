@@ -160,6 +160,11 @@ def test_a_note_leads_to_the_pictures_where_there_are_any() -> None:
         ({"status": "preempted", "summary": {"status": "preempted"}}, "Stopped on request", "resumes from step 250"),
         ({"status": "failed", "summary": {}, "newest": None, "why": "RuntimeError: x"}, "Failed", "at step 0 again"),
         ({"status": "recovered", "summary": {"status": "completed"}}, "Recovered", "raise `run.steps`"),
+        (
+            {"status": "preempted", "summary": {"status": "preempted"}, "resumes": False},
+            "Stopped on request",
+            f"-2; with `run.resume=auto run.dir={RUN}` this one resumes from step 250.",
+        ),
     ],
 )
 def test_every_status_has_its_verdict_and_says_what_the_same_command_would_do(
