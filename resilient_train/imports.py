@@ -43,7 +43,9 @@ def find(path: str) -> Any:
     raise Unimportable(f"there is no module {parts[0]} on the path")
 
 
-def similar(name: object, known: Iterable[str]) -> str:
-    """Suggest the closest known name, if one is close."""
+def similar(name: object, known: Iterable[str], then: str = "") -> str:
+    """Suggest the closest known name, if one is close; `then` follows, as a sentence of its own after a suggestion."""
     close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    if close:
+        return f"; did you mean {close[0]}?" + (f" {then[0].upper()}{then[1:]}" if then else "")
+    return f"; {then}" if then else ""

@@ -85,9 +85,8 @@ def is_list(node: Any) -> bool:
 def no_such(what: str, name: Any, known: Iterable[str], *, at: str, value: Any = None, hint: str = "") -> ConfigError:
     """Build an error that suggests what may have been meant, and lists what there is."""
     names = list(known)
-    meant = similar(name, names)
-    there = f"{' There' if meant else '; there'} {'is' if len(names) < 2 else 'are'} {', '.join(names) or 'none'}"
-    return ConfigError(at, value, f"no such {what}{meant}{there}{hint and f'; {hint}'}")
+    there = f"there {'is' if len(names) < 2 else 'are'} {', '.join(names) or 'none'}"
+    return ConfigError(at, value, f"no such {what}{similar(name, names, there)}{hint and f'; {hint}'}")
 
 
 def checked(key: str, value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:

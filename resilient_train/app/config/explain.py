@@ -104,8 +104,8 @@ def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
     if missing := re.search(no_option, text, re.DOTALL):
         group, _, option = missing[1].rpartition("/")
         options = (missing[2] or "").split()
-        why = f"no such option{similar(option, options) or ';' * bool(options)}"
-        return unusable(f"{group or 'config'}={option}", why + (f" There are {', '.join(options)}" if options else ""))
+        hint = similar(option, options, f"there are {', '.join(options)}" if options else "")
+        return unusable(f"{group or 'config'}={option}", f"no such option{hint}")
     if override := re.search(r"Could not override '([^']+)'", text):
         return _unknown_key(override[1].split("@")[0], overrides)
     if missing_value := re.search(r"Missing mandatory value: (\S+)", text):
@@ -122,14 +122,13 @@ def _wrong_type(text: str) -> str:
 
 
 def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
-    parent, _, name = key.rpartition(".")
-    known = _siblings(key, overrides)
-    why = f"no such key{similar(name, known) or ';' * bool(known)}"
-    if known:
-        why += f" {parent or 'the configuration'} has {', '.join(known)}"
+    parent, name, known = _unknown_part(key, overrides)
+    if name in known:
+        return _at(key, overrides, f"no such key; {f'{parent}.' * bool(parent)}{name} has no keys of its own")
+    hint = similar(name, known, f"there are {', '.join(known)}{f' in {parent}' * bool(parent)}" if known else "")
     if parent and "_target_" in known:
-        why += f" (+{key}=... adds an argument of its _target_)"
-    return _at(key, overrides, why)
+        hint += f" (+{key}=... adds an argument of its _target_)"
+    return _at(key, overrides, f"no such key{hint}")
 
 
 def _at(key: str, overrides: Iterable[str], why: str) -> ConfigError:
@@ -141,13 +140,19 @@ def _at(key: str, overrides: Iterable[str], why: str) -> ConfigError:
     return unusable(key, why)
 
 
-def _siblings(key: str, overrides: Sequence[str]) -> list[str]:
-    """List the keys next to a misspelt one, with the options that were chosen on the same command line."""
+def _unknown_part(key: str, overrides: Sequence[str]) -> tuple[str, str, list[str]]:
+    """Split a misspelt key: the node that exists, the first name that does not, and the keys that the node has.
+
+    With the options that were chosen on the same command line.
+    """
     chosen = [one for one in overrides if (CONF / one.partition("=")[0]).is_dir() and one.partition("=")[0] != key]
     try:
         node: Any = composed_raw(chosen)
     except Exception:  # without it only a hint is missing
-        return []
-    for name in key.split(".")[:-1]:
-        node = node.get(name) if isinstance(node, DictConfig) else None
-    return [str(one) for one in node if one != "hydra"] if isinstance(node, DictConfig) else []
+        node = None
+    names = key.split(".")
+    place = 0
+    while place < len(names) - 1 and isinstance(node, DictConfig) and isinstance(node.get(names[place]), DictConfig):
+        node, place = node.get(names[place]), place + 1
+    known = [str(one) for one in node if one != "hydra"] if isinstance(node, DictConfig) else []
+    return ".".join(names[:place]), names[place], known

@@ -73,9 +73,8 @@ def _asked(word: str, known: Sequence[Node]) -> tuple[str, str | None]:
     node = next((one for one in known if one.name == key.split(".")[0]), None)
     if node is None:
         names = [one.name for one in known]
-        raise unusable(
-            f"--help {word}", f"nothing is called {key}{similar(key, names) or ';'} There is {', '.join(names)}"
-        )
+        hint = similar(key, names, f"there are {', '.join(names)}")
+        raise unusable(f"--help {word}", f"nothing is called {key}{hint}")
     options = {one.name: one.entries for one in node.options}
     keys = [one.key for entries in (node.entries, *options.values()) for one in entries]
     if "." in key:
@@ -84,8 +83,8 @@ def _asked(word: str, known: Sequence[Node]) -> tuple[str, str | None]:
             raise unusable(f"--help {word}", f"no such key{hint}")
         return key, None
     if options and equals and option not in options:
-        hint = similar(option, options) or ";"
-        raise unusable(f"--help {word}", f"no such option{hint} There is {', '.join(options)}")
+        hint = similar(option, options, f"there are {', '.join(options)}")
+        raise unusable(f"--help {word}", f"no such option{hint}")
     return key, option if options and equals else None
 
 

@@ -72,8 +72,8 @@ def check(key: str, node: Node, *, given: int = 0) -> Any:
                 what = " or ".join(_TYPES.get(one, getattr(one, "__name__", str(one))) for one in _options(expected))
                 raise ConfigError(f"{key}.{name}", value, f"has the wrong type: {path} takes {what} here")
         elif not takes_any:
-            why = f"{path} has no such argument{imports.similar(name, free)}"
-            raise ConfigError(f"{key}.{name}", value, f"{why}; it takes {', '.join(free) or 'no arguments'}")
+            takes = imports.similar(name, free, f"it takes {', '.join(free) or 'no arguments'}")
+            raise ConfigError(f"{key}.{name}", value, f"{path} has no such argument{takes}")
     missing = [name for name, one in free.items() if one.default is one.empty and name not in node]
     if missing and not node.get("_partial_") and "_args_" not in node:
         why = f"lacks the argument {' and '.join(missing)}: give it with +{key}.{missing[0]}=..."
