@@ -24,7 +24,7 @@ from resilient_train.app import HOME, VERBS
 from resilient_train.app.config import CONF, manual
 from resilient_train.app.config.explain import VERSION_BASE, check_files_first, explained, typed
 from resilient_train.app.config.meanings import meanings
-from resilient_train.app.config.options import name_of, parse
+from resilient_train.app.config.options import name_of, option_names, parse
 from resilient_train.app.page import Page
 from resilient_train.app.streams import survive_hangup
 from resilient_train.app.sweep import Job, show_end
@@ -33,9 +33,10 @@ from resilient_train.files import commit_text, read_plain
 from resilient_train.imports import find_in_working_directory
 from resilient_train.ranks.launch import launched_rank
 from resilient_train.ranks.process_exit import code_for_agent
-from resilient_train.record.endings import note_refusal
+from resilient_train.record.endings import is_run, note_refusal
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
 
+_ARTIFACTS = "mlartifacts"  # of MLflow, next to the runs
 _LAST_WORD_S = 2.0  # seconds that other ranks wait for rank 0's report
 _wants_traceback = False
 _exit_codes: list[int] = []  # of the jobs of this process; Hydra does not return them
@@ -108,7 +109,10 @@ def _completed(line: str, given: argparse.Namespace) -> list[str]:
     word = "" if line.endswith(" ") else typed_words[-1]
     before = typed_words if line.endswith(" ") else typed_words[:-1]
     if before[:1] and before[0] in VERBS:
-        return glob(f"{word}*/")
+        folders = map(Path, glob(f"{word}*/"))  # of runs, or for them; not what is inside of one, nor MLflow's files
+        return [f"{one}/" for one in folders if one.name != _ARTIFACTS and not is_run(one.parent)]
+    if word.startswith("-"):
+        return [name for name in option_names() if name.startswith(word)]
     # Hydra takes a path that contains "python" for an interpreter, and reads --config-dir from sys.argv only.
     options = parse(before)
     folder = options.config_dir if options.config_dir and Path(options.config_dir).is_dir() else None

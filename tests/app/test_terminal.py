@@ -17,6 +17,7 @@ import termios
 import threading
 import time
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ import yaml
 from command import command
 from warm import ENVIRONMENT
 
+import resilient_train
 from resilient_train.app import incidents, status
 from resilient_train.app.config import CONF
 from resilient_train.app.config.meanings import Option, meanings, nodes
@@ -637,7 +639,7 @@ def test_the_manual_tells_of_one_thing_where_asked(
     ("asked", "words"),
     [
         ("modle", "nothing is called modle; did you mean model?"),
-        ("model=gtp", "no such option; did you mean gpt? There is custom, gpt,"),
+        ("model=gtp", "no such option; did you mean gpt? There are custom, gpt,"),
         ("checks.jmup", "no such key; did you mean checks.jump?"),
     ],
 )
@@ -684,9 +686,23 @@ def test_a_word_that_is_no_option_is_answered_in_one_line(typed: str, hint: str,
     assert outcome.stderr.count("\n") == 1
 
 
+def test_the_version_is_that_of_the_project_and_of_torch(run_command: command) -> None:
+    """Not that of Hydra, whose option it is."""
+    outcome = run_command(["--version"])
+    assert outcome.stdout == f"resilient_train {resilient_train.__version__}, torch {metadata.version('torch')}\n"
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["-sc", "query=bash"], ["--cfg", "job"], ["run.stesp=1"], ["run.steps=abc"], ["data.batch_size=0"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["-sc", "query=bash"],
+        ["--cfg", "job"],
+        ["run.stesp=1"],
+        ["run.steps=abc"],
+        ["data.batch_size=0"],
+    ],
     ids=" ".join,
 )
 def test_questions_and_mistakes_are_answered_without_torch(arguments: list[str]) -> None:
@@ -709,6 +725,10 @@ COMPLETED = {
     "resilient-train st": {"status"},
     "resilient-train run.steps=5 st": set(),
     "resilient-train status o": {"own/"},
+    "resilient-train status own/": {"own/model/", "own/runs/"},
+    "resilient-train status own/runs/": {"own/runs/one/"},
+    "resilient-train run.steps=5 --mu": {"--multirun"},
+    "resilient-train --config-": {"--config-path", "--config-name", "--config-dir"},
 }
 
 
@@ -716,6 +736,9 @@ def test_bash_completes_keys_and_options(installed_wheel: Path, here: Path) -> N
     """With the one line of the README, in a real shell: what cannot be completed leaves the line as it is."""
     (here / "own/model").mkdir(parents=True)
     (here / "own/model/tiny.yaml").write_text("_target_: mine.Net\n")
+    (here / "own/runs/mlartifacts").mkdir(parents=True)
+    (here / "own/runs/one/checkpoints").mkdir(parents=True)
+    (here / "own/runs/one/config.yaml").touch()
     script = 'eval "$(resilient-train -sc install=bash)"\ncomplete -p resilient-train\n'
     script += (
         'typed() { COMP_LINE="$1"; read -ra COMP_WORDS <<<"$1"; COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=(); '

@@ -7,12 +7,14 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from resilient_train import __version__
 from resilient_train.app.config.meanings import meanings
 from resilient_train.errors import ConfigError, unusable
 from resilient_train.imports import similar
@@ -32,7 +34,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
     `words` of the result is the command line as Hydra's main function accepts it: options first.
     """
-    parser = _Parser(parents=[get_args_parser()], add_help=False)
+    parser = _parser()
     given, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         raise _unknown_option(unknown[0], [*words, ""][words.index(unknown[0]) + 1], parser)
@@ -44,6 +46,20 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             options.append(name if value is True else f"{name}={value}")
     given.words = [*options, *given.overrides]
     return given
+
+
+def option_names() -> list[str]:
+    """List the options in their long form."""
+    return [name for action in _parser()._actions for name in action.option_strings if name.startswith("--")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return Hydra's own parser, which answers --version for us."""
+    parser = _Parser(parents=[get_args_parser()], add_help=False)
+    for action in parser._actions:
+        if isinstance(action, argparse._VersionAction):
+            action.version = f"resilient_train {__version__}, torch {version('torch')}"  # without importing torch
+    return parser
 
 
 def _unknown_option(word: str, next_word: str, parser: argparse.ArgumentParser) -> ConfigError:
