@@ -195,7 +195,8 @@ class Controls(RunControl):
         left = self._updates_left(in_vain=self._raced_in_vain)
         if not verified or verified[-1].step > step // 4 or left < 2 * each + cost_of(1, JUDGED):
             return None, False
-        since, recorded = verified[-1], parts.checks.loss_at(verified[-1].step + 1)
+        since, made = verified[-1], parts.updates.next_after(verified[-1].step)
+        recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process
         if recorded is None:
             return None, False
         with suppress(TrialStopped), self._course(0, (), lifts_limits=True) as course:

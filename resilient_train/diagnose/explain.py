@@ -46,7 +46,10 @@ _FAR_ABOVE = 100.0  # times what three of four rows do not exceed, or times the 
 
 
 class ReferenceInvalid(Exception):
-    """The samples of an earlier update have another loss now: no loss from before can be compared with one of now."""
+    """No loss from before can be compared with one of now.
+
+    The samples of an earlier update have another loss now, or had a low one only since they had just been learned.
+    """
 
 
 class Explainer:
@@ -299,13 +302,20 @@ class Explainer:
         with randomness.preserved(self._world.device):
             with self._state.weights_of(verified[0].parts):
                 usual, was = median([loss_at(one.start) for one in trusted]), median(one.loss for one in trusted)
+                others = sorted(self._search.loss_of_others(one.start) for one in trusted)
+                unlearned, high = others[len(others) // 2], others[max(0, len(others) - 2)]  # one may hold bad rows
+                if unlearned - usual > max(_MIN_SHARE_OF_UPDATE * rise, reference.size):
+                    raise ReferenceInvalid(
+                        f"losses of {was:.4g} up to step {verified[0].step:,} are of rows that had just been learned; "
+                        f"at the same weights others have {unlearned:.4g}"
+                    )
                 if not usual - was > max(_MIN_SHARE_OF_UPDATE * rise, reference.size):
                     is_off = is_first and first.loss - usual > rise / 2
                     if is_off and loss_at(first.start) - usual < _MIN_SHARE_OF_ROW * rise:
                         return verdict.TRANSIENT  # neither the samples nor the weights
                     bad = [loss_at(one.start) for one in suspects]
-                    if not median(bad) - usual > _MIN_SHARE_OF_UPDATE * rise:  # of what is not finite, too
-                        return None
+                    if not median(bad) - usual > _MIN_SHARE_OF_UPDATE * rise or high >= median(bad):
+                        return None  # also where the loss is not finite
                     worst = suspects[bad.index(max(bad))].start
                     limit = usual + _MIN_SHARE_OF_ROW * (max(bad) - usual)
                     rows = self._search.raising(worst, trusted[-1].start, limit)

@@ -105,7 +105,14 @@ class Search:
 
     def loss_at(self, start: int) -> float:
         """The mean loss over ranks of the update at a position, at the current weights."""
-        tried, _ = self._tried(start, lambda: self._made(self._samples.keys_at(start)))
+        return self._loss_of(start, lambda: self._samples.keys_at(start))
+
+    def loss_of_others(self, start: int) -> float:
+        """The same with other rows of the data, which the run may not have learned yet."""
+        return self._loss_of(start, lambda: [self._samples.others(some, 0) for some in self._samples.keys_at(start)])
+
+    def _loss_of(self, start: int, keys: Callable[[], Keys]) -> float:
+        tried, _ = self._tried(start, lambda: self._made(keys()))
         losses = [one for one in self._world.all_of(None if tried is None else tried.loss) if one is not None]
         return sum(losses) / len(losses) if losses else math.nan
 

@@ -180,7 +180,7 @@ class Jump(PlainState):
         ranked = sorted(list(level.losses)[-_YOUNG_LOSSES:])
         rise, median = loss - ranked[-1], ranked[_YOUNG_LOSSES // 2]
         spread, size = deviation(ranked, median), max(abs(median), level.scale)
-        return rise > _YOUNG_MARGIN * config.sigmas * spread and rise > _YOUNG_MARGIN * size
+        return rise > _YOUNG_MARGIN * config.sigmas * spread and rise > _YOUNG_MARGIN * config.share * size
 
     def see(self, step: int, loss: float, outside: bool) -> Alarm | None:
         """Judge the loss of an update.

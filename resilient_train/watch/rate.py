@@ -23,8 +23,8 @@ _FEW = 8  # losses, with fewer of which their median is compared instead of the 
 class EarlyDivergence(PlainState):
     """The first updates threw the loss far above its first value: the rate is wrong by orders of magnitude.
 
-    The other checks learn what is usual from the first updates and would learn the damage. Medians are compared, since
-    one batch may be hard; and medians of the gradient norms as well, since a loss may begin near zero.
+    The other checks learn what is usual from the first updates and would learn the damage. The lowest of a few losses
+    counts, since single batches may be hard; and the median of the gradient norms, since a loss may begin near zero.
 
     After an alarm the run is watched longer and more closely, until the other checks know what is usual: then it is
     enough that it loses much of what it had learned, which no healthy run does.
@@ -77,7 +77,7 @@ class EarlyDivergence(PlainState):
         if len(self._norms) < self.config.updates:
             return None
         (first, first_norm), times = self._first, self.config.times
-        loss, norm = median(list(self._losses)[-self.config.updates :]), median(self._norms)
+        loss, norm = min(list(self._losses)[-self.config.updates :]), median(self._norms)
         is_far = loss - first > (times - 1) * abs(first)
         if not is_far or _FLAT * first_norm <= norm <= times * first_norm:
             return None

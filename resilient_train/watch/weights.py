@@ -21,6 +21,7 @@ _KNOWN_AFTER = 4  # changes of a tensor, before which it is not compared with it
 _FADES = 0.9  # factor for the largest past change, at each measurement
 _REMARKABLE = 0.25  # share of its size that a tensor must have changed by, to be compared with its past
 _FULL_SPEED = 0.5  # of `lr` per update: healthy tensors as a whole move by less with Adam
+_LIKELY = 0.2  # of what SGD can move: below that a tensor is not compared with its past
 _LEAP = 3  # times the highest rate of recent updates: weights may move farther, and the loss shows any harm
 _LOUD = 100.0  # times the largest weight of the model
 _UPDATES = (*range(1, 65), *(2**power for power in range(7, 25)))
@@ -290,11 +291,15 @@ class Weights:
                 evidence = f"max |w| {top[0]:.4g} -> {top[1]:.4g}, the model's largest was {loudest:.4g}"
                 return top[1] / loudest, evidence
             return 0.0, ""
-        sides = [("norm", norm, self._past_length[number], 0.0)]
         if path is not None and has_bound and path.element > 0:  # the bound above is sharper for single elements
             sides = [("norm", norm, self._past_length[number], _FULL_SPEED * weight.root * path.rate)]
         else:
-            sides.append(("max |w|", top, self._past_largest[number], 0.0))
+            # Behind a plateau gradients point the same way, and a tensor moves a hundred times as fast as before.
+            least = _LIKELY * path.whole if path is not None and has_bound else 0.0
+            sides = [
+                ("norm", norm, self._past_length[number], least),
+                ("max |w|", top, self._past_largest[number], least),
+            ]
         rate = _rate(path, base, seen)
         for what, (before, now), usual, least in sides:
             moved, room = abs(now - before), self.config.jump * usual * rate
