@@ -106,7 +106,11 @@ class Resumption:
             times = history.note_process_end(last.tick, last.start, last.stop, in_first=last.doing is Doing.FIRST)
             skipped = (last.start, last.stop) if times >= crashes else None
         if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):
-            found.append(self._crash(step, skipped, hung, incidents))
+            tick = entry.manifest.tick if entry and entry.manifest else 0
+            # Attempts that nobody heard of are lost, too; what was refused or undone before is in those incidents.
+            counted = sum(one.steps_lost for one in incidents if one.anomaly.tick > tick)
+            lost = last.tick - tick - counted if tick or not step else last.step - step
+            found.append(self._crash(step, max(0, lost), skipped, hung, incidents))
         remedies = [entry.manifest.remedies] if entry and entry.manifest else []
         remedies += [dict(history.remedies)] if history.remedies else []
         return ResumePlan(
@@ -223,7 +227,7 @@ class Resumption:
         return entry
 
     def _crash(
-        self, step: int, skipped: tuple[int, int] | None, hung: str, incidents: Sequence[Incident]
+        self, step: int, lost: int, skipped: tuple[int, int] | None, hung: str, incidents: Sequence[Incident]
     ) -> ProcessIncident:
         last = self.progress.last
         at = f"update {last.step + 1:,}" if last.doing is not Doing.BETWEEN else f"the time after step {last.step:,}"
@@ -244,7 +248,7 @@ class Resumption:
             word = "row" if len(rows) == 1 else "rows"
             advice = f"Look at {word} {shown} of the data: the process ended there twice."
         signal = Signal.HANG if last.doing is Doing.HUNG or hung else Signal.CRASH
-        remedy, lost = "skip" if skipped else "go_on", max(0, last.step - step)
+        remedy = "skip" if skipped else "go_on"
         return ProcessIncident(signal, last.step + 1, step, evidence, remedy, advice, tuple(rows), step, lost)
 
 
