@@ -29,7 +29,7 @@ from resilient_train.types import Action, Anomaly, Diagnosis, Incident, Tried
 from resilient_train.watch.vitals import Leap
 from resilient_train.wording import log
 
-_LONGEST_RACE = 48  # updates of an arm
+_LONGEST_RACE = 48  # updates of an arm in a short run
 _EARLY_STEPS = 16  # a failure within so many accepted updates counts as one from the start
 
 
@@ -190,9 +190,9 @@ class Controls(RunControl):
         winner also has to beat the present rate from that state: some losses grow with training, whatever the rate.
         """
         parts, step = self._parts, self._parts.clock.step
-        steps, verified = min(step // 2, _LONGEST_RACE), parts.ring.verified_until(step)
+        left, verified = self._updates_left(in_vain=self._raced_in_vain), parts.ring.verified_until(step)
+        steps = min(step // 2, max(_LONGEST_RACE, left // 6))  # in a long run all rates may be tried for longer
         each = cost_of(steps, JUDGED)
-        left = self._updates_left(in_vain=self._raced_in_vain)
         if not verified or verified[-1].step > step // 4 or left < 2 * each + cost_of(1, JUDGED):
             return None, False
         since, made = verified[-1], parts.updates.next_after(verified[-1].step)
