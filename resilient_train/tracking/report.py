@@ -7,7 +7,7 @@ from datetime import datetime
 
 from resilient_train.tracking.incident_view import IncidentView
 from resilient_train.tracking.markdown import code, image, link, table, text, worded
-from resilient_train.tracking.review import active_remedies, next_start, to_do, verdict
+from resilient_train.tracking.review import active_remedies, next_start, samples_skipped, to_do, verdict
 from resilient_train.tracking.story import Advice, Chapter, Checkpoint, Story
 from resilient_train.types import OUTSIDE, Action, Cause, Culprit, Incident
 from resilient_train.wording import counted
@@ -118,6 +118,8 @@ def _left(story: Story, most: int | None) -> str:
         lines.append(f"**Best evaluation**: {_checkpoint(story.best, each)}")
     if active := active_remedies(story.remedies):
         lines.append(f"**Still active**: {worded('; '.join(active), each)}")
+    if skipped := samples_skipped(story.remedies):
+        lines.append(f"**Skipped**: {counted(skipped, 'sample')}")
     lines.append(f"**The same command** {worded(next_start(story), each)}.")
     if most is not None and story.chapters:
         lines.append(f"**Full report**: {code(REPORT)} among the artifacts. Numbers link to traces, words to pictures.")

@@ -101,6 +101,8 @@ def _left(story: Story) -> Iterator[str]:
     """Say where the weights are, and which remedies were active in them."""
     if active := active_remedies(story.remedies):
         yield f"still active at the end: {'; '.join(shortened(active, _MOST_LEFT, '{:,} more'))}"
+    if skipped := samples_skipped(story.remedies):
+        yield f"skipped: {counted(skipped, 'sample')}"
     if story.is_complete and (story.directory / WEIGHTS).is_file():
         yield f"weights: {near(story.directory / WEIGHTS)}"
     if story.best is not None:
@@ -220,18 +222,21 @@ def active_remedies(remedies: Mapping[str, Any] | None) -> list[str]:
     lines += [f"patched: `{one.get('op')}`, `{one.get('file')}:{one.get('line')}`" for one in patches]
     if rows := sorted({*_wholes(remedies.get("quarantined"))}):
         lines.append(f"{rows_named(rows)} in quarantine")
-    spans = remedies.get("skipped")
-    pairs = [one for one in map(_wholes, spans if isinstance(spans, list) else ()) if len(one) == 2]
-    skipped, end = 0, 0
-    for start, stop in sorted(map(tuple, pairs)):  # they may overlap
-        skipped, end = skipped + max(0, stop - max(start, end)), max(stop, end)
-    if skipped:
-        lines.append(f"{counted(skipped, 'sample')} skipped")
     if remedies.get("mends_eps") is True:
         lines.append("an epsilon that was lost in its type is raised")
     if type(micro := remedies.get("micro_batch")) is int:
         lines.append(f"micro-batches of {counted(micro, 'row')}")
     return lines
+
+
+def samples_skipped(remedies: Mapping[str, Any] | None) -> int:
+    """Count the samples that remedies skipped. Damaged entries are left out."""
+    spans = (remedies or {}).get("skipped")
+    pairs = [one for one in map(_wholes, spans if isinstance(spans, list) else ()) if len(one) == 2]
+    skipped, end = 0, 0
+    for start, stop in sorted(map(tuple, pairs)):  # they may overlap
+        skipped, end = skipped + max(0, stop - max(start, end)), max(stop, end)
+    return skipped
 
 
 def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:

@@ -239,6 +239,14 @@ def test_paths_of_four_thousand_characters_keep_their_end() -> None:
     assert str(path) in report(of)
 
 
+def test_skipped_samples_are_not_called_active() -> None:
+    """They were left out once; a rate that is lowered still is."""
+    of = story(incident(1), remedies={"skipped": [[0, 32], [16, 64]], "knobs": {"lr": 0.5}})
+    assert {"still active at the end: learning rate x0.5", "skipped: 64 samples"} <= {*review(of)}
+    lines = note(of, nowhere).splitlines()
+    assert {"- **Still active**: learning rate x0.5", "- **Skipped**: 64 samples"} <= {*lines}
+
+
 SUSPECT = Diagnosis(
     Cause.UNKNOWN, "The batch is finite and its loss is not: look in the forward pass for a logarithm that meets 0."
 )
