@@ -107,7 +107,7 @@ class Resumption:
             skipped = (last.start, last.stop) if times >= crashes else None
         if last.tick and not is_explained and (skipped or is_updating or last.doing is Doing.BETWEEN):
             tick = entry.manifest.tick if entry and entry.manifest else 0
-            # Attempts that nobody heard of are lost, too; what was refused or undone before is in those incidents.
+            # Attempts without a verdict are lost, too; what was refused or undone before is in those incidents.
             counted = sum(one.steps_lost for one in incidents if one.anomaly.tick > tick)
             lost = last.tick - tick - counted if tick or not step else last.step - step
             found.append(self._crash(step, max(0, lost), skipped, hung, incidents))
