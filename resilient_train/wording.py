@@ -92,7 +92,8 @@ def describe_outcome(incident: Incident, healthy_steps: int | None = None) -> st
     name = f"incident {incident.id:,}"
     match incident.outcome:
         case Outcome.RECOVERED if healthy_steps is not None:
-            return f"{name} recovered{further(incident)}: {counted(healthy_steps, 'healthy step')} since"
+            mark = ";" if incident.further else ":"
+            return f"{name} recovered{further(incident)}{mark} {counted(healthy_steps, 'healthy step')} since"
         case Outcome.RECOVERED:
             return f"{name} recovered{further(incident)}"
         case Outcome.RECURRED:

@@ -210,8 +210,8 @@ def on_error(facts: Observations, error: str) -> Diagnosis:
             advice = f"{found} raised {error}: keep what it is given within its domain, or catch it there."
             return Diagnosis(Cause.OPERATION, advice, culprit, patchable=True)
     if facts.rows and not facts.everywhere:
-        advice = f"{_rows(facts.rows).capitalize()} raised {error}: fix or remove {_it(facts.rows)}, or handle them."
-        return Diagnosis(Cause.DATA, advice, None, facts.rows)
+        remedy = f"fix or remove {_it(facts.rows)}, or catch the error."
+        return Diagnosis(Cause.DATA, f"{_rows(facts.rows).capitalize()} raised {error}: {remedy}", None, facts.rows)
     which = "Only some batches raise" if facts.is_compared else "The batch raises"
     return Diagnosis(Cause.UNKNOWN, f"{which} {error}: handle {'them' if facts.is_compared else 'it'} in your code.")
 

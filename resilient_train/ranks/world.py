@@ -215,7 +215,8 @@ class World:
 
     def __str__(self) -> str:
         kind = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        threads = f", {torch.get_num_threads()} threads" if self.device.type == "cpu" else ""
+        count = torch.get_num_threads()
+        threads = f", {count} thread{'s' * (count != 1)}" if self.device.type == "cpu" else ""
         hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
         processes = f"{self.size} processes on {hosts}, each" if self.size > 1 else "1 process"
         return f"{processes} on {kind}{threads}, {self.accelerator.mixed_precision or 'no'} mixed precision"

@@ -76,10 +76,11 @@ _ADVICE: dict[Cause, dict[Signal, str]] = {
         Signal.OUT_OF_MEMORY: "Use a smaller batch with more accumulation, or activation checkpointing.",
         Signal.HANG: "train.log says where each rank was: often one of them waits for data or for a collective.",
         Signal.CRASH: (
-            "See the last lines of the process that died, in train.log or where the scheduler keeps its output."
+            "See the last lines of the process that died: on its terminal, where the scheduler keeps its output, or in "
+            "the train.log of a run of the command."
         ),
         Signal.DISK_FULL: "Make room on the disk of the run directory, or keep fewer checkpoints.",
-        Signal.CHECKPOINT_FAILED: "Find what kept the state from being written; its traceback is in train.log.",
+        Signal.CHECKPOINT_FAILED: "Find what kept the state from being written; its traceback is in the log.",
         Signal.CHECKPOINT_DAMAGED: "Check the disk: a file differs from what was written.",
     },
 }

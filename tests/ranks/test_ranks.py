@@ -24,11 +24,20 @@ from torch.utils.data import Dataset
 from resilient_train.adapters.guard import Guard
 from resilient_train.drills import BadMoments, BitFlip, Drill, HotLr, LossSpike, NanBatch, NanGrad
 from resilient_train.errors import RanksDiffer
+from resilient_train.ranks.world import World
 from resilient_train.settings import MemoryConfig
 
 # What rounding makes of another order of adding up, grown over so many updates. One update more or less, or another
 # remedy, leaves a hundred times as much.
 ROUNDING = 1e-3
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "1 thread,"), (2, "2 threads,")])
+def test_one_thread_is_one(count: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the line that a run begins with."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    assert f" on cpu, {words} " in str(World(Accelerator(cpu=True)))
+
 
 # --------------------------------------------------------------------------------------------------------- the command
 

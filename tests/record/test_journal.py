@@ -870,6 +870,14 @@ def test_rows_are_counted_out(rows: tuple[int, ...], expected: str) -> None:
     assert f"cause data ({expected}" in describe(incident)
 
 
+def test_what_followed_an_incident_is_no_second_explanation() -> None:
+    """One colon to a line."""
+    more = dataclasses.replace(SPIKE, outcome=Outcome.RECOVERED, further=1)
+    assert (
+        describe_outcome(more, 50) == "incident 3 recovered: 1 more anomalous update followed; 50 healthy steps since"
+    )
+
+
 @pytest.mark.parametrize(
     ("outcome", "healthy", "expected"),
     [
