@@ -70,12 +70,13 @@ class Console:
         self._open(f"{self._experiment}/runs?{KIND}&viewStateShareKey={view}")
         self.page.get_by_text("resilience.status").first.wait_for()
 
-    def first_screen(self, picture: Path) -> str:
-        """Open the run's page as on the first visit, press nothing, and return the words in view."""
+    def first_screen(self, picture: Path, run_id: str | None = None) -> str:
+        """Open the page of a run as on the first visit, press nothing, and return the words in view."""
         assert self.page.context.browser is not None
         first_visit = self.page.context.browser.new_context(viewport=LAPTOP)  # type: ignore[arg-type]
         page = first_visit.new_page()
-        page.goto(f"{self._address}/#/{self._run}?{KIND}")
+        run = self._run if run_id is None else f"{self._experiment}/runs/{run_id}"
+        page.goto(f"{self._address}/#/{run}?{KIND}")
         page.get_by_text("Description").first.wait_for(timeout=PATIENCE_MS)
         page.get_by_text("resilience.status").first.wait_for(timeout=PATIENCE_MS)
         page.wait_for_timeout(1000)

@@ -52,8 +52,6 @@ _SECTIONS = {"eval": "validation", "knobs": "treatment"}
 
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED")
 
-_TAGS = {"mlflow.source.name": "resilient_train", "mlflow.source.type": "LOCAL"}
-
 T = TypeVar("T")
 Batch: TypeAlias = "tuple[Sequence[Metric], Sequence[Param], Sequence[RunTag]]"  # what `log_batch` takes
 
@@ -89,7 +87,8 @@ def connect(store: Store, experiment: str, cursor: UploadCursor, outbox: Path, b
     if run_id is None or not is_there(client, run_id):
         twins = _of_key(client, experiment_id, key)
         if not twins:
-            tags, run_name = _TAGS | {"mlflow.user": _user()}, cursor.name
+            # Without a source: its row would push the first line of the description off the screen of a laptop.
+            tags, run_name = {"mlflow.user": _user()}, cursor.name
             began = first_start(outbox)
             if (of_sweep := sweep_key(began)) is not None:
                 name_of_sweep = f"sweep {began['sweep']}"

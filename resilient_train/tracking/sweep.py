@@ -74,6 +74,10 @@ def show_sweep(connection: Connection, began: Mapping[str, object], refused: Seq
         else:
             status = "FINISHED" if all(one.is_well for one in jobs) else "FAILED"
             client.set_terminated(parent, status, max(one.ended_ms for one in jobs) or None)
+        ours = f"sweep {began['sweep']}"
+        if str(client.get_run(parent).info.run_name).startswith(ours):  # else a person has renamed it
+            # Below the child runs, which MLflow lists first, the description may be off the screen.
+            client.update_run(parent, name=f"{ours}: {_verdict(jobs)}")
     return parent
 
 
@@ -115,21 +119,28 @@ def _tags(jobs: Sequence[_Job]) -> dict[str, str]:
     return found
 
 
+def _verdict(jobs: Sequence[_Job]) -> str:
+    """Say in a few words whether all jobs fared well."""
+    so_far = " so far" if any(one.is_running for one in jobs) else ""
+    if ill := sum(not one.is_well for one in jobs):
+        return f"{ill:,} of {counted(len(jobs), 'job')} {'needs' if ill == 1 else 'need'} attention{so_far}"
+    words = {1: "the only job", 2: "both jobs"}.get(len(jobs), f"all {len(jobs):,} jobs")
+    return f"{words} fared well{so_far}"
+
+
 def _note(jobs: Sequence[_Job]) -> str:
     """Return the description: whether all jobs fared well, which of them to look at, and a table of all."""
     ill = [one for one in jobs if not one.is_well]
-    so_far = " so far" if any(one.is_running for one in jobs) else ""
     incidents = sum(one.incidents for one in jobs)
     met = f"{counted(incidents, 'incident')} in all" if incidents else "no incidents"
     if ill:
         named = [f"{link(one.name, one.page, 400)} ({_status(one)})" for one in ill[:_MOST_NAMED]]
         more = f" and {len(ill) - _MOST_NAMED:,} more" if len(ill) > _MOST_NAMED else ""
-        verb = "needs" if len(ill) == 1 else "need"
-        words = f"{len(ill):,} of {counted(len(jobs), 'job')} {verb} attention{so_far}"
-        first = f"**{words}.** **Do:** look at {', '.join(named)}{more}; {met}."
+        do = f"**Do:** look at {', '.join(named)}{more}"
     else:
-        words = {1: "The only job", 2: "Both jobs"}.get(len(jobs), f"All {len(jobs):,} jobs")
-        first = f"**{words} fared well{so_far}.** Nothing to change; {met}."
+        do = "Nothing to change"
+    verdict = _verdict(jobs)
+    first = f"**{verdict[:1].upper()}{verdict[1:]}.** {do}; {met}."
     last = "A name leads to the page of the job, whose description begins with its verdict."
     if any(one.status == "refused" for one in jobs):
         last += " A job that was refused has none: the output of the sweep says why."

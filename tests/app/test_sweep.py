@@ -111,6 +111,7 @@ def test_a_sweep_ends_with_a_table_and_is_one_run_in_mlflow(
     assert {run.info.run_name for run in children} == {"seed=0, lr=0.001", "seed=1, lr=0.001"}
     assert {run.info.status for run in children} == {"FINISHED"}
     assert parent.info.status == "FAILED"  # not all of its jobs fared well
+    assert str(parent.info.run_name).endswith(": 2 of 4 jobs need attention")
     tags, note = parent.data.tags, parent.data.tags["mlflow.note.content"]
     assert (tags["resilience.status"], tags["resilience.incidents"]) == ("failed", "2")
     assert (tags["resilience.cause"], tags["resilience.drill"]) == ("transient", "nan_grad")

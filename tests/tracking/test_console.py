@@ -52,6 +52,23 @@ def loss(model, batch):
     return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 """
 
+LOOP = """
+import sys, torch
+from resilient_train import Guard
+
+model = torch.nn.Linear(8, 1)
+data = torch.utils.data.TensorDataset(torch.randn(640, 8), torch.randn(640, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+guard = Guard(None, model, optimizer, data=data, batch_size=8, steps=80, run_dir="runs/loop", recovery="skip",
+              tracking=sys.argv[1])
+for at, (x, y) in enumerate(guard.batches()):
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    if at > 64 and at % 8 == 0:
+        loss = loss + torch.log(torch.zeros(()) - 1)
+    loss.backward()
+    guard.update(loss)
+"""
+
 
 @dataclass(frozen=True)
 class Shown:
@@ -68,17 +85,19 @@ class Shown:
         return [json.loads(line) for line in (self.run_dir / "incidents.jsonl").read_text().splitlines()]
 
 
-def clean(run_dir: Path, uri: str) -> None:
-    """Deliver what a run leaves that met nothing."""
+def clean(run_dir: Path, uri: str, **sweep: str) -> str:
+    """Deliver what a run leaves that met nothing; return its id."""
     run_dir.mkdir()
     box = Outbox(run_dir / OUTBOX)
-    box.put(BEGAN, name="clean", tracking_uri=uri, experiment="resilient_train")
+    box.put(BEGAN, name=run_dir.name, tracking_uri=uri, experiment="resilient_train", **sweep)
     box.put(METRICS, tick=1, values={"loss": 0.5, "step": 1})
     box.put(ENDED, status="completed")
     assert box.close(60)
     uploader = Uploader(run_dir, locate(uri, run_dir.parent), "resilient_train")
     uploader.finish()
     uploader.close()
+    assert uploader.run is not None
+    return uploader.run.run_id
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +115,9 @@ def shown(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterat
     clean(place / "runs" / "clean", known["tracking_uri"])
     experiment = re.search(r"experiments/(\d+)/", known["url"])
     assert experiment is not None
+    (place / "loop.py").write_text(LOOP)
+    command = [sys.executable, "loop.py", known["tracking_uri"]]
+    subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=True)
     with mlflow_server(place, known["tracking_uri"]) as address:
         yield Shown(run_dir, address, experiment[1], known["run_id"])
 
@@ -129,6 +151,26 @@ def test_the_first_screen_has_the_verdict_and_what_to_do(person: Console, shown:
     assert len(shown.incidents) > drilled > 0
     verdict = f"Recovered from {len(shown.incidents)} incidents, {drilled} of them on purpose (drill)."
     assert f"{verdict} Do: fix rows {', '.join(map(str, BAD))}." in words
+
+
+def test_the_first_screen_of_a_loop_has_the_verdict_and_what_to_do(person: Console, shown: Shown) -> None:
+    """It has no logged models, which MLflow gives a line; what it met was not over at its end."""
+    summary = json.loads((shown.run_dir.with_name("loop") / "summary.json").read_text())
+    words = person.first_screen(SHOTS / "first-screen-loop.png", summary["mlflow"]["run_id"])
+    assert "Not recovered, needs attention (1" in words
+    assert "Do: look in the forward pass for a logarithm, division, root or power" in words
+
+
+def test_the_first_screen_of_a_sweep_says_how_its_jobs_fared(person: Console, shown: Shown) -> None:
+    """In its title: the list of its jobs pushes the description down."""
+    from mlflow import MlflowClient
+
+    place = shown.run_dir.parent
+    uri = json.loads((shown.run_dir / "summary.json").read_text())["mlflow"]["tracking_uri"]
+    jobs = [clean(place / f"job{at}", uri, sweep="of the night", job=f"run.seed={at}") for at in range(2)]
+    parent = MlflowClient(uri).get_run(jobs[0]).data.tags["mlflow.parentRunId"]
+    words = person.first_screen(SHOTS / "first-screen-sweep.png", parent)
+    assert "sweep of the night: both jobs fared well" in words
 
 
 def test_the_overview_tells_the_story_and_leads_to_its_traces(person: Console, shown: Shown) -> None:
