@@ -20,7 +20,7 @@ from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import Circumstances, RunControl, remedy
-from resilient_train.recover.trials import JUDGED, best_arm, cost_of, fastest, holds, may_win
+from resilient_train.recover.trials import JUDGED, best_arm, cost_of, fastest, holds, is_far_lower, may_win
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked_tree
 from resilient_train.state.ring import Snapshot
@@ -187,7 +187,8 @@ class Controls(RunControl):
 
         Returns it, and whether all was tried that was to be. `first` is the loss that the run began with. Cut at the
         present state, a rate looks better for a while even where it was right; in this comparison it looks worse. The
-        winner also has to beat the present rate from that state: some losses grow with training, whatever the rate.
+        winner also has to beat the present rate from that state: some losses grow with training, whatever the rate. If
+        it does not by more than age explains, it is made as old as the run, and has to be far below it.
         """
         parts, step = self._parts, self._parts.clock.step
         left, verified = self._updates_left(in_vain=self._raced_in_vain), parts.ring.verified_until(step)
@@ -205,16 +206,24 @@ class Controls(RunControl):
                 parts.checks.no_progress.stop()
                 return None, False
             arms = [course.run((), self, 0)]  # as it is
-            for rate in self._policy.rates:
-                if left - course.cost >= 2 * each and may_win(arms, first):
-                    cut = Action("lower_lr", {"factor": rate, "lasting": True})
-                    arms.append(course.run((cut,), self, steps, since=since))
-            if best := fastest(arms):
-                control = course.run((), self, steps, since=since)
-                if holds(arms[best], control, arms[0], first):
-                    arms.append(replace(control, actions=(Action("rewind"),)))
-                    tried = tuple(one.tried(won=place == best) for place, one in enumerate(arms))
-                    return Faster(since.step, arms[best].actions[0], tried), True
+            rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in self._policy.rates]
+            while rates and not fastest(arms) and left - course.cost >= 2 * each and may_win(arms, first):
+                arms.append(course.run((rates.pop(0),), self, steps, since=since))
+            if not (best := fastest(arms)):
+                return None, True
+            control = course.run((), self, steps, since=since)
+            if is_held := holds(arms[best], control, arms[0], first):
+                while rates and left - course.cost >= each:
+                    arms.append(course.run((rates.pop(0),), self, steps, since=since))
+                best = fastest(arms)
+            elif left - course.cost >= cost_of(step - since.step, JUDGED):
+                # The run has risen since it was as old as that: does the lower rate, when it is as old as the run?
+                grown = course.run(arms[best].actions, self, step - since.step, since=since)
+                is_held, arms[best] = is_far_lower(grown, arms[0]), grown
+            if is_held:
+                arms.append(replace(control, actions=(Action("rewind"),)))
+                tried = tuple(one.tried(won=place == best) for place, one in enumerate(arms))
+                return Faster(since.step, arms[best].actions[0], tried), True
             return None, True
         return None, False  # it was stopped
 

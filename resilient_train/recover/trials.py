@@ -15,6 +15,7 @@ _NOISE = 2.0  # standard errors of a mean difference
 _NEARLY_ALL, _ENOUGH = 15 / 16, 8  # of the losses that are compared, and so many at least
 _BEHIND = 0.1  # of the way that the run has come
 _RISEN = 0.2  # of the loss
+_FAR = 0.4  # of the loss: at the same age, noise and a falling rate explain less
 _LEARNED = 0.1  # of the first loss
 _LEAST_GAIN = 0.01  # of the loss: less is no reason to change anything
 
@@ -92,6 +93,11 @@ def holds(arm: Arm, control: Arm, now: Arm, first: float) -> bool:
         return True
     by_age = now.loss - control.loss if isfinite(now.loss) else 0.0
     return control.loss - arm.loss > by_age
+
+
+def is_far_lower(arm: Arm, now: Arm) -> bool:
+    """Say whether an arm that is as old as the run has a far lower loss: it would have less than the run even later."""
+    return arm.anomalies == 0 and is_lower(arm, now, _FAR)
 
 
 def learns(arm: Arm, first: float) -> bool:

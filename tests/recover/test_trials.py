@@ -23,7 +23,7 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.errors import ConfigError
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.recover.policy import parse
-from resilient_train.recover.trials import Arm, best_arm, fastest, holds, may_win
+from resilient_train.recover.trials import Arm, best_arm, fastest, holds, is_far_lower, may_win
 from resilient_train.settings import DiskConfig
 from resilient_train.types import Action
 from resilient_train.watch.config import NoProgressConfig
@@ -109,6 +109,15 @@ def test_a_lower_rate_has_to_beat_the_present_one_from_the_same_state(
     """By more than what that state is ahead of the run. It began with a loss of 4."""
     given = [arm(actions, 0, loss, loss) for actions, loss in ((cut(0.1), lower), ((), control), ((), now))]
     assert holds(given[0], given[1], given[2], 4.0) is is_held
+
+
+@pytest.mark.parametrize(
+    ("losses", "anomalies", "is_far"),
+    [([1.0, 1.1], 0, True), ([1.0, 1.1], 1, False), ([1.4, 1.5], 0, False), ([math.nan, 1.0], 0, False)],
+)
+def test_a_rate_as_old_as_the_run_has_to_be_far_below_it(losses: list[float], anomalies: int, is_far: bool) -> None:
+    """By two fifths: a lower rate has less noise, and a run that falls late falls the same."""
+    assert is_far_lower(arm(cut(0.1), anomalies, *losses), arm((), 0, 2.0, 2.1)) is is_far
 
 
 def test_a_race_ends_early_if_the_first_rate_is_far_behind() -> None:
