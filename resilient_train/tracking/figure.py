@@ -33,6 +33,7 @@ _TICKS = "tick: attempted updates"
 _LOG_ABOVE = 30.0  # times the smallest value: then the axis is logarithmic
 _TIMES, _SPANS = 1e3, 12.0  # of the usual: larger values are marked at the edge, or all else is one flat line
 _STRIP_WIDTH, _LANE, _BELOW = 5.2, 0.34, 0.62  # inches; a wider strip would push MLflow's page aside
+_LEGEND_ROW = 0.2  # inches
 _DIGIT = 0.025  # of the width, for a digit of a number
 
 
@@ -175,8 +176,15 @@ def _furnish(axes: Axes) -> None:
 def _add_legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
-    if unique:
-        figure.legend(unique.values(), unique, loc="outside lower left", ncols=len(unique), frameon=False, fontsize=9)
+    for columns in range(len(unique), 0, -1):  # the widest legend that fits
+        place: dict[str, Any] = {"loc": "outside lower left", "frameon": False, "fontsize": 9}
+        legend = figure.legend(unique.values(), unique, ncols=columns, **place)
+        figure.draw_without_rendering()
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            rows = -(-len(unique) // columns)
+            figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * (rows - 1))
+            break
+        legend.remove()
 
 
 def _png(figure: Figure) -> bytes:

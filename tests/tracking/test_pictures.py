@@ -10,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 from stories import ROOT, chapter, incident, story, updates
 
 from resilient_train.record.surroundings import Point
+from resilient_train.tracking import figure
 from resilient_train.tracking.figure import BAD, CURVE, GOOD, SHADE, UNDONE, draw_incident, draw_strip, undone_ticks
 from resilient_train.types import Culprit, Outcome
 from resilient_train.wording import OUTCOMES
@@ -135,6 +137,24 @@ def test_the_strip_has_all_incidents(count: int) -> None:
     strip = draw_strip(story(*[incident(at, outcomes[at % 4]) for at in range(1, count + 1)]))
     assert pixels(strip).width < 600
     assert amount(draw_strip(story(*[incident(at) for at in range(1, count + 1)])), GOOD) > 50
+
+
+def test_the_legend_of_the_strip_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever outcomes there are: it is broken into rows."""
+    drawn: list[Figure] = []
+    png = figure._png
+
+    def keep(one: Figure) -> bytes:
+        drawn.append(one)
+        return png(one)
+
+    monkeypatch.setattr(figure, "_png", keep)
+    draw_strip(story(*[incident(at, one) for at, one in enumerate(OUTCOMES, 1)]))
+    (legend,) = drawn[0].legends
+    assert {words.get_text() for words in legend.get_texts()} == {*OUTCOMES.values()}
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= drawn[0].bbox.width
+    assert 0 <= box.y0 < box.y1 < drawn[0].axes[0].get_window_extent().y0
 
 
 def test_drawing_leaves_matplotlib_as_it_was() -> None:
