@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -27,7 +28,7 @@ from resilient_train.state.ring import Snapshot
 from resilient_train.trials import Course, Trials, TrialStopped
 from resilient_train.types import Action, Anomaly, Diagnosis, Incident, Tried
 from resilient_train.watch.vitals import Leap
-from resilient_train.wording import log
+from resilient_train.wording import counted, in_seconds, log
 
 _LONGEST_RACE = 48  # updates of an arm in a short run
 _EARLY_STEPS = 16  # a failure within so many accepted updates counts as one from the start
@@ -74,6 +75,7 @@ class Controls(RunControl):
         self.chosen: tuple[Action, ...] = ()  # ... the remedies of the best
         self.trial_updates = 0  # that were made in trials since the beginning of the run
         self._raced_in_vain = False  # no lower rate did better where the loss stood
+        self._rewound: set[int] = set()  # the steps that this process rewound to
 
     def begin(self, incident: Incident, suspects: tuple[int, int]) -> None:
         """Begin to treat an incident; it may come from the samples at positions [start, stop) of `suspects`."""
@@ -97,6 +99,7 @@ class Controls(RunControl):
         else:
             raise TrainError(f"no verified state from before step {anomaly.since + 1} can still be read")
         self.rewound_to = parts.clock.step
+        self._rewound.add(parts.clock.step)
         self.trace = parts.updates.trace(self.rewound_to)
         parts.updates.rewound(self.rewound_to)
 
@@ -170,12 +173,15 @@ class Controls(RunControl):
     def overtaken(self) -> Faster | None:
         """Return a rate that overtakes the run, if there is one: then the loss has to come below where it is."""
         step, before, check = self._parts.clock.step, self.trial_updates, self._parts.checks.no_progress
+        began = time.monotonic()
         found, is_whole = self._race(check.first)
         made = self.trial_updates - before
         check.tried(step, is_tried=made > 0)
         if found is None and is_whole:
             self._raced_in_vain = True
-            log.info("note: step %d: %s; no lower rate did better in %d updates", step, check.evidence, made)
+            took = f"{counted(made, 'update')} and {in_seconds(time.monotonic() - began)}"
+            log.info("note: step %d: %s; lower rates were tried from an earlier state", step, check.evidence)
+            log.info("  none did better; that took %s, which are not part of the run's", took)
         elif found is not None:
             self._parts.checks.require_recovery(step, step)
             if self._parts.checks.rewind_check.is_open:
@@ -202,7 +208,10 @@ class Controls(RunControl):
             return None, False
         with suppress(TrialStopped), self._course(0, (), lifts_limits=True) as course:
             if not course.reproduces(recorded, since, self.knobs):
-                log.info("note: no lower rates are tried: the loss of update %d cannot be reproduced", since.step + 1)
+                why = f"the loss of update {since.step + 1:,} cannot be reproduced"
+                if since.step in self._rewound:
+                    why = f"remedies have changed what follows step {since.step:,} since the run was rewound there"
+                log.info("note: no lower rates are tried: %s", why)
                 parts.checks.no_progress.stop()
                 return None, False
             arms = [course.run((), self, 0)]  # as it is

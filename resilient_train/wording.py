@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.secrets import masked
-from resilient_train.types import OBSERVE, TRIAL, Action, Anomaly, Cause, Culprit, Diagnosis, Incident, Outcome, Signal
+from resilient_train.types import (
+    OBSERVE,
+    TRIAL,
+    Action,
+    Anomaly,
+    Cause,
+    Culprit,
+    Diagnosis,
+    Incident,
+    Outcome,
+    Signal,
+    Tried,
+)
 
 log = logging.getLogger("resilient_train")
 IN_FILE_ONLY = {"in_file_only": True}  # too long for a terminal
@@ -43,7 +55,7 @@ _NOTICED = {
 OUTCOMES = {
     None: "open",
     Outcome.RECOVERED: "recovered",
-    Outcome.RECURRED: "came back later",
+    Outcome.RECURRED: "came back",
     Outcome.UNRECOVERED: "not recovered",
     Outcome.GAVE_UP: "gave up",
     Outcome.OBSERVED: "observed, not treated",
@@ -77,9 +89,19 @@ def describe_arms(incident: Incident) -> list[str]:
     names = [", ".join(_remedy(action, incident) for action in one.actions) or "as it is" for one in incident.tried]
     width = max(map(len, names))
     return [f"{'':<{width}}  {'later loss':>10}  {'refused':>7}"] + [
-        f"{name:<{width}}  {one.loss:>10.4g}  {one.anomalies:>7,}{'  chosen' if one.won else ''}"
+        f"{name:<{width}}  {one.loss:>10.4g}  {one.anomalies:>7,}{_chosen(one, incident) if one.won else ''}"
         for name, one in zip(names, incident.tried, strict=True)
     ]
+
+
+def _chosen(arm: Tried, incident: Incident) -> str:
+    """Mark the arm that was chosen, and say why if another one has a lower loss."""
+    lower = [one for one in incident.tried if one.loss < arm.loss]
+    if not lower:
+        return "  chosen"
+    if all(one.anomalies > arm.anomalies for one in lower):
+        return "  chosen: fewer refused"
+    return "  chosen: none is clearly better, and it is the mildest"
 
 
 def drill_suffix(incident: Incident) -> str:
@@ -97,11 +119,11 @@ def describe_outcome(incident: Incident, healthy_steps: int | None = None) -> st
         case Outcome.RECOVERED:
             return f"{name} recovered{further(incident)}"
         case Outcome.RECURRED:
-            return f"{name} recurred: the same fault occurred again, so what was done was not enough"
+            return f"{name} came back: what was done was not enough"
         case Outcome.UNRECOVERED:
             return f"{name} is unrecovered: {why_unrecovered(incident)}"
         case Outcome.GAVE_UP:
-            return f"{name} could not be cured: {why_of(incident)}"
+            return f"{name}, gave up: {why_of(incident)}"
         case Outcome.OBSERVED:
             return f"{name} was observed, not treated{further(incident)}"
     return f"{name} is open: it counts as recovered once the run has stayed healthy"

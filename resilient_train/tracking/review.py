@@ -18,6 +18,7 @@ from resilient_train.record.journal import JOURNAL, Entry, read
 from resilient_train.tracking.story import KILLED, Checkpoint, Story, unrecovered
 from resilient_train.types import Incident, Outcome, Signal
 from resilient_train.wording import (
+    OUTCOMES,
     counted,
     duration,
     further,
@@ -265,13 +266,14 @@ def incidents_met(story: Story) -> str:
     outcomes = Counter(one.outcome for one in incidents)
     again = outcomes[Outcome.RECURRED]
     if outcomes[None] or outcomes[Outcome.GAVE_UP] or unrecovered(incidents, story.step) is not None:
-        left = [(outcomes[Outcome.UNRECOVERED], "not recovered"), (outcomes[Outcome.GAVE_UP], "not cured")]
-        left += [(outcomes[None], "open"), (again, "came back")]
+        left = [
+            (outcomes[one], OUTCOMES[one]) for one in (Outcome.UNRECOVERED, Outcome.GAVE_UP, None, Outcome.RECURRED)
+        ]
         return f"{met}, {', '.join(f'{count:,} {what}' for count, what in left if count)}"
     if seen := outcomes[Outcome.OBSERVED]:
-        return f"{met}, {seen:,} observed, not treated"
+        return f"{met}, {seen:,} {OUTCOMES[Outcome.OBSERVED]}"
     if again:
-        return f"{met}, {again:,} needed a second treatment"
+        return f"{met}, {again:,} came back and needed a second treatment"
     if more := sum(one.further for one in incidents):
         return f"{met}, {counted(more, 'more update')} skipped for the same reason"
     return f"{met}, {'it did not come' if len(incidents) == 1 else 'none of which came'} back"

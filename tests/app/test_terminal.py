@@ -194,7 +194,7 @@ def test_what_is_left_to_change_is_counted_and_listed_first(
         (
             [Outcome.RECURRED, Outcome.RECURRED, Outcome.RECOVERED],
             {"ticks": 435},
-            "Recovered: 300 steps; 3 incidents (3 explosion), 2 needed a second treatment. 135 of 435",
+            "Recovered: 300 steps; 3 incidents (3 explosion), 2 came back and needed a second treatment. 135 of 435",
         ),
         (
             [None],
@@ -487,7 +487,7 @@ def test_a_run_ends_with_what_a_person_wants_to_know(here: Path, run_command: co
     gave_up = run_command([*often, "run.steps=20", "run.name=other", "drill=nan_grad", "recovery=off"])
     assert gave_up.code == 3
     told = after(gave_up.stdout, "made ")
-    assert re.match(r"made \d of 20 steps in \d+ s; met 1 incident \(1 transient\), 1 not cured\.", told[0])
+    assert re.match(r"made \d of 20 steps in \d+ s; met 1 incident \(1 transient\), 1 gave up\.", told[0])
     assert "  transient: gave up" in told
     assert re.fullmatch(r"the same command says so again at once and ends with 3; .* resumes from step \d+", told[-2])
 

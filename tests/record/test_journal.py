@@ -830,7 +830,7 @@ def test_an_incident_is_told_in_two_lines_that_stand_alone() -> None:
     rest = "learning rate x0.5 with 20 steps of warm-up, in 0.12 s; 27 steps lost"
     assert describe_treatment(SPIKE) == f"cause explosion; rewound to step 1,177 (verified), {rest}"
     assert describe_treatment(dataclasses.replace(SPIKE, outcome=Outcome.RECURRED)).endswith(
-        "; 27 steps lost; came back later"
+        "; 27 steps lost; came back"
     )
     gave_up = dataclasses.replace(SPIKE, decision=Decision(gave_up="no\nrung left"), outcome=Outcome.GAVE_UP)
     assert describe_treatment(gave_up) == "cause explosion; gave up: no rung left"
@@ -884,8 +884,8 @@ def test_what_followed_an_incident_is_no_second_explanation() -> None:
         (Outcome.RECOVERED, 50, "incident 3 recovered: 50 healthy steps since"),
         (Outcome.RECOVERED, 1, "incident 3 recovered: 1 healthy step since"),
         (Outcome.RECOVERED, None, "incident 3 recovered"),
-        (Outcome.RECURRED, None, "incident 3 recurred: the same fault occurred again, so what was done was not enough"),
-        (Outcome.GAVE_UP, None, "incident 3 could not be cured: the policy has nothing left"),
+        (Outcome.RECURRED, None, "incident 3 came back: what was done was not enough"),
+        (Outcome.GAVE_UP, None, "incident 3, gave up: the policy has nothing left"),
         (None, None, "incident 3 is open: it counts as recovered once the run has stayed healthy"),
     ],
 )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from group import alone, together
+from stories import incident as any_incident
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
@@ -25,7 +28,7 @@ from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.recover.policy import parse
 from resilient_train.recover.trials import Arm, best_arm, fastest, holds, is_far_lower, may_win
 from resilient_train.settings import DiskConfig
-from resilient_train.types import Action
+from resilient_train.types import Action, Tried
 from resilient_train.watch.config import NoProgressConfig
 from resilient_train.watch.config import named as checks_named
 from resilient_train.watch.progress import NoProgress
@@ -201,6 +204,23 @@ def train(guard: Guard) -> Guard:
     return guard
 
 
+@pytest.mark.parametrize(
+    ("tried", "mark"),
+    [
+        ([(0.312, 0, True), (0.4, 0, False)], "chosen"),
+        ([(0.312, 0, True), (0.2923, 0, False)], "chosen: none is clearly better, and it is the mildest"),
+        ([(0.312, 0, True), (0.2, 3, False)], "chosen: fewer refused"),
+    ],
+)
+def test_the_table_of_a_trial_says_why_an_arm_was_chosen(tried: list[tuple[float, int, bool]], mark: str) -> None:
+    """Where another one has a lower loss."""
+    arms = tuple(Tried((), anomalies, loss, won) for loss, anomalies, won in tried)
+    _, *rows = describe_arms(any_incident(1, tried=arms))
+    assert [row.partition("  chosen")[1:] for row in rows if "chosen" in row] == [
+        ("  chosen", mark.removeprefix("chosen"))
+    ]
+
+
 def final(guard: Guard) -> float:
     assert guard.recent_loss is not None
     return guard.recent_loss
@@ -260,9 +280,13 @@ WITHOUT = {"ladders": {"default": [["skip"]]}}
 WITH = {**WITHOUT, "rates": [0.1, 0.01]}
 
 
-def test_a_trial_that_finds_nothing_leaves_no_trace() -> None:
+def test_a_trial_that_finds_nothing_leaves_no_trace(caplog: pytest.LogCaptureFixture) -> None:
     """A healthy plateau: to the last bit the run without a trial, its whole state included; only the updates cost."""
-    with_trial, without = train(regression(WITH)), train(regression(WITHOUT))
+    caplog.set_level(logging.INFO, "resilient_train")
+    with_trial = train(regression(WITH))
+    cost = r"  none did better; that took [\d,]+ updates and [\d.]+ s, which are not part of the run's"
+    assert any(re.fullmatch(cost, one) for one in caplog.messages), caplog.messages
+    without = train(regression(WITHOUT))
     assert with_trial._controls.trial_updates > 0
     assert without._controls.trial_updates == 0
     assert with_trial.state.sha256() == without.state.sha256()
@@ -340,8 +364,18 @@ def test_rows_that_cannot_be_fetched_do_not_end_a_run_in_a_trial(first: int, eac
     assert not guard.incidents
 
 
-def test_a_program_with_state_outside_of_the_run_has_no_race() -> None:
+@pytest.mark.parametrize(
+    ("rewound", "why"),
+    [
+        (set(), "the loss of update 1 cannot be reproduced"),
+        ({0}, "remedies have changed what follows step 0 since the run was rewound there"),
+    ],
+)
+def test_a_program_with_state_outside_of_the_run_has_no_race(
+    rewound: set[int], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A forward that is repeated has another loss: a trial would change that state. It is asked once."""
+    caplog.set_level(logging.INFO, "resilient_train")
     earlier: list[Tensor] = []
 
     def objective(model: Any, batch: Any) -> Tensor:
@@ -349,7 +383,10 @@ def test_a_program_with_state_outside_of_the_run_has_no_race() -> None:
         earlier.append(batch[1].mean())
         return made
 
-    guard = train(regression(WITH, objective=objective))
+    guard = regression(WITH, objective=objective)
+    guard._controls._rewound |= rewound
+    train(guard)
+    assert f"note: no lower rates are tried: {why}" in caplog.messages
     assert guard._controls.trial_updates == 1
     assert not guard.incidents
 

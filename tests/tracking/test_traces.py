@@ -234,7 +234,7 @@ def test_uploaded_again_and_again_it_is_one_trace_with_one_verdict(place: Place)
 @pytest.mark.parametrize(
     ("outcome", "state", "words"),
     [
-        (Outcome.RECURRED, "OK", "came back later"),
+        (Outcome.RECURRED, "OK", "came back"),
         (Outcome.UNRECOVERED, "ERROR", "not recovered"),
         (Outcome.GAVE_UP, "ERROR", "gave up"),
     ],
