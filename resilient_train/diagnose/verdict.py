@@ -182,7 +182,7 @@ def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -
             Cause.OVERFLOW if is_overflow else Cause.OPERATION,
             "",
             first,
-            patchable=not (is_overflow and facts.is_scalar),
+            patchable=not (is_overflow and facts.is_scalar) or culprit.op in _PRODUCTS,  # of many numbers
             symptom=culprit if facts.after else None,
         )
     )

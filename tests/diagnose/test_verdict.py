@@ -106,6 +106,13 @@ def test_causes_of_what_is_not_finite(facts: Observations, climb: float, cause: 
     assert found.culprit is None or cause in (Cause.OPERATION, Cause.OVERFLOW, Cause.EXPLOSION)
 
 
+@pytest.mark.parametrize(("op", "is_patchable"), [("linalg_det", True), ("prod", True), ("mul", False)])
+def test_a_single_number_that_overflows_is_patched_only_if_it_is_a_product_of_many(op: str, is_patchable: bool) -> None:
+    """Its logarithm may be what the program wants. A loss that overflows has to stay visible."""
+    facts = replace(AGAIN, culprit=culprit(op, values(-1e30, 1e30)), kind="inf", is_scalar=True)
+    assert on_nonfinite(facts, 1).patchable is is_patchable
+
+
 @pytest.mark.parametrize(
     ("facts", "climb", "cause", "rows", "said"),
     [
