@@ -224,7 +224,8 @@ class Controls(RunControl):
             if is_held := holds(arms[best], control, arms[0], first):
                 while rates and left - course.cost >= each:
                     arms.append(course.run((rates.pop(0),), self, steps, since=since))
-                best = fastest(arms)
+                refined = fastest(arms)
+                best = refined if holds(arms[refined], control, arms[0], first) else best
             elif left - course.cost >= cost_of(step - since.step, JUDGED):
                 # The run has risen since it was as old as that: does the lower rate, when it is as old as the run?
                 grown = course.run(arms[best].actions, self, step - since.step, since=since)

@@ -40,14 +40,26 @@ _PYTHONS: dict[str, tuple[Operation, Operation, str]] = {  # an operator, its in
     "matmul": (operator.matmul, operator.imatmul, "matmul"),
 }
 _MOST_TO_WIDEN = 2**20  # elements of a tensor: on most GPUs doubles take long
+
+
+def _in_float32(function: Operation) -> Operation:
+    """Some special functions are not there in half precision."""
+    return lambda input: function(input.float()).to(input.dtype) if input.element_size() < 4 else function(input)
+
+
+def _log_det(A: Tensor) -> Tensor:
+    sign, size = torch.linalg.slogdet(A)
+    return torch.where(sign > 0, size, math.nan)
+
+
 # The logarithm of these can be computed in one, finite where the value in between has left the type.
 IN_ONE: dict[str, Operation] = {
     "softmax": torch.log_softmax,
     "sigmoid": functional.logsigmoid,
-    "ndtr": torch.special.log_ndtr,
-    "erfc": lambda input: torch.special.erfcx(input.clamp(min=0.0)).log() - input.square(),  # is 0 far above 0
+    "ndtr": _in_float32(torch.special.log_ndtr),
+    "erfc": _in_float32(lambda x: torch.special.erfcx(x.clamp(min=0.0)).log() - x.square()),  # lost far above 0 only
     "i0": lambda input: torch.special.i0e(input).log() + input.abs(),
-    "det": lambda A: torch.linalg.slogdet(A).logabsdet,
+    "det": _log_det,
 }
 
 
@@ -126,9 +138,11 @@ def logarithm(of: str) -> Operation:
         value = inner(*args, **kwargs)
         if not given or not isinstance(value, Tensor):
             return log(value)
+        with torch.no_grad():
+            is_known = torch.isfinite(IN_ONE[of](*given, **in_one))  # by itself, and not since it was repaired
         both = call_and_repair(IN_ONE[of], "", given, in_one)
-        is_lost = (value == 0.0) | (value == math.inf)
-        return torch.where(is_lost & torch.isfinite(both), both, log(value))
+        left = ((value >= 0.0) & (value < torch.finfo(value.dtype).tiny)) | (value == math.inf)
+        return torch.where(left & is_known, both, log(value))
 
     return armored_logarithm
 

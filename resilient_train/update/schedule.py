@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-_MOST_CHANGES = 1000  # of the rate by the loop: the oldest are forgotten, to which no rewind leads
+_MOST_CHANGES = 1000  # of the rate by the loop: of more, every other one of the older half is forgotten
 
 Curve = Callable[[int], float]  # accepted updates so far -> factor of the configured rate
 
@@ -91,15 +91,14 @@ class LoopSchedule:
     def __init__(self, rates: Sequence[float | None]) -> None:
         self._rates: dict[int, list[float | None]] = {0: list(rates)}  # from that step on, in order
 
-    def take_over(self, step: int, group: int, rate: float) -> None:
+    def take_over(self, step: int, group: int, rate: Any) -> None:
         """Note what the loop has set for a group, for the update after `step` and later ones."""
         self._rates = {first: rates for first, rates in self._rates.items() if first <= step}
         self._rates[step] = [*self._at(step)]
         self._rates[step][group] = rate
         if len(self._rates) > _MOST_CHANGES:
-            first, second, *_ = self._rates
-            self._rates[first] = self._rates.pop(second)
-            self._rates = dict(sorted(self._rates.items()))
+            for one in [*self._rates][1 : _MOST_CHANGES // 2 : 2]:
+                del self._rates[one]
 
     def settings(self, step: int) -> Sequence[dict[str, Any]]:
         return [{"lr": rate} for rate in self._at(step)]
@@ -111,9 +110,13 @@ class LoopSchedule:
         return {"rates": [[step, *rates] for step, rates in self._rates.items()]}
 
     def load_state_dict(self, state: Any) -> None:
-        """Take the rates of a run that is resumed; of a rewind, keep those that the loop has set since."""
-        if len(self._rates) == 1:
-            self._rates = {step: rates for step, *rates in state["rates"]}
+        """Take what the loop of a run that is resumed had set, unless the rates that it began with are others now.
+
+        At a rewind, keep what the loop has set since. Older checkpoints have no rates.
+        """
+        first, *changes = state.get("rates") or [[0, *self._rates[0]]]
+        if len(self._rates) == 1 and first[1:] == self._rates[0]:
+            self._rates |= {step: rates for step, *rates in changes}
 
     def _at(self, step: int) -> list[float | None]:
         return self._rates[max(first for first in self._rates if first <= max(step, 0))]
@@ -185,6 +188,8 @@ class ShadowSchedule:
         return {"scheduler": self.scheduler.state_dict(), "groups": self._groups(), "advanced": self._advanced}
 
     def load_state_dict(self, state: Any) -> None:
+        if "scheduler" not in state:  # the run had no scheduler before: it is advanced to the step at hand
+            return
         self.scheduler.load_state_dict(state["scheduler"])
         for group, saved in zip(self.shadow.param_groups, state["groups"], strict=True):
             group.update(copy.deepcopy(saved))

@@ -247,7 +247,7 @@ class Updater:
 
     def _set(self, step: int, factor: float, knobs: KnobValues) -> _SetRates:
         """Derive the settings of all groups from the configured ones, and set them; `factor` is that of the rates."""
-        self._take_over_rates(step, factor)
+        self._take_over_rates(step)
         settings, before, paces = [], [], [(0.0, 0.0)]
         planned = [setting for schedule in self.schedules for setting in schedule.settings(step)]
         each = zip(self._groups(), planned, self._configured, strict=True)
@@ -269,10 +269,11 @@ class Updater:
             paces.append((allowed, asked))
         return _SetRates(settings, before, planned[0]["lr"] or 0.0, *map(max, zip(*paces, strict=True)))
 
-    def _take_over_rates(self, step: int, factor: float) -> None:
+    def _take_over_rates(self, step: int) -> None:
         """Follow a loop that gave no schedule and sets a rate itself, later in the run: it may be at night.
 
-        In the first updates it is refused, while somebody is there to read why.
+        In the first updates it is refused, while somebody is there to read why. Remedies lower what it sets as they
+        lower any rate. A tensor that is filled in place is not noticed.
         """
         for schedule, optimizer in zip(self.schedules, self.optimizers, strict=True):
             for number, group in enumerate(optimizer.param_groups):
@@ -284,7 +285,7 @@ class Updater:
                 how = "as schedule=, a torch scheduler or a function (step) -> factor of the configured rate"
                 if step < _FIRST_UPDATES or not isinstance(schedule, LoopSchedule):
                     raise TrainError(f"{found}: give it to the guard {how}, and leave the groups' lr alone")
-                schedule.take_over(step, number, float(lr) / factor)
+                schedule.take_over(step, number, lr.clone() if isinstance(lr, torch.Tensor) else float(lr))
                 group[LR_OF_GUARD] = lr
                 if not self._follows_loop:
                     log.warning(

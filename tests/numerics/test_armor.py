@@ -233,6 +233,21 @@ def test_a_logarithm_of_what_rounded_to_zero_still_learns(write: Write, armor: A
     torch.testing.assert_close(slope, torch.tensor([1.0, 2.0, 3.0]) * torch.tensor([0.0, -40.0499, -2e4]))
     masked = torch.tensor([[1.0, -INF, 2.0]])
     assert finite(slopes(module.by_function, masked))
+    assert finite(slopes(module.erfc, far.to(torch.bfloat16)[:2])), "there is no erfcx in half precision"
+    (nearly, _) = slopes(module.erfc, torch.tensor([9.5]))  # is a denormal number
+    torch.testing.assert_close(nearly, torch.tensor([-93.0770]), rtol=1e-3, atol=0.0)
+
+
+def test_the_logarithm_of_a_singular_determinant_is_that_of_a_logarithm(write: Write, armor: Armor) -> None:
+    """It has no other value, and is no reward."""
+    module = write(
+        "def f(x):\n    return torch.linalg.det(x).log()  # guilty\n\ndef g(d):\n    return d.log()  # apart"
+    )
+    armor.add(str(module.__file__), lines(module)[0], "log")
+    armor.add(str(module.__file__), lines(module, "# apart")[0], "log")
+    singular, tiny = torch.tensor([[1.0, 2.0], [2.0, 4.0]]), 1e-30 * torch.eye(2)
+    assert torch.equal(module.f(singular), module.g(torch.linalg.det(singular)))
+    torch.testing.assert_close(module.f(tiny), torch.tensor(-138.1551))
 
 
 WIDER = {  # what overflows on the way to a value that does not, and the same by another formula
