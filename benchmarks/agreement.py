@@ -66,6 +66,7 @@ def model_of(processes: int, tensors: int) -> dict[str, Sent]:
         "scans": Sent(COUNTED / 10, COUNTED / 10 * 4 * 2 * 6 * tensors),
         "replicas": Sent(COUNTED / 20, COUNTED / 20 * 8 * 2),  # the digest and its complement
         "snapshots": Sent(COUNTED / 25, COUNTED / 25 * 8),  # the size of the largest rank's
+        "looks": Sent(2, 2 * 8),  # at updates 128 and 192: how far the weights have moved lately
     }
 
 

@@ -96,8 +96,8 @@ def test_snapshot_prints_every_way(printed: dict[str, str]) -> None:
 def test_agreement_is_one_small_collective_an_update(printed: dict[str, str]) -> None:
     """Counted in two processes, beside DDP without a guard: an update in which nothing else is due sends one more."""
     (row,) = [line for line in printed["agreement"].splitlines() if line.startswith("  2 ")]
-    assert row.split("  ")[-1].strip().startswith("88 with 1, ")  # scans, replicas and snapshots are due in twelve
-    assert row.count("1.19, 60.32") == 2  # as the model says: else it would have ended with 1
+    assert row.split("  ")[-1].strip().startswith("86 with 1, ")  # scans, replicas, snapshots and looks are due in 14
+    assert row.count("1.21, 60.48") == 2  # as the model says: else it would have ended with 1
 
 
 def test_rivals_tell_their_options(printed: dict[str, str]) -> None:
