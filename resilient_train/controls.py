@@ -75,7 +75,6 @@ class Controls(RunControl):
         self.chosen: tuple[Action, ...] = ()  # ... the remedies of the best
         self.trial_updates = 0  # that were made in trials since the beginning of the run
         self._raced_in_vain = False  # no lower rate did better where the loss stood
-        self._rewound: set[int] = set()  # the steps that this process rewound to
 
     def begin(self, incident: Incident, suspects: tuple[int, int]) -> None:
         """Begin to treat an incident; it may come from the samples at positions [start, stop) of `suspects`."""
@@ -99,7 +98,6 @@ class Controls(RunControl):
         else:
             raise TrainError(f"no verified state from before step {anomaly.since + 1} can still be read")
         self.rewound_to = parts.clock.step
-        self._rewound.add(parts.clock.step)
         self.trace = parts.updates.trace(self.rewound_to)
         parts.updates.rewound(self.rewound_to)
 
@@ -208,10 +206,7 @@ class Controls(RunControl):
             return None, False
         with suppress(TrialStopped), self._course(0, (), lifts_limits=True) as course:
             if not course.reproduces(recorded, since, self.knobs):
-                why = f"the loss of update {since.step + 1:,} cannot be reproduced"
-                if since.step in self._rewound:
-                    why = f"remedies have changed what follows step {since.step:,} since the run was rewound there"
-                log.info("note: no lower rates are tried: %s", why)
+                log.info("note: no lower rates are tried: the loss of update %d cannot be reproduced", since.step + 1)
                 parts.checks.no_progress.stop()
                 return None, False
             arms = [course.run((), self, 0)]  # as it is

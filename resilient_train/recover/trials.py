@@ -96,7 +96,7 @@ def holds(arm: Arm, control: Arm, now: Arm, first: float) -> bool:
 
 
 def is_far_lower(arm: Arm, now: Arm) -> bool:
-    """Say whether an arm that is as old as the run has a far lower loss: it would have less than the run even later."""
+    """Say whether an arm that is as old as the run has a far lower loss, which then is not a matter of age."""
     return arm.anomalies == 0 and is_lower(arm, now, _FAR)
 
 

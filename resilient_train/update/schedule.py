@@ -93,7 +93,8 @@ class LoopSchedule:
 
     def take_over(self, step: int, group: int, rate: Any) -> None:
         """Note what the loop has set for a group, for the update after `step` and later ones."""
-        self._rates = {first: rates for first, rates in self._rates.items() if first <= step}
+        while next(reversed(self._rates)) > step:
+            self._rates.popitem()
         self._rates[step] = [*self._at(step)]
         self._rates[step][group] = rate
         if len(self._rates) > _MOST_CHANGES:
@@ -119,7 +120,7 @@ class LoopSchedule:
             self._rates |= {step: rates for step, *rates in changes}
 
     def _at(self, step: int) -> list[float | None]:
-        return self._rates[max(first for first in self._rates if first <= max(step, 0))]
+        return self._rates[next(first for first in reversed(self._rates) if first <= step)]
 
 
 class RestartDetector:

@@ -70,10 +70,11 @@ class NoProgress(PlainState):
         level = fmean(without_top(newer)) if newer else 0.0
         is_thrown = self._mean - self.first > _THROWN * abs(self.first)
         still_fall = falls(newer) and not is_thrown
-        if self._seen < self.config.every * (1 + still_fall):  # in the first updates weights may change by any amount
+        # In the first updates the weights of a loss that falls may change by any amount.
+        if self._seen < self.config.every * (2 if still_fall else 1):
             return False
-        how = "and fall" if still_fall else "and do not fall"
-        how = "after the first updates had thrown it up" if is_thrown else how
+        how = "after the first updates had thrown it up" if is_thrown else "and do not fall"
+        how = "and fall" if still_fall else how
         begin = f"where it began with {self.first:.4g}"
         self.evidence = f"the last losses ({len(newer)}) average {level:.4g} {how}, {begin}"
         if not still_fall and self.first - level < self.config.share * abs(self.first):

@@ -129,7 +129,7 @@ def test_a_loop_that_is_killed_is_run_again_and_ends_the_same(tmp_path: Path) ->
     }
     incidents = [json.loads(line) for line in (tmp_path / "mine/incidents.jsonl").read_text().splitlines()]
     summary = json.loads((tmp_path / "mine/summary.json").read_text())
-    assert sum(one["steps_lost"] for one in incidents) == summary["ticks"] - STEPS > 0, "also what nobody heard of"
+    assert sum(one["steps_lost"] for one in incidents) == summary["ticks"] - STEPS > 0, "also what had no verdict yet"
     saved = manifests(tmp_path / "mine")
     code, again = alone(loop, tmp_path / "mine")
     assert (code, again["began"], again["weights"]) == (0, None, unharmed["weights"]), "it is complete"
