@@ -11,6 +11,8 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import torch
+
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.diagnose.damage import lost_eps
 from resilient_train.errors import TrainError, in_one_line
@@ -87,16 +89,18 @@ class Controls(RunControl):
     def rewind(self, older: int = 0, steps: int = 0) -> None:
         assert self._incident is not None
         parts, anomaly = self._parts, self._incident.anomaly
-        if verified := parts.ring.verified_until(anomaly.since):
-            far_enough = [snapshot for snapshot in verified if snapshot.step <= anomaly.step - steps] or verified[-1:]
-            snapshot = far_enough[min(older, len(far_enough) - 1)]
-            parts.ring.restore(snapshot)
-            parts.restore_checks_state(snapshot.checks_state)
-        elif self._keeper.restore(anomaly.since):
-            parts.ring.clear()
-            self.snapshot(parts.clock.step, verified=True)
-        else:
-            raise TrainError(f"no verified state from before step {anomaly.since + 1} can still be read")
+        with parts.buffers.across_rewind():
+            if verified := parts.ring.verified_until(anomaly.since):
+                far_enough = [one for one in verified if one.step <= anomaly.step - steps] or verified[-1:]
+                snapshot = far_enough[min(older, len(far_enough) - 1)]
+                parts.ring.restore(snapshot)
+                parts.restore_checks_state(snapshot.checks_state)
+            elif self._keeper.restore(anomaly.since):
+                parts.ring.clear()
+                self.snapshot(parts.clock.step, verified=True)
+            else:
+                raise TrainError(f"no verified state from before step {anomaly.since + 1} can still be read")
+        parts.updater.gate.limit(*parts.checks.limits)  # as they were then, for a trial from here
         self.rewound_to = parts.clock.step
         self.trace = parts.updates.trace(self.rewound_to)
         parts.updates.rewound(self.rewound_to)
@@ -287,6 +291,7 @@ class Controls(RunControl):
             quarantined=len(self.quarantined.rows) - len(self.quarantined.given),
             given=len(self.quarantined.given),
             armor=not anomaly.landed and all(parts.world.all_of(self._can_patch(diagnosis))),
+            sgd=all(isinstance(one, torch.optim.SGD) for one in parts.updater.optimizers),
             lost_eps=lost_eps(parts.updater.optimizers) is not None and not parts.updater.mends_eps,
             loss_excess=parts.checks.loss_excess(),
             trial_updates=self._updates_left(),

@@ -207,7 +207,7 @@ class EngineGuard:
 
         With `optimizer` the loss is that of one optimizer, which steps now: the update ends with the last of them.
         """
-        loss = scalar(loss)
+        loss = self._parts.buffers.spoil(scalar(loss)) if self.objective is None else scalar(loss)
         if not self._turns.take(optimizer, self.samples.slicing.accumulation, self.objective):
             self._updater.drop_gradients()
             return False

@@ -12,6 +12,7 @@ from resilient_train.ranks.world import World
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState
 from resilient_train.update.updater import Precision, Updater
+from resilient_train.watch.buffers import BufferWatch
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import UpdateHistory
@@ -29,6 +30,7 @@ class RunParts:
     ring: Ring
     checks: Checks
     scans: Scans
+    buffers: BufferWatch
     precision: Precision
     updates: UpdateHistory
     search: Search | None  # None if a step cannot be replayed

@@ -91,7 +91,7 @@ class Trials:
         """
         updater = self._parts.updater
         gate, restarts = updater.gate, copy.deepcopy(updater.restarts)
-        limits = gate.limits
+        limits, attributes = gate.limits, self._loop.backups.attributes()
         if not self._parts.ring.has_room_aside():
             log.info("note: no trial: a further copy of the state exceeds the memory that snapshots may take")
             raise TrialStopped
@@ -103,6 +103,7 @@ class Trials:
             finally:
                 gate.limit(*limits)
                 updater.restarts = restarts
+                self._loop.backups.set_attributes(attributes)
 
 
 class Course:
@@ -119,6 +120,7 @@ class Course:
     ) -> None:
         self._parts, self._loop, self._computation, self._go_back = parts, loop, computation, go_back
         self._skipped, self._rows = skipped, rows
+        self._attributes = loop.backups.attributes()
         self._judged: list[tuple[int, list[Any]]] = []  # start and batches of the later updates
         self._updates = self._forwards = 0  # updates made so far, and forwards of updates that are judged
 
@@ -156,6 +158,7 @@ class Course:
         if not self._judged:
             self._fetch_judged(control)
         self._go_back(since)
+        self._loop.backups.set_attributes(self._attributes)
         with control.tentatively():
             for action in actions:
                 remedy(action).apply(control)

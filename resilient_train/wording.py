@@ -363,6 +363,7 @@ _WORDS: dict[str, Callable[[Settings], str]] = {
     "lower_lr": _turned("learning rate", "lowered"),
     "limit_lr": _limited,
     "tighten_clip": _turned("gradient clip", "tightened"),
+    "limit_update": lambda settings: f"updates limited to {settings.pop('share', 0.1):.3g} of the weights' norm",
     "raise_eps": _turned("epsilon", "raised"),
     "reset_moments": lambda settings: "reset the optimizer's moments",
     "lower_loss_scale": _turned("loss scale", "lowered"),

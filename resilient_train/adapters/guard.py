@@ -41,6 +41,7 @@ from resilient_train.update.clip import norm_over_ranks
 from resilient_train.update.direct_steps import DirectStepCheck
 from resilient_train.update.objective import Objective
 from resilient_train.update.updater import Precision, Updater
+from resilient_train.watch.buffers import BufferWatch
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.modes import AnomalyMode, EvaluationLoss
@@ -149,8 +150,9 @@ class Guard(guard.EngineGuard):
             names={id(weight): name for name, weight in unwrapped.named_parameters()},
             norms_every=checks.layers.every,
         )
-        search = None
+        search, buffers = None, BufferWatch(bare)
         if measured is not None:
+            measured.buffers = buffers
             replay = Replay(
                 unwrapped,
                 lambda model, batch: measured.for_training(model, batch)[0],
@@ -172,6 +174,7 @@ class Guard(guard.EngineGuard):
             ring=Ring(state, memory or MemoryConfig(every=25, keep=4, max_gib=None), world.least),
             checks=Checks(checks),
             scans=Scans(checks, unwrapped, optimizers, arguments.own_weights(model) if world.size > 1 else None),
+            buffers=buffers,
             precision=Precision(unwrapped, accelerator.mixed_precision),
             updates=UpdateHistory(),
             search=search,

@@ -22,6 +22,7 @@ DIGEST_BITS = 24  # float32 holds a number of so many bits exactly
 
 _MILD_AT_LEAST = 32  # incidents that a decision looks back at
 _FROM_OUTSIDE = (Cause.CORRUPTION, Cause.DATA)  # not caused by the training: they may occur again after any remedy
+_MAIN = {TRIAL, "limit_update"}  # without these a rung that names them is pointless
 
 
 def decide(
@@ -80,12 +81,12 @@ def decide(
 def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
     """Select the actions of a rung that apply.
 
-    None if it is a trial, and that is not possible here, or if a warm-up is all that is left of it without its rewind.
+    None without the one that it is for, or if a warm-up is all that is left of it without its rewind.
     """
     rewinds = any(action.remedy == "rewind" and remedy(action).applies(case) for action in rung.do)
     actions = applicable(rung.do, replace(case, rewinds=rewinds))
-    has_trial = any(action.remedy == TRIAL for action in rung.do)
-    if has_trial and all(action.remedy != TRIAL for action in actions):
+    named, left = ({action.remedy for action in some} for some in (rung.do, actions))
+    if named & _MAIN - left:
         return ()
     wants_rewind = not rewinds and any(action.remedy == "rewind" for action in rung.do)
     return () if wants_rewind and all(map(_only_warms_up, actions)) else actions
@@ -234,6 +235,6 @@ def decisions_digest(incidents: Iterable[Incident], before: int = 0) -> int:
 def update_digest(decisions: int, step: int, tick: int, start: int, samples: int, knobs: KnobValues) -> int:
     """Digest the inputs of an update. It is computed for every update, so it is cheap."""
     # Factors rounded to float32: their last digit may differ between machines, without effect.
-    factors = (knobs.lr, knobs.clip, knobs.eps, knobs.ceiling, knobs.leapt_to, knobs.higher_precision)
-    whole = crc32(pack("<5q5f?", decisions, step, tick, start, samples, *factors))
+    factors = (knobs.lr, knobs.clip, knobs.eps, knobs.ceiling, knobs.leapt_to, knobs.share, knobs.higher_precision)
+    whole = crc32(pack("<5q6f?", decisions, step, tick, start, samples, *factors))
     return (whole ^ (whole >> DIGEST_BITS)) & ((1 << DIGEST_BITS) - 1)

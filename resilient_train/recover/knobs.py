@@ -15,6 +15,7 @@ _RELAX_EPS_FACTOR = 10**0.5  # eps is divided by it: two steps undo a tenfold
 _REGAIN_FACTOR = 2 ** (1 / 8)  # of lr in one step of the climb to `regain`: eight steps double it
 _LONG_PATIENCE = 8  # at least, where the configured rate never worked, or failed at once
 _MAX_PATIENCE = 64
+_DECAY = 50  # healthy updates until a limit of updates is 0.7 of what it was
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class KnobValues:
     ceiling: float = math.inf  # of the rate, as a multiple of the configured one, whatever the schedule says
     leapt_to: float = 0.0  # the multiple that the schedule rose to in one step; 0: it did not
     higher_precision: bool = False  # without autocast
+    share: float = 0.0  # of the norm of the weights, by which SGD may change them; 0: no limit
 
 
 class Knobs:
@@ -41,6 +43,7 @@ class Knobs:
         self._regain = 0.0  # what lr climbs back to
         self._ceiling, self._ceiling_met = math.inf, False  # and whether the schedule went beyond it since it was set
         self._leapt_to = 0.0
+        self._share, self._limited = 0.0, 0  # the share at first, and healthy updates since
         self._precise_steps = 0  # steps left in higher precision
         self._warmed, self._rewarm = 0, 0  # steps done of the present re-warming, and all of its steps
         self._healthy = 0  # steps since the last trouble or relaxing
@@ -52,7 +55,7 @@ class Knobs:
         """What the next update uses."""
         warmth = (self._warmed + 1) / self._rewarm if self._rewarm else 1.0
         rate, is_precise = max(MIN_LR, self.lr * warmth), self._precise_steps > 0
-        return KnobValues(rate, self._clip, self._eps, self._ceiling, self._leapt_to, is_precise)
+        return KnobValues(rate, self._clip, self._eps, self._ceiling, self._leapt_to, is_precise, self._decayed_share())
 
     def turn_lr(self, factor: float, rewarm: int = 0, regain: float = 0.0, *, lasting: bool = False) -> None:
         """Multiply the rate; with `rewarm`, climb there from zero over so many steps.
@@ -76,6 +79,17 @@ class Knobs:
         self._ceiling, self._leapt_to = max(MIN_LR, min(self._ceiling, ceiling)), leapt_to
         self._patience = max(self._patience, _LONG_PATIENCE)
 
+    def limit_update(self, share: float) -> None:
+        """Let SGD change the weights by no more than this share of their norm, and by ever less from here.
+
+        Where every update is as long as it may be, no loss comes to rest before they become shorter. Each further call
+        begins with a third.
+        """
+        self._share, self._limited = min(share, self._share / 3) if self._share else share, 0
+
+    def _decayed_share(self) -> float:
+        return self._share * math.sqrt(_DECAY / (_DECAY + self._limited))
+
     def turn_clip(self, factor: float) -> None:
         """Multiply the limits of the clip."""
         self._clip = _bounded(self._clip * factor, MIN_CLIP, 1.0)
@@ -98,6 +112,7 @@ class Knobs:
             return  # nothing is turned
         self._ceiling_met |= was_limited
         self._precise_steps = max(0, self._precise_steps - 1)
+        self._limited += self._share > 0
         if self._rewarm:
             self._warmed += 1
             if self._warmed >= self._rewarm:
@@ -142,6 +157,8 @@ class Knobs:
             "ceiling": self._ceiling if self._ceiling < math.inf else None,
             "ceiling_met": self._ceiling_met,
             "leapt_to": self._leapt_to,
+            "share": self._share,
+            "limited": self._limited,
             "higher_precision": self._precise_steps,
             "rewarm": [self._warmed, self._rewarm],
             "healthy": self._healthy,
@@ -154,7 +171,7 @@ class Knobs:
 
         Raises ValueError where a factor is below 0 or not finite.
         """
-        for name in ("lr", "clip", "eps", "regain", "ceiling", "leapt_to"):
+        for name in ("lr", "clip", "eps", "regain", "ceiling", "leapt_to", "share"):
             if not 0 <= float(state.get(name) or 0.0) < math.inf:
                 raise ValueError(f"the knob {name} is {state[name]!s:.20}, not a number from 0 up")
         self.lr = _bounded(float(state["lr"]), MIN_LR, 1.0)
@@ -165,6 +182,8 @@ class Knobs:
         self._ceiling = math.inf if ceiling is None else max(MIN_LR, float(ceiling))
         self._ceiling_met = bool(state.get("ceiling_met", False))
         self._leapt_to = float(state.get("leapt_to", 0.0))
+        self._share = min(float(state.get("share", 0.0)), 1.0)
+        self._limited = max(0, int(state.get("limited", 0)))
         self._precise_steps = max(0, int(state["higher_precision"]))
         warmed, rewarm = state["rewarm"]
         self._warmed, self._rewarm = (int(warmed), int(rewarm)) if 0 <= warmed < rewarm else (0, 0)

@@ -28,6 +28,7 @@ class Circumstances:
     given: int = 0  # of these, in quarantine because another run listed them: the budget does not count them
     armor: bool = False  # the guilty line is known and not patched yet
     at_start: bool = False  # the only verified state is the one that the run began with
+    sgd: bool = False  # every optimizer is torch's SGD, whose updates are as large as the gradients
     lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights
     loss_excess: float = 0.0  # how far the loss is above its earlier level, relative to that: 1 is twice as high
     trial_updates: int = 0  # that trials may still make; 0: none can be made here
@@ -215,6 +216,23 @@ class TightenClip(Remedy):
 
 
 @dataclass(frozen=True)
+class LimitUpdate(Remedy):
+    """Clip the gradient so that an update of SGD, with its momentum, changes the weights by a share of their norm.
+
+    It stays for the rest of the run, and falls with the root of the updates. With the right learning rate and first
+    weights, updates are far smaller.
+    """
+
+    share: float = limited(0.1, above=0, at_most=1)
+
+    def applies(self, case: Case) -> bool:
+        return case.facts.sgd
+
+    def apply(self, run: RunControl) -> None:
+        run.knobs.limit_update(self.share)
+
+
+@dataclass(frozen=True)
 class RaiseEps(Remedy):
     """Multiply epsilon, the optimizer's and that of safe operations; it relaxes by itself."""
 
@@ -305,6 +323,7 @@ KNOWN: dict[str, type[Remedy]] = {
     "lower_lr": LowerLr,
     "limit_lr": LimitLr,
     "tighten_clip": TightenClip,
+    "limit_update": LimitUpdate,
     "raise_eps": RaiseEps,
     "mend_eps": MendEps,
     "armor": PatchOperation,

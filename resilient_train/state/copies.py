@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import is_
+from typing import Any
 
 import torch
 from torch import nn
@@ -150,37 +151,79 @@ class Backup:
     live: list[torch.Tensor]  # all tensors of the tables, and those of the loss scale
     shapes: list[torch.Size]
     copies: list[torch.Tensor]
+    attributes: Attributes
 
 
-_NOTHING = Backup([], [], [], [])
+Attributes = list[tuple[dict[str, Any], str, Any]]  # of modules: where, name, value
+
+_NOTHING = Backup([], [], [], [], [])
+_ABSENT = object()
+_LOOKS = 4  # backups in which attributes that change are looked for
 
 
 class Backups:
-    """Copies the buffers before an update, and the loss scale, which a refused update must not change."""
+    """Copies the buffers before an update, and the loss scale, which a refused update must not change.
+
+    A model may also count its forwards, or carry a hidden state along, in plain attributes. Those that change in the
+    first updates are kept too: numbers, and tensors without a graph as they are, in the belief that they are replaced.
+    """
 
     def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None = None) -> None:
         self._modules = list(model.modules())  # listed once: `named_buffers` would walk the tree in every update
         self._scaler = scaler
         self._spare: list[Backup] = []
+        self._changing: dict[tuple[int, str], dict[str, Any]] = {}  # attributes, by id of the dictionary and name
+        self._first: dict[tuple[int, str], Any] = {}
+        self._looks = 0
 
     def take(self) -> Backup:
         """Copy all of them with one call; nothing if the model has no buffers."""
         tables = [(module, module._buffers.copy()) for module in self._modules if module._buffers]
+        attributes = self.attributes()
         if not tables and self._scaler is None:
-            return _NOTHING
+            return Backup([], [], [], [], attributes) if attributes else _NOTHING
         live = [one for _, table in tables for one in table.values() if one is not None] + self._scale()
         shapes = [one.shape for one in live]
         old = self._spare.pop() if self._spare else _NOTHING
         is_same = old.shapes == shapes and all(map(is_, old.live, live))  # usually: no need to compare each tensor
         copies = old.copies if is_same else room(live, old.copies, torch.empty_like)
         copy_into(copies, live)
-        return Backup(tables, live, shapes, copies)
+        return Backup(tables, live, shapes, copies, attributes)
+
+    def attributes(self) -> Attributes:
+        """Return the attributes that change with the updates, as they are."""
+        if self._looks < _LOOKS:
+            self._looks += 1
+            self._look()
+        return [(own, name, own.get(name, _ABSENT)) for (_, name), own in self._changing.items()]
+
+    def set_attributes(self, attributes: Attributes) -> None:
+        """Set what `attributes` returned."""
+        for own, name, value in attributes:
+            if value is _ABSENT:
+                own.pop(name, None)
+            else:
+                own[name] = value
+
+    def _look(self) -> None:
+        """Find the attributes that are not as at the first look."""
+        tables = [vars(module) for module in self._modules]
+        now = {(id(own), name): (own, one) for own in tables for name, one in own.items() if _is_state(one)}
+        if self._looks == 1:
+            self._first = {place: one for place, (_, one) in now.items()}
+            return
+        for place, (own, one) in now.items():
+            if self._first.get(place, _ABSENT) is not one:
+                self._changing[place] = own
+        if self._looks == _LOOKS:
+            self._first.clear()
 
     def put_back(self, backup: Backup, *, with_scale: bool = True) -> None:
         """Restore names, tensors and contents: buffers that were added are removed, replaced ones are put back.
 
         Without `with_scale` the loss scale stays as it is: after an overflow it has to be lower than before.
         """
+        self.set_attributes(backup.attributes)
         scale = self._scale()
         kept = set() if with_scale else set(map(id, scale))
         resized = {
@@ -217,3 +260,8 @@ class Backups:
         if scaler is None or scaler._scale is None or scaler._growth_tracker is None:
             return []
         return [scaler._scale, scaler._growth_tracker]
+
+
+def _is_state(value: Any) -> bool:
+    """Say whether an attribute of a module may be a part of its state. A tensor with a graph would keep that alive."""
+    return type(value) in (int, float) or (isinstance(value, torch.Tensor) and not value.requires_grad)

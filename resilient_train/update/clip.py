@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.nn.utils import get_total_norm
@@ -11,6 +13,7 @@ from resilient_train.settings import ClipConfig
 from resilient_train.state.sharded import is_sharded, local_part, sharding_of
 
 _COARSE = (torch.float16, torch.bfloat16)
+_SMALL_WEIGHT, _MOST_MOMENTUM = 0.02, 0.999
 
 
 @torch.no_grad()
@@ -79,6 +82,35 @@ def clip_further(
         if weight.grad is not None:
             weight.grad.mul_(factor.to(weight.grad.device))
     return norm, configured * tightened
+
+
+@torch.no_grad()
+def clip_to_share(
+    groups: Sequence[Mapping[str, Any]],
+    norm: torch.Tensor,
+    max_norm: float | None,
+    share: float,
+    over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
+    """Clip gradients of SGD so that an update changes the weights by no more than a share of their norm.
+
+    `norm` is that of the gradients before they were clipped to `max_norm`. With momentum, one gradient enters many
+    updates. Weights near zero may grow as if they were of the size that weights usually begin with.
+    """
+    weights = [weight.detach() for group in groups for weight in group["params"] if weight.grad is not None]
+    if not weights:
+        return
+    if over_ranks is None:
+        of_weights = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one).float() for one in weights]))
+    else:
+        of_weights = norm_over_ranks(weights, over_ranks).float()
+    of_weights = of_weights.clamp(min=_SMALL_WEIGHT * math.sqrt(sum(one.numel() for one in weights)))
+    pace = max(group["lr"] / (1 - min(group.get("momentum", 0.0), _MOST_MOMENTUM)) for group in groups)
+    clipped = norm if max_norm is None else norm.clamp(max=max_norm)
+    factor = (share * of_weights / (pace * clipped + 1e-30)).clamp(max=1.0)
+    for weight in (weight for group in groups for weight in group["params"]):
+        if weight.grad is not None:
+            local_part(weight.grad).mul_(factor.to(weight.grad.device))
 
 
 def total_norm(grads: list[torch.Tensor], note: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from resilient_train.errors import ConfigError
+from resilient_train.watch.buffers import BufferWatch
 
 Metrics = Mapping[str, torch.Tensor | float]
 Objective = Callable[[Any, Any], Any]
@@ -19,6 +20,7 @@ class Measured:
     def __init__(self, objective: Objective, name: str, key: str = "objective._target_") -> None:
         """`key` is the setting that gave the objective: error messages begin with it."""
         self.objective, self.name, self.key = objective, name, key
+        self.buffers: BufferWatch | None = None  # of the model that it is called with
 
     def __call__(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
         answer = self.objective(model, batch)
@@ -29,7 +31,8 @@ class Measured:
             raise self._error(f"returned a loss of shape {list(loss.shape)}: expected a scalar, such as its mean()")
         if not isinstance(metrics, Mapping):
             raise self._error(f"returned a {type(metrics).__name__} next to the loss: expected {{name: value}}")
-        return loss.reshape(()), {str(name): self._metric(str(name), value) for name, value in metrics.items()}
+        loss = loss.reshape(()) if self.buffers is None else self.buffers.spoil(loss.reshape(()))
+        return loss, {str(name): self._metric(str(name), value) for name, value in metrics.items()}
 
     def for_training(self, model: Any, batch: Any) -> tuple[torch.Tensor, Metrics]:
         """Call the objective, and require that the loss can be differentiated."""

@@ -22,7 +22,7 @@ from resilient_train.recover.knobs import KnobValues
 from resilient_train.settings import ClipConfig
 from resilient_train.state.sharded import is_sharded
 from resilient_train.update.agreement import DIGESTS, Agreement, Flag
-from resilient_train.update.clip import clip, clip_further
+from resilient_train.update.clip import clip, clip_further, clip_to_share
 from resilient_train.update.gate import Gate
 from resilient_train.update.schedule import LoopSchedule, RestartDetector, Schedule
 from resilient_train.update.turns import Turns
@@ -152,6 +152,10 @@ class Updater:
                 norm = torch.where(after.isfinite(), norm, after)
             grad_norm, max_norm = clip_further(weights, norm, self.clipping.max_norm, knobs.clip, self.usual_norm)
         set_rates = self._set(step, knobs.lr * rate_factor, knobs)
+        if knobs.share:
+            clip_to_share(
+                self._groups() if one is None else one.param_groups, grad_norm, max_norm, knobs.share, self._over_ranks
+            )
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
         if not self.agreement.is_alone:
             digest ^= _digest_of_rates(set_rates.settings)
