@@ -319,7 +319,8 @@ class EngineGuard:
             self._ring.drop(flight.snapshot)
         scanned = self._examination.verdict()
         self._name_guilty_ranks()
-        explainer, refused = self._recovery.explainer, partial(Refused, update, inputs, flight.limits)
+        explainer, before = self._recovery.explainer, flight.begun.backup.attributes
+        refused = partial(Refused, update, inputs, flight.limits, before)
         anomaly = scanned or finding.anomaly or explainer.check_first_updates(vitals, inputs)
         if anomaly is None and finding.at_any_scale and explainer.breaks_at_any_scale(refused(flight.was_modified)):
             anomaly = finding.at_any_scale
@@ -348,7 +349,10 @@ class EngineGuard:
                     self.drill.repeat(flight.begun.tick)
         self._updater.drop_gradients()
         if (first := begun if vitals.accepted else flight.begun) is not None:
+            # A model that counts its forwards counts the refused one, or it would break in every retry.
+            counted = self._backups.attributes() if begun is None else begun.backup.attributes
             self._roll_back(first)
+            self._backups.set_attributes(counted)
         if anomaly is not None:
             spiked = not float(flight.attempt.loss) <= flight.limits[0]
             what = inputs, update.failed, flight.begun.raised, flight.gradients

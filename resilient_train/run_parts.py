@@ -9,10 +9,10 @@ from typing import Any
 from resilient_train.data.samples import Samples
 from resilient_train.diagnose.search import Search
 from resilient_train.ranks.world import World
+from resilient_train.state.buffers import BufferWatch
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState
 from resilient_train.update.updater import Precision, Updater
-from resilient_train.watch.buffers import BufferWatch
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import UpdateHistory

@@ -31,6 +31,7 @@ from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.settings import ClipConfig, DiskConfig, MemoryConfig
+from resilient_train.state.buffers import BufferWatch
 from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import RecordedStates, Seeds
 from resilient_train.state.ring import Ring
@@ -41,7 +42,6 @@ from resilient_train.update.clip import norm_over_ranks
 from resilient_train.update.direct_steps import DirectStepCheck
 from resilient_train.update.objective import Objective
 from resilient_train.update.updater import Precision, Updater
-from resilient_train.watch.buffers import BufferWatch
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.modes import AnomalyMode, EvaluationLoss

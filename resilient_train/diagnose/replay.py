@@ -18,7 +18,7 @@ from resilient_train.diagnose.layers import Layers
 from resilient_train.diagnose.microscope import Microscope, Origin
 from resilient_train.errors import in_one_line
 from resilient_train.state import randomness
-from resilient_train.state.copies import Backups
+from resilient_train.state.copies import Attributes, Backups
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.sharded import is_sharded, local_part
 
@@ -64,6 +64,7 @@ class Replay:
         self._backups, self._drop_gradients, self._over_ranks = backups, drop_gradients, over_ranks
         self._seeds, self._device = seeds, device
         self._bare: nn.Module = getattr(model, "_orig_mod", model)
+        self.attributes: Attributes = ()  # of the model's modules, to replay with
         self.armored: set[tuple[str, int, str]] = set()  # patched operations, by file, line and name
         self.is_sharded = any(map(is_sharded, self._bare.parameters()))
         self._trained = {id(weight) for weight in trained}
@@ -79,6 +80,7 @@ class Replay:
         moving = [(weight, weight.detach().clone()) for weight, version in self._versions if weight._version != version]
         for weight, _ in gradients:
             weight.grad = None
+        self._backups.set_attributes(self.attributes)
         self._backups.set_scale(1.0)  # what is not finite then is no overflow that a lower scale prevents
         with randomness.preserved(self._device), _in_eager(self.model):
             try:

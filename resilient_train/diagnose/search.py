@@ -7,7 +7,8 @@ same calls here in the same order; only the batches they look at differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from resilient_train.diagnose.verdict import Observations
 from resilient_train.errors import text_of
 from resilient_train.ranks.world import World
 from resilient_train.state import randomness
+from resilient_train.state.copies import Attributes
 from resilient_train.types import SPIKES, Anomaly, Cause, Culprit, Diagnosis, Signal
 
 _CONTROLS = 4  # draws of other rows at most, where the first ones break as well
@@ -42,6 +44,7 @@ class Refused:
     update: Update
     inputs: Sequence[Any]  # its micro-batches as the model saw them
     limits: tuple[float, float]  # of the gate, for loss and gradient norm
+    attributes: Attributes = ()  # of the model's modules before it
     was_modified: bool = False  # they were changed in place after the model got them: they cannot be used again
     nan_is_usual: bool = False  # in the batches of this run
     is_error: bool = False  # an exception ended its forward or backward on some rank
@@ -68,7 +71,7 @@ class Search:
         if anomaly.signal not in (*_NONFINITE, *SPIKES, Signal.EXCEPTION):
             return None
         is_spike = anomaly.signal in SPIKES
-        with randomness.preserved(self._world.device):  # fetching rows changes it
+        with self._before(refused):
             by_rank = self._world.all_of(self._observe(refused, is_spike))
         facts = verdict.together(by_rank)
         if not facts.reproduced:
@@ -85,7 +88,7 @@ class Search:
 
     def confirmed(self, known: Diagnosis, refused: Refused) -> Diagnosis | None:
         """Return a known diagnosis if the update broke at the same operation; this takes no other replay."""
-        with randomness.preserved(self._world.device):
+        with self._before(refused):
             seen = self._seen(refused)
         by_rank = self._world.all_of(seen.origin.culprit if seen is not None and seen.origin is not None else None)
         found = {rank: one for rank, one in enumerate(by_rank) if one is not None}
@@ -99,7 +102,7 @@ class Search:
 
     def breaks_at_any_scale(self, refused: Refused) -> bool:
         """Whether the gradients are not finite where no loss scale can have made them overflow."""
-        with randomness.preserved(self._world.device):
+        with self._before(refused):
             tried, _ = self._tried(refused.update.start, partial(self._batches_of, refused))
         return any(self._world.all_of(tried is not None and not math.isfinite(tried.norm)))
 
@@ -135,6 +138,16 @@ class Search:
         return named if len(named) < self._world.size else ()
 
     # The replays. Every rank makes each of them.
+
+    @contextmanager
+    def _before(self, refused: Refused) -> Iterator[None]:
+        """Replay what the model was before an update; fetching rows changes random numbers, which are put back."""
+        self._replay.attributes = refused.attributes
+        try:
+            with randomness.preserved(self._world.device):
+                yield
+        finally:
+            self._replay.attributes = ()
 
     def _observe(self, refused: Refused, is_spike: bool) -> Observations:
         keys, start = refused.update.keys, refused.update.start

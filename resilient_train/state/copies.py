@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import is_
@@ -154,7 +154,7 @@ class Backup:
     attributes: Attributes
 
 
-Attributes = list[tuple[dict[str, Any], str, Any]]  # of modules: where, name, value
+Attributes = Sequence[tuple[dict[str, Any], str, Any]]  # of modules: where, name, value
 
 _NOTHING = Backup([], [], [], [], [])
 _ABSENT = object()

@@ -207,6 +207,8 @@ def test_a_rung_for_the_start_of_a_run(steps: list[int], expected: list[int]) ->
         (["higher_precision", "lower_loss_scale"], refused(9), {}, ["lower_loss_scale", "higher_precision"]),
         (["higher_precision", "lower_loss_scale"], refused(9), {"loss_scaler": False}, ["higher_precision"]),
         (["higher_precision", "lower_loss_scale"], refused(9), {"mixed_precision": False}, ["lower_loss_scale"]),
+        (["rewind", "limit_update"], landed(9), {"sgd": True}, ["rewind", "limit_update"]),
+        (["rewind", "limit_update"], landed(9), {}, []),
         (
             ["raise_eps", "tighten_clip", "lower_lr", "reset_moments", "skip", {"rewind": {"steps": 9}}],
             landed(9),
@@ -937,6 +939,21 @@ def test_knobs_climb_back_to_a_share_of_what_was() -> None:
     assert knobs.values.lr == pytest.approx(0.005), "another turn ends the climb"
 
 
+def test_a_limit_of_updates_falls_with_their_root() -> None:
+    """Each further one begins with a third of the one before; a resume has it as it was."""
+    knobs, shares = Knobs(), []
+    for _ in range(2):
+        knobs.limit_update(0.1)
+        for _ in range(150):
+            knobs.advance()
+            shares.append(knobs.values.share)
+        resumed = Knobs()
+        resumed.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
+        assert resumed.values == knobs.values
+    assert shares[149] == pytest.approx(0.05)
+    assert [3 * share for share in shares[150:]] == pytest.approx(shares[:150])
+
+
 def test_knobs_re_warm() -> None:
     """The rate climbs in a straight line to the lowered one, and relaxing waits until it is there."""
     knobs = Knobs(relax_after=2)
@@ -1090,7 +1107,7 @@ def test_knobs_stay_in_bounds_and_come_back_exactly(turns: list[tuple[Any, ...]]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, "nan"])
-@pytest.mark.parametrize("name", ["lr", "clip", "eps", "regain", "ceiling", "leapt_to"])
+@pytest.mark.parametrize("name", ["lr", "clip", "eps", "regain", "ceiling", "leapt_to", "share"])
 def test_no_knob_is_below_0_or_not_finite(name: str, value: Any) -> None:
     """Where a file says so it is refused."""
     with pytest.raises(ValueError, match=f"the knob {name} is {value}, not a number from 0 up"):

@@ -1,0 +1,184 @@
+"""State that a forward writes besides the weights: buffers that it spoils, and attributes that count its calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from resilient_train.adapters.guard import Guard
+from resilient_train.state.buffers import BufferWatch
+from resilient_train.state.copies import Backups
+from guarded import SKIP
+
+ROWS, CLASSES = 512, 4
+
+
+class Centres(nn.Module):
+    """Pulls embeddings to the centres of their classes, which now and then become the means of a batch.
+
+    A class without a row in it has the mean of nothing: 0 / 0, which the loss meets in the next forward.
+    """
+
+    centres: Tensor
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 5), nn.Linear(5, CLASSES)
+        self.register_buffer("centres", torch.zeros(CLASSES, 5))
+        self.in_place, self.calls = in_place, 0
+
+    def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
+        embedded = self.embed(rows)
+        loss = F.cross_entropy(self.head(embedded), labels)
+        loss = loss + 0.1 * (embedded - self.centres[labels]).square().mean()
+        self.calls += self.training
+        if self.training and self.calls % 5 == 0:
+            of = F.one_hot(labels, CLASSES).float()
+            sums, counts = of.T @ embedded.detach(), of.sum(0).unsqueeze(1)
+            if self.in_place:
+                self.centres.copy_(sums / counts)
+            else:
+                self.centres = torch.div(sums, counts)
+        return loss
+
+
+def data() -> list[tuple[Tensor, int]]:
+    """Every class is frequent but the last."""
+    made = torch.Generator().manual_seed(1)
+    return [(torch.randn(6, generator=made), 3 if number % 40 == 0 else number % 3) for number in range(ROWS)]
+
+
+def guarded(*, in_place: bool, objective: Any, recovery: Any = "balanced") -> tuple[Guard, Centres]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Centres(in_place=in_place))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    guard = Guard(accelerator, model, optimizer, data=data(), batch_size=32, steps=200, objective=objective,
+                  recovery=recovery)  # fmt: skip
+    return guard, model
+
+
+def line_of(text: str) -> int:
+    with open(__file__, encoding="utf-8") as source:
+        return next(number for number, line in enumerate(source, start=1) if text in line)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_line_that_spoils_a_buffer_is_found_and_patched(in_place: bool) -> None:
+    """Not in the update whose loss meets it: that is a later one, and by then there is nothing left to see."""
+    guard, model = guarded(in_place=in_place, objective=lambda model, batch: model(*batch))
+    for batch in guard.batches():
+        guard.step(batch)
+    causes = [incident.diagnosis.cause for incident in guard.incidents]
+    assert causes == ["corruption", "operation"]
+    culprit = guard.incidents[1].diagnosis.culprit
+    assert culprit is not None
+    assert (culprit.op, culprit.line) == ("div", line_of("sums /" + " counts" if in_place else "torch.div(sums" + ","))
+    assert bool(model.centres.isfinite().all())
+    assert {incident.outcome for incident in guard.incidents} == {"recovered"}
+
+
+def test_a_loop_that_makes_its_losses_itself_skips_what_spoils_a_buffer() -> None:
+    """Nothing can be replayed there; but no update lands any more that leaves NaN in that buffer."""
+    ladders = {"default": [["rewind"]], "unknown": [{"do": ["skip"], "strikes": None}]}
+    guard, model = guarded(in_place=True, objective=None, recovery={**SKIP, "ladders": {**SKIP["ladders"], **ladders}})
+    for rows, labels in guard.batches():
+        loss = model(rows, labels)
+        loss.backward()
+        guard.update(loss)
+    assert [incident.decision.actions[0].remedy for incident in guard.incidents][:1] == ["rewind"]
+    assert len(guard.incidents) > 1
+    assert {incident.anomaly.signal for incident in guard.incidents[1:]} == {"nonfinite_loss"}
+    assert bool(model.centres.isfinite().all())
+
+
+def test_a_watched_buffer_changes_no_loss_while_it_is_finite() -> None:
+    """Bit for bit, and the gradient neither; complex and empty buffers, and one that was removed, are no trouble."""
+    net = nn.BatchNorm1d(3)
+    net.register_buffer("wave", torch.zeros(2, dtype=torch.complex64))
+    net.register_buffer("empty", torch.zeros(0))
+    watch = BufferWatch(net)
+    finite = {name: one.clone() for name, one in net.named_buffers()}
+    for name in ("running_mean", "wave"):
+        net._buffers[name] = torch.full_like(finite[name], torch.nan)
+    with watch.across_rewind():
+        net._buffers.update({**finite, "running_var": torch.full((3,), torch.inf)})
+    loss = torch.tensor(0.1, requires_grad=True)
+    assert watch.spoil(loss).item() == loss.item()  # the variance was healthy before: it is not watched
+    for name in ("running_mean", "wave"):
+        net._buffers[name] = torch.full_like(finite[name], torch.inf)
+        spoiled = watch.spoil(loss)
+        assert spoiled.isnan()
+        net._buffers[name] = finite[name]
+    del net._buffers["wave"]
+    watch.spoil(loss).backward()
+    assert loss.grad == 1
+
+
+class Counting(nn.Module):
+    """Counts, remembers, and keeps things that are no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.calls, self.rate, self.width, self.name = 0, 1.0, 7, "net"
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.calls += 1
+        self.rate *= 0.5
+        self.hidden = rows.detach() + (self.hidden if self.calls > 1 else 0)
+        self.attention = rows * self.weight
+        return self.attention.sum()
+
+
+def test_attributes_that_change_with_each_forward_are_put_back() -> None:
+    """Numbers, and tensors by reference; not what holds a graph, and nothing that does not change."""
+    net = Counting()
+    backups = Backups(net)
+    for _ in range(3):
+        backups.let_go(backups.take())
+        net(torch.ones(2))
+    before, kept = dict(vars(net)), backups.take()
+    assert {name for _, name, _ in kept.attributes} == {"calls", "rate", "hidden"}
+    net(torch.ones(2))
+    net.width = 8
+    backups.put_back(kept)
+    assert (net.calls, net.rate, net.width) == (3, 0.125, 8)
+    assert net.hidden is before["hidden"]
+
+
+def test_a_forward_of_a_diagnosis_does_not_count() -> None:
+    """The faulty one is seen with the very count that it had, and counts itself: the run goes on with the next."""
+    counts = []
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(6, 1), 0
+
+        def forward(self, rows: Tensor) -> Tensor:
+            self.calls += 1
+            counts.append(self.calls)
+            made = self.layer(rows)
+            if self.calls == 20:
+                made = made / torch.zeros_like(made)
+            return made.square().mean()
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Sometimes())
+    guard = Guard(
+        accelerator, model, torch.optim.SGD(model.parameters(), lr=0.01), data=[torch.randn(6) for _ in range(64)],
+        batch_size=8, steps=40, objective=lambda model, batch: model(batch),
+    )  # fmt: skip
+    for batch in guard.batches():
+        guard.step(batch)
+    assert [(one.diagnosis.cause, one.diagnosis.culprit and one.diagnosis.culprit.op) for one in guard.incidents] == [
+        ("operation", "div")
+    ]
+    assert (model.calls, counts.count(20) > 3) == (41, True)
