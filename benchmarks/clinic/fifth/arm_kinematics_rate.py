@@ -8,6 +8,7 @@ networks, kept for a deep one, does this; "my network outputs the same value for
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import torch
 from program import Guilty, Program
@@ -22,7 +23,7 @@ class Hand(nn.Module):
     def __init__(self, joints: int, width: int) -> None:
         super().__init__()
         sizes = [2 * joints] + [width] * 5
-        self.layers = nn.ModuleList(nn.Linear(one, two) for one, two in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(one, two) for one, two in pairwise(sizes))
         self.place = nn.Linear(width, 2)
 
     def forward(self, angles: Tensor) -> Tensor:

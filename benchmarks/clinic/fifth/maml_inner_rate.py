@@ -8,6 +8,7 @@ them is infinite in the first updates.
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import torch
 from program import Guilty, Program
@@ -21,7 +22,7 @@ class Friction(nn.Module):
     def __init__(self, width: int, rate: float) -> None:
         super().__init__()
         sizes = [1, width, width, 1]
-        pairs = list(zip(sizes, sizes[1:], strict=False))
+        pairs = list(pairwise(sizes))
         self.weights = nn.ParameterList([nn.Parameter((2 / a) ** 0.5 * torch.randn(a, b)) for a, b in pairs])
         self.biases = nn.ParameterList([nn.Parameter(torch.zeros(1, b)) for _, b in pairs])
         self.rate = rate

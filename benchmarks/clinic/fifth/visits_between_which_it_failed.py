@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from program import Guilty, Program
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 
