@@ -337,7 +337,7 @@ def _known(anomaly: Anomaly, history: Sequence[Incident]) -> Diagnosis | None:
     """The culprit of the last incidents, if they were like this one and their updates were only skipped."""
     last = history[-_KNOWN_AFTER:]
     first = last[0].diagnosis if len(last) == _KNOWN_AFTER else None
-    if first is None or first.culprit is None:
+    if first is None or first.culprit is None or first.cause in (Cause.DATA, Cause.UNKNOWN):
         return None
     are_alike = all(
         one.anomaly.signal is anomaly.signal

@@ -53,23 +53,34 @@ def user_line(names: dict[int, str]) -> Line | None:
     return second
 
 
-def line_of(error: BaseException, names: dict[int, str]) -> tuple[Line | None, str]:
-    """The innermost line of a user's own that an exception passed, and what of torch.distributions it called there."""
-    line, called, module = None, "", ""
+class Raised(NamedTuple):
+    """Where an exception came from."""
+
+    line: Line | None  # the innermost one of a user's own that it passed
+    of_distribution: str  # what of torch.distributions that called
+    called: str  # what it called at all: a module by its class, anything else by its name
+
+
+def line_of(error: BaseException, names: dict[int, str]) -> Raised:
+    """Return where an exception came from, by its traceback."""
+    line, of_distribution, called, module = None, "", "raise", ""
     for frame, number in walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
         module = names.get(id(owner), module) if isinstance(owner, nn.Module) else module
         if is_users(frame.f_code.co_filename):
-            line, called = Line(frame.f_code.co_filename, number, module), ""
-        elif not called and frame.f_globals.get("__name__", "").startswith("torch.distributions."):
-            name = frame.f_code.co_name
+            line, of_distribution, called = Line(frame.f_code.co_filename, number, module), "", "raise"
+            continue
+        name = frame.f_code.co_name
+        if called == "raise":
+            called = type(owner).__name__ if isinstance(owner, nn.Module) or name == "__init__" else name
+        if not of_distribution and frame.f_globals.get("__name__", "").startswith("torch.distributions."):
             if name == "__init__":
-                called = type(owner).__name__
+                of_distribution = type(owner).__name__
             # There is no count nearest to an impossible one. And what a density is asked about, if no weight had a part
             # in it, came with the data: the line that asks is innocent, and the rows are to blame.
             elif not is_discrete(owner) and _is_learned(frame.f_locals.get("value")):
-                called = name
-    return line, called
+                of_distribution = name
+    return Raised(line, of_distribution, called)
 
 
 def _is_learned(value: Any) -> bool:

@@ -190,10 +190,12 @@ class Microscope(TorchFunctionMode):
             return self._raised[1]
         known = (one for _, one in self._origins.values() if one is not None)
         made = [one for one in known if one.kind == "nan" and not one.was_given]
-        line, called = line_of(error, self._names)
-        if made or not called:
-            return min(made, key=lambda one: one.call, default=None)
-        return Origin("forward", called, "domain", -1, line)
+        if made:
+            return min(made, key=lambda one: one.call)
+        found = line_of(error, self._names)
+        if found.of_distribution:
+            return Origin("forward", found.of_distribution, "domain", -1, found.line)
+        return Origin("forward", found.called, "error", -1, found.line) if found.line is not None else None
 
     # Forward.
 

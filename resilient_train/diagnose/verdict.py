@@ -213,7 +213,8 @@ def on_error(facts: Observations, error: str) -> Diagnosis:
         remedy = f"fix or remove {_it(facts.rows)}, or catch the error."
         return Diagnosis(Cause.DATA, f"{_rows(facts.rows).capitalize()} raised {error}: {remedy}", None, facts.rows)
     which = "Only some batches raise" if facts.is_compared else "The batch raises"
-    return Diagnosis(Cause.UNKNOWN, f"{which} {error}: handle {'them' if facts.is_compared else 'it'} in your code.")
+    what = "them" if facts.is_compared else "it"
+    return Diagnosis(Cause.UNKNOWN, f"{which} {error}: handle {what} in your code.", culprit)
 
 
 def without_rows(found: Diagnosis) -> Diagnosis:
