@@ -262,6 +262,48 @@ def test_what_a_density_cannot_be_asked_about_is_of_its_row_unless_it_is_learned
     guard._controls.unpatch()
 
 
+def by_hand(chosen: Tensor) -> Tensor:
+    if len(chosen) < 2:
+        raise ValueError("too few of them")  # by hand
+    return chosen.square().mean()
+
+
+def joined(chosen: Tensor) -> Tensor:
+    return torch.cat([one.square() for one in chosen]).mean()  # joined
+
+
+normalized = nn.BatchNorm1d(4)
+
+
+def of_a_module(chosen: Tensor) -> Tensor:
+    out: Tensor = normalized(chosen).square().mean()  # of a module
+    return out
+
+
+@pytest.mark.parametrize(
+    ("extra", "op", "mark"),
+    [(by_hand, "raise", "by hand"), (joined, "cat", "joined"), (of_a_module, "batch_norm", "of a module")],
+)
+def test_what_no_row_alone_raises_is_named_by_its_line(extra: Any, op: str, mark: str) -> None:
+    """A batch without enough of something: no row is to blame, and the update is skipped."""
+
+    def objective(model: Any, batch: Any) -> Tensor:
+        x = batch[0]
+        loss: Tensor = squared(model, batch) + 0.1 * extra(x[x[:, 0] > (1.2 if extra is joined else 0.7)])
+        return loss
+
+    guard = run(objective, table(bad=()))
+    found = [one.diagnosis for one in guard.incidents if one.diagnosis.cause is Cause.UNKNOWN]
+    assert found
+    assert guard.clock.step == STEPS
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    for one in found:
+        assert one.culprit is not None
+        assert (one.culprit.file, one.culprit.op) == (__file__, op)
+        assert lines[one.culprit.line - 1].endswith(f"# {mark}")
+        assert not one.patchable
+
+
 def test_a_stream_without_an_index_skips_what_raises() -> None:
     """No row can be named; the batch of the update before shows that it is no bug."""
     from torch.utils.data import DataLoader
