@@ -73,6 +73,14 @@ ONLY_HERE = Observations(reproduced=True, is_compared=True)
         (replace(AGAIN, culprit=culprit("linalg_det", values(-9, 90)), kind="inf"), 1, Cause.OVERFLOW, "wider type"),
         (replace(AGAIN, culprit=culprit("linalg_inv", values(0, 2)), kind="inf"), 1, Cause.OPERATION, "identity"),
         (replace(AGAIN, culprit=culprit("Mine", values(0, 2)), kind="nan"), 1, Cause.OPERATION, "Mine"),
+        (  # targets that no loss is finite for
+            replace(ONLY_HERE, culprit=culprit("ctc_loss", values(-9, 0)), kind="inf", rows=(4, 9)),
+            *(1, Cause.DATA, "Rows 4, 9 of the data: no finite loss in `ctc_loss`"),
+        ),
+        (  # of every batch
+            replace(EVERYWHERE, culprit=culprit("ctc_loss", values(-9, 0)), kind="inf"),
+            *(1, Cause.OPERATION, "empty, too long"),
+        ),
         (AGAIN, 1e5, Cause.EXPLOSION, "1e+05 times"),
         (EVERYWHERE, 1e5, Cause.EXPLOSION, "1e+05 times"),
         (replace(ONLY_HERE, rows=(4,)), 1e5, Cause.UNKNOWN, "row 4"),
