@@ -188,6 +188,7 @@ class EngineGuard:
         if batch is not self._handed_out:
             begun.inputs[-1] = batch  # the loop has changed it
         begun.versions[-1] = versions(begun.inputs[-1])
+        begun.attributes = begun.attributes if self._losses else self._backups.attributes()
         spoil = partial(self.drill.on_loss, self._place()) if self.drill is not None else lambda loss: loss
         computed = self._computation.of(batch, begun, self._in_flight, spoil)
         if not isinstance(computed, str):
@@ -207,7 +208,7 @@ class EngineGuard:
 
         With `optimizer` the loss is that of one optimizer, which steps now: the update ends with the last of them.
         """
-        loss = self._parts.buffers.spoil(scalar(loss)) if self.objective is None else scalar(loss)
+        loss = self._parts.buffers.spoil(scalar(loss))
         if not self._turns.take(optimizer, self.samples.slicing.accumulation, self.objective):
             self._updater.drop_gradients()
             return False
@@ -319,7 +320,7 @@ class EngineGuard:
             self._ring.drop(flight.snapshot)
         scanned = self._examination.verdict()
         self._name_guilty_ranks()
-        explainer, before = self._recovery.explainer, flight.begun.backup.attributes
+        explainer, before = self._recovery.explainer, flight.begun.attributes
         refused = partial(Refused, update, inputs, flight.limits, before)
         anomaly = scanned or finding.anomaly or explainer.check_first_updates(vitals, inputs)
         if anomaly is None and finding.at_any_scale and explainer.breaks_at_any_scale(refused(flight.was_modified)):
@@ -349,10 +350,8 @@ class EngineGuard:
                     self.drill.repeat(flight.begun.tick)
         self._updater.drop_gradients()
         if (first := begun if vitals.accepted else flight.begun) is not None:
-            # A model that counts its forwards counts the refused one, or it would break in every retry.
-            counted = self._backups.attributes() if begun is None else begun.backup.attributes
             self._roll_back(first)
-            self._backups.set_attributes(counted)
+            self._backups.set_attributes(flight.begun.attributes, only_lost=True)
         if anomaly is not None:
             spiked = not float(flight.attempt.loss) <= flight.limits[0]
             what = inputs, update.failed, flight.begun.raised, flight.gradients

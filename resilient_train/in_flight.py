@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resilient_train.data.samples import Update
-from resilient_train.state.copies import Backup
+from resilient_train.state.copies import Attributes, Backup
 from resilient_train.state.ring import Snapshot
 from resilient_train.types import Vitals
 from resilient_train.update.objective import Metrics
@@ -25,6 +25,7 @@ class StartedUpdate:
     backup: Backup  # of the buffers before it
     inputs: list[Any]  # its micro-batches, as the model saw them
     started_at: float  # on the monotonic clock
+    attributes: Attributes = ()  # of the model's modules before its first forward; none where the loop calls the model
     raised: list[str] = field(default_factory=list)  # exceptions of its forwards and backwards, each in one line
     versions: list[Any] = field(default_factory=list)  # Tensor._version of each tensor before the forward pass
 

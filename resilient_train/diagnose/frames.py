@@ -56,22 +56,23 @@ def user_line(names: dict[int, str]) -> Line | None:
 class Raised(NamedTuple):
     """Where an exception came from."""
 
-    line: Line | None  # the innermost one of a user's own that it passed
+    line: Line | None  # the innermost one of a user's own that it passed, rather than of an installed package
     of_distribution: str  # what of torch.distributions that called
     called: str  # what it called at all: a module by its class, anything else by its name
 
 
 def line_of(error: BaseException, names: dict[int, str]) -> Raised:
     """Return where an exception came from, by its traceback."""
-    line, of_distribution, called, module = None, "", "raise", ""
+    line, of_distribution, called, module = None, "", "", ""
     for frame, number in walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
         module = names.get(id(owner), module) if isinstance(owner, nn.Module) else module
-        if is_users(frame.f_code.co_filename):
-            line, of_distribution, called = Line(frame.f_code.co_filename, number, module), "", "raise"
+        file = frame.f_code.co_filename
+        if is_users(file) and (line is None or not _is_installed(file)):
+            line, of_distribution, called = Line(file, number, module), "", ""
             continue
         name = frame.f_code.co_name
-        if called == "raise":
+        if not called:
             called = type(owner).__name__ if isinstance(owner, nn.Module) or name == "__init__" else name
         if not of_distribution and frame.f_globals.get("__name__", "").startswith("torch.distributions."):
             if name == "__init__":
@@ -80,7 +81,7 @@ def line_of(error: BaseException, names: dict[int, str]) -> Raised:
             # in it, came with the data: the line that asks is innocent, and the rows are to blame.
             elif not is_discrete(owner) and _is_learned(frame.f_locals.get("value")):
                 of_distribution = name
-    return Raised(line, of_distribution, called)
+    return Raised(line, of_distribution, called or "statement")
 
 
 def _is_learned(value: Any) -> bool:
@@ -90,6 +91,10 @@ def _is_learned(value: Any) -> bool:
 def is_users(file: str) -> bool:
     """Say whether a file is a user's own."""
     return _whose(file) == _USERS
+
+
+def _is_installed(file: str) -> bool:
+    return file.startswith(_SITE)
 
 
 def called_by_us(frames: Sequence[FrameType]) -> Sequence[FrameType]:

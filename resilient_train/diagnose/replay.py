@@ -80,6 +80,7 @@ class Replay:
         moving = [(weight, weight.detach().clone()) for weight, version in self._versions if weight._version != version]
         for weight, _ in gradients:
             weight.grad = None
+        attributes = self._backups.attributes()
         self._backups.set_attributes(self.attributes)
         self._backups.set_scale(1.0)  # what is not finite then is no overflow that a lower scale prevents
         with randomness.preserved(self._device), _in_eager(self.model):
@@ -93,6 +94,7 @@ class Replay:
             finally:
                 self._backups.put_back(before)
                 self._backups.let_go(before)
+                self._backups.set_attributes(attributes)
                 self._drop_gradients()
                 for weight, gradient in gradients:
                     weight.grad = gradient

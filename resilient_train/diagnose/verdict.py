@@ -69,7 +69,6 @@ _EVEN = ("cosh", "sinh", "i0", "special_i0", "special_i1")  # large on both side
 _EXPONENTIAL = ("exp", "exp2", "expm1", *_EVEN)
 _PRODUCTS = ("prod", "cumprod", "det", "linalg_det")  # infinite by overflow alone
 _LARGEST_EXPONENT = {"float16": 11.09, "float64": 709.78}  # of e, and 88.72 in float32 and bfloat16
-_OF_TARGETS = ("ctc_loss", "cross_entropy", "nll_loss")  # not finite only where targets are impossible
 # Operations that raise where a patch of numerics has a value.
 _HAS_VALUE = ("cholesky", "linalg_cholesky", "inverse", "linalg_inv", "linalg_solve", "binary_cross_entropy")
 _LOOPS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # one product after the other, whose values cannot be seen
@@ -171,7 +170,7 @@ def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -
         given = without_rows(Diagnosis(Cause.OPERATION, "", culprit))
         return replace(given, advice=f"{given.advice} Seen with {_rows(rows)}.", rows=rows) if rows else given
     first, is_overflow = facts.after or culprit, _overflows(culprit, facts.kind)
-    if culprit.op in _OF_TARGETS and rows and not (facts.everywhere or is_overflow or facts.after):
+    if culprit.op == "ctc_loss" and rows and not (facts.everywhere or is_overflow or facts.after):
         return on_bad_rows(dict.fromkeys(rows, f"no finite loss in {_place(culprit)} for such targets"))
     if is_overflow:
         where = f"It broke first in {_place(culprit)}."

@@ -83,9 +83,9 @@ class Knobs:
         """Let SGD change the weights by no more than this share of their norm, and by ever less from here.
 
         Where every update is as long as it may be, no loss comes to rest before they become shorter. Each further call
-        begins with a third.
+        begins with a third of what is left of it.
         """
-        self._share, self._limited = min(share, self._share / 3) if self._share else share, 0
+        self._share, self._limited = min(share, self._decayed_share() / 3) if self._share else share, 0
 
     def _decayed_share(self) -> float:
         return self._share * math.sqrt(_DECAY / (_DECAY + self._limited))

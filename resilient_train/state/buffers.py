@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 
@@ -16,29 +17,27 @@ class BufferWatch:
 
     def __init__(self, model: nn.Module) -> None:
         self._owned = [module._buffers for module in model.modules() if module._buffers]
-        self._watched: list[tuple[dict[str, Tensor | None], str]] = []
+        self._watched: set[tuple[int, str]] = set()  # the number of the module, and the name
 
     @contextmanager
     def across_rewind(self) -> Iterator[None]:
         """Watch the buffers that are not finite before a rewind and are after it. Waits for the device."""
-        broken = [one for one in self._named() if one not in self._watched and not _is_finite(one)]
+        broken = {place for place, buffer in self._named() if not buffer.isfinite().all()}
         yield
-        self._watched += [one for one in broken if _is_finite(one)]
+        self._watched |= {place for place, buffer in self._named() if place in broken and buffer.isfinite().all()}
 
     def spoil(self, loss: Tensor) -> Tensor:
         """Return the loss as it is, or NaN if a watched buffer is not finite now; the microscope sees why."""
-        for own, name in self._watched:
-            if (buffer := own.get(name)) is not None:
+        for number, name in self._watched:
+            if (buffer := self._owned[number].get(name)) is not None:
                 loss = loss + (0 * buffer.detach()).sum().abs().to(loss)
         return loss
 
-    def _named(self) -> Iterator[tuple[dict[str, Tensor | None], str]]:
-        for own in self._owned:
+    def _named(self) -> Iterator[tuple[tuple[int, str], Tensor]]:
+        """The buffers of a type that can be not finite; those of one byte cannot be computed with."""
+        for number, own in enumerate(self._owned):
             for name, buffer in own.items():
-                if buffer is not None and (buffer.is_floating_point() or buffer.is_complex()):
-                    yield own, name
-
-
-def _is_finite(place: tuple[dict[str, Tensor | None], str]) -> bool:
-    own, name = place
-    return (buffer := own.get(name)) is None or bool(buffer.isfinite().all())
+                if buffer is None or buffer.layout is not torch.strided or buffer.element_size() == 1:
+                    continue
+                if buffer.is_floating_point() or buffer.is_complex():
+                    yield (number, name), buffer

@@ -151,21 +151,20 @@ class Backup:
     live: list[torch.Tensor]  # all tensors of the tables, and those of the loss scale
     shapes: list[torch.Size]
     copies: list[torch.Tensor]
-    attributes: Attributes
 
 
 Attributes = Sequence[tuple[dict[str, Any], str, Any]]  # of modules: where, name, value
 
-_NOTHING = Backup([], [], [], [], [])
+_NOTHING = Backup([], [], [], [])
 _ABSENT = object()
-_LOOKS = 4  # backups in which attributes that change are looked for
+_LOOKS = 5  # calls of `attributes` in which those that change are looked for
 
 
 class Backups:
     """Copies the buffers before an update, and the loss scale, which a refused update must not change.
 
-    A model may also count its forwards, or carry a hidden state along, in plain attributes. Those that change in the
-    first updates are kept too: numbers, and tensors without a graph as they are, in the belief that they are replaced.
+    A model may also count its forwards, or carry a hidden state along, in plain attributes. `attributes` returns those
+    that change in the first updates, numbers and tensors without a graph: a replay begins with them.
     """
 
     def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -179,27 +178,29 @@ class Backups:
     def take(self) -> Backup:
         """Copy all of them with one call; nothing if the model has no buffers."""
         tables = [(module, module._buffers.copy()) for module in self._modules if module._buffers]
-        attributes = self.attributes()
         if not tables and self._scaler is None:
-            return Backup([], [], [], [], attributes) if attributes else _NOTHING
+            return _NOTHING
         live = [one for _, table in tables for one in table.values() if one is not None] + self._scale()
         shapes = [one.shape for one in live]
         old = self._spare.pop() if self._spare else _NOTHING
         is_same = old.shapes == shapes and all(map(is_, old.live, live))  # usually: no need to compare each tensor
         copies = old.copies if is_same else room(live, old.copies, torch.empty_like)
         copy_into(copies, live)
-        return Backup(tables, live, shapes, copies, attributes)
+        return Backup(tables, live, shapes, copies)
 
     def attributes(self) -> Attributes:
-        """Return the attributes that change with the updates, as they are."""
+        """Return the attributes that change with the updates, as they are; tensors are not copied."""
         if self._looks < _LOOKS:
             self._looks += 1
             self._look()
-        return [(own, name, own.get(name, _ABSENT)) for (_, name), own in self._changing.items()]
+        now = [(own, name, own.get(name, _ABSENT)) for (_, name), own in self._changing.items()]
+        return [one for one in now if one[2] is _ABSENT or _is_state(one[2])]
 
-    def set_attributes(self, attributes: Attributes) -> None:
-        """Set what `attributes` returned."""
+    def set_attributes(self, attributes: Attributes, *, only_lost: bool = False) -> None:
+        """Set what `attributes` returned; `only_lost`: those that are not finite any more. Then the host waits."""
         for own, name, value in attributes:
+            if only_lost and (value is _ABSENT or not _is_state(own.get(name)) or _is_finite(own[name])):
+                continue
             if value is _ABSENT:
                 own.pop(name, None)
             else:
@@ -223,7 +224,6 @@ class Backups:
 
         Without `with_scale` the loss scale stays as it is: after an overflow it has to be lower than before.
         """
-        self.set_attributes(backup.attributes)
         scale = self._scale()
         kept = set() if with_scale else set(map(id, scale))
         resized = {
@@ -265,3 +265,7 @@ class Backups:
 def _is_state(value: Any) -> bool:
     """Say whether an attribute of a module may be a part of its state. A tensor with a graph would keep that alive."""
     return type(value) in (int, float) or (isinstance(value, torch.Tensor) and not value.requires_grad)
+
+
+def _is_finite(value: Any) -> bool:
+    return bool(torch.as_tensor(value).isfinite().all())

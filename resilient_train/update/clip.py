@@ -87,30 +87,27 @@ def clip_further(
 @torch.no_grad()
 def clip_to_share(
     groups: Sequence[Mapping[str, Any]],
-    norm: torch.Tensor,
-    max_norm: float | None,
     share: float,
     over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Clip gradients of SGD so that an update changes the weights by no more than a share of their norm.
+    """Clip gradients of SGD, after all other clipping: they change the weights by a share of their norm at most.
 
-    `norm` is that of the gradients before they were clipped to `max_norm`. With momentum, one gradient enters many
-    updates. Weights near zero may grow as if they were of the size that weights usually begin with.
+    With momentum, one gradient enters many updates. Weights near zero may grow as if they were of the size that weights
+    usually begin with.
     """
-    weights = [weight.detach() for group in groups for weight in group["params"] if weight.grad is not None]
+    trained = [group for group in groups if any(weight.grad is not None for weight in group["params"])]
+    weights = [weight for group in trained for weight in group["params"] if weight.grad is not None]
     if not weights:
         return
-    if over_ranks is None:
-        of_weights = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one).float() for one in weights]))
-    else:
-        of_weights = norm_over_ranks(weights, over_ranks).float()
-    of_weights = of_weights.clamp(min=_SMALL_WEIGHT * math.sqrt(sum(one.numel() for one in weights)))
-    pace = max(group["lr"] / (1 - min(group.get("momentum", 0.0), _MOST_MOMENTUM)) for group in groups)
-    clipped = norm if max_norm is None else norm.clamp(max=max_norm)
-    factor = (share * of_weights / (pace * clipped + 1e-30)).clamp(max=1.0)
-    for weight in (weight for group in groups for weight in group["params"]):
-        if weight.grad is not None:
-            local_part(weight.grad).mul_(factor.to(weight.grad.device))
+    grads = [weight.grad._values() if weight.grad.is_sparse else weight.grad for weight in weights]
+    whole = [weight.detach() for weight in weights]
+    of_weights, norm = (norm_over_ranks(some, over_ranks) if over_ranks else get_total_norm(some)
+                        for some in (whole, grads))  # fmt: skip
+    of_weights = of_weights.float().clamp(min=_SMALL_WEIGHT * math.sqrt(sum(one.numel() for one in weights)))
+    pace = max(group["lr"] / (1 - min(group.get("momentum", 0.0), _MOST_MOMENTUM)) for group in trained)
+    factor = (share * of_weights / (pace * norm.float() + 1e-30)).clamp(max=1.0)
+    for grad in grads:
+        local_part(grad).mul_(factor.to(grad.device))
 
 
 def total_norm(grads: list[torch.Tensor], note: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:

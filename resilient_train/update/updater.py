@@ -52,6 +52,7 @@ class Attempt:
     restarts: bool  # the schedule starts again with this update, on purpose
     max_norm: float | None  # the norm that gradients were clipped to
     is_busy: bool  # this process is writing a checkpoint
+    has_share: bool = False  # gradients were clipped further, to a share of the norm of the weights
     is_turn: bool = False  # the optimizers stepped one after the other, and each had its gradients clipped alone
     times: int = 1  # that an optimizer stepped in it
     norms: Sequence[tuple[Sequence[str], torch.Tensor]] = ()  # of single gradients before clipping, and whose they are
@@ -154,9 +155,7 @@ class Updater:
         set_rates = self._set(step, knobs.lr * rate_factor, knobs)
         if knobs.share:
             share = knobs.share * knobs.lr  # at a lower rate updates are shorter, too
-            clip_to_share(
-                self._groups() if one is None else one.param_groups, grad_norm, max_norm, share, self._over_ranks
-            )
+            clip_to_share(self._groups() if one is None else one.param_groups, share, self._over_ranks)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
         if not self.agreement.is_alone:
             digest ^= _digest_of_rates(set_rates.settings)
@@ -186,6 +185,7 @@ class Updater:
             restarts=(turns.is_complete or turns.is_open_ended) and self.restarts.at(step, set_rates.planned_lr),
             max_norm=max_norm,
             is_busy=self.agreement.is_set(Flag.BUSY),
+            has_share=knobs.share > 0,
             is_turn=one is not None,
             norms=norms,
             records_norms=self._norms_every > 0 and (step + 1) % self._norms_every == 0,
@@ -217,8 +217,9 @@ class Updater:
             group.update(setting)
 
     def clipped(self, grad_norm: float, attempt: Attempt) -> float | None:
-        """Return the norm of the gradients after clipping; None if it is unknown: clipped by value, or one by one."""
-        if self.clipping.max_value is not None or attempt.times > 1 or self.turns.is_clipped:
+        """Return the norm of the gradients after clipping; None if unknown: by value, one by one or to a share."""
+        is_unknown = self.clipping.max_value is not None or attempt.has_share
+        if is_unknown or attempt.times > 1 or self.turns.is_clipped:
             return None
         if attempt.max_norm is None or grad_norm <= attempt.max_norm:
             return grad_norm

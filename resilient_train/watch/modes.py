@@ -98,7 +98,7 @@ class EvaluationLoss:
         Waits for the device.
         """
         flags = [(module, module.training) for module in self.model.modules()]
-        before = self._backups.take()
+        before, attributes = self._backups.take(), self._backups.attributes()
         with preserved(loss.device):
             self.model.eval()
             try:
@@ -110,6 +110,7 @@ class EvaluationLoss:
                 for module, flag in flags:
                     module.training = flag
                 self._backups.put_back(before)
+                self._backups.set_attributes(attributes)
                 self._backups.let_go(before)
         in_training = float(loss.detach())
         difference = abs(in_evaluation - in_training)

@@ -282,7 +282,7 @@ def of_a_module(chosen: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("extra", "op", "mark"),
-    [(by_hand, "raise", "by hand"), (joined, "cat", "joined"), (of_a_module, "batch_norm", "of a module")],
+    [(by_hand, "statement", "by hand"), (joined, "cat", "joined"), (of_a_module, "batch_norm", "of a module")],
 )
 def test_what_no_row_alone_raises_is_named_by_its_line(extra: Any, op: str, mark: str) -> None:
     """A batch without enough of something: no row is to blame, and the update is skipped."""

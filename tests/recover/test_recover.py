@@ -940,7 +940,7 @@ def test_knobs_climb_back_to_a_share_of_what_was() -> None:
 
 
 def test_a_limit_of_updates_falls_with_their_root() -> None:
-    """Each further one begins with a third of the one before; a resume has it as it was."""
+    """Each further one begins with a third of what was left; a resume has it as it was."""
     knobs, shares = Knobs(), []
     for _ in range(2):
         knobs.limit_update(0.1)
@@ -951,7 +951,7 @@ def test_a_limit_of_updates_falls_with_their_root() -> None:
         resumed.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
         assert resumed.values == knobs.values
     assert shares[149] == pytest.approx(0.05)
-    assert [3 * share for share in shares[150:]] == pytest.approx(shares[:150])
+    assert [6 * share for share in shares[150:]] == pytest.approx(shares[:150])
 
 
 def test_knobs_re_warm() -> None:

@@ -173,10 +173,10 @@ def test_a_norm_is_infinite_only_where_a_gradient_is(values: tuple[float, float]
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9, 0.99])
-@pytest.mark.parametrize("max_norm", [None, 1e3])
+@pytest.mark.parametrize(("max_norm", "max_value"), [(None, None), (1e3, None), (None, 50.0)])
 @pytest.mark.parametrize("size", [1e12, 1e-6])
 def test_no_gradient_moves_the_weights_by_more_than_a_share(
-    momentum: float, max_norm: float | None, size: float
+    momentum: float, max_norm: float | None, max_value: float | None, size: float
 ) -> None:
     """With momentum that is all that it does in this update and later ones. Small gradients stay as they are."""
     weights = [nn.Parameter(torch.full((8, 4), 0.5).double()), nn.Parameter(torch.zeros(4).double())]
@@ -184,8 +184,8 @@ def test_no_gradient_moves_the_weights_by_more_than_a_share(
     optimizer = torch.optim.SGD(weights, lr=0.3, momentum=momentum)
     for weight in weights:
         weight.grad = torch.full_like(weight, size)
-    norm, _ = clip(weights, ClipConfig(max_norm, None))
-    clip_to_share(optimizer.param_groups, norm, max_norm, 0.1)
+    clip(weights, ClipConfig(max_norm, max_value))
+    clip_to_share(optimizer.param_groups, 0.1)
     for _ in range(5000):
         optimizer.step()
         for weight in weights:
@@ -198,9 +198,10 @@ def test_no_gradient_moves_the_weights_by_more_than_a_share(
 def test_weights_that_begin_at_zero_can_move() -> None:
     """As if they were of the size that weights usually begin with; weights without a gradient do not count."""
     weight = nn.Parameter(torch.zeros(100))
-    optimizer = torch.optim.SGD([weight, nn.Parameter(torch.full((9,), 1e9))], lr=1.0)
+    other: dict[str, Any] = {"params": [nn.Parameter(torch.full((9,), 1e9))], "lr": 50.0}
+    optimizer = torch.optim.SGD([{"params": [weight]}, other], lr=1.0)
     weight.grad = torch.full_like(weight, 1e6)
-    clip_to_share(optimizer.param_groups, weight.grad.norm(), None, 0.1)
+    clip_to_share(optimizer.param_groups, 0.1)
     optimizer.step()
     assert weight.norm().item() == pytest.approx(0.1 * 0.02 * 10)
 
