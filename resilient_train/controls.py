@@ -291,6 +291,7 @@ class Controls(RunControl):
             quarantined=len(self.quarantined.rows) - len(self.quarantined.given),
             given=len(self.quarantined.given),
             armor=not anomaly.landed and all(parts.world.all_of(self._can_patch(diagnosis))),
+            share=self.knobs.values.share,
             sgd=all(isinstance(one, torch.optim.SGD) for one in parts.updater.optimizers),
             lost_eps=lost_eps(parts.updater.optimizers) is not None and not parts.updater.mends_eps,
             loss_excess=parts.checks.loss_excess(),

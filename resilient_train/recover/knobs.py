@@ -16,6 +16,7 @@ _REGAIN_FACTOR = 2 ** (1 / 8)  # of lr in one step of the climb to `regain`: eig
 _LONG_PATIENCE = 8  # at least, where the configured rate never worked, or failed at once
 _MAX_PATIENCE = 64
 _DECAY = 50  # healthy updates until a limit of updates is 0.7 of what it was
+_LEAST_SHARE = 0.1  # of it: no less, or it would slow down healthy training late in a long run
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +81,14 @@ class Knobs:
         self._patience = max(self._patience, _LONG_PATIENCE)
 
     def limit_update(self, share: float) -> None:
-        """Let SGD change the weights by no more than this share of their norm, and by ever less from here.
+        """Let SGD change the weights by no more than this share of their norm, and by less from here, down to a tenth.
 
-        Where every update is as long as it may be, no loss comes to rest before they become shorter. Each further call
-        begins with a third of what is left of it.
+        Where every update is as long as it may be, no loss comes to rest before they become shorter.
         """
-        self._share, self._limited = min(share, self._decayed_share() / 3) if self._share else share, 0
+        self._share, self._limited = share, 0
 
     def _decayed_share(self) -> float:
-        return self._share * math.sqrt(_DECAY / (_DECAY + self._limited))
+        return self._share * max(_LEAST_SHARE, math.sqrt(_DECAY / (_DECAY + self._limited)))
 
     def turn_clip(self, factor: float) -> None:
         """Multiply the limits of the clip."""

@@ -28,6 +28,7 @@ class Circumstances:
     given: int = 0  # of these, in quarantine because another run listed them: the budget does not count them
     armor: bool = False  # the guilty line is known and not patched yet
     at_start: bool = False  # the only verified state is the one that the run began with
+    share: float = 0.0  # of the norm of the weights, that updates are limited to; 0: they are not
     sgd: bool = False  # every optimizer is torch's SGD, whose updates are as large as the gradients
     lost_eps: bool = False  # an optimizer's epsilon is 0 in the type of its weights
     loss_excess: float = 0.0  # how far the loss is above its earlier level, relative to that: 1 is twice as high
@@ -219,11 +220,15 @@ class TightenClip(Remedy):
 class LimitUpdate(Remedy):
     """Clip the gradient so that an update of SGD, with its momentum, changes the weights by a share of their norm.
 
-    It stays for the rest of the run, and falls with the root of the updates. With the right learning rate and first
-    weights, updates are far smaller.
+    It stays for the rest of the run, and falls with the root of the updates, down to a tenth. With the right learning
+    rate and first weights, updates are far smaller.
     """
 
     share: float = limited(0.1, above=0, at_most=1)
+
+    def settings_for(self, case: Case) -> dict[str, float]:
+        """Where updates are limited already, begin with a third of what is left of that."""
+        return {"share": min(self.share, float(f"{case.facts.share / 3:.2g}"))} if case.facts.share else {}
 
     def applies(self, case: Case) -> bool:
         return case.facts.sgd

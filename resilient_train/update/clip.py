@@ -32,21 +32,16 @@ def clip(
     Where no norm is configured, a tightened clip starts from the `usual` one. Returns the norm of the gradients
     before, and the norm they were clipped to, if any. `over_ranks` sums over the ranks where gradients are sharded.
     """
-    grads = []
+    grads: list[torch.Tensor] = []
     for weight in weights:
         if (grad := weight.grad) is not None:
             if grad.is_sparse:
                 weight.grad = grad = grad.coalesce()  # adds up rows that occur twice
                 grad = grad._values()  # shared: the public method copies
             grads.append(grad)
-    first = grads[0] if grads else None
-    is_plain = first is not None and all(
-        type(grad) is torch.Tensor and grad.dtype is first.dtype and grad.device == first.device for grad in grads
-    )
-    if over_ranks is None:
-        norm = total_norm(grads, note) if is_plain else get_total_norm(grads)
-    else:
-        norm, grads = norm_over_ranks(grads, over_ranks), [local_part(grad) for grad in grads]
+    is_plain, norm = _is_plain(grads), _norm(grads, over_ranks, note)
+    if over_ranks is not None:
+        grads = [local_part(grad) for grad in grads]
     configured = usual if config.max_norm is None and tightened < 1 else config.max_norm
     max_norm = None if configured is None else configured * tightened
     if max_norm is not None:
@@ -100,9 +95,7 @@ def clip_to_share(
     if not weights:
         return
     grads = [weight.grad._values() if weight.grad.is_sparse else weight.grad for weight in weights]
-    whole = [weight.detach() for weight in weights]
-    of_weights, norm = (norm_over_ranks(some, over_ranks) if over_ranks else get_total_norm(some)
-                        for some in (whole, grads))  # fmt: skip
+    norm, of_weights = _norm(grads, over_ranks), _norm([weight.detach() for weight in weights], over_ranks)
     of_weights = of_weights.float().clamp(min=_SMALL_WEIGHT * math.sqrt(sum(one.numel() for one in weights)))
     pace = max(group["lr"] / (1 - min(group.get("momentum", 0.0), _MOST_MOMENTUM)) for group in trained)
     factor = (share * of_weights / (pace * norm.float() + 1e-30)).clamp(max=1.0)
@@ -110,11 +103,29 @@ def clip_to_share(
         local_part(grad).mul_(factor.to(grad.device))
 
 
+def _norm(
+    tensors: list[torch.Tensor],
+    over_ranks: Callable[[torch.Tensor], torch.Tensor] | None,
+    note: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    if over_ranks is not None:
+        return norm_over_ranks(tensors, over_ranks)
+    return total_norm(tensors, note) if _is_plain(tensors) else get_total_norm(tensors)
+
+
+def _is_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Say whether there are tensors, all dense, of one type and on one device."""
+    return bool(tensors) and all(
+        type(one) is torch.Tensor and one.dtype is tensors[0].dtype and one.device == tensors[0].device
+        for one in tensors
+    )
+
+
 def total_norm(grads: list[torch.Tensor], note: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
     """Return the norm of dense gradients of one type on one device. Torch's function would sort them at the same cost.
 
-    It is infinite where a gradient is, and not where only a square is too large for float32. Doubles cost nothing on
-    a GPU, which waits for its memory. On a CPU they take three times as long: there only the last sum is in doubles.
+    It is infinite where a gradient is. On a GPU it is finite where only a square is too large for float32: doubles cost
+    nothing there. On a CPU they take three times as long, so only the last sum is in doubles.
     """
     first = grads[0]
     if first.device.type == "cpu":

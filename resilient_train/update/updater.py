@@ -154,7 +154,8 @@ class Updater:
             grad_norm, max_norm = clip_further(weights, norm, self.clipping.max_norm, knobs.clip, self.usual_norm)
         set_rates = self._set(step, knobs.lr * rate_factor, knobs)
         if knobs.share:
-            share = knobs.share * knobs.lr  # at a lower rate updates are shorter, too
+            # At a lower rate, by a remedy or by the schedule, updates are shorter, too; 0: not known on the host.
+            share = knobs.share * min(1.0, set_rates.lr_ratio or knobs.lr)
             clip_to_share(self._groups() if one is None else one.param_groups, share, self._over_ranks)
         grad_norm = grad_norm if grad_norm.dtype is torch.float32 else grad_norm.float()
         if not self.agreement.is_alone:

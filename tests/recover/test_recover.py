@@ -940,18 +940,26 @@ def test_knobs_climb_back_to_a_share_of_what_was() -> None:
 
 
 def test_a_limit_of_updates_falls_with_their_root() -> None:
-    """Each further one begins with a third of what was left; a resume has it as it was."""
+    """Down to a tenth; a resume has it as it was."""
     knobs, shares = Knobs(), []
-    for _ in range(2):
-        knobs.limit_update(0.1)
-        for _ in range(150):
-            knobs.advance()
-            shares.append(knobs.values.share)
-        resumed = Knobs()
-        resumed.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
-        assert resumed.values == knobs.values
-    assert shares[149] == pytest.approx(0.05)
-    assert [6 * share for share in shares[150:]] == pytest.approx(shares[:150])
+    knobs.limit_update(0.1)
+    for _ in range(9000):
+        knobs.advance()
+        shares.append(knobs.values.share)
+    resumed = Knobs()
+    resumed.load_state_dict(json.loads(json.dumps(knobs.state_dict())))
+    assert resumed.values == knobs.values
+    assert [shares[149], shares[-1]] == pytest.approx([0.05, 0.01])
+    assert shares == sorted(shares, reverse=True)
+
+
+@pytest.mark.parametrize(("left", "share"), [(0.0, 0.1), (0.06, 0.02), (0.9, 0.1)])
+def test_updates_that_are_limited_already_are_limited_further(left: float, share: float) -> None:
+    """The incident says by how much; never to more than the policy says."""
+    can = dataclasses.replace(ALL_APPLICABLE, sgd=True, share=left)
+    policy = parse({"ladders": {"default": [["rewind", "limit_update"]]}})
+    found = decide(policy, landed(9), unknown(landed(9)), (), 9, can)
+    assert [dict(one.settings) for one in found.actions if one.remedy == "limit_update"] == [{"share": share}]
 
 
 def test_knobs_re_warm() -> None:
