@@ -188,6 +188,18 @@ def test_an_environment_is_made_when_it_has_to_be(repository: Path) -> None:
     assert set_up(repository, PATH=f"{repository}:{os.environ['PATH']}") == (1, "Making")
 
 
+def test_an_environment_behind_a_link_is_left_alone(repository: Path, tmp_path: Path) -> None:
+    """It may be that of another checkout: to make it anew would empty that."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "stamp").write_text("of another checkout\n")
+    (other / "kept").touch()
+    (repository / ".venv").symlink_to(other)
+    code, _ = set_up(repository)
+    assert code == 1
+    assert sorted(one.name for one in other.iterdir()) == ["kept", "stamp"]
+
+
 def test_an_environment_of_somebody_else_is_left_alone(repository: Path) -> None:
     """A .venv that holds packages of the user's own is refused in one line and stays as it is."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", repository / ".venv"], check=True)
