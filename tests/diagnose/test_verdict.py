@@ -150,6 +150,7 @@ def test_rows_that_take_a_gradient_out_of_range_are_named_though_no_operation_br
 
 
 LOOP = culprit("rnn_relu", values(-5, 5, zeros=800))
+LARGE = culprit("mul", values(-1e30, 1e30))
 
 
 @pytest.mark.parametrize(
@@ -160,6 +161,9 @@ LOOP = culprit("rnn_relu", values(-5, 5, zeros=800))
         (replace(EVERYWHERE, culprit=LOOP, kind="nan"), True, Cause.OVERFLOW),  # no update has led there
         (replace(ONLY_HERE, culprit=LOOP, kind="nan"), False, Cause.OVERFLOW),
         (replace(EVERYWHERE, culprit=culprit("exp", values(0, 120)), kind="inf"), False, Cause.OVERFLOW),
+        (replace(EVERYWHERE, culprit=LARGE, kind="inf"), True, Cause.EXPLOSION),  # grown large before it came there
+        (replace(ONLY_HERE, culprit=LARGE, kind="inf"), True, Cause.OVERFLOW),
+        (replace(EVERYWHERE, culprit=culprit("pow", values(0, 1e25)), kind="inf"), True, Cause.OVERFLOW),
         (replace(EVERYWHERE, culprit=culprit("Mine", values(0, 2)), kind="nan"), False, Cause.OPERATION),
     ],
 )
