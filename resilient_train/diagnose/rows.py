@@ -13,6 +13,7 @@ from resilient_train.state.tree import leaves, with_dicts
 
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
 _OUT_OF_SCALE = 1e3  # times the median of the columns
+_LARGE = 30.0  # the size of half of the columns: first weights are made for inputs of about 1
 _FEW_COLUMNS = 10_000  # of pictures no number is given
 _MANY = 0.5  # of a batch: where as many rows are guilty it is not the rows
 
@@ -102,21 +103,24 @@ def _at(place: tuple[int, ...]) -> str:
 
 
 def out_of_scale(batches: Sequence[Any]) -> str:
-    """Advise to normalise inputs some of whose columns are far larger than others; empty where none is."""
+    """Advise to normalise inputs of which all columns are large, or some far larger than others; else empty."""
     for fields in zip(*([*_fields(one)] for one in batches), strict=False):
         name, tensors = fields[0][0], [values.flatten(1) for _, values in fields if values.dim() > 1 and len(values)]
         if not tensors or len({one.shape[1] for one in tensors}) > 1:
             continue
         columns = torch.cat([one.abs().nan_to_num(0.0, 0.0, 0.0).double() for one in tensors]).mean(0)
         sizes = columns[columns > 0]
-        if len(sizes) < 2 or not float(sizes.max()) > _OUT_OF_SCALE * float(sizes.median()):
+        if len(sizes) < 2:
             continue
-        place, size = int(columns.argmax()), float(columns.max())
-        what = f"column {place} of {name}" if len(columns) <= _FEW_COLUMNS else f"a part of {name}"
-        return (
-            f"The inputs are out of scale: {what} is about {size:.3g}, where half of its {len(columns):,} columns are "
-            f"below {float(sizes.median()):.3g}: normalise each column (subtract its mean, divide by its deviation)."
-        )
+        size, usual = float(sizes.max()), float(sizes.median())
+        place, fix = int(columns.argmax()), "normalise each column (subtract its mean, divide by its deviation)."
+        if size > _OUT_OF_SCALE * usual:
+            what = f"column {place} of {name}" if len(columns) <= _FEW_COLUMNS else f"a part of {name}"
+            others = f"half of its {len(columns):,} columns are below {usual:.3g}"
+            return f"The inputs are out of scale: {what} is about {size:.3g}, where {others}: {fix}"
+        if usual > _LARGE:
+            half = f"half of the {len(columns):,} columns of {name} are {usual:.3g} or more"
+            return f"The inputs are large: {half}: {fix}"
     return ""
 
 

@@ -24,7 +24,6 @@ _FULL_SPEED = 0.5  # of `lr` per update: healthy tensors as a whole move by less
 _LIKELY = 0.2  # of what SGD can move: below that a tensor is not compared with its past
 _LEAP = 3  # times the highest rate of recent updates: weights may move farther, and the loss shows any harm
 _LOUD = 100.0  # times the largest weight of the model
-_UPDATES = (*range(1, 65), *(2**power for power in range(7, 25)))
 
 
 class Found(NamedTuple):
@@ -40,14 +39,13 @@ class Found(NamedTuple):
 def adam_stride(beta1: float, beta2: float) -> float:
     """Return the largest |change of a weight| / lr in an update of Adam: Cauchy-Schwarz on its two averages.
 
-    It is the largest of all updates from the first on, so it also holds right after the moments were reset.
+    It holds from the first update on, also right after the moments were reset: what n updates can do is this times
+    sqrt((1 - ratio^n) (1 - beta2^n)) / (1 - beta1^n), which is at most 1, since ratio * beta2 is beta1^2.
     """
     ratio = beta1**2 / beta2 if beta2 else inf
     if not (0 <= beta1 < 1 and beta2 < 1 and ratio < 1):
         return inf
-    lasting = (1 - beta1) / sqrt((1 - beta2) * (1 - ratio))
-    growing = (sqrt((1 - ratio**n) * (1 - beta2**n)) / (1 - beta1**n) for n in _UPDATES)
-    return float(lasting * max(1.0, *growing))
+    return (1 - beta1) / sqrt((1 - beta2) * (1 - ratio))
 
 
 @dataclass(slots=True)

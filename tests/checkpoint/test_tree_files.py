@@ -304,6 +304,7 @@ TAMPERED: list[Any] = [
     {"array": "b", "dtype": "<U999999999", "shape": [3]},
     {"array": "b", "dtype": "<i8", "shape": [4]},
     {"array": "b", "dtype": "<i8", "shape": [-3]},
+    {"array": "b", "dtype": "<i8", "shape": [3, True]},
     {"array": "b", "dtype": "<i8", "shape": [10**30]},
     {"array": "b", "dtype": "<i8", "shape": [10**30, 0]},
     {"array": "a", "dtype": "<f4", "shape": [2, 3]},

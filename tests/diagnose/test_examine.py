@@ -83,10 +83,12 @@ def test_what_breaks_is_named_with_advice() -> None:
         (torch.tensor([1.0, 200.0, 5.0]), ""),  # pixels, years, prices
         (torch.tensor([1.0, 3e4, 5.0]), "column 1 of ['inputs']"),
         (torch.tensor([0.0, 0.0, 1.0]), ""),
+        (torch.tensor([300.0, 500.0, 5.0]), "half of the 3 columns of ['inputs'] are 2"),
+        (torch.tensor([1e6, 100.0, 5.0]), "column 0 of ['inputs']"),
     ],
 )
 def test_columns_out_of_scale_are_to_be_normalised(columns: Tensor, said: str) -> None:
-    """A column that is thousands of times the others makes steps that are too long for its weights."""
+    """A column that is thousands of times the others, or large inputs, make steps that are too long for weights."""
     torch.manual_seed(0)
     found = out_of_scale([{"inputs": torch.randn(64, 3) * columns, "labels": torch.randn(64) * 1e6}])
     assert said in found

@@ -495,6 +495,28 @@ def test_what_is_wrong_in_a_policy_is_named_by_its_position(tree: Any, said: str
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rewind": {"older": 0, "steps": 0}},
+        {"skip": {"updates": 1}},
+        {"lower_lr": {"factor": 1, "rewarm": 0, "regain": 0}},
+        {"lower_lr": {"factor": 1e-9, "regain": 1}},
+        {"limit_lr": {"to": 0, "leapt_to": 0}},
+        {"tighten_clip": {"factor": 1}},
+        {"limit_update": {"share": 1}},
+        {"raise_eps": {"factor": 1}},
+        {"lower_loss_scale": {"factor": 1}},
+        {"higher_precision": {"steps": 1}},
+        {"trial": {"of": [["skip"], ["reset_moments"]], "steps": 1}},
+    ],
+)
+def test_a_setting_may_be_as_far_as_its_bound(settings: dict[str, Any]) -> None:
+    """What a message gives as the least or the most is allowed."""
+    (action,) = parse(ladder([settings])).ladders[Cause.DATA][0].do
+    assert [action.remedy] == [*settings]
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_shipped_policies(name: str) -> None:
     """Each parses alike for Hydra and for a guard, and a remedy can be built from each of its actions."""

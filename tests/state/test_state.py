@@ -239,6 +239,19 @@ def test_a_later_anomaly_speaks_of_a_pinned_state_only_up_to_where_they_part(sin
     assert held.step == best
 
 
+def test_of_two_courses_the_better_state_is_kept() -> None:
+    """Rewound from 5 to 1, on to 3, and to 1 again: what is kept for the end is of step 5, not of step 3."""
+    bench = ring_of_five()
+    bench.ring.restore(bench.ring.snapshots[0])
+    for _ in range(2):
+        bench.train()
+        bench.kept()
+    bench.ring.restore(bench.ring.snapshots[0])
+    held = bench.ring.last_good(5)
+    assert held is not None
+    assert held.step == 5
+
+
 def test_no_slots_means_no_snapshots() -> None:
     """The state of the start fits, until the moments come: once it is said that the run cannot rewind, it is so."""
     small = nbytes(Bench().state.live())
