@@ -684,6 +684,7 @@ def test_the_clean_step_waits_for_every_scan() -> None:
         run.update()
         assert run.scans.clean_step == max(0, min(told // 4 * 4, told // 7 * 7))
     assert Run(OPTIMIZERS["Adam"], checks=config(weights=0, optimizer=0)).scans.is_due(5) is False
+    assert Run(OPTIMIZERS["Adam"], checks=config(weights=1, optimizer=0)).scans.is_due(1) is True
 
 
 def test_everything_can_be_measured_out_of_turn() -> None:
