@@ -21,6 +21,7 @@ from resilient_train.watch.checks import Checks, Finding
 from resilient_train.watch.config import ChecksConfig, checks_from, named
 from resilient_train.watch.limit import NO_LIMIT
 from resilient_train.watch.loss import deviation
+from resilient_train.watch.vitals import UpdateHistory
 
 Curve = Iterable[tuple[float, float]]
 
@@ -405,6 +406,24 @@ def test_a_loss_that_goes_on_rising_is_an_alarm_each_time() -> None:
         found = run.alarms(climb)
         assert found != []
         run.rewind(found[0], copy.deepcopy(state), 600)
+
+
+def test_losses_are_known_for_a_while() -> None:
+    """Of updates that landed, not of those to come."""
+    run = warmed_up()
+    run.attempt(2.5, 1.0)
+    assert run.checks.loss_at(run.step) == 2.5
+    assert run.checks.loss_at(run.step + 1) is None
+
+
+@pytest.mark.parametrize(("times", "found"), [(4.0, 0), (7.0, 5)])
+def test_gradients_differ_wildly_where_one_in_ten_is_several_times_another(times: float, found: int) -> None:
+    """Only then the largest of them are worth a look."""
+    updates = UpdateHistory()
+    for step in range(1, 51):
+        updates.add(Vitals(step, step, True, 1.0, times if step % 5 == 0 else 1.0, 1e-3, 32 * step, 32 * step + 32))
+    wildest, known = updates.wildest()
+    assert ([one.norm for one in wildest], len(known)) == ([times] * found, 50)
 
 
 def only_jump() -> ChecksConfig:
