@@ -241,7 +241,7 @@ class Explainer:
             return [key for start in starts for some in self._samples.keys_at(start) for key in some]
 
         def odd_of(keys: Sequence[Key]) -> dict[int, str]:
-            found = ((key.row, by_rows.far_above(fetched(key), usual, _FAR_ABOVE)) for key in keys)
+            found = ((key.row, by_rows.far_off(fetched(key), usual, _FAR_ABOVE)) for key in keys)
             return {row: why for row, why in found if why}
 
         with randomness.preserved(self._world.device):  # fetching rows changes it
@@ -256,13 +256,21 @@ class Explainer:
     def _is_worse_with(self, found: Diagnosis, known: Sequence[PastUpdate]) -> tuple[Signal, str] | None:
         """Whether the updates that hold rows go worse than others, and how that is seen; None where they do not.
 
-        Where all losses fall at first, those that fall no further show in the later half.
+        Where all losses fall at first, those that fall no further show in the later half. Where the first of these rows
+        have spoiled the weights, the losses without them are high from then on, too.
         """
         in_order = sorted(known, key=lambda one: one.step)
-        for updates in (in_order, in_order[len(in_order) // 2 :]):
-            holds = [not {*found.rows}.isdisjoint(self._samples.rows_at(one.start, one.stop)) for one in updates]
-            with_them = [one for one, is_one in zip(updates, holds, strict=True) if is_one]
-            without = [one for one, is_one in zip(updates, holds, strict=True) if not is_one]
+        holds = [not {*found.rows}.isdisjoint(self._samples.rows_at(one.start, one.stop)) for one in in_order]
+        first = holds.index(True) if True in holds else 0
+        before = max((abs(one.loss) for one in in_order[:first]), default=inf)
+        since = [one.loss for one, is_one in zip(in_order[first:], holds[first:], strict=True) if not is_one]
+        if len(since) >= _TO_COMPARE and min(since) > WILD * before:
+            what = f"losses of {median(since):.4g} since the first update with some rows, of {before:.4g} before"
+            return Signal.LOSS_SPIKE, what
+        for begin in (0, len(in_order) // 2):
+            updates = [*zip(in_order[begin:], holds[begin:], strict=True)]
+            with_them = [one for one, is_one in updates if is_one]
+            without = [one for one, is_one in updates if not is_one]
             if min(len(with_them), len(without)) < _TO_COMPARE:
                 continue
             norm, usual_norm = (median(one.norm for one in some) for some in (with_them, without))

@@ -1,7 +1,7 @@
 """Balancing a pole on a cart: the simulator is written in torch, and the policy learns by the slope through 60 steps.
 
 The upright pole is unstable, so that an error grows by some percent in each step of the simulator, and the slope of the
-cost with it: norms in the thousands from the first updates on, and one of them throws the policy to where the force is
+cost with it: norms of ten, a hundred, and now and then of thousands, which throw the policy to where the force is
 always full. SGD never brings it back. Papers on policy gradients through simulators all say to clip; this one does not.
 """
 

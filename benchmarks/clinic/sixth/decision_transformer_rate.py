@@ -2,7 +2,8 @@
 
 The optimizer is RMSprop as it comes, and it comes with a rate of 0.01, which the small network that imitated the same
 logs before had never minded. In a transformer each of its steps is many times too long: the actions follow the state
-roughly, and the error stays several times above what a lower rate reaches. All is finite and smooth.
+roughly, and the error stays several times above what a lower rate reaches; sometimes the `tanh` at the end comes to lie
+at one of its ends for good. All is finite.
 """
 
 from __future__ import annotations

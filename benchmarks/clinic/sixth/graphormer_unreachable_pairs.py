@@ -41,14 +41,16 @@ class Block(nn.Module):
 class Graphormer(nn.Module):
     """Atoms by kind and number of bonds, two blocks, and a sum over the atoms."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, unreachable: float) -> None:
         super().__init__()
+        self.unreachable = unreachable
         self.kind, self.bonds = nn.Embedding(KINDS, width), nn.Embedding(ATOMS, width)
         self.blocks = nn.ModuleList(Block(width, 4) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1)
 
     def forward(self, kind: Tensor, distance: Tensor) -> Tensor:
         state = self.kind(kind) + self.bonds((distance == 1).sum(-1))
+        distance = distance.clamp(max=self.unreachable)
         for block in self.blocks:
             state = block(state, distance)
         return self.head(self.norm(state)).mean(1).squeeze(-1)
@@ -59,7 +61,7 @@ def loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return F.mse_loss(model(kind, distance), target)
 
 
-def molecules(count: int, polarity: Tensor, salts: float, unreachable: float) -> list[Tensor]:
+def molecules(count: int, polarity: Tensor, salts: float) -> list[Tensor]:
     """Random trees of bonds; a salt lacks a bond. Neighbours of opposite polarity make it soluble."""
     bond = torch.zeros(count, ATOMS, ATOMS)
     rows, salt = torch.arange(count), torch.rand(count) < salts
@@ -75,20 +77,19 @@ def molecules(count: int, polarity: Tensor, salts: float, unreachable: float) ->
     charge = polarity[kind]
     around = (bond @ charge.unsqueeze(-1)).squeeze(-1) / bond.sum(-1).clamp(min=1)
     target = 3 * (charge - around).abs().mean(-1) + charge.mean(-1)
-    return [kind, distance.clamp(max=unreachable), target]
+    return [kind, distance, target]
 
 
 def program(seed: int, *, mended: bool = False) -> Program:
     torch.manual_seed(seed)
     polarity = torch.randn(KINDS)
-    unreachable = 20.0 if mended else torch.inf
-    data = molecules(int(torch.randint(1500, 2200, ())), polarity, 0.01, unreachable)
+    data = molecules(int(torch.randint(1500, 2200, ())), polarity, 0.01)
     return Program(
-        model=Graphormer(int(torch.randint(8, 13, ())) * 4),
+        model=Graphormer(int(torch.randint(8, 13, ())) * 4, unreachable=20.0 if mended else torch.inf),
         rows=TensorDataset(*data),
         loss=loss,
         optimizer=partial(torch.optim.AdamW, lr=1.5e-3),
-        evaluation=molecules(300, polarity, 0.0, unreachable),
+        evaluation=molecules(300, polarity, 0.0),
         guilty=Guilty("operation", ops=("mul", "rmul")),
         steps=400,
     )

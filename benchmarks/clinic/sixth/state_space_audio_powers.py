@@ -58,7 +58,7 @@ def program(seed: int, *, mended: bool = False) -> Program:
         model=StateSpace(int(torch.randint(24, 41, ())), bounded=mended),
         rows=TensorDataset(*recordings(int(torch.randint(700, 1000, ())), length, bands)),
         loss=loss,
-        optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         evaluation=recordings(200, length, bands),
         guilty=Guilty("overflow", ops=("pow", "float_power")),
         steps=500,
