@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
-from operator import truediv
+from operator import attrgetter, truediv
 from statistics import median
 from typing import Any
 
@@ -256,29 +256,29 @@ class Explainer:
     def _is_worse_with(self, found: Diagnosis, known: Sequence[PastUpdate]) -> tuple[Signal, str] | None:
         """Whether the updates that hold rows go worse than others, and how that is seen; None where they do not.
 
-        Where all losses fall at first, those that fall no further show in the later half. Where the first of these rows
-        have spoiled the weights, the losses without them are high from then on, too.
+        Where all losses fall at first, those that fall no further show in the later half. Few updates with them are
+        enough where all of these are far above all others.
         """
         in_order = sorted(known, key=lambda one: one.step)
         holds = [not {*found.rows}.isdisjoint(self._samples.rows_at(one.start, one.stop)) for one in in_order]
-        first = holds.index(True) if True in holds else 0
-        before = max((abs(one.loss) for one in in_order[:first]), default=inf)
-        since = [one.loss for one, is_one in zip(in_order[first:], holds[first:], strict=True) if not is_one]
-        if len(since) >= _TO_COMPARE and min(since) > WILD * before:
-            what = f"losses of {median(since):.4g} since the first update with some rows, of {before:.4g} before"
-            return Signal.LOSS_SPIKE, what
         for begin in (0, len(in_order) // 2):
             updates = [*zip(in_order[begin:], holds[begin:], strict=True)]
             with_them = [one for one, is_one in updates if is_one]
             without = [one for one, is_one in updates if not is_one]
-            if min(len(with_them), len(without)) < _TO_COMPARE:
+            if not with_them or len(without) < _TO_COMPARE:
                 continue
             norm, usual_norm = (median(one.norm for one in some) for some in (with_them, without))
+            is_apart = any(
+                min(map(of, with_them)) > _FAR_ABOVE * max(map(abs, map(of, without)))
+                for of in (attrgetter("norm"), attrgetter("loss"))
+            )
+            if len(with_them) < _TO_COMPARE and not is_apart:
+                continue
             if norm > WILD * usual_norm:
                 what = f"gradient norms of {norm:.3g} with some rows, of {usual_norm:.3g} without them"
                 return Signal.GRAD_SPIKE, what
             higher = sum(one.loss > other.loss for one in with_them for other in without)
-            if higher > _CLEARLY * len(with_them) * len(without):
+            if is_apart or higher > _CLEARLY * len(with_them) * len(without):
                 loss, usual_loss = (median(one.loss for one in some) for some in (with_them, without))
                 return Signal.LOSS_SPIKE, f"losses of {loss:.4g} with some rows, of {usual_loss:.4g} without them"
         return None

@@ -32,6 +32,7 @@ _LEAST_PACE = 1e-12  # with a smaller share of the configured rate nothing is le
 _FIRST_LOSSES = 8  # accepted losses whose mean is the loss at the beginning of the run
 _LAST_LOSSES = 50  # accepted losses whose median is the final loss of the run
 WILD = 5.0  # ratio of the 90th to the 10th percentile of gradient norms from which norms differ wildly
+_ALONE = 100.0  # times the median: a single gradient norm so far above the others is wild as well
 FEW = 5  # updates that a diagnosis replays or inspects
 
 
@@ -254,9 +255,9 @@ class UpdateHistory:
     def wildest(self) -> tuple[list[PastUpdate], list[PastUpdate]]:
         """Return the updates with the largest gradients, or none if gradients differ little; and all accepted ones."""
         known = sorted((one for one in self._passed if one.accepted and one.has_samples), key=lambda one: one.norm)
-        if not known or not known[9 * len(known) // 10].norm > WILD * known[len(known) // 10].norm:
-            return [], known
-        return known[-FEW:], known
+        norms = [one.norm for one in known] or [0.0]
+        is_wild = norms[9 * len(norms) // 10] > WILD * norms[len(norms) // 10]
+        return (known[-FEW:] if is_wild or norms[-1] > _ALONE * norms[len(norms) // 2] else []), known
 
     def recent_measurements(self) -> tuple[list[float], list[float]]:
         """Return losses and gradient norms of the last accepted updates, followed by those of the newest update."""

@@ -426,6 +426,15 @@ def test_gradients_differ_wildly_where_one_in_ten_is_several_times_another(times
     assert ([one.norm for one in wildest], len(known)) == ([times] * found, 50)
 
 
+@pytest.mark.parametrize(("times", "found"), [(50.0, False), (200.0, True)])
+def test_one_gradient_far_above_all_others_is_wild(times: float, found: bool) -> None:
+    """As of one row in thousands."""
+    updates = UpdateHistory()
+    for step in range(1, 25):
+        updates.add(Vitals(step, step, True, 1.0, times if step == 4 else 1.0, 1e-3, 32 * step, 32 * step + 32))
+    assert (updates.wildest()[0][-1:] == [one for one in updates.recent() if one.norm == times]) is found
+
+
 def only_jump() -> ChecksConfig:
     config = named("off")
     config.jump = named("default").jump
