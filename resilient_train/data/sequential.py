@@ -316,7 +316,7 @@ class LoaderSamples(Samples):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
-        self._drawn = max(self._drawn, state["drawn"])
+        self._drawn = max(self._drawn, state.get("drawn", 0))  # earlier versions wrote none
         self._recent.clear()
         self._ahead.clear()
 

@@ -241,7 +241,7 @@ class Explainer:
             return [key for start in starts for some in self._samples.keys_at(start) for key in some]
 
         def odd_of(keys: Sequence[Key]) -> dict[int, str]:
-            found = ((key.row, by_rows.far_off(fetched(key), usual, _FAR_ABOVE)) for key in keys)
+            found = ((key.row, by_rows.far_above(fetched(key), usual, _FAR_ABOVE)) for key in keys)
             return {row: why for row, why in found if why}
 
         with randomness.preserved(self._world.device):  # fetching rows changes it
@@ -268,8 +268,8 @@ class Explainer:
             if not with_them or len(without) < _TO_COMPARE:
                 continue
             norm, usual_norm = (median(one.norm for one in some) for some in (with_them, without))
-            is_apart = any(
-                min(map(of, with_them)) > _FAR_ABOVE * max(map(abs, map(of, without)))
+            is_apart = not holds[0] and any(  # the very first update may be far above all others by nature
+                min(map(of, with_them)) > _FAR_ABOVE * max(map(abs, map(of, without))) > 0
                 for of in (attrgetter("norm"), attrgetter("loss"))
             )
             if len(with_them) < _TO_COMPARE and not is_apart:

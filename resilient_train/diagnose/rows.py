@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from resilient_train.state.tree import leaves, with_dicts
 
 MOST_TRIALS = 200  # of a search; a batch of 1,024 with three guilty rows takes 60
+_ENOUGH = 16  # other rows, with fewer of which nothing is said of a small number
 _FAR_BELOW = 1e3  # times: what divides by so small a number, or takes its logarithm, is far out
 _OUT_OF_SCALE = 1e3  # times the median of the columns
 _LARGE = 30.0  # the size of half of the columns: first weights are made for inputs of about 1
@@ -59,71 +60,57 @@ def nonfinite_fields(row: Any) -> list[str]:
 
 
 def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
-    """Name the fields of a row whose values lie `far` times beyond those of other rows, or far below them."""
+    """Name the fields of a row whose values lie `far` times beyond those of other rows, or that are far nearer to 0."""
     found = []
     usual = [_sizes(other) for other in others]
-    for field, (least, size) in _sizes(row).items():
-        theirs = sorted(one[field][1] for one in usual if field in one and math.isfinite(one[field][1]))
+    for field, size in _sizes(row).items():
+        theirs = sorted(one[field] for one in usual if field in one and math.isfinite(one[field]))
         if not theirs or not math.isfinite(size):  # nonfinite_fields names what is not finite
             continue
         middle, largest = theirs[len(theirs) // 2], theirs[-1]
-        lowest = _lower(one[field][0] for one in usual if field in one)
         # Where the others are all 0 it may be a rare class, marked with 1, or a count: that it is not 0 says nothing.
         if not size <= far * (max(largest, 2 * middle) or 1.0):
             found.append(f"{_largest_of(row, field)}, where {len(theirs)} other rows stay within ±{largest:.3g}")
-        elif 0 < least < lowest / _FAR_BELOW:
+            continue
+        # A single number that is always positive, such as a chance or a deviation: losses divide by those.
+        numbers = sorted(one for one in (_number(other, field) for other in others) if math.isfinite(one))
+        lowest = numbers[len(numbers) // 16] if len(numbers) >= _ENOUGH and numbers[0] > 0 else 0.0
+        if 0 < _number(row, field) * max(far, _FAR_BELOW) < lowest:
             found.append(
-                f"{_least_of(row, field)}, where nearly all of {len(theirs)} other rows are {lowest:.3g} or more"
+                f"{_largest_of(row, field)}, where nearly all of {len(numbers)} other rows have {lowest:.3g} or more"
             )
     return found
 
 
-def usual_sizes(rows: Sequence[Any]) -> dict[str, tuple[float, float]]:
-    """What 15 of 16 rows are not below, and three of four do not exceed, by field; no fields that are mostly zero.
+def _number(row: Any, field: str) -> float:
+    """A field that is a single number; else NaN."""
+    values = next((values for name, values in _fields(row) if name == field), None)
+    return float(values) if values is not None and values.numel() == 1 and not values.is_complex() else math.nan
 
-    The former is 0 where a row holds what is not positive.
-    """
-    fields: dict[str, list[tuple[float, float]]] = {}
+
+def usual_sizes(rows: Sequence[Any]) -> dict[str, float]:
+    """What three of four rows do not exceed, field by field; no fields that are mostly zero."""
+    fields: dict[str, list[float]] = {}
     for row in rows:
-        for field, sizes in _sizes(row).items():
-            fields.setdefault(field, []).append(sizes)
-    usual = {
-        field: (_lower(least for least, _ in some), sorted(size for _, size in some)[3 * len(some) // 4])
-        for field, some in fields.items()
-        if 2 * len(some) > len(rows)
-    }
-    return {field: (least, size) for field, (least, size) in usual.items() if 0 < size < math.inf}
+        for field, size in _sizes(row).items():
+            if math.isfinite(size):
+                fields.setdefault(field, []).append(size)
+    quartiles = {field: sorted(some)[3 * len(some) // 4] for field, some in fields.items() if 2 * len(some) > len(rows)}
+    return {field: size for field, size in quartiles.items() if size > 0}
 
 
-def far_off(row: Any, usual: dict[str, tuple[float, float]], times: float) -> str:
-    """Say which field of a row is so many times its usual size, or far below it; empty where none is."""
-    for field, (least, size) in _sizes(row).items():
-        lowest, highest = usual.get(field, (0.0, math.inf))
-        if size > times * highest:
-            return f"{_largest_of(row, field)}, where three of four other rows stay within ±{highest:.3g}"
-        if 0 < least < lowest / _FAR_BELOW:
-            return f"{_least_of(row, field)}, where nearly all other rows are {lowest:.3g} or more"
+def far_above(row: Any, usual: dict[str, float], times: float) -> str:
+    """Say which field of a row is so many times its usual size; empty where none is."""
+    for field, size in _sizes(row).items():
+        if field in usual and size > times * usual[field]:
+            return f"{_largest_of(row, field)}, where three of four other rows stay within ±{usual[field]:.3g}"
     return ""
-
-
-def _lower(leasts: Iterable[float]) -> float:
-    """What 15 of 16 rows are not below in a field that is always positive, such as a weight or a chance; else 0."""
-    found = sorted(leasts)
-    return found[len(found) // 16] if found and found[0] > 0 else 0.0
 
 
 def _largest_of(row: Any, field: str) -> str:
     """Name the place of the largest value of a field: `[0] at [2] is -367`."""
-    return _value_at(row, field, lambda values: values.abs().argmax())
-
-
-def _least_of(row: Any, field: str) -> str:
-    return _value_at(row, field, torch.argmin)
-
-
-def _value_at(row: Any, field: str, find: Callable[[torch.Tensor], torch.Tensor]) -> str:
     values = next(values for name, values in _fields(row) if name == field)
-    place = tuple(int(one) for one in torch.unravel_index(find(values), values.shape))
+    place = tuple(int(one) for one in torch.unravel_index(values.abs().argmax(), values.shape))
     value = values[place]
     return f"{field}{_at(place)} is {float(value.abs() if value.is_complex() else value):.3g}"
 
@@ -133,7 +120,8 @@ def _at(place: tuple[int, ...]) -> str:
 
 
 def out_of_scale(batches: Sequence[Any]) -> str:
-    """Advise to normalise inputs of which all columns are large, or some far larger than others; else empty."""
+    """Advise to normalise inputs some of whose columns are far larger than others, or all are large; else empty."""
+    large = ""
     for fields in zip(*([*_fields(one)] for one in batches), strict=False):
         name, tensors = fields[0][0], [values.flatten(1) for _, values in fields if values.dim() > 1 and len(values)]
         if not tensors or len({one.shape[1] for one in tensors}) > 1:
@@ -148,10 +136,10 @@ def out_of_scale(batches: Sequence[Any]) -> str:
             what = f"column {place} of {name}" if len(columns) <= _FEW_COLUMNS else f"a part of {name}"
             others = f"half of its {len(columns):,} columns are below {usual:.3g}"
             return f"The inputs are out of scale: {what} is about {size:.3g}, where {others}: {fix}"
-        if usual > _LARGE:
-            half = f"half of the {len(columns):,} columns of {name} are {usual:.3g} or more"
-            return f"The inputs are large: {half}: {fix}"
-    return ""
+        if usual > _LARGE and 2 * len(sizes) > len(columns):
+            half = f"half of its {len(sizes):,} columns that are not zero are {usual:.3g} or more"
+            large = large or f"The values of {name} are large: {half}: {fix}"
+    return large
 
 
 def largest(batches: Sequence[Any]) -> torch.Tensor:
@@ -166,13 +154,9 @@ def largest(batches: Sequence[Any]) -> torch.Tensor:
     return torch.stack([one.amax() for one in sizes]) if sizes else torch.empty(0)
 
 
-def _sizes(row: Any) -> dict[str, tuple[float, float]]:
-    """The least value and the largest absolute value of each field; of complex numbers the former is 0."""
-    return {
-        name: (0.0 if values.is_complex() else float(values.min()), float(values.abs().max()))
-        for name, values in _fields(row)
-        if values.numel()
-    }
+def _sizes(row: Any) -> dict[str, float]:
+    """The largest absolute value of each field."""
+    return {name: float(values.abs().max()) for name, values in _fields(row) if values.numel()}
 
 
 def _fields(row: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -179,10 +179,6 @@ def on_nonfinite(facts: Observations, climb: float, *, is_first: bool = False) -
         if facts.everywhere and not is_first and (_largest(culprit.inputs) > _HUGE or culprit.op in _LOOPS):
             why = "Every batch breaks at the weights that the last updates have made: lower the learning rate."
             return Diagnosis(Cause.EXPLOSION, f"{why} {where}", first)
-        if facts.everywhere and (largest := _largest(culprit.inputs)) > _HUGE and is_plain(culprit.op):
-            why = f"Values up to {largest:.3g} come to {_place(culprit)} in every batch, before any update has landed"
-            fix = "scale the inputs, begin with smaller weights, or shorten the steps that forward makes by itself"
-            return Diagnosis(Cause.EXPLOSION, f"{why}: {fix}.", first)
     diagnosis = without_rows(
         Diagnosis(
             Cause.OVERFLOW if is_overflow else Cause.OPERATION,

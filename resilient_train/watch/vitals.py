@@ -257,7 +257,7 @@ class UpdateHistory:
         known = sorted((one for one in self._passed if one.accepted and one.has_samples), key=lambda one: one.norm)
         norms = [one.norm for one in known] or [0.0]
         is_wild = norms[9 * len(norms) // 10] > WILD * norms[len(norms) // 10]
-        return (known[-FEW:] if is_wild or norms[-1] > _ALONE * norms[len(norms) // 2] else []), known
+        return (known[-FEW:] if is_wild or norms[-1] > _ALONE * norms[len(norms) // 2] > 0 else []), known
 
     def recent_measurements(self) -> tuple[list[float], list[float]]:
         """Return losses and gradient norms of the last accepted updates, followed by those of the newest update."""

@@ -83,7 +83,7 @@ def test_what_breaks_is_named_with_advice() -> None:
         (torch.tensor([1.0, 200.0, 5.0]), ""),  # pixels, years, prices
         (torch.tensor([1.0, 3e4, 5.0]), "column 1 of ['inputs']"),
         (torch.tensor([0.0, 0.0, 1.0]), ""),
-        (torch.tensor([300.0, 500.0, 5.0]), "half of the 3 columns of ['inputs'] are 2"),
+        (torch.tensor([300.0, 500.0, 5.0]), "half of its 3 columns that are not zero are 2"),
         (torch.tensor([1e6, 100.0, 5.0]), "column 0 of ['inputs']"),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from resilient_train.diagnose.damage import lost_eps, of_state
-from resilient_train.diagnose.rows import far_off, guilty, nonfinite_fields, outlying_fields, usual_sizes
+from resilient_train.diagnose.rows import far_above, guilty, nonfinite_fields, outlying_fields, usual_sizes
 from resilient_train.diagnose.verdict import (
     NOT_AT_ZERO,
     SINGULAR,
@@ -161,9 +161,8 @@ LARGE = culprit("mul", values(-1e30, 1e30))
         (replace(EVERYWHERE, culprit=LOOP, kind="nan"), True, Cause.OVERFLOW),  # no update has led there
         (replace(ONLY_HERE, culprit=LOOP, kind="nan"), False, Cause.OVERFLOW),
         (replace(EVERYWHERE, culprit=culprit("exp", values(0, 120)), kind="inf"), False, Cause.OVERFLOW),
-        (replace(EVERYWHERE, culprit=LARGE, kind="inf"), True, Cause.EXPLOSION),  # grown large before it came there
+        (replace(EVERYWHERE, culprit=LARGE, kind="inf"), True, Cause.OVERFLOW),  # constants of a mask, for example
         (replace(ONLY_HERE, culprit=LARGE, kind="inf"), True, Cause.OVERFLOW),
-        (replace(EVERYWHERE, culprit=culprit("pow", values(0, 1e25)), kind="inf"), True, Cause.OVERFLOW),
         (replace(EVERYWHERE, culprit=culprit("Mine", values(0, 2)), kind="nan"), False, Cause.OPERATION),
     ],
 )
@@ -270,10 +269,10 @@ def test_what_is_odd_about_a_row() -> None:
     (told,) = outlying_fields((torch.randn(8), -4e6), others, 1e4)
     assert told == "[1] is -4e+06, where 50 other rows stay within ±1"
     usual = usual_sizes([{"x": torch.tensor([[0.5, n / 8]])} for n in range(8)])
-    assert far_off({"x": torch.tensor([[-2.0, 0.0]])}, usual, 10.0) == ""
+    assert far_above({"x": torch.tensor([[-2.0, 0.0]])}, usual, 10.0) == ""
     for odd, told in ((torch.tensor([[0.0, -367.0]]), "-367"), (torch.tensor([[0.0, 367.0j]]), "367")):
         expected = f"['x'] at [0, 1] is {told}, where three of four other rows stay within ±0.75"
-        assert far_off({"x": odd}, usual, 10.0) == expected
+        assert far_above({"x": odd}, usual, 10.0) == expected
     common = [(torch.randn(8), 0.0) for _ in range(50)]
     assert outlying_fields((torch.randn(8), 1.0), common, 4.0) == []  # of a rare class, which is nothing odd
     assert len(outlying_fields((torch.randn(8), 1e6), common, 4.0)) == 1
@@ -288,6 +287,8 @@ def test_what_is_odd_about_a_row() -> None:
         (1e-6, [n / 100 for n in range(64)], ""),  # some are 0: it is no field that has to be positive
         (1e-6, [n - 32.0 for n in range(64)], ""),
         (0.0, [0.05 + n / 100 for n in range(64)], ""),
+        (0.0005, [0.9, 0.8], ""),  # two rows show nothing
+        (1e-6, [math.nan, *(n - 32.0 for n in range(64))], ""),
     ],
 )
 def test_a_value_far_below_all_others_is_odd(value: float, others: list[float], said: str) -> None:
@@ -296,9 +297,6 @@ def test_a_value_far_below_all_others_is_odd(value: float, others: list[float], 
     (told,) = outlying_fields({"weight": value}, rows, 4.0) or [""]
     assert bool(told) is bool(said)
     assert said in told
-    found = far_off({"weight": value}, usual_sizes(rows), 100.0)
-    assert bool(found) is bool(said)
-    assert said in found
 
 
 def test_damage_names_the_element() -> None:
