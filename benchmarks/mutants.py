@@ -7,7 +7,7 @@ first meets the tests of its room, stopped at the first failure and after 60 sec
 suite (or all of it), one at a time. Before, the same tests have to pass without a mutant. What survives is printed with
 its line, to be looked at.
 
-    python benchmarks/mutants.py                         # 60 mutants: an hour on two cores, and 6 minutes a survivor
+    python benchmarks/mutants.py                         # 60 mutants: half an hour on two cores, 6 minutes a survivor
     python benchmarks/mutants.py --whole                 # survivors meet the whole suite: 16 minutes each
     python benchmarks/mutants.py --count 10 --seed 3     # ten others
     python benchmarks/mutants.py --list                  # what would be changed, without running anything

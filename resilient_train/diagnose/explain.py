@@ -257,18 +257,17 @@ class Explainer:
         """Whether the updates that hold rows go worse than others, and how that is seen; None where they do not.
 
         Where all losses fall at first, those that fall no further show in the later half. Few updates with them are
-        enough where all of these are far above all others.
+        enough where all of these are far above all others. The very first update may be so by nature: it is no measure.
         """
-        in_order = sorted(known, key=lambda one: one.step)
-        holds = [not {*found.rows}.isdisjoint(self._samples.rows_at(one.start, one.stop)) for one in in_order]
-        for begin in (0, len(in_order) // 2):
-            updates = [*zip(in_order[begin:], holds[begin:], strict=True)]
-            with_them = [one for one, is_one in updates if is_one]
-            without = [one for one, is_one in updates if not is_one]
+        in_order = sorted((one for one in known if one.accepted and one.step > 1), key=lambda one: one.step)
+        for updates in (in_order, in_order[len(in_order) // 2 :]):
+            holds = [not {*found.rows}.isdisjoint(self._samples.rows_at(one.start, one.stop)) for one in updates]
+            with_them = [one for one, is_one in zip(updates, holds, strict=True) if is_one]
+            without = [one for one, is_one in zip(updates, holds, strict=True) if not is_one]
             if not with_them or len(without) < _TO_COMPARE:
                 continue
             norm, usual_norm = (median(one.norm for one in some) for some in (with_them, without))
-            is_apart = not holds[0] and any(  # the very first update may be far above all others by nature
+            is_apart = any(
                 min(map(of, with_them)) > _FAR_ABOVE * max(map(abs, map(of, without))) > 0
                 for of in (attrgetter("norm"), attrgetter("loss"))
             )

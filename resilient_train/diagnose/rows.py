@@ -62,7 +62,7 @@ def nonfinite_fields(row: Any) -> list[str]:
 def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
     """Name the fields of a row whose values lie `far` times beyond those of other rows, or that are far nearer to 0."""
     found = []
-    usual = [_sizes(other) for other in others]
+    usual, numbers, mine = [_sizes(other) for other in others], [_numbers(other) for other in others], _numbers(row)
     for field, size in _sizes(row).items():
         theirs = sorted(one[field] for one in usual if field in one and math.isfinite(one[field]))
         if not theirs or not math.isfinite(size):  # nonfinite_fields names what is not finite
@@ -73,19 +73,19 @@ def outlying_fields(row: Any, others: Sequence[Any], far: float) -> list[str]:
             found.append(f"{_largest_of(row, field)}, where {len(theirs)} other rows stay within ±{largest:.3g}")
             continue
         # A single number that is always positive, such as a chance or a deviation: losses divide by those.
-        numbers = sorted(one for one in (_number(other, field) for other in others) if math.isfinite(one))
-        lowest = numbers[len(numbers) // 16] if len(numbers) >= _ENOUGH and numbers[0] > 0 else 0.0
-        if 0 < _number(row, field) * max(far, _FAR_BELOW) < lowest:
+        known = sorted(one[field] for one in numbers if field in one)
+        lowest = known[len(known) // 16] if len(known) >= _ENOUGH and known[0] > 0 else 0.0
+        if 0 < mine.get(field, 0.0) * max(far, _FAR_BELOW) < lowest:
             found.append(
-                f"{_largest_of(row, field)}, where nearly all of {len(numbers)} other rows have {lowest:.3g} or more"
+                f"{_largest_of(row, field)}, where nearly all of {len(known)} other rows have {lowest:.3g} or more"
             )
     return found
 
 
-def _number(row: Any, field: str) -> float:
-    """A field that is a single number; else NaN."""
-    values = next((values for name, values in _fields(row) if name == field), None)
-    return float(values) if values is not None and values.numel() == 1 and not values.is_complex() else math.nan
+def _numbers(row: Any) -> dict[str, float]:
+    """The fields of a row that are single numbers, and finite."""
+    single = ((name, values) for name, values in _fields(row) if values.numel() == 1 and not values.is_complex())
+    return {name: float(values) for name, values in single if values.isfinite().all()}
 
 
 def usual_sizes(rows: Sequence[Any]) -> dict[str, float]:

@@ -39,8 +39,8 @@ class Found(NamedTuple):
 def adam_stride(beta1: float, beta2: float) -> float:
     """Return the largest |change of a weight| / lr in an update of Adam: Cauchy-Schwarz on its two averages.
 
-    It holds from the first update on, also right after the moments were reset: what n updates can do is this times
-    sqrt((1 - ratio^n) (1 - beta2^n)) / (1 - beta1^n), which is at most 1, since ratio * beta2 is beta1^2.
+    It holds from the first update on, also right after the moments were reset. The bound of the n-th update is this one
+    times sqrt((1 - ratio^n) (1 - beta2^n)) / (1 - beta1^n). That is at most 1, since ratio * beta2 is beta1^2.
     """
     ratio = beta1**2 / beta2 if beta2 else inf
     if not (0 <= beta1 < 1 and beta2 < 1 and ratio < 1):

@@ -293,7 +293,7 @@ def test_rows_that_are_far_out_from_the_first_step_on_are_found(hands_over: bool
 
 @pytest.mark.parametrize("is_read", [True, False])
 def test_a_row_far_out_in_one_of_the_first_updates_is_found(is_read: bool) -> None:
-    """The gate does not know yet what is usual. A field that is as odd, but that nobody reads, is no reason."""
+    """The gate does not know yet what is usual. A field that is as odd, but that is not read, is no reason."""
 
     def weighed(model: Any, batch: Any) -> Tensor:
         losses: Tensor = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
@@ -314,6 +314,30 @@ def test_a_row_far_out_in_one_of_the_first_updates_is_found(is_read: bool) -> No
     assert (incident.diagnosis.cause, {*incident.diagnosis.rows}, incident.rewound_to) == ("data", rows, 0)
     assert "with some rows, of" in incident.anomaly.evidence
     assert loop.loss() < 1.15 * clean.loss()
+
+
+def test_the_first_update_is_no_measure() -> None:
+    """It fits the mean of all targets, so its loss is a million times that of later ones, whatever its rows hold."""
+
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = nn.Parameter(torch.zeros(()))
+
+    targets = 1000 + torch.randn(BLOBS, generator=torch.Generator().manual_seed(3))
+
+    def trained(rows: set[int]) -> Guard:
+        unread = torch.ones(BLOBS).index_fill(0, torch.tensor([*rows], dtype=torch.long), 1e6)
+        model = Mean()
+        guard = Guard(None, model, torch.optim.SGD(model.parameters(), lr=0.5), batch_size=16, clip=None, steps=60,
+                      data=TensorDataset(targets, unread),
+                      objective=lambda model, batch: (model.mean - batch[0]).square().mean())  # fmt: skip
+        for batch in guard.batches():
+            guard.step(batch)
+        return guard
+
+    clean = trained(set())
+    assert clean.incidents == trained({min(clean.samples.rows_at(0, 16))}).incidents == []
 
 
 def test_rows_that_a_normalization_hides_are_found() -> None:

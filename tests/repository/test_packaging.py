@@ -189,7 +189,7 @@ def test_an_environment_is_made_when_it_has_to_be(repository: Path) -> None:
 
 
 def test_an_environment_behind_a_link_is_left_alone(repository: Path, tmp_path: Path) -> None:
-    """It may be that of another checkout: to make it anew would empty that."""
+    """It may be that of another checkout: making it again would empty that."""
     other = tmp_path / "other"
     other.mkdir()
     (other / "stamp").write_text("of another checkout\n")

@@ -426,13 +426,14 @@ def test_gradients_differ_wildly_where_one_in_ten_is_several_times_another(times
     assert ([one.norm for one in wildest], len(known)) == ([times] * found, 50)
 
 
-@pytest.mark.parametrize(("times", "found"), [(50.0, False), (200.0, True)])
-def test_one_gradient_far_above_all_others_is_wild(times: float, found: bool) -> None:
-    """As of one row in thousands."""
+@pytest.mark.parametrize(("usual", "wild"), [(1.0, True), (4.0, False), (0.0, False)])
+def test_one_gradient_far_above_all_others_is_wild(usual: float, wild: bool) -> None:
+    """As of one row in thousands; not where nearly all of them are zero."""
     updates = UpdateHistory()
     for step in range(1, 25):
-        updates.add(Vitals(step, step, True, 1.0, times if step == 4 else 1.0, 1e-3, 32 * step, 32 * step + 32))
-    assert (updates.wildest()[0][-1:] == [one for one in updates.recent() if one.norm == times]) is found
+        norm = 200.0 if step == 4 else usual
+        updates.add(Vitals(step, step, True, 1.0, norm, 1e-3, 32 * step, 32 * step + 32))
+    assert (200.0 in [one.norm for one in updates.wildest()[0]]) is wild
 
 
 def only_jump() -> ChecksConfig:
