@@ -13,6 +13,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import compiled  # noqa: F401  # before torch is imported
+import frozen
 import hypothesis
 import pytest
 import slow
@@ -24,6 +25,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hypothesis import settings
 from kills import Nursery
 from power import Careless
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process that runs a part of the whole suite comes to need all of these
+    frozen.freeze("mlflow", "transformers.trainer", "lightning.pytorch", "trl")
 
 from resilient_train import files
 

@@ -36,7 +36,7 @@ _IS_CALLED = 15  # PR_SET_NAME
 _context = get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        *("torch", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.run", "accelerate"),
+        *("torch._inductor", "torch.distributed.fsdp", "torch.distributed.run", "frozen"),
         *(
             "resilient_train.app.run",
             "resilient_train.app.command",
