@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from resilient_train import Guard
-from resilient_train.settings import MemoryConfig
+from resilient_train.reader import MemoryConfig
 
 CLIP = 1.0
 

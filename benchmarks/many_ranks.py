@@ -21,14 +21,13 @@ from pathlib import Path
 import torch
 
 from resilient_train.ranks.world import odd_ones
-from resilient_train.recover.causes import by_signal
-from resilient_train.recover.decide import decide, decisions_digest, update_digest
+from resilient_train.recover.decide import by_signal, decide, decisions_digest, update_digest
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.policy import named as policy_named
 from resilient_train.recover.remedies import Circumstances
 from resilient_train.types import Incident, Vitals
-from resilient_train.update.agreement import DIGEST, Agreement
+from resilient_train.update.gate import DIGEST, Agreement
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import named as checks_named
 from resilient_train.watch.vitals import read_vitals

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from resilient_train.app.build import Run
-from resilient_train.app.config import targets
+from resilient_train.app.config import compose
 from resilient_train.drills import UpdatePlace
 from resilient_train.update.updater import parameter_groups
 
@@ -47,7 +47,7 @@ def own_optimizer(run: Run) -> torch.optim.Optimizer:
     """One like the guard's, which nobody looks after."""
     node = dict(run.config.optimizer)
     groups = parameter_groups(run.bare_model, no_decay=node.pop("no_decay"))
-    optimizer: torch.optim.Optimizer = targets.build("optimizer", node, groups)
+    optimizer: torch.optim.Optimizer = compose.build("optimizer", node, groups)
     return optimizer
 
 

@@ -35,7 +35,7 @@ def ways(size: str) -> tuple[dict[str, Callable[[], Any]], int]:
     from resilient_train.app.build import assemble
     from resilient_train.app.config.compose import load
     from resilient_train.ranks.world import World
-    from resilient_train.settings import MemoryConfig
+    from resilient_train.reader import MemoryConfig
     from resilient_train.state.ring import Ring
     from resilient_train.state.tree import nbytes, taken_apart
 

@@ -25,7 +25,7 @@ def main() -> None:
         sys.exit(2)
     verb, *words = sys.argv[1:] or [""]
     if verb in VERBS:
-        from resilient_train.app.streams import until_unread
+        from resilient_train.app.terminal import until_unread
 
         try:
             sys.exit(until_unread(partial(import_module(f"resilient_train.app.{verb}").main, words)))

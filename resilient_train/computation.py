@@ -9,20 +9,96 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from resilient_train.errors import TrainError, in_one_line
-from resilient_train.in_flight import InFlight, StartedUpdate
-from resilient_train.out_of_memory import is_out_of_memory, memory_evidence
+from resilient_train.data.samples import Update
+from resilient_train.errors import TrainError, in_one_line, text_of
 from resilient_train.run_parts import RunParts
 from resilient_train.state import randomness
+from resilient_train.state.copies import Attributes, Backup
+from resilient_train.state.ring import Snapshot
+from resilient_train.types import Vitals
 from resilient_train.update.objective import Measured, Metrics
-from resilient_train.watch.vitals import versions
+from resilient_train.update.updater import Attempt
+from resilient_train.watch.layout import GradientNorms
+from resilient_train.watch.vitals import Sent, read_vitals, versions
 from resilient_train.wording import IN_FILE_ONLY, log
+
+_ON_THE_HOST = ("can't allocate memory", "not enough memory", "std::bad_alloc")
+_GIB = 2**30
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether the memory of a device, or of the host, is used up."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in text_of(error) for words in _ON_THE_HOST)
+
+
+def memory_evidence(error: BaseException, device: torch.device) -> str:
+    """Return the message of an out-of-memory error in one line, on a GPU with the memory in use."""
+    said = " ".join(text_of(error).split()).split(" Of the allocated memory")[0][:200] or type(error).__name__
+    if device.type != "cuda":
+        return said
+    free, total = torch.cuda.mem_get_info(device)
+    held = torch.cuda.max_memory_allocated(device)
+    return f"{said}; at most {held / _GIB:.2f} GiB were in use, {free / _GIB:.2f} of {total / _GIB:.2f} GiB are free"
+
+
+@dataclass
+class StartedUpdate:
+    """An update whose forward and backward are under way."""
+
+    update: Update
+    tick: int
+    step: int  # its number if it is accepted
+    backup: Backup  # of the buffers before it
+    inputs: list[Any]  # its micro-batches, as the model saw them
+    started_at: float  # on the monotonic clock
+    attributes: Attributes = ()  # of the model's modules before its first forward; none where the loop calls the model
+    raised: list[str] = field(default_factory=list)  # exceptions of its forwards and backwards, each in one line
+    versions: list[Any] = field(default_factory=list)  # Tensor._version of each tensor before the forward pass
+
+
+@dataclass
+class InFlight:
+    """An update that went through the gate on the device, and whose verdict is pending."""
+
+    begun: StartedUpdate
+    attempt: Attempt
+    limits: tuple[float, float]
+    sent: Sent
+    metrics: Metrics
+    is_open: bool  # the gate was: it has landed, whatever it measured
+    snapshot: Snapshot | None = None  # of the state after it, if one was taken
+    gradients: GradientNorms = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gradients = GradientNorms(self.attempt.norms, is_recorded=self.attempt.records_norms)
+
+    @property
+    def was_modified(self) -> bool:
+        """Whether its batches were changed in place after the model got them."""
+        return self.begun.versions != [versions(batch) for batch in self.begun.inputs]
+
+    def vitals(self, step: int, *, has_scale: bool) -> Vitals:
+        """Read what it measured, the same on every rank, after `step` accepted updates. Waits for the device."""
+        update, attempt = self.begun.update, self.attempt
+        return read_vitals(
+            *(self.begun.tick, step, update.start, update.stop, attempt.settings[0]["lr"] or 0.0),
+            *(self.sent.read(), self.limits),
+            has_scale=has_scale,
+            is_busy=attempt.is_busy,
+            lr_ratio=attempt.lr_ratio,
+            by_rank=attempt.rows_by_rank,
+        )
+
 
 _TRIED = 4  # other batches
 _OURS = Path(__file__).parent

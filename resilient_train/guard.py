@@ -19,22 +19,20 @@ from typing import Any, ClassVar
 import torch
 
 from resilient_train import numerics
-from resilient_train.computation import Computation
+from resilient_train.computation import Computation, InFlight, StartedUpdate
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.search import Refused
 from resilient_train.drills import Drill, UpdatePlace
 from resilient_train.errors import GaveUp, RanksDiffer, StorageFailed, TrainError
-from resilient_train.in_flight import InFlight, StartedUpdate
 from resilient_train.micro_batches import MicroBatchSizer
 from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
 from resilient_train.trials import Loop
 from resilient_train.types import Anomaly, Signal, Vitals
-from resilient_train.update.agreement import DIGEST, Flag
-from resilient_train.update.direct_steps import warn_of_scalers
+from resilient_train.update.gate import DIGEST, Flag
 from resilient_train.update.objective import Metrics, scalar
-from resilient_train.update.turns import TWICE, TWO_GUARDS
+from resilient_train.update.turns import TWICE, TWO_GUARDS, warn_of_scalers
 from resilient_train.watch.examination import Examination
 from resilient_train.watch.modes import AnomalyMode, EvaluationLoss
 from resilient_train.watch.vitals import MetricsLog, Sent, landed, mean, mean_metrics, versions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from resilient_train.errors import TrainError
-from resilient_train.record import notes
-from resilient_train.record.notes import OutOfMemory
+from resilient_train.record import progress
+from resilient_train.record.progress import OutOfMemory
 from resilient_train.recovery import Recovery
 from resilient_train.wording import log
 
@@ -23,7 +23,7 @@ class MicroBatchSizer:
 
     def previous_ran_out(self) -> bool:
         """Say whether previous processes ran out of memory. All ranks must call it."""
-        found = self._world.all_of(notes.found(self._place, OutOfMemory))
+        found = self._world.all_of(progress.found(self._place, OutOfMemory))
         self._notes = sorted({one for some in found for one in some})
         return bool(self._notes)
 
@@ -43,7 +43,7 @@ class MicroBatchSizer:
         for one in self._notes[:1]:  # of the rank with the least room
             if self._fit_into(one.batch_size - 1):
                 self._recovery.note_shrunk(one.step, f"rank {one.rank}: {one.evidence}; {self._now()}", (one.rank,))
-        notes.clear(self._place, OutOfMemory)
+        progress.clear(self._place, OutOfMemory)
 
     def make_smaller(self, step: int, evidence: str) -> None:
         """Halve the micro-batches from now on, because an update did not fit. Raises TrainError if that is impossible.
@@ -60,7 +60,7 @@ class MicroBatchSizer:
                 if self._place is None:
                     advice = _SMALLER
                 else:
-                    notes.leave(self._place, OutOfMemory(halved.batch_size * 2, step, self._world.rank, evidence))
+                    progress.leave(self._place, OutOfMemory(halved.batch_size * 2, step, self._world.rank, evidence))
             except OSError as error:
                 advice = f"{_SMALLER} ({self._place} could not take a note: {error.strerror})"
             raise TrainError(f"{what}; {advice}")

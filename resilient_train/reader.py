@@ -7,18 +7,107 @@ line with the key, its value and what is allowed there.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import importlib
 import sys
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import yaml
 
-from resilient_train.errors import ConfigError, unusable
+from resilient_train.errors import ConfigError, in_one_line, unusable
 from resilient_train.files import conf
-from resilient_train.imports import similar
+from resilient_train.intervals import AUTO
+
+
+class Unimportable(Exception):
+    """A dotted path cannot be imported; the message says which part of it is missing."""
+
+
+def find_in_working_directory() -> None:
+    """Let `resilient-train` find a user's modules where `python -m resilient_train` does."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+
+
+def find(path: str) -> Any:
+    """Import the object at a dotted path. Raises Unimportable with the part that does not exist."""
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        name = ".".join(parts[:count])
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+                continue
+            raise Unimportable(f"{name} needs {error.name}, which is not installed") from error
+        except Exception as error:
+            raise Unimportable(in_one_line(error)) from error
+        for attribute in parts[count:]:
+            if not hasattr(found, attribute):
+                what = f"{getattr(found, '__name__', found)} has no {attribute}"
+                raise Unimportable(f"{what}{similar(attribute, dir(found))}")
+            found = getattr(found, attribute)
+        return found
+    raise Unimportable(f"there is no module {parts[0]} on the path")
+
+
+def similar(name: object, known: Iterable[str], then: str = "") -> str:
+    """Suggest the closest known name, if one is close; `then` follows, as a sentence of its own after a suggestion."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    if close:
+        return f"; did you mean {close[0]}?" + (f" {then[0].upper()}{then[1:]}" if then else "")
+    return f"; {then}" if then else ""
+
+
+@dataclass
+class DataConfig:
+    """Optional settings have defaults here too, so that a user's own file may leave them out."""
+
+    train: dict[str, Any]
+    batch_size: int = field(metadata={"at_least": 1})
+    eval: dict[str, Any] | None = None
+    shuffle: bool = True
+    num_workers: int = field(default=0, metadata={"at_least": 0})
+    quarantine: str | None = None  # the quarantine.json of another run
+    collate: Any = None  # an import path, a node with a _target_, or null
+
+
+@dataclass
+class AccelerateConfig:
+    cpu: bool
+    mixed_precision: str | None = field(metadata={"one_of": ("no", "bf16", "fp16")})
+    gradient_accumulation_steps: int = field(metadata={"at_least": 1})
+    compile: bool
+    ddp: dict[str, Any]
+    fsdp: bool
+    activation_checkpointing: bool
+    blocks: list[str] | None
+
+
+@dataclass
+class ClipConfig:
+    max_norm: float | None = field(metadata={"above": 0})
+    max_value: float | None = field(metadata={"above": 0})
+
+
+@dataclass
+class MemoryConfig:
+    every: int | str = field(metadata={"at_least": 0, "one_of": (AUTO,)})
+    keep: int = field(metadata={"at_least": 2})
+    max_gib: float | None = field(metadata={"at_least": 0})
+
+
+@dataclass
+class DiskConfig:
+    every: int | str = field(default=0, metadata={"at_least": 0, "one_of": (AUTO,)})
+    keep: int = field(default=3, metadata={"at_least": 1})
+    keep_every: int = field(default=0, metadata={"at_least": 0})
+
 
 T = TypeVar("T")
 
@@ -59,12 +148,12 @@ def read(kind: type[T], tree: Any, key: str) -> T:
 def check(instance: Any, key: str = "") -> None:
     """Check the values of a dataclass, nested ones too; lists become what their types say."""
     hints = _hints(type(instance))  # type: ignore[arg-type]
-    for field in dataclasses.fields(instance):
-        where, value = f"{key}{field.name}", getattr(instance, field.name)
+    for one in dataclasses.fields(instance):
+        where, value = f"{key}{one.name}", getattr(instance, one.name)
         if dataclasses.is_dataclass(value):
             check(value, f"{where}.")
-        elif field.init:
-            object.__setattr__(instance, field.name, checked(where, value, hints.get(field.name, Any), field.metadata))
+        elif one.init:
+            object.__setattr__(instance, one.name, checked(where, value, hints.get(one.name, Any), one.metadata))
 
 
 def mapping(node: Any, key: str, known: Collection[str], what: str = "key") -> dict[str, Any]:

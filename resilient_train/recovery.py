@@ -22,8 +22,7 @@ from resilient_train.ranks.world import odd_ones
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Doing
 from resilient_train.record.surroundings import DECIDE, DIAGNOSE, REWIND, Phases
-from resilient_train.recover.causes import by_signal
-from resilient_train.recover.decide import Earlier, decide
+from resilient_train.recover.decide import Earlier, by_signal, decide
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import is_mild
 from resilient_train.run_parts import RunParts

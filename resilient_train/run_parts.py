@@ -9,7 +9,7 @@ from typing import Any
 from resilient_train.data.samples import Samples
 from resilient_train.diagnose.search import Search
 from resilient_train.ranks.world import World
-from resilient_train.state.buffers import BufferWatch
+from resilient_train.state.copies import BufferWatch
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState
 from resilient_train.update.updater import Precision, Updater

@@ -18,10 +18,8 @@ import torch
 from torch import nn
 
 from resilient_train import numerics
-from resilient_train.computation import Computation
+from resilient_train.computation import Computation, StartedUpdate, is_out_of_memory
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
-from resilient_train.in_flight import StartedUpdate
-from resilient_train.out_of_memory import is_out_of_memory
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.remedies import RunControl, remedy
 from resilient_train.recover.trials import JUDGED, Arm, cost_of
@@ -30,9 +28,9 @@ from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.ring import Snapshot
 from resilient_train.types import Action
-from resilient_train.update.agreement import Flag
-from resilient_train.update.direct_steps import DirectStepCheck
+from resilient_train.update.gate import Flag
 from resilient_train.update.objective import Measured, scalar
+from resilient_train.update.turns import DirectStepCheck
 from resilient_train.watch.vitals import mean
 from resilient_train.wording import log
 

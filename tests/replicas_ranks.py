@@ -10,7 +10,7 @@ from clinic_ranks import Net, Rows
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.drills import BitFlip, Drill
-from resilient_train.settings import MemoryConfig
+from resilient_train.reader import MemoryConfig
 from resilient_train.watch.config import named
 
 STEPS, STRUCK = 50, 33  # both ends of a run are compared; this is in the middle of an interval

@@ -16,7 +16,7 @@ from moody import mlflow_server
 from rich.console import Console
 from rich.text import Text
 
-from resilient_train.tracking import views
+from resilient_train.tracking import presentation
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -53,7 +53,7 @@ def in_mlflow(run_dir: Path, place: Path) -> None:
         console(address, experiment[1], known["run_id"]) as person,
     ):
         person.first_screen(IMAGES / "first-screen.png")
-        person.run_list(views.KEY)
+        person.run_list(presentation.KEY)
         person.alone()
         person.picture(IMAGES / "runs.png")
         person.overview()

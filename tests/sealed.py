@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from resilient_train.checkpoint.manifest import MANIFEST, VERIFIED, WEIGHTS, Manifest
-from resilient_train.checkpoint.store import Entry, Store
+from resilient_train.checkpoint.store import MANIFEST, VERIFIED, WEIGHTS, Entry, Manifest, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE
 
 CPU = torch.device("cpu")

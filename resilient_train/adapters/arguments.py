@@ -27,12 +27,12 @@ from resilient_train.drills import Drill
 from resilient_train.errors import ConfigError, TrainError, named_type, require_finite, unusable
 from resilient_train.intervals import AUTO
 from resilient_train.ranks.world import World
+from resilient_train.reader import ClipConfig, DataConfig, DiskConfig, MemoryConfig
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover import policy as policies
 from resilient_train.recover.policy import Policy
-from resilient_train.settings import ClipConfig, DataConfig, DiskConfig, MemoryConfig
-from resilient_train.state.sharded import is_sharded
+from resilient_train.state.tree import is_sharded
 from resilient_train.update.objective import Measured
 from resilient_train.watch import config as checks_config
 from resilient_train.watch.config import ChecksConfig

@@ -15,8 +15,7 @@ from torch import nn
 
 from resilient_train import guard, numerics
 from resilient_train.adapters import arguments
-from resilient_train.adapters.place import Place, place
-from resilient_train.adapters.rates import schedules
+from resilient_train.adapters.place import Place, place, schedules
 from resilient_train.adapters.reporter import REPORT_EVERY, Report, RunReporter, log_to_stderr, warn_if_unused
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
@@ -27,20 +26,19 @@ from resilient_train.diagnose.replay import Replay
 from resilient_train.diagnose.search import Search
 from resilient_train.drills import Drill
 from resilient_train.errors import RanksDiffer, Stopped, TrainError, own_error
+from resilient_train.reader import ClipConfig, DiskConfig, MemoryConfig
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
-from resilient_train.settings import ClipConfig, DiskConfig, MemoryConfig
-from resilient_train.state.buffers import BufferWatch
-from resilient_train.state.copies import Backups
+from resilient_train.state.copies import Backups, BufferWatch
 from resilient_train.state.randomness import RecordedStates, Seeds
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
 from resilient_train.trials import Loop, Trials
 from resilient_train.types import Incident, Signal
 from resilient_train.update.clip import norm_over_ranks
-from resilient_train.update.direct_steps import DirectStepCheck
 from resilient_train.update.objective import Objective
+from resilient_train.update.turns import DirectStepCheck
 from resilient_train.update.updater import Precision, Updater
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig

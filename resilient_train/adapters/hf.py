@@ -22,8 +22,7 @@ from accelerate.utils import send_to_device
 from resilient_train.adapters import arguments
 from resilient_train.adapters.follower import OLDEST, Follower, TrainersSettings, refuse_bad_options, run_dir_of
 from resilient_train.adapters.guard import Guard
-from resilient_train.adapters.noted import copied, with_added
-from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows, without_numbers
+from resilient_train.adapters.rows_of_loader import NumberedBatch, copied, number_rows, with_added, without_numbers
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import TrainError, named_type

@@ -35,7 +35,7 @@ from resilient_train.tracking.store import ui_command
 from resilient_train.tracking.story import read_story, unrecovered
 from resilient_train.tracking.tracker import NullTracker, Tracker
 from resilient_train.types import Incident, Vitals
-from resilient_train.update.direct_steps import DirectStepCheck
+from resilient_train.update.turns import DirectStepCheck
 from resilient_train.watch.vitals import UpdateHistory
 from resilient_train.wording import duration, log
 

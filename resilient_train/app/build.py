@@ -15,22 +15,21 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import default_collate
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.app.config import targets
+from resilient_train.app.config import compose
 from resilient_train.app.config.schema import Config
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.data import build as data
-from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
+from resilient_train.data.build import IterableEvaluation, MapEvaluation
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing
 from resilient_train.drills import Drill, parse
 from resilient_train.errors import ConfigError, in_one_line
-from resilient_train.ranks import sharding
-from resilient_train.ranks.world import World
+from resilient_train.ranks.world import World, recompute, shard
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.recover import policy
 from resilient_train.state.randomness import Purpose, mix, seed_all
-from resilient_train.state.sharded import own_class
+from resilient_train.state.tree import own_class
 from resilient_train.tracking.store import locate
 from resilient_train.update.objective import Measured
 from resilient_train.update.schedule import CurveSchedule, Schedule, ShadowSchedule
@@ -104,7 +103,7 @@ def assemble(
     objective = Measured(objective_of(config.objective, world.device), config.objective["_target_"])
     slicing = Slicing(config.data.batch_size, config.accelerate.gradient_accumulation_steps, world.rank, world.size)
     collate = collate_of(config.data.collate)
-    rows = targets.build("data.train", config.data.train)
+    rows = compose.build("data.train", config.data.train)
     faults, history = parse(config.drill, steps=config.run.steps), incidents.run_history
     drill = None
     if faults:
@@ -115,16 +114,16 @@ def assemble(
     samples = data.samples(rows, config.data, slicing, seed=seed, collate=collate, pin_memory=pin_memory)
     evaluation = None
     if config.data.eval and config.data.eval.get("_target_"):
-        dataset = targets.build("data.eval", config.data.eval)
+        dataset = compose.build("data.eval", config.data.eval)
         evaluation = data.evaluation(dataset, config.data, slicing, seed=seed, collate=collate)
     model = model_of(config)
     sharding_text = ""
     if config.accelerate.activation_checkpointing:
-        log.info("%s", sharding.recompute(model, config.accelerate.blocks))
+        log.info("%s", recompute(model, config.accelerate.blocks))
     if config.accelerate.fsdp and world.size == 1:
         log.info("accelerate.fsdp: there is one process, which holds everything")
     elif config.accelerate.fsdp:
-        sharding_text = sharding.shard(model, config.accelerate.blocks, world.device, world.size)
+        sharding_text = shard(model, config.accelerate.blocks, world.device, world.size)
     optimizers = _optimizers(config.optimizer, model)
     schedules = [_schedule(config.schedule, optimizer) for optimizer in optimizers]
     if config.accelerate.compile:
@@ -175,9 +174,9 @@ def validate(config: Config, changed: Collection[str], home: Path) -> None:
 
 def model_of(config: Config) -> nn.Module:
     """Build the model, with the weights that `run.init_from` names."""
-    model = targets.build("model", config.model)
+    model = compose.build("model", config.model)
     if not isinstance(model, nn.Module):
-        raise targets.wrong_kind("model", config.model, model, "a torch.nn.Module, or a function that returns one")
+        raise compose.wrong_kind("model", config.model, model, "a torch.nn.Module, or a function that returns one")
     if not any(weight.requires_grad for weight in model.parameters()):
         raise ConfigError("model._target_", config.model["_target_"], "returned a model without trainable weights")
     if config.run.init_from is not None:
@@ -187,11 +186,11 @@ def model_of(config: Config) -> nn.Module:
 
 def objective_of(node: dict[str, Any], device: torch.device) -> Any:
     """Build the objective: a callable `(model, batch)`."""
-    if inspect.isclass(targets.find("objective._target_", node.get("_target_"))):
+    if inspect.isclass(compose.find("objective._target_", node.get("_target_"))):
         node = {**node, "_partial_": False}  # an object whose __call__ is the objective
-    objective = targets.build("objective", node)
+    objective = compose.build("objective", node)
     if not callable(objective):
-        raise targets.wrong_kind("objective", node, objective, "a callable (model, batch) -> loss")
+        raise compose.wrong_kind("objective", node, objective, "a callable (model, batch) -> loss")
     if isinstance(objective, nn.Module):
         if any(weight.requires_grad for weight in objective.parameters()):
             why = "has weights of its own, which would not be trained: put them into the model"
@@ -211,7 +210,7 @@ def collate_of(node: Any) -> Collate:
     """Build what makes a batch of rows."""
     if node is None:
         return default_collate
-    find = targets.find if isinstance(node, str) else targets.build
+    find = compose.find if isinstance(node, str) else compose.build
     collate = find("data.collate", node)
     if not callable(collate):
         why = f"is a {type(collate).__name__}: expected a callable (rows) -> batch"
@@ -223,13 +222,13 @@ def _optimizers(node: dict[str, Any], model: nn.Module) -> list[Optimizer]:
     """Build one optimizer over parameter groups, or call a function of the model that returns one or several."""
     no_decay = node.get("no_decay") or []
     node = {key: value for key, value in node.items() if key != "no_decay"}
-    target = targets.check("optimizer", node, given=1)
-    takes_model = next(iter(targets.parameters(target) or ()), None) == "model"
-    built = targets.build("optimizer", node, model if takes_model else parameter_groups(model, no_decay=no_decay))
+    target = compose.check_target("optimizer", node, given=1)
+    takes_model = next(iter(compose.parameters(target) or ()), None) == "model"
+    built = compose.build("optimizer", node, model if takes_model else parameter_groups(model, no_decay=no_decay))
     optimizers = list(built) if isinstance(built, list | tuple) else [built]
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
-            raise targets.wrong_kind("optimizer", node, optimizer, "a torch.optim.Optimizer")
+            raise compose.wrong_kind("optimizer", node, optimizer, "a torch.optim.Optimizer")
     return optimizers
 
 
@@ -238,12 +237,12 @@ def _schedule(node: dict[str, Any], optimizer: Optimizer) -> Schedule:
     if not isinstance(warmup_steps, int) or warmup_steps < 0:
         raise ConfigError("schedule.warmup_steps", warmup_steps, "must be a whole number of at least 0")
     key, path = "schedule._target_", node.get("_target_")
-    target = targets.find(key, path)
-    parameters = list(targets.parameters(target) or ())
+    target = compose.find(key, path)
+    parameters = list(compose.parameters(target) or ())
     if "warmup_steps" not in parameters:
         node = {key: value for key, value in node.items() if key != "warmup_steps"}
-    targets.check("schedule", node, given=1)
-    factory = targets.build("schedule", {**node, "_partial_": True})
+    compose.check_target("schedule", node, given=1)
+    factory = compose.build("schedule", {**node, "_partial_": True})
     if any("lr" not in group for group in optimizer.param_groups):
         raise ConfigError(key, path, "schedules the learning rate lr, which this optimizer does not have")
     if target is ReduceLROnPlateau:

@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from resilient_train.checkpoint.manifest import CANDIDATE, DEMOTED, VERIFIED, Damaged, verify
-from resilient_train.checkpoint.store import Entry, Store
+from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, VERIFIED, Damaged, Entry, Store, verify
 from resilient_train.checkpoint.weights import NotExportable, export, export_weights
 from resilient_train.record.journal import JOURNAL, read
 from resilient_train.wording import duration, printable

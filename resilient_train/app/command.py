@@ -22,17 +22,15 @@ from omegaconf import DictConfig
 
 from resilient_train.app import HOME, VERBS
 from resilient_train.app.config import CONF, manual
-from resilient_train.app.config.explain import VERSION_BASE, check_files_first, explained, typed
-from resilient_train.app.config.meanings import meanings
+from resilient_train.app.config.manual import VERSION_BASE, check_files_first, explained, meanings, typed
 from resilient_train.app.config.options import name_of, option_names, parse
-from resilient_train.app.page import Page
-from resilient_train.app.streams import survive_hangup
 from resilient_train.app.sweep import Job, show_end
+from resilient_train.app.terminal import Page, survive_hangup
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_plain
-from resilient_train.imports import find_in_working_directory
 from resilient_train.ranks.launch import launched_rank
 from resilient_train.ranks.process_exit import code_for_agent
+from resilient_train.reader import find_in_working_directory
 from resilient_train.record.endings import is_run, note_refusal
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
 

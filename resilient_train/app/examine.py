@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from resilient_train.errors import ConfigError, TrainError
-from resilient_train.imports import find_in_working_directory
+from resilient_train.reader import find_in_working_directory
 from resilient_train.record.journal import plain
 
 _HELP = """\
@@ -54,10 +54,9 @@ def _examined(given: argparse.Namespace) -> Any:
     from torch import nn
 
     from resilient_train.app import build
-    from resilient_train.app.config import compose, targets
+    from resilient_train.app.config import compose
     from resilient_train.checkpoint import weights
-    from resilient_train.checkpoint.manifest import VERIFIED, WEIGHTS
-    from resilient_train.checkpoint.store import Store
+    from resilient_train.checkpoint.store import VERIFIED, WEIGHTS, Store
     from resilient_train.diagnose.examine import examine
     from resilient_train.state.randomness import Purpose, mix, seed_all
     from resilient_train.tracking.story import read_story
@@ -78,7 +77,7 @@ def _examined(given: argparse.Namespace) -> Any:
     config = composed.config
     seed_all(mix(Purpose.INITIAL_WEIGHTS, config.run.seed), torch.device("cpu"))
     objective = Measured(build.objective_of(config.objective, torch.device("cpu")), config.objective["_target_"])
-    rows = targets.build("data.train", config.data.train)
+    rows = compose.build("data.train", config.data.train)
     model: nn.Module = build.model_of(config)
     kept = (one.path for one in Store(run_dir).entries() if one.manifest and one.manifest.kind == VERIFIED)
     weights.load_into(model, run_dir if (run_dir / WEIGHTS).exists() else next(kept, run_dir))

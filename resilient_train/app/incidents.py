@@ -17,13 +17,13 @@ from datetime import datetime
 from pathlib import Path
 
 from resilient_train.app.directory import launcher_of
-from resilient_train.app.page import Page
 from resilient_train.app.status import Status, status_of
+from resilient_train.app.terminal import Page
 from resilient_train.errors import TrainError
 from resilient_train.files import read_plain
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.journal import JOURNAL, damaged_lines, read
-from resilient_train.tracking.incident_view import IncidentView
+from resilient_train.tracking.report import IncidentView
 from resilient_train.tracking.review import began_ms, next_start, to_change, verdict
 from resilient_train.tracking.story import Chapter, Story, read_story
 from resilient_train.types import Culprit, Outcome

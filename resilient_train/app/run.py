@@ -20,8 +20,8 @@ from resilient_train.app.notify import notify
 from resilient_train.app.terminal import Terminal
 from resilient_train.app.train import train
 from resilient_train.checkpoint import weights
-from resilient_train.checkpoint.manifest import WEIGHTS
 from resilient_train.checkpoint.resume import Resume
+from resilient_train.checkpoint.store import WEIGHTS
 from resilient_train.diagnose.frames import called_by_us, is_users
 from resilient_train.errors import (
     ConfigError,
@@ -38,11 +38,11 @@ from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.ranks.process_exit import StopRequests, has_lost_sibling
 from resilient_train.ranks.watchdog import Hang, Phase, Watchdog
 from resilient_train.ranks.world import World, is_lost_peer
-from resilient_train.record import endings, notes
+from resilient_train.record import endings, progress
 from resilient_train.record.endings import SUMMARY, Summary, read_ending
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Position, position_of
-from resilient_train.recover.causes import by_signal
+from resilient_train.recover.decide import by_signal
 from resilient_train.state.randomness import set_deterministic
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.review import again, command
@@ -236,15 +236,15 @@ class _Session:
         log.info("%s", hang.stacks, extra=IN_FILE_ONLY)
         code = 1
         if not hang.stop_asked:
-            mine = notes.Hung(world.rank, evidence, users_frame is not None)
+            mine = progress.Hung(world.rank, evidence, users_frame is not None)
             if world.size > 1 and world.is_main:
-                noted = notes.gather_hung(directory.path, mine, world.size, _FOR_OTHERS_S)
-                if (found := notes.who_hung(noted, world.size)) != evidence:
+                noted = progress.gather_hung(directory.path, mine, world.size, _FOR_OTHERS_S)
+                if (found := progress.who_hung(noted, world.size)) != evidence:
                     log.error("%s", found)
                 evidence = found
             elif world.size > 1:
                 with suppress(OSError):  # this host may not have the directory
-                    notes.leave(directory.path, mine)
+                    progress.leave(directory.path, mine)
                 time.sleep(_FOR_OTHERS_S)  # rank 0 would only see that this process ended
             if run is not None:
                 run.guard.hung(evidence, in_update=hang.phase is Phase.STEP)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from resilient_train.app.page import Page
+from resilient_train.app.terminal import Page
 from resilient_train.errors import ConfigError
 from resilient_train.record.endings import SUMMARY, read_ending
 from resilient_train.record.outbox import OUTBOX

@@ -5,22 +5,154 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
+import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from resilient_train.app.streams import fail_safe
 from resilient_train.files import open_to_append
+from resilient_train.secrets import masked
 from resilient_train.types import Vitals
-from resilient_train.wording import PROGRESS, duration, log
+from resilient_train.wording import PROGRESS, duration, log, printable
+
+_LEAST = 20  # columns: lines are wider than a narrower terminal
+
+Words = str | tuple[str, str]  # plain, or with a style
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # rich would end the process with 1
+
+
+class Page:
+    """What is printed to a terminal, or to a pipe."""
+
+    def __init__(self) -> None:
+        self._file = sys.stdout
+        colours = None if os.environ.get("NO_COLOR") else "auto"
+        self._console = _Console(file=self._file, color_system=colours, highlight=False, soft_wrap=True)  # type: ignore[arg-type]
+        self.width = max(_LEAST, self._console.width) if self._console.is_terminal else None
+
+    def line(self, *words: Words, indent: int = 0, hang: int | None = None) -> None:
+        """Print one line, or an empty one; if it is wrapped, the rest begins `hang` columns from the left."""
+        text = Text(" " * indent)
+        for one in words:
+            part, style = (one, "") if isinstance(one, str) else one
+            text.append(printable(masked(part)), style)
+        text.rstrip()
+        if self.width is None:
+            print(text.plain, file=self._file, flush=True)
+            return
+        hang = min(indent if hang is None else hang, self.width // 2)
+        while True:
+            line = text.wrap(self._console, self.width)[0] if text else text
+            text = text[len(line.plain) :]
+            line.rstrip()
+            self._console.print(line)
+            if not text:
+                return
+            text = Text(" " * hang) + text[len(text.plain) - len(text.plain.lstrip()) :]
+
+
+_GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET)  # a pipe, a terminal, a device, a socket
+
+
+def fail_safe(stream: IO[str] | None) -> IO[str] | None:
+    """Return a stream that never fails: its reader may disappear, its disk may be full."""
+    return stream if stream is None or isinstance(stream, _FailSafe) else cast("IO[str]", _FailSafe(stream))
+
+
+@contextmanager
+def survive_hangup() -> Iterator[None]:
+    """Let the process continue without its terminal, whatever prints meanwhile: this package, user code, a library."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = fail_safe(before[0]), fail_safe(before[1])
+    # A shell that ends sends SIGHUP to what it started. An elastic agent passes it on, and kills after half a minute.
+    ignores = "TORCHELASTIC_RUN_ID" not in os.environ and threading.current_thread() is threading.main_thread()
+    ignores = ignores and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    if ignores:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        if ignores:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, _FailSafe):
+                stream.flush()  # Python's own flush at exit would end the process with a complaint and 120
+        sys.stdout, sys.stderr = before
+
+
+def until_unread(call: Callable[[], int]) -> int:
+    """Call what only prints something; return its exit code, or 0 if the output has no reader any more."""
+    try:
+        code = call()
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+    else:
+        return code
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            _redirect_to_null(stream)
+    return 0
+
+
+class _FailSafe:
+    """A stream that writes to nowhere once its reader is gone, as do programs that only have its descriptor."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._failed(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._failed(error)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def _failed(self, error: OSError) -> None:
+        if error.errno in _GONE:  # a full disk may have room later
+            _redirect_to_null(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _redirect_to_null(stream: IO[str]) -> None:
+    """Redirect the descriptor of a stream, and what its buffer still holds, to the null device."""
+    with suppress(OSError, ValueError):  # it may have no descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, stream.fileno())
+        finally:
+            os.close(null)
+        stream.flush()
+
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # the run continues without its log file
 _SPEED_OVER_S = 30

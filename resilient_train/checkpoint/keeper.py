@@ -15,20 +15,18 @@ import torch
 
 from resilient_train import __version__
 from resilient_train.checkpoint import weights
-from resilient_train.checkpoint.manifest import CANDIDATE, VERIFIED, Manifest
 from resilient_train.checkpoint.resume import Resume, ResumePlan, Resumption, incidents_of_damage
-from resilient_train.checkpoint.safetensors_files import SharedWrite
-from resilient_train.checkpoint.store import Entry, Store
-from resilient_train.checkpoint.tree_files import SerializedTree
+from resilient_train.checkpoint.store import CANDIDATE, VERIFIED, Entry, Manifest, Store
+from resilient_train.checkpoint.tree_files import SerializedTree, SharedWrite
 from resilient_train.checkpoint.weights import Best
 from resilient_train.checkpoint.writer import Job, SaveResult, Writer
 from resilient_train.errors import in_one_line, unusable
 from resilient_train.files import at_disk
 from resilient_train.intervals import Interval, Intervals
+from resilient_train.reader import DiskConfig
 from resilient_train.record.progress import Progress
 from resilient_train.record.run_history import RunHistory
 from resilient_train.run_parts import RunParts
-from resilient_train.settings import DiskConfig
 from resilient_train.state.ring import Snapshot
 from resilient_train.state.run_state import Stateful
 from resilient_train.state.tree import taken_apart

@@ -8,18 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from resilient_train.checkpoint.manifest import Damaged
-from resilient_train.checkpoint.store import Entry, Saved, Store
+from resilient_train.checkpoint.store import Damaged, Entry, Saved, Store
 from resilient_train.errors import ConfigError, TrainError, in_one_line, unusable
-from resilient_train.record import endings, notes
-from resilient_train.record.notes import Hung
-from resilient_train.record.progress import Doing, Progress
+from resilient_train.record import endings, progress
+from resilient_train.record.progress import Doing, Hung, Progress
 from resilient_train.record.run_history import RunHistory
 from resilient_train.recover.knobs import Knobs
 from resilient_train.run_parts import RunParts
 from resilient_train.secrets import masked
-from resilient_train.state.mismatch import explain_mismatch
-from resilient_train.state.run_state import Stateful
+from resilient_train.state.run_state import Stateful, explain_mismatch
 from resilient_train.types import Incident, ProcessIncident, Signal
 from resilient_train.update.updater import LR_OF_GUARD
 from resilient_train.wording import log
@@ -80,9 +77,9 @@ class Resumption:
         """
         history, last = self.history, self.progress.last
         hung = ""
-        if noted := notes.found(self.directory, Hung):  # by ranks that could not report it to rank 0
-            notes.clear(self.directory, Hung)
-            hung = notes.who_hung(noted, max(self.parts.world.size, noted[-1].rank + 1))
+        if noted := progress.found(self.directory, Hung):  # by ranks that could not report it to rank 0
+            progress.clear(self.directory, Hung)
+            hung = progress.who_hung(noted, max(self.parts.world.size, noted[-1].rank + 1))
         damaged: list[tuple[Entry, str]] = []
         if self.store is not None:
             self.store.sweep()

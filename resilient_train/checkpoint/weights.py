@@ -21,11 +21,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from resilient_train import files
-from resilient_train.checkpoint.manifest import WEIGHTS, Damaged, Manifest, verify
-from resilient_train.checkpoint.safetensors_files import NAMES, chunks, is_share
-from resilient_train.checkpoint.tree_files import load_tree
+from resilient_train.checkpoint.store import WEIGHTS, Damaged, Manifest, verify
+from resilient_train.checkpoint.tree_files import NAMES, chunks, is_share, load_tree
 from resilient_train.errors import ConfigError, in_one_line
-from resilient_train.state.sharded import full_tensor, own_class, reshard
+from resilient_train.state.tree import full_tensor, own_class, reshard
 
 BEST, PRETRAINED = "best", "pretrained"  # their names in a run directory
 

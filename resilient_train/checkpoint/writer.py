@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from resilient_train.checkpoint import manifest as manifests
-from resilient_train.checkpoint.manifest import Damaged
-from resilient_train.checkpoint.safetensors_files import is_share
-from resilient_train.checkpoint.store import Entry, Store
+from resilient_train.checkpoint import store as manifests
+from resilient_train.checkpoint.store import Damaged, Entry, Store
+from resilient_train.checkpoint.tree_files import is_share
 from resilient_train.errors import in_one_line
 from resilient_train.files import at_disk
 

@@ -2,17 +2,98 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
-from resilient_train.data.rows import Collate
-from resilient_train.data.samples import MapSamples, Samples, Slicing
+from resilient_train.data.rows import Collate, RepeatableBatches, Retries, fetched_again, may_pass, no_watchdog
+from resilient_train.data.samples import MapSamples, Samples, Slicing, loader
 from resilient_train.data.sequential import IterableSamples
-from resilient_train.data.stream import Stream
-from resilient_train.errors import ConfigError
-from resilient_train.settings import DataConfig
+from resilient_train.data.stream import Key, Stream
+from resilient_train.errors import ConfigError, StorageFailed, TrainError, in_one_line
+from resilient_train.reader import DataConfig
+from resilient_train.state.randomness import Purpose, mix, seed_host
+
+Weighted = tuple[Any, int]  # a batch and the number of its rows; 0 for a batch that only keeps ranks in step
+
+
+class MapEvaluation:
+    """Evaluation over a map-style data set, in order, with the same random numbers every time."""
+
+    def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate, num_workers: int) -> None:
+        keys = [Key(seed, 0, row) for row in range(len(dataset))]
+        self._plan, self._weights = _split(keys, slicing)
+        self._loader = loader(dataset, self._plan, collate, num_workers=num_workers, pin_memory=False)
+        self._here = RepeatableBatches(dataset, collate)
+
+    def batches(self, beat: Callable[[], None] = no_watchdog) -> Iterator[Weighted]:
+        """Yield every batch. One that fails for a moment is fetched again, with calls of `beat`."""
+        batches = iter(self._loader)
+        for keys, weight in zip(self._plan, self._weights, strict=True):
+            try:
+                batch = next(batches)
+            except Exception as error:
+                if not may_pass(error):
+                    raise
+                rows, raised = fetched_again(keys, self._here, Retries(beat))
+                if raised:
+                    why = next(iter(raised.values()))
+                    what = f"{len(raised)} of {len(keys)} rows of an evaluation could not be fetched"
+                    raise StorageFailed(what, in_one_line(why)) from why
+                batch = self._here.of_rows(rows, keys)
+            yield batch, weight
+
+    def close(self) -> None:
+        """Stop worker processes."""
+        del self._loader
+
+
+class IterableEvaluation:
+    """Evaluation over an iterable data set: every rank reads all of it, from its start, and evaluates its share."""
+
+    def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate) -> None:
+        self.dataset, self.slicing, self.seed, self.collate = dataset, slicing, seed, collate
+        self._can_rewind = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        self._pristine = copy.deepcopy(dataset.state_dict()) if self._can_rewind else None
+
+    def batches(self, beat: Callable[[], None] = no_watchdog) -> Iterator[Weighted]:
+        """Yield every batch."""
+        if self._can_rewind:
+            self.dataset.load_state_dict(copy.deepcopy(self._pristine))
+        rows = self._seeded()
+        number = self.slicing.rank
+        while group := list(islice(rows, self.slicing.batch_size * self.slicing.world)):
+            for batch, weight in zip(*_split(group, self.slicing), strict=True):
+                seed_host(mix(Purpose.COLLATE, self.seed, number))
+                yield self.collate(list(batch)), weight
+            number += self.slicing.world
+        if number < self.slicing.world:
+            raise TrainError("data.eval: the iterable data set gave no rows: it is empty, or can be read only once")
+
+    def close(self) -> None:
+        """Do nothing: there are no workers."""
+
+    def _seeded(self) -> Iterator[Any]:
+        iterator = iter(self.dataset)
+        for number in count():
+            seed_host(mix(Purpose.ROW, self.seed, 0, number))
+            try:
+                yield next(iterator)
+            except StopIteration:
+                return
+
+
+def _split(items: Sequence[Any], slicing: Slicing) -> tuple[list[Sequence[Any]], list[int]]:
+    """Give every rank the same number of batches: a forward with collectives hangs if one rank has fewer."""
+    batches = [items[start : start + slicing.batch_size] for start in range(0, len(items), slicing.batch_size)]
+    mine = batches[slicing.rank :: slicing.world]
+    weights = [len(batch) for batch in mine]
+    if len(mine) < -(-len(batches) // slicing.world):
+        mine, weights = [*mine, batches[0]], [*weights, 0]
+    return mine, weights
 
 
 def samples(

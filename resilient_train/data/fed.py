@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from resilient_train.data.failed_rows import no_watchdog
-from resilient_train.data.rows import Collate, RepeatableBatches
+from resilient_train.data.rows import Collate, RepeatableBatches, no_watchdog
 from resilient_train.data.samples import Samples, Slicing, Update
 from resilient_train.data.stream import Key, Ranges, Stream
 from resilient_train.errors import TrainError

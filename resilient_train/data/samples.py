@@ -14,10 +14,16 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
-from resilient_train.data.failed_rows import FailedRow, Retries, may_pass, no_watchdog, with_substitutes
-from resilient_train.data.permutation import AT_ONCE, VERSION
-from resilient_train.data.rows import Collate, RepeatableBatches
-from resilient_train.data.stream import Key, Ranges, Span, Stream
+from resilient_train.data.rows import (
+    Collate,
+    FailedRow,
+    RepeatableBatches,
+    Retries,
+    may_pass,
+    no_watchdog,
+    with_substitutes,
+)
+from resilient_train.data.stream import AT_ONCE, VERSION, Key, Ranges, Span, Stream
 from resilient_train.errors import StorageFailed, in_one_line
 from resilient_train.ranks.process_exit import exit_with_parent
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from resilient_train.data.failed_rows import Retries, no_watchdog
-from resilient_train.data.rows import Collate
+from resilient_train.data.rows import Collate, Retries, no_watchdog
 from resilient_train.data.samples import Samples, Slicing, Update
 from resilient_train.data.stream import Ranges
 from resilient_train.errors import StorageFailed, TrainError, in_one_line, unusable

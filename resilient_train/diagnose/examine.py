@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from resilient_train import numerics
 from resilient_train.diagnose import rows, verdict
-from resilient_train.diagnose.layers import Layers, Output
+from resilient_train.diagnose.frames import Layers, Output, floating, statistics
 from resilient_train.diagnose.replay import Replay
-from resilient_train.diagnose.values import floating, statistics
 from resilient_train.diagnose.verdict import Observations
 from resilient_train.errors import ConfigError, in_one_line
 from resilient_train.numerics.armor import Armor, CannotArmor, PatchedLine
@@ -24,7 +23,7 @@ from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import leaves, rebuilt
 from resilient_train.types import Diagnosis
-from resilient_train.watch.gradient_norms import nonfinite
+from resilient_train.watch.layout import nonfinite
 from resilient_train.wording import describe_culprit, log
 
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}

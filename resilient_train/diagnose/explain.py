@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from resilient_train.data.samples import Samples, Update
 from resilient_train.data.stream import Key
-from resilient_train.diagnose import damage, verdict
 from resilient_train.diagnose import rows as by_rows
+from resilient_train.diagnose import search, verdict
 from resilient_train.diagnose.search import Refused, Search
 from resilient_train.ranks.world import World
-from resilient_train.recover.causes import by_rate, by_signal
+from resilient_train.recover.decide import by_rate, by_signal
 from resilient_train.recover.remedies import is_mild
 from resilient_train.state import randomness
 from resilient_train.state.ring import Ring
@@ -173,7 +173,7 @@ class Explainer:
         """What is wrong with weights or moments: the worst that any rank has found."""
         verified = self._ring.verified_until(anomaly.since)
         before: Mapping[str, Any] = verified[0].parts["weights"] if verified else {}
-        mine = damage.of_state(anomaly, dict(self._state.model.named_parameters()), before, self._optimizers)
+        mine = search.of_state(anomaly, dict(self._state.model.named_parameters()), before, self._optimizers)
         # A healthy rank also names the weight that moved most, so keep only the anomaly's ranks.
         theirs = enumerate(self._world.all_of(mine))
         blamed = [one for rank, one in theirs if one is not None and (not anomaly.ranks or rank in anomaly.ranks)]
@@ -185,7 +185,7 @@ class Explainer:
         if all(one.since != anomaly.since for one in recent):
             return found
         # What breaks again at the same place, after the updates were retried, is no accident of the hardware.
-        cause = Cause.EXPLOSION if damage.is_possible(anomaly) else Cause.OPTIMIZER
+        cause = Cause.EXPLOSION if search.is_possible(anomaly) else Cause.OPTIMIZER
         return Diagnosis(cause, f"It happened again at the same place after a rewind. {found.advice}")
 
     # Rows whose values are far above those of others.

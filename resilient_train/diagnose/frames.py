@@ -6,15 +6,112 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from math import isfinite, isnan
 from traceback import walk_tb
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from resilient_train.numerics.domains import is_discrete
+
+
+def floating(tree: Any) -> list[Tensor]:
+    """The tensors of a tree that can hold NaN and infinity."""
+    tensors = [one for one in tree_leaves(tree) if isinstance(one, Tensor)]
+    return [one for one in tensors if one.is_floating_point() or one.is_complex()]
+
+
+def kinds_of(tensor: Tensor) -> set[str]:
+    """What a tensor holds that is not finite: nan, inf."""
+    with torch._C.DisableTorchFunction(), torch.no_grad(), _outside_of_transforms():
+        values = _values(tensor)
+        if values.is_meta or bool(values.isfinite().all()):
+            return set()
+        kinds = {"nan": values.isnan(), "inf": values.isinf()}
+        return {kind for kind, mask in kinds.items() if bool(mask.any())}
+
+
+def kinds_of_numbers(tree: Any) -> set[str]:
+    """The same of the plain numbers of a tree, such as the value of `masked_fill`."""
+    numbers = [one for one in tree_leaves(tree) if isinstance(one, float) and not isfinite(one)]
+    return {"nan" if isnan(one) else "inf" for one in numbers}
+
+
+def memory_of(tensor: Tensor) -> int | None:
+    """Identify the memory that a tensor shares with its views."""
+    with torch._C.DisableTorchFunction(), _outside_of_transforms():
+        try:
+            return _values(tensor).untyped_storage().data_ptr() or None
+        except (RuntimeError, NotImplementedError):  # it has none, or hides it
+            return None
+
+
+def statistics(tensors: Sequence[Tensor]) -> tuple[Mapping[str, Any], ...]:
+    """Shape, type and range of the first inputs of an operation."""
+    with torch._C.DisableTorchFunction(), torch.no_grad(), _outside_of_transforms():
+        return tuple(range_of(one) for one in tensors[:4])
+
+
+def numbers_of(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The plain numbers that decide what a power is: its exponent, or its base."""
+    numbers = [one for one in (*args, *kwargs.values()) if op == "pow" and type(one) in (int, float)]
+    return [{"shape": [], "dtype": "number", "value": float(one)} for one in numbers]
+
+
+def range_of(tensor: Tensor) -> dict[str, Any]:
+    """Shape and type of a tensor, and what its finite elements range over. Waits for the device."""
+    values = _values(tensor).detach()
+    if values.is_complex():
+        values = values.abs()
+    finite = values[values.isfinite()].double()
+    one: dict[str, Any] = {
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "nonfinite": values.numel() - finite.numel(),
+    }
+    if finite.numel():
+        sizes = finite.abs()
+        nonzero = sizes[sizes > 0]
+        one |= {
+            "min": finite.min().item(),
+            "max": finite.max().item(),
+            "zeros": finite.numel() - nonzero.numel(),
+            "smallest": nonzero.min().item() if nonzero.numel() else 0.0,
+        }
+    return one
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """The dense numbers behind a tensor, in a type that torch can compare."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        values = tensor._values  # a method, but of a jagged tensor the values: its method does not work inside of torch
+        tensor = values if isinstance(values, Tensor) else values() if tensor.is_sparse else tensor.values()
+    return tensor.float() if tensor.element_size() == 1 else tensor
+
+
+class _outside_of_transforms:
+    """Leaves vmap, grad and jvp for a moment: in there no value may be looked at."""
+
+    def __enter__(self) -> None:
+        self._cleared: Any = None
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+            self._cleared = temporarily_clear_interpreter_stack()
+            self._cleared.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        if self._cleared is not None:
+            self._cleared.__exit__(*exc)
+
 
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _SITE = (sysconfig.get_path("purelib") + os.sep, sysconfig.get_path("platlib") + os.sep)
@@ -127,3 +224,69 @@ def _homes(*packages: str) -> tuple[str, ...]:
     found = [importlib.util.find_spec(package) for package in packages]
     places = [place for spec in found if spec for place in spec.submodule_search_locations or ()]
     return tuple(os.path.abspath(place) + os.sep for place in places)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One output of one layer, or the gradient that arrived there."""
+
+    layer: str  # its path in the model
+    kind: str  # its class
+    is_finite: bool
+    range: Mapping[str, Any]  # as of the inputs of an operation; empty if it was not asked for
+
+    def __str__(self) -> str:
+        return f"`{self.layer}` ({self.kind})" if self.layer else f"the model ({self.kind})"
+
+
+class Layers:
+    """Enter it around forward and backward: it listens to every layer of the model."""
+
+    def __init__(self, model: nn.Module, *, ranges: bool = False) -> None:
+        """With `ranges` outputs are measured, and not only tested for being finite."""
+        self.outputs: list[Output] = []  # in the order in which they were computed
+        self.gradients: list[Output] = []
+        self._model, self._ranges, self._hooks = model, ranges, list[Any]()
+
+    def __enter__(self) -> Layers:
+        for name, module in self._model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._hooks.append(module.register_forward_hook(partial(self._saw, name)))
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _saw(self, name: str, module: nn.Module, inputs: Any, result: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes it again, in backward
+            return
+        with torch._C.DisableTorchFunction():
+            for one in floating(result):
+                self.outputs.append(self._measured(name, module, one))
+                if one.requires_grad:
+
+                    def arrived(gradient: Tensor) -> None:
+                        with torch._C.DisableTorchFunction():
+                            self.gradients.append(self._measured(name, module, gradient))
+
+                    self._hooks.append(one.register_hook(arrived))  # type: ignore[no-untyped-call]
+
+    def _measured(self, name: str, module: nn.Module, value: Tensor) -> Output:
+        found = statistics([value])[0] if self._ranges else {}
+        return Output(name, type(module).__name__, not kinds_of(value), found)
+
+    def bracket(self, *, is_loss_finite: bool) -> str:
+        """Say between which two layers it broke; empty if no layer was called, or all gradients there are finite."""
+        seen, where = (self.gradients, "The gradient at") if is_loss_finite else (self.outputs, "The output of")
+        place = next((number for number, one in enumerate(seen) if not one.is_finite), None)
+        if not seen or (place is None and is_loss_finite):
+            return ""
+        if place is None:
+            return "The output of every layer is finite: it breaks after the model, in the objective."
+        if place == 0 and is_loss_finite:
+            return f"The gradient is not finite where it enters the model, at {seen[0]}: it breaks in the objective."
+        if place == 0:
+            return f"It is not finite from the first layer on, {seen[0]}: look at its weights and at what it is given."
+        return f"{where} {seen[place - 1]} is the last that is finite, and {where.lower()} {seen[place]} the first not."

@@ -21,8 +21,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
-from resilient_train.diagnose.frames import Line, is_users, line_of, user_line
-from resilient_train.diagnose.values import floating, kinds_of, kinds_of_numbers, memory_of, numbers_of, statistics
+from resilient_train.diagnose.frames import (
+    Line,
+    floating,
+    is_users,
+    kinds_of,
+    kinds_of_numbers,
+    line_of,
+    memory_of,
+    numbers_of,
+    statistics,
+    user_line,
+)
 from resilient_train.diagnose.verdict import is_plain
 from resilient_train.numerics.operations import is_in_place, op_name
 from resilient_train.state.tree import leaves

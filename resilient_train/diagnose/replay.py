@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from resilient_train.diagnose.layers import Layers
+from resilient_train.diagnose.frames import Layers
 from resilient_train.diagnose.microscope import Microscope, Origin
 from resilient_train.errors import in_one_line
 from resilient_train.state import randomness
 from resilient_train.state.copies import Attributes, Backups
 from resilient_train.state.randomness import Seeds
-from resilient_train.state.sharded import is_sharded, local_part
+from resilient_train.state.tree import is_sharded, local_part
 
 
 @dataclass(frozen=True, slots=True)

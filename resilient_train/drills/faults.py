@@ -26,8 +26,7 @@ from torch.utils.data import IterableDataset
 from resilient_train.errors import unusable
 from resilient_train.reader import check, limited
 from resilient_train.state.randomness import preserved
-from resilient_train.state.sharded import local_part
-from resilient_train.state.tree import rebuilt
+from resilient_train.state.tree import local_part, rebuilt
 
 Spoils = Literal["batch", "loss", "gradients", "rate", "state"]  # state: weights, moments or the process
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from resilient_train.errors import ConfigError
-from resilient_train.imports import Unimportable, find
+from resilient_train.reader import Unimportable, find
 from resilient_train.reader import limited as limited  # custom remedies import it from here
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.trials import JUDGED, cost_of

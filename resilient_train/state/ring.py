@@ -16,11 +16,10 @@ import psutil
 import torch
 
 from resilient_train.intervals import Interval
-from resilient_train.settings import MemoryConfig
+from resilient_train.reader import MemoryConfig
 from resilient_train.state.copies import Copier, Frozen, room
 from resilient_train.state.run_state import RunState
-from resilient_train.state.sharded import local_part
-from resilient_train.state.tree import Tree, nbytes, put_together, taken_apart
+from resilient_train.state.tree import Tree, local_part, nbytes, put_together, taken_apart
 
 _GIB = 2**30
 _USUAL_INTERVAL = 25  # updates

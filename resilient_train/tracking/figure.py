@@ -10,7 +10,7 @@ from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
 from resilient_train.record.surroundings import Point
-from resilient_train.tracking.incident_view import IncidentView
+from resilient_train.tracking.report import IncidentView
 from resilient_train.tracking.review import by_cause
 from resilient_train.tracking.story import Chapter, Story
 from resilient_train.types import Incident, Outcome

@@ -2,15 +2,149 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
-from resilient_train.tracking.incident_view import IncidentView
-from resilient_train.tracking.markdown import code, image, link, table, text, worded
 from resilient_train.tracking.review import active_remedies, next_start, samples_skipped, to_do, verdict
 from resilient_train.tracking.story import Advice, Chapter, Checkpoint, Story
-from resilient_train.types import OUTSIDE, Action, Cause, Culprit, Incident
-from resilient_train.wording import counted
+from resilient_train.types import OUTSIDE, Action, Cause, Culprit, Incident, Outcome
+from resilient_train.wording import (
+    OUTCOMES,
+    counted,
+    describe_arms,
+    describe_cost,
+    describe_culprit,
+    drill_suffix,
+    noticed,
+    printable,
+    reached_suffix,
+    remedies_of,
+    rows_named,
+    why_of,
+)
+
+_DOTS = "..."
+_MARKS = {one: f"\\{one}" for one in "*_[]~"}
+_MARKS |= {"&": "&amp;", "<": "&lt;", ">": "&gt;"} | {one: f"&#{ord(one)};" for one in "|`\\@$¨"}
+_SYNTAX = re.compile(r":(?!\d\d:\d\d\b)(?=//|[^\s:]*:)|(?<=\bwww)\.|^[#+=-]|^\d(?=\d*[.)])", re.IGNORECASE)
+_PLAIN_CODE = re.compile(r"[^`|\\¨]+")
+_HARMLESS_URL = re.compile(r"[\w#?&=%./:;,+~-]+")
+_LONGEST_URL = 400
+_GAP = "&ensp; | "
+
+
+def text(raw: str, most: int | None = None) -> str:
+    """Show words as they are, in at most `most` characters of markdown."""
+    return _within(_marked(_line(raw)), most)
+
+
+def code(raw: str, most: int | None = None) -> str:
+    """Show a name or a path as code; of one that is too long the end, which names the file."""
+    raw = _line(raw).strip()
+    if not _PLAIN_CODE.fullmatch(raw):
+        return _within(_marked(raw), most, keep_end=True)
+    room = len(raw) if most is None else max(most - 2, 0)
+    return f"`{raw if len(raw) <= room else _DOTS + raw[len(raw) - room + len(_DOTS) :].lstrip()}`"
+
+
+def worded(raw: str, most: int | None = None) -> str:
+    """Show a sentence in which names stand between backticks."""
+    parts = _line(raw).split("`")
+    if len(parts) % 2:
+        shown = "".join(code(one) if at % 2 else "".join(_marked(one)) for at, one in enumerate(parts))
+        if most is None or len(shown) <= most:
+            return shown
+    return _within(_marked("".join(parts)), most)
+
+
+def link(label: str, url: str | None, most: int | None = None) -> str:
+    """Show words as a link, or as text where the address holds anything but the characters of one."""
+    if url is None or len(url) > _LONGEST_URL or not _HARMLESS_URL.fullmatch(url):
+        return text(label, most)
+    return f"[{text(label, most)}]({url})"
+
+
+def image(label: str, url: str) -> str:
+    """Show a picture, or its words where it cannot be loaded."""
+    return f"!{link(label, url)}"
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Put cells, which are markdown already, into a table; MLflow shows it without lines and margins."""
+    lines = [_GAP.join(titles), "|".join(["---"] * len(titles)), *map(_GAP.join, rows)]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def _line(raw: str) -> str:
+    """Return one line, without control characters."""
+    return printable(" ".join(raw.split()))
+
+
+def _marked(line: str) -> list[str]:
+    """Return the markdown of each character."""
+    syntax = {found.start() for found in _SYNTAX.finditer(line)}
+    return [f"&#{ord(one)};" if at in syntax else _MARKS.get(one, one) for at, one in enumerate(line)]
+
+
+def _within(marks: list[str], most: int | None, *, keep_end: bool = False) -> str:
+    if most is None or sum(map(len, marks)) <= most:
+        return "".join(marks)
+    kept: list[str] = []
+    room = most - len(_DOTS)
+    for mark in reversed(marks) if keep_end else marks:
+        room -= len(mark)
+        if room < 0:
+            break
+        kept.append(mark)
+    return _DOTS + "".join(reversed(kept)).lstrip() if keep_end else "".join(kept).rstrip() + _DOTS
+
+
+HARMFUL = (Outcome.UNRECOVERED, Outcome.GAVE_UP)  # what came back later has an incident of its own
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentView:
+    """What there is to say about an incident, each in one phrase; empty where there is nothing to say."""
+
+    noticed: str
+    drill: str  # to append to what was noticed
+    cause: str
+    rows: str
+    culprit: str
+    symptom: str
+    remedy: str
+    arms: tuple[str, ...]  # the lines of a table: how the arms of a trial went
+    cost: str
+    outcome: str
+    advice: str
+
+    @classmethod
+    def of(cls, chapter: Chapter) -> IncidentView:
+        """Put an incident into words."""
+        incident, anomaly, diagnosis = chapter.incident, chapter.incident.anomaly, chapter.incident.diagnosis
+        remedy = remedies_of(incident) or "nothing was done"
+        is_treated = chapter.treated_ms is not None or incident.outcome is not None
+        if incident.decision.gave_up is not None:
+            remedy = f"gave up: {why_of(incident)}"
+        elif not is_treated:
+            remedy = "being treated"
+        is_let_through = anomaly.landed or incident.is_observed
+        return cls(
+            noticed=noticed(anomaly, by_name=False) + (reached_suffix(incident) if is_let_through else ", refused"),
+            drill=drill_suffix(incident),
+            cause=str(diagnosis.cause),
+            rows=rows_named(diagnosis.rows) if diagnosis.rows else "",
+            culprit="" if diagnosis.culprit is None else describe_culprit(diagnosis.culprit),
+            symptom="" if diagnosis.symptom is None else describe_culprit(diagnosis.symptom),
+            remedy=remedy,
+            arms=tuple(describe_arms(incident)),
+            cost=describe_cost(incident),
+            outcome=OUTCOMES[incident.outcome] if is_treated else "being treated",
+            advice="" if incident.drill else diagnosis.advice,
+        )
+
 
 REPORT = "report.md"  # its name among the artifacts
 LIMIT = 7_950  # characters of a note: MLflow cuts a tag at 8,000

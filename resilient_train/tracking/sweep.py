@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from resilient_train.tracking.connection import KEY, Connection, is_there, sweep_key, tag_batches, with_note
-from resilient_train.tracking.markdown import link, table, text
+from resilient_train.tracking.report import link, table, text
 from resilient_train.tracking.store import run_page
 from resilient_train.wording import counted
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from resilient_train.record import surroundings
 from resilient_train.record.journal import plain
-from resilient_train.tracking.incident_view import HARMFUL, IncidentView
+from resilient_train.tracking.report import HARMFUL, IncidentView
 from resilient_train.tracking.store import shown
 from resilient_train.tracking.story import Chapter
 from resilient_train.wording import describe_outcome, describe_treatment, first_sign, list_remedies, printable

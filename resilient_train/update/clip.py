@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.utils import get_total_norm
 
-from resilient_train.settings import ClipConfig
-from resilient_train.state.sharded import is_sharded, local_part, sharding_of
+from resilient_train.reader import ClipConfig
+from resilient_train.state.tree import is_sharded, local_part, sharding_of
 
 _COARSE = (torch.float16, torch.bfloat16)
 _SMALL_WEIGHT, _MOST_MOMENTUM = 0.02, 0.999

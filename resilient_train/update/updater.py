@@ -18,12 +18,11 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from resilient_train.errors import TrainError
+from resilient_train.reader import ClipConfig
 from resilient_train.recover.knobs import KnobValues
-from resilient_train.settings import ClipConfig
-from resilient_train.state.sharded import is_sharded
-from resilient_train.update.agreement import DIGESTS, Agreement, Flag
+from resilient_train.state.tree import is_sharded
 from resilient_train.update.clip import clip, clip_further, clip_to_share
-from resilient_train.update.gate import Gate
+from resilient_train.update.gate import DIGESTS, Agreement, Flag, Gate
 from resilient_train.update.schedule import LoopSchedule, RestartDetector, Schedule
 from resilient_train.update.turns import Turns
 from resilient_train.wording import log

@@ -12,8 +12,7 @@ from resilient_train.types import SPIKES, Anomaly, Signal, Vitals
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.watch.limit import NO_LIMIT, GradLimit, LossLimit, Refusals, ScaleCollapse
 from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, Slow
-from resilient_train.watch.progress import NoProgress
-from resilient_train.watch.rate import EarlyDivergence, RateRise
+from resilient_train.watch.rate import EarlyDivergence, NoProgress, RateRise
 from resilient_train.watch.reference import Reference, RewindCheck, Standing
 
 _REMEMBERED = 2048  # updates: further back than the memory snapshots of a run reach

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from resilient_train.data.failed_rows import FailedRow
+from resilient_train.data.rows import FailedRow
 from resilient_train.ranks.world import World, odd_ones
 from resilient_train.state.copies import Backup, Backups
 from resilient_train.state.run_state import Clock
 from resilient_train.types import Anomaly, Signal
-from resilient_train.watch.gradient_norms import GradientNorms, nonfinite
+from resilient_train.watch.layout import GradientNorms, nonfinite
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import Sent, all_finite
 from resilient_train.wording import rank_names

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from resilient_train.imports import Unimportable, find, similar
+from resilient_train.reader import Unimportable, find, similar
 
 _MOST = 240  # characters of another package's error
 

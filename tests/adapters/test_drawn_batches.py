@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from resilient_train import Guard
 from resilient_train.errors import ConfigError
-from resilient_train.settings import MemoryConfig
+from resilient_train.reader import MemoryConfig
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import sha256
 

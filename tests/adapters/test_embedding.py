@@ -40,7 +40,7 @@ from resilient_train import GaveUp, Guard
 from resilient_train.data.samples import Slicing
 from resilient_train.data.sequential import LoaderSamples
 from resilient_train.errors import ConfigError, TrainError
-from resilient_train.settings import ClipConfig, DiskConfig, MemoryConfig
+from resilient_train.reader import ClipConfig, DiskConfig, MemoryConfig
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.drills import Drill, NanGrad
+from resilient_train.reader import DiskConfig, MemoryConfig
 from resilient_train.record.quarantine import QUARANTINE
-from resilient_train.settings import DiskConfig, MemoryConfig
 
 STEPS, ROWS, BATCH = 60, 64, 8
 KILLER = 39  # whose company of the first epoch is nowhere near it in the second

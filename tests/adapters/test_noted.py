@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from resilient_train.adapters.noted import copied, with_added
+from resilient_train.adapters.rows_of_loader import copied, with_added
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from resilient_train.adapters.guard import Guard
 from resilient_train.app.status import status_of
 from resilient_train.errors import ConfigError, TrainError
-from resilient_train.settings import MemoryConfig
+from resilient_train.reader import MemoryConfig
 
 ROWS, BATCH = 190, 8  # 24 updates see all the rows, two of them for the second time
 LENGTH = 24

@@ -19,8 +19,7 @@ from moody import Door
 from stories import incident
 from warm import ENVIRONMENT, Forked, python
 
-from resilient_train.app.streams import fail_safe, survive_hangup, until_unread
-from resilient_train.app.terminal import Terminal, counting
+from resilient_train.app.terminal import Terminal, counting, fail_safe, survive_hangup, until_unread
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.tracking.review import where_to_look
 from resilient_train.wording import log

@@ -28,7 +28,7 @@ from warm import ENVIRONMENT
 import resilient_train
 from resilient_train.app import incidents, status
 from resilient_train.app.config import CONF
-from resilient_train.app.config.meanings import Option, meanings, nodes
+from resilient_train.app.config.manual import Option, meanings, nodes
 from resilient_train.app.config.schema import Config
 from resilient_train.app.directory import Launcher, launcher_of
 from resilient_train.ranks.lock import DirectoryLock

@@ -19,17 +19,14 @@ from safetensors.torch import load, load_file
 from sealed import CPU, FILES, manifest, newest, parts, seal, weights, write
 
 from resilient_train import files
-from resilient_train.checkpoint import manifest as manifests
-from resilient_train.checkpoint.manifest import CANDIDATE, DEMOTED, MANIFEST, VERIFIED, WEIGHTS, Damaged
-from resilient_train.checkpoint.safetensors_files import NAMES, chunks
-from resilient_train.checkpoint.store import Entry, Store
-from resilient_train.checkpoint.tree_files import TENSORS
+from resilient_train.checkpoint import store as manifests
+from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, MANIFEST, VERIFIED, WEIGHTS, Damaged, Entry, Store
+from resilient_train.checkpoint.tree_files import NAMES, TENSORS, chunks
 from resilient_train.checkpoint.weights import load_into
 from resilient_train.checkpoint.writer import Job, Writer
 from resilient_train.errors import ConfigError
 from resilient_train.files import Written
-from resilient_train.state.mismatch import explain_mismatch
-from resilient_train.state.run_state import Clock, RunState
+from resilient_train.state.run_state import Clock, RunState, explain_mismatch
 
 
 @pytest.fixture

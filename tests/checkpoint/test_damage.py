@@ -14,9 +14,8 @@ import pytest
 from command import SAVING, command, train
 from sealed import CPU, seal, write
 
-from resilient_train.checkpoint import manifest as manifests
-from resilient_train.checkpoint.manifest import MANIFEST, WEIGHTS, Damaged
-from resilient_train.checkpoint.store import Entry, Store
+from resilient_train.checkpoint import store as manifests
+from resilient_train.checkpoint.store import MANIFEST, WEIGHTS, Damaged, Entry, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE
 
 IN_THE_SUITE, IN_ALL = 60, 500

@@ -18,7 +18,7 @@ from kills import incidents as listed
 from kills import left_overs
 
 from resilient_train import files
-from resilient_train.checkpoint import manifest as manifests
+from resilient_train.checkpoint import store as manifests
 from resilient_train.checkpoint import weights, writer
 from resilient_train.checkpoint.store import Store
 from resilient_train.record.journal import Journal, read

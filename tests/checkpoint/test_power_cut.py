@@ -19,8 +19,7 @@ from power import FATES, Careless, Power, PowerCut
 from sealed import newest, write
 
 from resilient_train import files
-from resilient_train.checkpoint.manifest import CANDIDATE, DEMOTED
-from resilient_train.checkpoint.store import Store
+from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, Store
 from resilient_train.files import commit_text, is_left_over
 from resilient_train.record.endings import Summary
 from resilient_train.record.journal import Journal, read

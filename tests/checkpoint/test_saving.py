@@ -21,10 +21,9 @@ from torch.utils.data import TensorDataset
 
 from resilient_train import numerics
 from resilient_train.adapters.guard import Guard
-from resilient_train.checkpoint.manifest import WEIGHTS
-from resilient_train.checkpoint.store import Entry, Store
+from resilient_train.checkpoint.store import WEIGHTS, Entry, Store
 from resilient_train.errors import ConfigError
-from resilient_train.settings import DiskConfig, MemoryConfig
+from resilient_train.reader import DiskConfig, MemoryConfig
 
 DIGITS = ["model=mlp", "data=digits", "objective=custom", "tracking=none", "run.log_every=100", "schedule=constant"]
 OFTEN = ["checkpoint.memory.every=10", "checkpoint.verify_after=5"]

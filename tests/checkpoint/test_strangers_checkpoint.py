@@ -24,13 +24,12 @@ from safetensors.torch import load_file, save_file
 from sealed import CPU, FILES, seal, weights, write
 
 from resilient_train.app.status import status_of
-from resilient_train.checkpoint.manifest import MANIFEST, WEIGHTS, Damaged
-from resilient_train.checkpoint.store import Entry, Store
+from resilient_train.checkpoint.store import MANIFEST, WEIGHTS, Damaged, Entry, Store
 from resilient_train.checkpoint.tree_files import TENSORS, TREE, SerializedTree, load_tree
 from resilient_train.numerics.armor import PatchedLine
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
 from resilient_train.record.journal import seal as sealed_line
-from resilient_train.state.mismatch import explain_mismatch
+from resilient_train.state.run_state import explain_mismatch
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Signal
 from resilient_train.types import Outcome as Outcomes
 from resilient_train.update.updater import parameter_groups

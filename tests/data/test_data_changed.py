@@ -17,8 +17,8 @@ from torch.utils.data import TensorDataset
 
 from resilient_train import Guard
 from resilient_train.errors import ConfigError
+from resilient_train.reader import DiskConfig, MemoryConfig
 from resilient_train.record.quarantine import QUARANTINE
-from resilient_train.settings import DiskConfig, MemoryConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

@@ -18,7 +18,7 @@ from group import alone
 from torch import Tensor, nn
 
 from resilient_train import Guard
-from resilient_train.settings import DiskConfig, MemoryConfig
+from resilient_train.reader import DiskConfig, MemoryConfig
 
 REWIND = {"ladders": {"default": [["rewind"]]}, "strikes": 5}
 DATA = torch.randn(512, 6, generator=torch.Generator().manual_seed(3))

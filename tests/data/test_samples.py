@@ -21,12 +21,12 @@ from strangers import Augmented, Buffered, Counting, Fixed, RarelyRandom
 from torch.utils.data import SequentialSampler, default_collate
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from resilient_train.data.evaluation import IterableEvaluation, MapEvaluation
-from resilient_train.data.failed_rows import fewest
+from resilient_train.data.build import IterableEvaluation, MapEvaluation
+from resilient_train.data.rows import fewest
 from resilient_train.data.samples import MapSamples, Samples, Slicing, Update
 from resilient_train.data.sequential import IterableSamples, LoaderSamples
 from resilient_train.data.stream import Stream
-from resilient_train.state.mismatch import explain_mismatch
+from resilient_train.state.run_state import explain_mismatch
 from resilient_train.state.tree import sha256
 from resilient_train.zoo.hf import hf_dataset
 

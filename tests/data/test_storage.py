@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from resilient_train import Guard
 from resilient_train.errors import TrainError
-from resilient_train.settings import DiskConfig, MemoryConfig
+from resilient_train.reader import DiskConfig, MemoryConfig
 
 STEPS, BATCH = 40, 16
 INPUTS = torch.randn(200, 6, generator=torch.Generator().manual_seed(3))

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from resilient_train.data.permutation import permuted
 from resilient_train.data.samples import Slicing
-from resilient_train.data.stream import Key, Ranges, Stream
+from resilient_train.data.stream import Key, Ranges, Stream, permuted
 
 rows = st.integers(1, 50)
 seeds = st.integers(0, 2**32)

@@ -18,8 +18,8 @@ import resilient_train
 from resilient_train.app import examine as command
 from resilient_train.app.build import model_of
 from resilient_train.app.config.compose import load
-from resilient_train.checkpoint.manifest import WEIGHTS
-from resilient_train.diagnose.layers import Layers
+from resilient_train.checkpoint.store import WEIGHTS
+from resilient_train.diagnose.frames import Layers
 from resilient_train.diagnose.rows import out_of_scale
 from resilient_train.errors import ConfigError
 from resilient_train.record.journal import JOURNAL, Journal

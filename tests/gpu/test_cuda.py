@@ -18,7 +18,7 @@ from guarded import ROWS, SKIP, Net, Poison, rows
 from torch.nn import functional as F
 
 from resilient_train import Guard
-from resilient_train.settings import MemoryConfig
+from resilient_train.reader import MemoryConfig
 from resilient_train.state.tree import sha256
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]

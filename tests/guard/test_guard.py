@@ -17,8 +17,8 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.data.rows import fingerprint
 from resilient_train.diagnose.verdict import TRANSIENT
 from resilient_train.errors import GaveUp
+from resilient_train.reader import MemoryConfig
 from resilient_train.record.quarantine import QUARANTINE, Quarantine
-from resilient_train.settings import MemoryConfig
 from resilient_train.state.ring import snapshot_to_drop
 from resilient_train.watch.config import named
 

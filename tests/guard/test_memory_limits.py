@@ -17,10 +17,10 @@ from torch.utils.data import TensorDataset
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import TrainError
-from resilient_train.record import notes
-from resilient_train.record.notes import OutOfMemory
+from resilient_train.reader import DiskConfig, MemoryConfig
+from resilient_train.record import progress
+from resilient_train.record.progress import OutOfMemory
 from resilient_train.recover.policy import named
-from resilient_train.settings import DiskConfig, MemoryConfig
 from resilient_train.types import Incident
 
 STEPS = 20
@@ -134,8 +134,8 @@ def test_what_memory_had_room_for_is_remembered(tmp_path: Path) -> None:
 
 def test_what_one_of_several_ranks_has_left_is_heeded_once(tmp_path: Path) -> None:
     """By whoever goes on, also where several ran out of memory; what is no such note is passed over."""
-    notes.leave(tmp_path, OutOfMemory(32, 3, 2, "tried to allocate"))
-    notes.leave(tmp_path, OutOfMemory(16, 3, 5, "tried to allocate"))
+    progress.leave(tmp_path, OutOfMemory(32, 3, 2, "tried to allocate"))
+    progress.leave(tmp_path, OutOfMemory(16, 3, 5, "tried to allocate"))
     for name, text in {"rank1": "{", "rank3": "[]", "rank4": '{"batch_size": "2"}'}.items():
         (tmp_path / f"no_room.{name}").write_text(text)
     guard = trained(guarded(Tight(room=8), run_dir=tmp_path, disk=DiskConfig(every=4), resume=True))

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import TrainError
-from resilient_train.settings import MemoryConfig
+from resilient_train.reader import MemoryConfig
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import sha256
 

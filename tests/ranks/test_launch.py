@@ -24,7 +24,7 @@ from resilient_train.errors import ConfigError
 from resilient_train.ranks import launch
 from resilient_train.ranks.launch import refuse_what_is_not_supported
 from resilient_train.ranks.world import World
-from resilient_train.settings import AccelerateConfig
+from resilient_train.reader import AccelerateConfig
 
 OWN = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.steps=2", "run.dir=run"]
 PLAIN = AccelerateConfig(False, None, 1, False, {}, False, False, None)

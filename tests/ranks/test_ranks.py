@@ -25,7 +25,7 @@ from resilient_train.adapters.guard import Guard
 from resilient_train.drills import BadMoments, BitFlip, Drill, HotLr, LossSpike, NanBatch, NanGrad
 from resilient_train.errors import RanksDiffer
 from resilient_train.ranks.world import World
-from resilient_train.settings import MemoryConfig
+from resilient_train.reader import MemoryConfig
 
 # What rounding makes of another order of adding up, grown over so many updates. One update more or less, or another
 # remedy, leaves a hundred times as much.

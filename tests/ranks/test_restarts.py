@@ -28,8 +28,8 @@ from warm import ENVIRONMENT, Forked
 
 from resilient_train.ranks.process_exit import exit_on_request, exit_on_request_in_c
 from resilient_train.ranks.world import attempt_name, join
-from resilient_train.record import notes
-from resilient_train.record.notes import Hung
+from resilient_train.record import progress
+from resilient_train.record.progress import Hung
 from resilient_train.zoo.data import digits
 from resilient_train.zoo.models import MLP
 
@@ -255,20 +255,20 @@ def hangs_itself(rank: int) -> Hung:
 )
 def test_who_is_to_blame_for_a_hang(noted: list[Hung], size: int, told: str) -> None:
     """Who stands in the user's code, else who says nothing; those that only wait are never named."""
-    assert notes.who_hung(noted, size) == told
+    assert progress.who_hung(noted, size) == told
 
 
 def test_what_ranks_note_of_a_hang_is_found_and_taken_away(tmp_path: Path) -> None:
     """Whatever else lies there; a directory that this host does not have is an OSError."""
     for one in (hangs_itself(10), waits(2)):
-        notes.leave(tmp_path, one)
+        progress.leave(tmp_path, one)
     (tmp_path / "hung.rank3.json").write_text('{"rank": 3')
     (tmp_path / "hung.rank4.json").write_text('{"rank": "x", "evidence": 1, "is_in_users_code": true}')
     (tmp_path / "hung.rank5.json").write_text('{"rank": 1e99, "evidence": "", "is_in_users_code": true}')
     with pytest.raises(FileNotFoundError):
-        notes.leave(tmp_path / "elsewhere", waits(1))
-    assert notes.found(tmp_path, Hung) == [waits(2), hangs_itself(10)]
-    notes.clear(tmp_path, Hung)
+        progress.leave(tmp_path / "elsewhere", waits(1))
+    assert progress.found(tmp_path, Hung) == [waits(2), hangs_itself(10)]
+    progress.clear(tmp_path, Hung)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,14 +24,13 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from resilient_train.app.command import main
-from resilient_train.checkpoint.manifest import Damaged, verify
-from resilient_train.checkpoint.safetensors_files import are_complete, share_name
-from resilient_train.checkpoint.tree_files import load_tree
+from resilient_train.checkpoint.store import Damaged, verify
+from resilient_train.checkpoint.tree_files import are_complete, load_tree, share_name
 from resilient_train.checkpoint.weights import load_into, stored
 from resilient_train.data.samples import Slicing
 from resilient_train.errors import ConfigError
-from resilient_train.ranks.sharding import blocks, shard
-from resilient_train.state.sharded import Box, UnreadTensor, covers
+from resilient_train.ranks.world import blocks, shard
+from resilient_train.state.tree import Box, UnreadTensor, covers
 from resilient_train.zoo.models import MLP
 
 DIGITS = ["model=mlp", "data=digits", "objective=classification", "accelerate.cpu=true", "tracking=none"]

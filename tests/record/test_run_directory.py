@@ -29,8 +29,7 @@ from sealed import seal
 from resilient_train.adapters.guard import Guard
 from resilient_train.app import checkpoints, status, sync
 from resilient_train.app import incidents as shown
-from resilient_train.checkpoint.manifest import DEMOTED
-from resilient_train.checkpoint.store import Store
+from resilient_train.checkpoint.store import DEMOTED, Store
 from resilient_train.record import run_history
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.outbox import BEGAN, OUTBOX, Outbox

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from resilient_train.adapters.guard import Guard
 from resilient_train.app import incidents
 from resilient_train.drills import BitFlip, Drill, HotLr, LossSpike, NanBatch, NanGrad, UpdatePlace
+from resilient_train.reader import ClipConfig, MemoryConfig
 from resilient_train.recover.decide import decide
 from resilient_train.recover.policy import parse
 from resilient_train.recover.remedies import Circumstances
-from resilient_train.settings import ClipConfig, MemoryConfig
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.tree import sha256
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Outcome, Signal

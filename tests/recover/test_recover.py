@@ -22,8 +22,7 @@ from omegaconf import OmegaConf
 from resilient_train.errors import ConfigError
 from resilient_train.files import conf
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.recover.causes import by_signal
-from resilient_train.recover.decide import decide
+from resilient_train.recover.decide import by_signal, decide
 from resilient_train.recover.knobs import MAX_EPS, MIN_CLIP, MIN_LR, Knobs, KnobValues
 from resilient_train.recover.policy import Policy, named, parse
 from resilient_train.recover.remedies import KNOWN, Case, Circumstances, RunControl, is_mild, remedy

@@ -24,14 +24,14 @@ from torch.utils.data import Dataset, TensorDataset
 
 from resilient_train.adapters.guard import Guard
 from resilient_train.errors import ConfigError
+from resilient_train.reader import DiskConfig
 from resilient_train.record.incident_lines import as_line, from_line
 from resilient_train.recover.policy import parse
 from resilient_train.recover.trials import Arm, best_arm, fastest, holds, is_far_lower, may_win
-from resilient_train.settings import DiskConfig
 from resilient_train.types import Action, Tried
 from resilient_train.watch.config import NoProgressConfig
 from resilient_train.watch.config import named as checks_named
-from resilient_train.watch.progress import NoProgress
+from resilient_train.watch.rate import NoProgress
 from resilient_train.wording import describe_arms
 
 WIDTH, LETTERS, CONTEXT, BAD_ROW = 6, 16, 4, 5

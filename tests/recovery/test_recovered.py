@@ -23,9 +23,9 @@ from torch.utils.data import TensorDataset
 from resilient_train.adapters.guard import Guard
 from resilient_train.app.status import status_of
 from resilient_train.errors import GaveUp
+from resilient_train.reader import DiskConfig
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.run_history import RunHistory
-from resilient_train.settings import DiskConfig
 
 NEVER = 10**9
 BLOBS, WIDTH, CLASSES = 768, 12, 4

@@ -19,11 +19,9 @@ FILES = sorted(HOUSE.rglob("*.py"))
 GROUND = {
     "errors",
     "files",
-    "imports",
     "intervals",
     "reader",
     "secrets",
-    "settings",
     "types",
     "wording",
 }  # for every room
@@ -46,9 +44,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "checkpoint": {"record", "recover", "run_parts", "state", "update"},
     "trials": {
         "computation",
-        "in_flight",
         "numerics",
-        "out_of_memory",
         "recover",
         "run_parts",
         "state",
@@ -61,12 +57,10 @@ MAY_KNOW: dict[str, set[str]] = {
         *("checkpoint", "controls", "data", "diagnose", "ranks", "record", "recover", "run_parts", "treatment"),
         "watch",
     },
-    "out_of_memory": set(),
     "micro_batches": {"record", "recovery"},
-    "in_flight": {"data", "state", "update", "watch"},
-    "computation": {"in_flight", "out_of_memory", "run_parts", "state", "update", "watch"},
+    "computation": {"data", "run_parts", "state", "update", "watch"},
     "guard": {
-        *("computation", "data", "diagnose", "drills", "in_flight", "micro_batches", "numerics", "record", "recovery"),
+        *("computation", "data", "diagnose", "drills", "micro_batches", "numerics", "record", "recovery"),
         *("run_parts", "state", "trials", "update", "watch"),
     },
     # What is around it.

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.state.buffers import BufferWatch
-from resilient_train.state.copies import Backups
+from resilient_train.state.copies import Backups, BufferWatch
 
 ROWS, CLASSES = 512, 4
 

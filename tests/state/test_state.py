@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from resilient_train.settings import MemoryConfig
+from resilient_train.reader import MemoryConfig
 from resilient_train.state.copies import Backups
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState

@@ -20,7 +20,7 @@ from browser import PATIENCE_MS, Console, chromium, console
 from moody import mlflow_server
 
 from resilient_train.record.outbox import BEGAN, ENDED, METRICS, OUTBOX, Outbox
-from resilient_train.tracking import views
+from resilient_train.tracking import presentation
 from resilient_train.tracking.store import locate
 from resilient_train.tracking.uploader import Uploader
 
@@ -137,7 +137,7 @@ def no_complaints(person: Console) -> Iterator[None]:
 
 
 def test_the_list_of_runs_says_how_they_fared(person: Console) -> None:
-    person.run_list(views.KEY)
+    person.run_list(presentation.KEY)
     for words in ("troubled", "clean", "recovered"):
         person.page.get_by_text(words, exact=True).first.wait_for()
     person.alone()

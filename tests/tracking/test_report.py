@@ -17,8 +17,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from stories import BAD_ROW, CLIMBED, FLIPPED, PASSED, ROOT, RUN, incident, story
 
-from resilient_train.tracking.markdown import code, link, text, worded
-from resilient_train.tracking.report import note, report
+from resilient_train.tracking.report import code, link, note, report, text, worded
 from resilient_train.tracking.review import review
 from resilient_train.tracking.story import Checkpoint, Story, open_advice, read_story
 from resilient_train.types import Action, Cause, Culprit, Decision, Diagnosis, Incident, Outcome

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import pytest
 from stories import RUN, story
 
-from resilient_train.tracking import views
+from resilient_train.tracking import presentation
+from resilient_train.tracking.presentation import KEY, prepare_run_list, show_models
 from resilient_train.tracking.story import Checkpoint
-from resilient_train.tracking.views import KEY, prepare_run_list, show_models
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -124,11 +124,11 @@ def test_what_somebody_has_made_of_the_view_stays(
     """Only what is as it was prepared is prepared anew."""
     tag = f"mlflow.sharedViewState.{KEY}"
     with monkeypatch.context() as patched:
-        patched.setattr(views, "NAME", "of an older version")
+        patched.setattr(presentation, "NAME", "of an older version")
         prepare_run_list(client, experiment)
     prepare_run_list(client, experiment)
     ours = json.loads(client.get_experiment(experiment).tags[tag])
-    assert ours["name"] == views.NAME
+    assert ours["name"] == presentation.NAME
     for theirs in (
         json.dumps(ours | {"updatedAt": 1_800_000_000_000, "name": "mine"}),
         "deflate;eJyrViouSSxJVbJSKi4pysxLV6oFADqUBjk=",

@@ -17,7 +17,7 @@ from resilient_train.ranks.world import odd_ones
 from resilient_train.recover.decide import decisions_digest, update_digest
 from resilient_train.recover.knobs import KnobValues
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
-from resilient_train.update.agreement import DIGESTS, Agreement, Flag
+from resilient_train.update.gate import DIGESTS, Agreement, Flag
 from resilient_train.watch.config import ReplicasConfig
 from resilient_train.watch.layout import digest
 from resilient_train.watch.scans import Replicas

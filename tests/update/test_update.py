@@ -17,8 +17,8 @@ from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import CosineAnnealingLR, MultiplicativeLR, OneCycleLR, SequentialLR, StepLR
 
 from resilient_train.errors import TrainError
+from resilient_train.reader import ClipConfig
 from resilient_train.recover.knobs import KnobValues
-from resilient_train.settings import ClipConfig
 from resilient_train.update.clip import clip, clip_to_share
 from resilient_train.update.schedule import (
     CurveSchedule,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from resilient_train import Guard
-from resilient_train.watch.gradient_norms import nonfinite
+from resilient_train.watch.layout import nonfinite
 
 
 @pytest.mark.parametrize(

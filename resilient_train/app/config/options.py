@@ -15,9 +15,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from resilient_train import __version__
-from resilient_train.app.config.meanings import meanings
+from resilient_train.app.config.manual import meanings
 from resilient_train.errors import ConfigError, unusable
-from resilient_train.imports import similar
+from resilient_train.reader import similar
 from resilient_train.secrets import masked_override
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from resilient_train.app.notify import NotifyConfig
-from resilient_train.settings import AccelerateConfig, ClipConfig, DataConfig, DiskConfig, MemoryConfig
+from resilient_train.reader import AccelerateConfig, ClipConfig, DataConfig, DiskConfig, MemoryConfig
 from resilient_train.tracking.tracker import TrackingConfig
 from resilient_train.watch.config import ChecksConfig
 
