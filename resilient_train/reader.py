@@ -14,6 +14,7 @@ import sys
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -62,6 +63,11 @@ def similar(name: object, known: Iterable[str], then: str = "") -> str:
     if close:
         return f"; did you mean {close[0]}?" + (f" {then[0].upper()}{then[1:]}" if then else "")
     return f"; {then}" if then else ""
+
+
+def limited(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
+    """Declare a field with limits: `at_least`, `above`, `at_most`, `one_of`; `null` is what null stands for."""
+    return dataclasses.field(default=default, metadata=limits)
 
 
 @dataclass
@@ -113,23 +119,19 @@ T = TypeVar("T")
 
 _REFUSED = object()
 _NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", types.NoneType: "null"}
-
-
-def limited(default: Any = dataclasses.MISSING, **limits: Any) -> Any:
-    """Declare a field with limits: `at_least`, `above`, `at_most`, `one_of`; `null` is what null stands for."""
-    return dataclasses.field(default=default, metadata=limits)
+_LIMITS = {"at_least": "at least", "above": "greater than", "at_most": "at most"}
 
 
 def read(kind: type[T], tree: Any, key: str) -> T:
-    """Build a dataclass from the mapping at `key`.
+    """Build a dataclass from the mapping at `key`, which is empty for a whole configuration.
 
     A field with `read` in its metadata is read by that function of key and value; nested dataclasses by this one.
     """
     known = {field.name: field for field in dataclasses.fields(kind) if field.init}  # type: ignore[arg-type]
-    given = mapping(tree, key, known)
-    hints, values = _hints(kind), {}  # type: ignore[arg-type]
+    given, prefix = mapping(tree, key, known), f"{key}." if key else ""
+    values, types_of = {}, hints(kind)  # type: ignore[arg-type]
     for name, value in given.items():
-        where, hint, field = f"{key}.{name}", hints.get(name, Any), known[name]
+        where, hint, field = f"{prefix}{name}", types_of.get(name, Any), known[name]
         if "read" in field.metadata:
             values[name] = field.metadata["read"](where, value)
         elif dataclasses.is_dataclass(hint):
@@ -138,22 +140,20 @@ def read(kind: type[T], tree: Any, key: str) -> T:
             values[name] = checked(where, value, hint, field.metadata)
     for field in known.values():
         if field.default is field.default_factory is dataclasses.MISSING and field.name not in given:
-            raise unusable(f"{key}.{field.name}", "has to be given")
+            raise unusable(f"{prefix}{field.name}", "has to be given")
     try:
         return kind(**values)
     except ConfigError as error:  # from its `__post_init__`, which does not know the key
-        raise type(error)(f"{key}.{error.key}", error.value, error.why) from error
+        raise type(error)(f"{prefix}{error.key}", error.value, error.why) from error
 
 
-def check(instance: Any, key: str = "") -> None:
-    """Check the values of a dataclass, nested ones too; lists become what their types say."""
-    hints = _hints(type(instance))  # type: ignore[arg-type]
+def check(instance: Any) -> None:
+    """Check the values of a dataclass; lists become what their types say."""
+    kinds = hints(type(instance))  # type: ignore[arg-type]
     for one in dataclasses.fields(instance):
-        where, value = f"{key}{one.name}", getattr(instance, one.name)
-        if dataclasses.is_dataclass(value):
-            check(value, f"{where}.")
-        elif one.init:
-            object.__setattr__(instance, one.name, checked(where, value, hints.get(one.name, Any), one.metadata))
+        if one.init:
+            value = checked(one.name, getattr(instance, one.name), kinds.get(one.name, Any), one.metadata)
+            object.__setattr__(instance, one.name, value)
 
 
 def mapping(node: Any, key: str, known: Collection[str], what: str = "key") -> dict[str, Any]:
@@ -162,7 +162,7 @@ def mapping(node: Any, key: str, known: Collection[str], what: str = "key") -> d
         raise ConfigError(key, node, f"must be a mapping with the keys {', '.join(known)}")
     for name, value in node.items():
         if name not in known:
-            raise no_such(what, name, known, at=f"{key}.{name}", value=value)
+            raise no_such(what, name, known, at=f"{key}.{name}" if key else name, value=value)
     return dict(node)
 
 
@@ -214,25 +214,23 @@ def _converted(value: Any, kind: Any, limits: Mapping[str, Any]) -> Any:
     if origin is Literal:
         value = str(value) if isinstance(value, float) else value  # Hydra reads nan and inf as numbers
         return value if value in inner else _REFUSED
+    if origin is dict:
+        return value if isinstance(value, Mapping) else _REFUSED
     if isinstance(origin, type) and issubclass(origin, Sequence):
         every = [_converted(one, inner[0], limits) for one in value] if is_list(value) else [_REFUSED]
         return _REFUSED if _REFUSED in every else every if origin is list else tuple(every)
-    if kind is float and isinstance(value, str):
-        value = _number(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind in (int, float):
-        fits = isinstance(value, int | float if kind is float else int) and not isinstance(value, bool)
-        return value if fits and _is_within(value, limits) else _REFUSED
-    if kind is str and value not in limits.get("one_of", (value,)):
+        if isinstance(value, str):  # YAML reads 1e-4 as a text, and an environment variable is one
+            with suppress(ValueError):
+                return _converted(kind(value), kind, limits)
+        return value if is_number and isinstance(value, kind | int) and _is_within(value, limits) else _REFUSED
+    if kind is str:
+        value = str(value) if is_number else value  # a name such as 2024
+        return value if isinstance(value, str) and value in limits.get("one_of", (value,)) else _REFUSED
+    if isinstance(value, str) and getattr(kind, "__name__", "") == "Tensor":  # of torch, which is not imported here
         return _REFUSED
     return value if kind not in _NAMES or isinstance(value, kind) else _REFUSED
-
-
-def _number(text: str) -> Any:
-    """Read a number that YAML reads as a text, such as 1e-4 without a dot."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _is_within(value: float, limits: Mapping[str, Any]) -> bool:
@@ -254,15 +252,13 @@ def _allowed(kind: Any, limits: Mapping[str, Any]) -> str:
     if isinstance(origin, type) and issubclass(origin, Sequence):
         return f"a list, each {_allowed(inner[0], limits)}"
     bounds = [f"{name} {limits[key]}" for key, name in _LIMITS.items() if key in limits] if kind in (int, float) else []
-    return _NAMES.get(kind, "a value") + (f" ({', '.join(bounds)})" if bounds else "")
-
-
-_LIMITS = {"at_least": "at least", "above": "greater than", "at_most": "at most"}
+    return _NAMES.get(kind, getattr(kind, "__name__", "a value")) + (f" ({', '.join(bounds)})" if bounds else "")
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
+def hints(kind: Any) -> dict[str, Any]:
+    """Return the types of a class's or function's names; none if one of them cannot be resolved."""
     try:
         return typing.get_type_hints(kind)
-    except Exception:  # an annotation that cannot be resolved is not a mistake of the configuration
+    except Exception:  # which is not a mistake of the configuration
         return {}

@@ -109,7 +109,6 @@ def run_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
         monkeypatch.setattr(sys, "argv", ["resilient_train", *arguments])
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.setenv("HYDRA_FULL_ERROR", "")
-        door._exit_codes.clear()
         GlobalHydra.instance().clear()
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:

@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import default_collate
 
 from resilient_train.adapters.guard import Guard
-from resilient_train.app.config import compose
-from resilient_train.app.config.schema import Config
+from resilient_train.app.config import Config, compose
 from resilient_train.checkpoint import weights
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.data import build as data
@@ -96,7 +95,6 @@ def assemble(
 
     `stop` is called before each update, `beat` whenever the run makes progress.
     """
-    config.notify.check()
     incidents = incidents or IncidentLog(None)
     seed = config.run.seed
     seed_all(mix(Purpose.INITIAL_WEIGHTS, seed), world.device)
@@ -164,7 +162,6 @@ def validate(config: Config, changed: Collection[str], home: Path) -> None:
     `changed` are the keys that differ from the configuration of the run, `home` the folder of MLflow's database.
     """
     policy.parse(config.recovery)
-    config.notify.check()
     parse(config.drill, steps=config.run.steps)
     if (source := config.run.init_from) is not None and "run.init_from" in changed and not Path(source).exists():
         raise ConfigError("run.init_from", source, "there is no such file or directory")

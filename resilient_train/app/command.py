@@ -11,8 +11,10 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
+from typing import Any
 
 import hydra
 import yaml
@@ -21,24 +23,41 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from resilient_train.app import HOME, VERBS
-from resilient_train.app.config import CONF, manual
-from resilient_train.app.config.manual import VERSION_BASE, check_files_first, explained, meanings, typed
-from resilient_train.app.config.options import name_of, option_names, parse
-from resilient_train.app.sweep import Job, show_end
+from resilient_train.app.config import CONF, command_line, manual
+from resilient_train.app.config.command_line import VERSION_BASE, explained, name_of, parse, typed
 from resilient_train.app.terminal import Page, survive_hangup
 from resilient_train.errors import ConfigError, Stopped, TrainError, unusable
 from resilient_train.files import commit_text, read_plain
 from resilient_train.ranks.launch import launched_rank
 from resilient_train.ranks.process_exit import code_for_agent
 from resilient_train.reader import find_in_working_directory
-from resilient_train.record.endings import is_run, note_refusal
+from resilient_train.record.endings import SUMMARY, is_run, note_refusal, read_ending
+from resilient_train.record.outbox import OUTBOX
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
+from resilient_train.tracking.review import where_to_look
+from resilient_train.tracking.store import UploadCursor, ui_command
+from resilient_train.tracking.tracker import TrackingConfig, note_refused_jobs
 
 _ARTIFACTS = "mlartifacts"  # of MLflow, next to the runs
 _LAST_WORD_S = 2.0  # seconds that other ranks wait for rank 0's report
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of this process that has ended."""
+
+    name: str  # in a sweep; else empty
+    exit_code: int
+    directory: Path | None = None  # None if it was refused before it had one
+    tracking: TrackingConfig | None = None  # None if its configuration was refused
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        return read_ending(self.directory, SUMMARY) if self.directory is not None else None
+
+
 _wants_traceback = False
-_exit_codes: list[int] = []  # of the jobs of this process; Hydra does not return them
-_jobs: list[Job] = []  # of a sweep, in this process
+_jobs: list[Job] = []  # of this process; Hydra does not return their exit codes
 _main_process: int | None = None  # a launcher of Hydra's may run jobs in other processes
 
 
@@ -61,18 +80,27 @@ def main() -> None:
     _main_process = os.getpid()
     _wants_traceback = os.environ.get("HYDRA_FULL_ERROR", "0") not in ("", "0")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
-    check_files_first()
+    command_line.check_files_first()
     learn(dict(word.partition("=")[::2] for word in words))
+    _jobs.clear()
+    code = 0
     with survive_hangup():
         try:
             _answer(parse(words))
         except Exception as error:
-            _exit_codes.append(_complain(error, words))
+            code = _complain(error, words)
         except Stopped as error:  # before there was a run
-            _exit_codes.append(error.exit_code)
+            code = error.exit_code
         except KeyboardInterrupt:  # the run has reported its end; the remaining jobs of a sweep are dropped
-            _exit_codes.append(1)
-    _leave(max(_exit_codes, default=0))
+            code = 1
+    worst = max([code, *(one.exit_code for one in _jobs)])
+    if worst and "WORLD_SIZE" in os.environ:  # ends at once: gloo's threads would abort this process in a normal exit
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if launched_rank() > 0:
+            time.sleep(_LAST_WORD_S)  # the launcher ends all as soon as one has ended, and rank 0 reports for them
+        os._exit(code_for_agent(worst))
+    sys.exit(code_for_agent(worst))
 
 
 def _answer(given: argparse.Namespace) -> None:
@@ -93,12 +121,11 @@ def _answer(given: argparse.Namespace) -> None:
         if "WORLD_SIZE" in os.environ and (given.multirun or modes):
             why = "a launcher's processes make one run; start the sweep, or each of its runs, without the launcher"
             raise unusable(modes[0] if modes else "--multirun", why)
-        _jobs.clear()
         try:
             _job()
         finally:
-            if _jobs and os.getpid() == _main_process:
-                show_end(_jobs, HOME.absolute())
+            if _jobs and _jobs[0].name and os.getpid() == _main_process:
+                show_sweep(_jobs, HOME.absolute())
 
 
 def _completed(line: str, given: argparse.Namespace) -> list[str]:
@@ -110,13 +137,13 @@ def _completed(line: str, given: argparse.Namespace) -> list[str]:
         folders = map(Path, glob(f"{word}*/"))  # of runs, or for them; not what is inside of one, nor MLflow's files
         return [f"{one}/" for one in folders if one.name != _ARTIFACTS and not is_run(one.parent)]
     if word.startswith("-"):
-        return [name for name in option_names() if name.startswith(word)]
+        return [name for name in command_line.option_names() if name.startswith(word)]
     # Hydra takes a path that contains "python" for an interpreter, and reads --config-dir from sys.argv only.
     options = parse(before)
     folder = options.config_dir if options.config_dir and Path(options.config_dir).is_dir() else None
     os.environ["COMP_LINE"] = " ".join(["resilient-train", *options.words, word])
     sys.argv[1:] = [*(["--config-dir", folder] if folder else []), *given.words]
-    known = VERBS | meanings()
+    known = VERBS | manual.meanings()
     found = [verb for verb in VERBS if not before and verb.startswith(word)] + _printed_by_hydra().split()
     return [f"{one}\t{known[one]}" if "query=fish" in given.overrides and one in known else one for one in found]
 
@@ -155,26 +182,12 @@ def _job(raw: DictConfig) -> float | None:
         code, loss, directory = ending.exit_code, ending.loss, ending.directory
     except Exception as error:
         code, loss, directory = _complain(error, given), None, None
-    if is_sweep:
-        _jobs.append(Job(name_of(given), code, directory, tracking))
-    _exit_codes.append(code)
+    _jobs.append(Job(name_of(given) if is_sweep else "", code, directory, tracking))
     if code and os.getpid() != _main_process:
         raise _JobEnded(f"job {hydra_config.job.num}", code)
     if code == Stopped.exit_code and is_sweep:
         raise Stopped("a request to stop also ends the remaining jobs of a sweep")
     return loss  # what a sweeper minimises
-
-
-def _leave(code: int) -> None:
-    """End the process. A failed one among others ends at once: gloo's threads would abort it during a normal exit."""
-    seen = code_for_agent(code)
-    if code and "WORLD_SIZE" in os.environ:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if launched_rank() > 0:
-            time.sleep(_LAST_WORD_S)  # the launcher ends all as soon as one has ended, and rank 0 reports for them
-        os._exit(seen)
-    sys.exit(seen)
 
 
 def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
@@ -193,3 +206,42 @@ def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
         if ended.exit_code == 2 and directory and "WORLD_SIZE" in os.environ:
             note_refusal(Path(directory), ended.exit_code, str(ended))  # the launcher hides the exit code
     return ended.exit_code
+
+
+# -------------------------------------------------------------------------------------------------- the end of a sweep
+
+
+def show_sweep(jobs: Sequence[Job], home: Path) -> None:
+    """Print how each job ended, and where MLflow shows the sweep; `home` holds its database if no store is named."""
+    rows = [("job", "status", "loss", "incidents", "directory")]
+    for job in jobs:
+        if (summary := job.summary) is None:
+            status = "refused" if job.exit_code == ConfigError.exit_code else "failed"
+            rows.append((job.name, f"{status} ({job.exit_code})", "", "", ""))
+            continue
+        evaluated, incidents = summary.get("eval") or {}, summary.get("incidents") or {}
+        loss = evaluated.get("loss", summary.get("final_loss"))
+        total, cured = incidents.get("total", 0), incidents.get("recovered", 0)
+        status = str(summary.get("verdict") or summary.get("status"))
+        status += f" ({job.exit_code})" if job.exit_code else ""
+        counts, shown = (
+            f"{total} ({cured} recovered)" if total else "0",
+            f"{loss:.4g}" if isinstance(loss, float) else "",
+        )
+        rows.append((job.name, status, shown, counts, os.path.relpath(str(job.directory))))
+    page = Page()
+    page.line("the sweep has ended:")
+    page.table(rows, indent=2)
+    tracked = [one for one in jobs if one.tracking and one.directory and (one.directory / OUTBOX).is_file()]
+    if not tracked:
+        return
+    last = tracked[-1]
+    assert last.directory is not None
+    assert last.tracking is not None
+    if refused := [one.name for one in jobs if one.summary is None]:
+        note_refused_jobs(last.tracking, last.directory, home, refused)
+    cursor = UploadCursor(last.directory)
+    if (where := cursor.where()) is not None and cursor.sweep_url is not None:
+        for lines in where_to_look(ui_command(where[0]), cursor.sweep_url):
+            for line in lines.splitlines():
+                page.line(line.strip(), indent=2 * line.startswith(" "))

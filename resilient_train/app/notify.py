@@ -6,29 +6,15 @@ import json
 import platform
 import shlex
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from resilient_train.errors import ConfigError, in_one_line
+from resilient_train.app.config import NotifyConfig
+from resilient_train.errors import in_one_line
 from resilient_train.secrets import masked_tree
 from resilient_train.wording import log
 
 _TIMEOUT_S = 30.0
-
-
-@dataclass
-class NotifyConfig:
-    command: str | None
-
-    def check(self) -> None:
-        """Raise ConfigError unless the command can be split into words."""
-        try:
-            words = shlex.split(self.command or "")
-        except ValueError as error:
-            raise ConfigError("notify.command", self.command, f"cannot be split into words: {error}") from error
-        if self.command is not None and not words:
-            raise ConfigError("notify.command", self.command, "is empty; expected a command, or null")
 
 
 def notify(config: NotifyConfig, event: str, directory: Path, summary: dict[str, Any], message: str) -> None:

@@ -10,11 +10,10 @@ import signal
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -46,10 +45,8 @@ class Page:
 
     def line(self, *words: Words, indent: int = 0, hang: int | None = None) -> None:
         """Print one line, or an empty one; if it is wrapped, the rest begins `hang` columns from the left."""
-        text = Text(" " * indent)
-        for one in words:
-            part, style = (one, "") if isinstance(one, str) else one
-            text.append(printable(masked(part)), style)
+        pairs = [(one, "") if isinstance(one, str) else one for one in words]
+        text = Text.assemble(" " * indent, *((printable(masked(part)), style) for part, style in pairs))
         text.rstrip()
         if self.width is None:
             print(text.plain, file=self._file, flush=True)
@@ -64,13 +61,14 @@ class Page:
                 return
             text = Text(" " * hang) + text[len(text.plain) - len(text.plain.lstrip()) :]
 
+    def table(self, rows: Sequence[Sequence[str]], indent: int = 0) -> None:
+        """Print rows of cells in columns."""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            self.line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)), indent=indent)
+
 
 _GONE = (errno.EPIPE, errno.EIO, errno.ENXIO, errno.ECONNRESET)  # a pipe, a terminal, a device, a socket
-
-
-def fail_safe(stream: IO[str] | None) -> IO[str] | None:
-    """Return a stream that never fails: its reader may disappear, its disk may be full."""
-    return stream if stream is None or isinstance(stream, _FailSafe) else cast("IO[str]", _FailSafe(stream))
 
 
 @contextmanager
@@ -102,14 +100,15 @@ def until_unread(call: Callable[[], int]) -> int:
     except OSError as error:
         if error.errno not in _GONE:
             raise
-    else:
-        return code
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            _redirect_to_null(stream)
-    return 0
+        for stream in (sys.stdout, sys.stderr):
+            _FailSafe(stream).flush()
+        return 0
+    return code
+
+
+def fail_safe(stream: IO[str] | None) -> IO[str] | None:
+    """Return a stream that never fails: its reader may disappear, its disk may be full."""
+    return stream if stream is None or isinstance(stream, _FailSafe) else cast("IO[str]", _FailSafe(stream))
 
 
 class _FailSafe:
@@ -119,53 +118,32 @@ class _FailSafe:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._failed(error)
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
+    def writelines(self, lines: Iterable[str]) -> None:
+        self._try(lambda: self._stream.writelines(lines))
+
     def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, call: Callable[[], Any]) -> None:
         try:
-            self._stream.flush()
+            call()
         except OSError as error:
-            self._failed(error)
-
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
-
-    def _failed(self, error: OSError) -> None:
-        if error.errno in _GONE:  # a full disk may have room later
-            _redirect_to_null(self._stream)
+            if error.errno in _GONE:  # a full disk may have room later
+                with suppress(OSError, ValueError):  # it may have no descriptor
+                    null = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(null, self._stream.fileno())
+                    os.close(null)
+                    self._stream.flush()  # what its buffer still holds
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
 
-def _redirect_to_null(stream: IO[str]) -> None:
-    """Redirect the descriptor of a stream, and what its buffer still holds, to the null device."""
-    with suppress(OSError, ValueError):  # it may have no descriptor
-        null = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(null, stream.fileno())
-        finally:
-            os.close(null)
-        stream.flush()
-
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # the run continues without its log file
 _SPEED_OVER_S = 30
-
-
-class Display(Protocol):
-    """Shows the progress of a run."""
-
-    def step(self, step: int) -> None:
-        """Note an update: called for every one, so it has to be cheap."""
-
-    def show(self, vitals: Vitals, metrics: Mapping[str, float]) -> None:
-        """Show the numbers of an update that was read back."""
 
 
 class Terminal:
@@ -245,51 +223,47 @@ class ProgressLine:
 
     def __init__(self, console: Console | None, steps: int, done: int) -> None:
         self.steps, self.done, self.numbers, self.drawn = steps, done, "", 0.0
-        self.marks = deque([(time.monotonic(), done)])
-        self.progress: Progress | None = None
-        if console is not None:
-            columns = [
-                TextColumn("{task.fields[where]}"),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[numbers]}"),
-            ]
-            self.progress = Progress(*columns, console=console, refresh_per_second=4, transient=True)
-            self.progress.add_task("", total=steps, completed=done, where="", numbers="waiting for the first step")
-            self.progress.start()
+        columns = [TextColumn("{task.fields[where]}"), BarColumn(bar_width=20), TextColumn("{task.fields[numbers]}")]
+        self.progress = Progress(
+            *columns,
+            console=console,
+            refresh_per_second=4,
+            transient=True,
+            disable=console is None,
+            speed_estimate_period=_SPEED_OVER_S,
+        )
+        self.progress.add_task("", total=steps, completed=done, where="", numbers="waiting for the first step")
+        self.progress.start()
 
     def step(self, step: int) -> None:
+        """Note an update: called for every one, so it has to be cheap."""
         self.done = step
-        if self.progress is not None and time.monotonic() - self.drawn > 0.2:
-            self._draw(self.progress)
+        if time.monotonic() - self.drawn > 0.2:
+            self._draw()
 
     def show(self, vitals: Vitals, metrics: Mapping[str, float]) -> None:
+        """Show the numbers of an update that was read back."""
         more = "".join(f"  {name} {value:.4g}" for name, value in metrics.items() if math.isfinite(value))
         self.numbers = f"loss {vitals.loss:.4f}{more}  grad {vitals.grad_norm:.3g}  lr {vitals.lr:.2e}"
-        line = f"{self.numbers}  {self._pace(vitals.step)}"
-        log.info("step %d/%d  %s", vitals.step, self.steps, line, extra=PROGRESS)
+        self._draw()
+        log.info("step %d/%d  %s", vitals.step, self.steps, f"{self.numbers}  {self._pace()}", extra=PROGRESS)
 
     def close(self) -> None:
-        if self.progress is not None:
-            self._draw(self.progress)
-            self.progress.stop()
+        self._draw()
+        self.progress.stop()
 
-    def _draw(self, progress: Progress) -> None:
+    def _draw(self) -> None:
         self.drawn = time.monotonic()
-        line = f"{self.numbers}  {self._pace(self.done)}".strip()
-        progress.update(progress.task_ids[0], completed=self.done, where=f"step {self.done}/{self.steps}", numbers=line)
+        line = f"{self.numbers}  {self._pace()}".strip()
+        where = f"step {self.done}/{self.steps}"
+        self.progress.update(self.progress.task_ids[0], completed=self.done, where=where, numbers=line)
 
-    def _pace(self, step: int) -> str:
+    def _pace(self) -> str:
         """Return the steps per second over the recent past, and the time left."""
-        now = time.monotonic()
-        self.marks.append((now, step))
-        while len(self.marks) > 2 and now - self.marks[0][0] > _SPEED_OVER_S:
-            self.marks.popleft()
-        then, before = self.marks[0]
-        speed = (step - before) / (now - then) if now > then else 0.0
-        if speed <= 0:
+        if not (speed := self.progress.tasks[0].speed):
             return ""
         rate = f"{speed:.1f} steps/s" if speed >= 1 else f"{1 / speed:.1f} s/step"
-        return f"{rate}  {duration((self.steps - step) / speed)} left"
+        return f"{rate}  {duration((self.steps - self.done) / speed)} left"
 
 
 @contextmanager

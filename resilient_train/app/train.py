@@ -8,13 +8,13 @@ from collections.abc import Callable
 import torch
 
 from resilient_train.app.build import Run
-from resilient_train.app.terminal import Display
+from resilient_train.app.terminal import ProgressLine
 from resilient_train.state.randomness import preserved
 from resilient_train.tracking.tracker import Tracker
 from resilient_train.wording import log
 
 
-def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None] = lambda: None) -> None:
+def train(run: Run, display: ProgressLine, tracker: Tracker, beat: Callable[[], None] = lambda: None) -> None:
     """Make updates until `run.steps` of them are accepted, or a request to stop; evaluate meanwhile and at the end.
 
     `beat` is called whenever the run makes progress.
@@ -44,7 +44,7 @@ def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None]
         evaluate_and_report(run, tracker, beat)
 
 
-def report(run: Run, display: Display, tracker: Tracker) -> None:
+def report(run: Run, display: ProgressLine, tracker: Tracker) -> None:
     """Show the newest vitals that were read back, and the metrics of the objective."""
     if (newest := run.guard.report()) is not None:
         display.show(newest.vitals, newest.metrics)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from command import command
 
-from resilient_train.app.config.options import name_of
+from resilient_train.app.config.command_line import name_of
 from resilient_train.tracking import sweep
 
 SMALL = ["model=mlp", "data=digits", "objective=classification", "run.steps=12", "tracking.drain_s=600"]

@@ -27,9 +27,8 @@ from warm import ENVIRONMENT
 
 import resilient_train
 from resilient_train.app import incidents, status
-from resilient_train.app.config import CONF
+from resilient_train.app.config import CONF, Config
 from resilient_train.app.config.manual import Option, meanings, nodes
-from resilient_train.app.config.schema import Config
 from resilient_train.app.directory import Launcher, launcher_of
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_lines import as_line
@@ -564,7 +563,7 @@ def test_whoever_reviews_a_run_with_a_drill_reads_that_it_was_on_purpose(tmp_pat
 # --------------------------------------------------------------------------------------------------- manual, completion
 
 
-OPTIONS = [option for node in nodes() for option in node.options]
+OPTIONS = [option for options in nodes().values() for option in options if option.name]
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda one: f"{one.group}={one.name}")
@@ -589,9 +588,9 @@ def test_every_option_and_all_its_keys_are_explained(option: Option) -> None:
 def test_everything_at_the_root_is_explained_in_the_order_of_the_design() -> None:
     """Which is that of the dataclass."""
     known = nodes()
-    assert [node.name for node in known] == [field.name for field in dataclasses.fields(Config)]
-    for node in known:
-        assert node.options or all(entry.meaning for entry in node.entries)
+    assert list(known) == [field.name for field in dataclasses.fields(Config)]
+    for options in known.values():
+        assert all(entry.meaning for entry in options[0].entries)
 
 
 @pytest.mark.parametrize("columns", [40, 120])
@@ -638,7 +637,7 @@ def test_the_manual_tells_of_one_thing_where_asked(
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ("modle", "nothing is called modle; did you mean model?"),
+        ("modle", "no such key; did you mean model?"),
         ("model=gtp", "no such option; did you mean gpt? There are custom, gpt,"),
         ("checks.jmup", "no such key; did you mean checks.jump?"),
     ],

@@ -32,8 +32,8 @@ from launched import Launched
 from warm import ENVIRONMENT
 
 from resilient_train.app import command
+from resilient_train.app.config.command_line import parse
 from resilient_train.app.config.compose import load
-from resilient_train.app.config.options import parse
 from resilient_train.app.status import status_of
 from resilient_train.errors import ConfigError
 

@@ -1,5 +1,78 @@
-"""The configuration of the command, and all of its use of Hydra."""
+"""The configuration of the command, and all of its use of Hydra.
 
+Types and limits of every node are here; the defaults are in `conf/`, with their comments.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from resilient_train.errors import ConfigError
 from resilient_train.files import conf
+from resilient_train.reader import AccelerateConfig, ClipConfig, DataConfig, DiskConfig, MemoryConfig
+from resilient_train.tracking.tracker import TrackingConfig
+from resilient_train.watch.config import ChecksConfig
 
 CONF = conf()
+
+
+@dataclass
+class RunConfig:
+    name: str | None
+    dir: str
+    steps: int = field(metadata={"at_least": 1})
+    seed: int = field(metadata={"at_least": 0})
+    log_every: int = field(metadata={"at_least": 1})
+    eval_every: int = field(metadata={"at_least": 0})
+    resume: str
+    data_changed: str = field(metadata={"one_of": ("refuse", "accept")})
+    init_from: str | None
+    max_hours: float | None = field(metadata={"above": 0})
+    deterministic: bool
+    start_timeout: float = field(metadata={"at_least": 0})
+    step_timeout: float = field(metadata={"at_least": 0})
+    save_timeout: float = field(metadata={"at_least": 0})
+    grace: float = field(metadata={"above": 0})
+
+
+@dataclass
+class CheckpointConfig:
+    memory: MemoryConfig
+    disk: DiskConfig
+    verify_after: int = field(metadata={"at_least": 1})
+
+
+@dataclass
+class NotifyConfig:
+    command: str | None
+
+    def __post_init__(self) -> None:
+        try:
+            words = shlex.split(self.command or "")
+        except ValueError as error:
+            raise ConfigError("command", self.command, f"cannot be split into words: {error}") from error
+        if self.command is not None and not words:
+            raise ConfigError("command", self.command, "is empty; expected a command, or null")
+
+
+@dataclass
+class Config:
+    """A whole run. Nodes with a `_target_` stay plain: their keys are whatever their target takes."""
+
+    run: RunConfig
+    model: dict[str, Any]
+    data: DataConfig
+    objective: dict[str, Any]
+    optimizer: dict[str, Any]
+    schedule: dict[str, Any]
+    clip: ClipConfig
+    accelerate: AccelerateConfig
+    checks: ChecksConfig
+    recovery: dict[str, Any]
+    checkpoint: CheckpointConfig
+    tracking: TrackingConfig
+    notify: NotifyConfig
+    drill: dict[str, Any]
+    experiment: str | None = None

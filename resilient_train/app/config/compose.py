@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import inspect
 import json
 import platform
 import re
-import types
-import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,19 +21,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from resilient_train import reader
-from resilient_train.app.config.manual import composed_raw, explained, typed
-from resilient_train.app.config.options import name_of
-from resilient_train.app.config.schema import Config
+from resilient_train.app.config import Config
+from resilient_train.app.config.command_line import composed_raw, explained, name_of, typed
 from resilient_train.errors import ConfigError, in_one_line, require_finite, unusable
 from resilient_train.files import read_yaml_text
 from resilient_train.intervals import AUTO
-from resilient_train.reader import check
 from resilient_train.secrets import learn, masked_tree
 
 Node = Mapping[str, Any]
 
 _HYDRAS_OWN = {"_target_", "_partial_", "_recursive_", "_convert_", "_args_"}
-_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 
 
 def find(key: str, path: Any) -> Any:
@@ -50,12 +44,12 @@ def find(key: str, path: Any) -> Any:
         raise ConfigError(key, path, f"cannot be imported: {error}") from error.__cause__
 
 
-def parameters(target: Any) -> Mapping[str, inspect.Parameter] | None:
-    """Return the parameters of a callable; None for a built-in without a signature."""
+def parameters(target: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a callable; of a built-in without a signature, that it takes any."""
     try:
         return inspect.signature(target).parameters
     except (TypeError, ValueError):
-        return None
+        return {"any": inspect.Parameter("any", inspect.Parameter.VAR_KEYWORD)}
 
 
 def check_target(key: str, node: Node, *, given: int = 0) -> Any:
@@ -67,28 +61,17 @@ def check_target(key: str, node: Node, *, given: int = 0) -> Any:
     target = find(f"{key}._target_", path)
     if not callable(target):
         raise ConfigError(f"{key}._target_", path, f"is a {type(target).__name__}, not a class or function")
-    for name, value in node.items():
-        if isinstance(value, Mapping) and "_target_" in value:
-            check_target(f"{key}.{name}", value)
     known = parameters(target)
-    if known is None:
-        return target
-    try:
-        hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    except Exception:  # an annotation that cannot be resolved is not an error of the configuration
-        hints = {}
+    hints = reader.hints(target.__init__ if inspect.isclass(target) else target)
     takes_any = any(one.kind is one.VAR_KEYWORD for one in known.values())
     named = [one for one in known.values() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
     free = {one.name: one for one in named[given:] if one.kind is not one.POSITIONAL_ONLY}
     for name, value in node.items():
-        if name in _HYDRAS_OWN:
-            continue
-        if name in free:
-            expected = hints.get(name, Any)
-            if not isinstance(value, Mapping) and not _fits(value, expected):
-                what = " or ".join(_TYPES.get(one, getattr(one, "__name__", str(one))) for one in _options(expected))
-                raise ConfigError(f"{key}.{name}", value, f"has the wrong type: {path} takes {what} here")
-        elif not takes_any:
+        if isinstance(value, Mapping) and "_target_" in value:
+            check_target(f"{key}.{name}", value)
+        elif name in free:
+            reader.checked(f"{key}.{name}", value, hints.get(name, Any), {})
+        elif name not in _HYDRAS_OWN and not takes_any:
             takes = reader.similar(name, free, f"it takes {', '.join(free) or 'no arguments'}")
             raise ConfigError(f"{key}.{name}", value, f"{path} has no such argument{takes}")
     missing = [name for name, one in free.items() if one.default is one.empty and name not in node]
@@ -129,26 +112,6 @@ def _occurs(value: Any, text: str) -> bool:
     return is_number and re.search(rf"(?<![\w.]){re.escape(str(value))}(?!\w|\.\d)", text) is not None
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
-
-
-def _fits(value: Any, expected: Any) -> bool:
-    """Say whether a plain value can have the expected type; of a type that is not plain, only a tensor rejects text."""
-    for kind in _options(expected):
-        if kind in (int, float):
-            is_fit = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-        elif kind in (bool, str, type(None)):
-            is_fit = isinstance(value, kind)
-        else:
-            is_tensor = getattr(kind, "__module__", "").startswith("torch") and kind.__name__ == "Tensor"
-            is_fit = not (is_tensor and isinstance(value, str))
-        if is_fit:
-            return True
-    return False
-
-
 # What makes it another run, next to the faults of a drill.
 _IDENTITY = ("model.", "data.", "objective.", "optimizer.", "schedule.", "run.seed")
 # What may not change when a run resumes.
@@ -159,18 +122,16 @@ _FEW, _LONG = 3, 200  # lines, characters
 # Parameters for a tracker: what people compare runs by.
 _GROUPS = ("model", "data", "objective", "optimizer", "schedule", "recovery", "checks", "drill", "experiment")
 _ALWAYS = (
-    *("run.steps", "run.seed", "data.batch_size", "clip.max_norm"),
+    *("run.steps", "run.seed", "data.batch_size", "clip.max_norm", "model.", "optimizer.", "schedule."),
     *("accelerate.gradient_accumulation_steps", "accelerate.mixed_precision"),
 )
 _TARGETS = ("model._target_", "data.train._target_", "objective._target_", "optimizer._target_", "schedule._target_")
 _NEVER = ("hydra.", "tracking.", "run.name", "run.dir", "run.resume")  # the place of a run and how it is shown
-_PLUMBING = ("optimizer.fused", "optimizer.no_decay")
-_MOST = 12  # settings of a model, an optimizer or a schedule; of a larger one only those that were given
 
 
 def is_fixed(key: str) -> bool:
     """Say whether a setting may not change when a run resumes."""
-    return any(key == one or (one.endswith(".") and key.startswith(one)) for one in _FIXED)
+    return key in _FIXED or key.startswith("data.train.")
 
 
 def describe_changes(changes: Mapping[str, str]) -> list[str]:
@@ -190,7 +151,7 @@ class Composed:
 
     config: Config
     resolved: dict[str, Any]
-    params: dict[str, Any] = dataclasses.field(default_factory=dict)  # for a tracker
+    params: dict[str, Any]  # for a tracker
     sweep: dict[str, str] | None = None  # the sweep that this is a job of, and the name of the job
 
     def yaml(self, directory: Path) -> str:
@@ -210,8 +171,7 @@ class Composed:
     @property
     def digest(self) -> str:
         """A digest of all the settings."""
-        text = json.dumps(_without_place(self.resolved), sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return _digest(_without_place(self.resolved))
 
     def other_run(self, written: Path) -> list[str]:
         """Describe what makes a config.yaml another run than this one; more steps do not."""
@@ -230,31 +190,29 @@ def composed(
 
     `swept` are the overrides of one job of a sweep, `given` those of a command line.
     """
-    raw = OmegaConf.create(OmegaConf.to_container(raw, resolve=False))  # type: ignore[assignment]  # not read-only
     unresolved: Any = OmegaConf.to_container(raw, resolve=False)
+    raw = OmegaConf.create(unresolved)  # not read-only
     if raw.run.name is None:
+        words = []  # what a person recognises the run by; a custom model or data set is named after its target
+        for group, node in (("model", raw.model), ("data", raw.data.train)):
+            choice, target = str(choices.get(group, "custom")), node.get("_target_")
+            is_custom = choice == "custom" and target
+            words.append(re.sub(r"\W+", "_", str(target).rpartition(".")[2]) if is_custom else choice)
         # Masked, as another token makes no other run; unresolved, as `steps: ${run.steps}` of a schedule makes none.
-        digest = _short_digest(_identity(masked_tree(unresolved)), list(swept))
-        raw.run.name = f"{_label(raw, choices)}-{digest}"
+        digest = _digest([_identity(masked_tree(unresolved)), list(swept)])[:6]
+        raw.run.name = "-".join([*words, str(choices.get("recovery", "custom")), digest])
     elif swept:
-        raw.run.name = f"{raw.run.name}-{_short_digest(list(swept))}"
+        raw.run.name = f"{raw.run.name}-{_digest([list(swept)])[:6]}"
     if swept and "${run.name}" not in str(unresolved["run"]["dir"]):
         raw.run.dir = f"{raw.run.dir}/{raw.run.name}"  # each job of a sweep has a directory of its own
     try:
         resolved: Any = OmegaConf.to_container(raw, resolve=True)
-        checked = OmegaConf.merge(OmegaConf.structured(Config), resolved)
-        if missing := sorted(OmegaConf.missing_keys(checked)):
-            raise unusable(missing[0], f"has to be given: {missing[0]}=...")
-        config = OmegaConf.to_object(checked)
     except OmegaConfBaseException as error:
-        key = str(getattr(error, "full_key", None) or "")
-        value: Any = OmegaConf.to_container(raw)
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        raise explained(error, [f"{key}={_shown(value)}"]) from error
-    assert isinstance(config, Config)
-    require_finite("", OmegaConf.to_container(checked))
-    check(config)
+        raise explained(error, given) from error
+    if missing := sorted(OmegaConf.missing_keys(OmegaConf.create(resolved))):
+        raise unusable(missing[0], f"has to be given: {missing[0]}=...")
+    require_finite("", resolved)
+    config = reader.read(Config, resolved, "")
     if config.run.deterministic and AUTO in (config.checkpoint.memory.every, config.checkpoint.disk.every):
         raise ConfigError("run.deterministic", True, "cannot be with an interval of auto, which follows from a clock")
     learn(resolved)
@@ -268,14 +226,9 @@ def from_hydra(raw: DictConfig) -> Composed:
     given = typed(hydra.overrides.task)
     if hydra.mode != RunMode.MULTIRUN:
         return composed(raw, hydra.runtime.choices, given=given)
-    made = composed(raw, hydra.runtime.choices, swept=given, given=given)
-    return dataclasses.replace(made, sweep=_sweep(Path(hydra.sweep.dir), given))
-
-
-def _sweep(directory: Path, given: Sequence[str]) -> dict[str, str]:
-    """Name the sweep and its job. Sweeps that start in the same second elsewhere are others."""
-    place = f"{platform.node()}:{directory.absolute()}"
-    return {"sweep": directory.name, "sweep_place": place, "job": name_of(given)}
+    made, directory = composed(raw, hydra.runtime.choices, swept=given, given=given), Path(hydra.sweep.dir)
+    place = f"{platform.node()}:{directory.absolute()}"  # a sweep that starts elsewhere in the same second is another
+    return replace(made, sweep={"sweep": directory.name, "sweep_place": place, "job": name_of(given)})
 
 
 def load(overrides: Sequence[str] = ()) -> Composed:
@@ -283,16 +236,6 @@ def load(overrides: Sequence[str] = ()) -> Composed:
     raw = composed_raw(overrides)
     ours = OmegaConf.masked_copy(raw, [str(key) for key in raw if key != "hydra"])
     return composed(ours, raw.hydra.runtime.choices, given=overrides)
-
-
-def _label(raw: DictConfig, choices: Mapping[str, Any]) -> str:
-    """Return what a person recognises the run by; a custom model or data set is named after its target."""
-    words = []
-    for group, target in (("model", raw.model.get("_target_")), ("data", raw.data.train.get("_target_"))):
-        choice = str(choices.get(group, "custom"))
-        is_custom = choice == "custom" and target
-        words.append(re.sub(r"\W+", "_", str(target).rpartition(".")[2]) if is_custom else choice)
-    return "-".join([*words, str(choices.get("recovery", "custom"))])
 
 
 def _identity(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -318,15 +261,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    def shown(value: Any) -> str:
+        return "null" if value is None else str(value)
+
     return {
-        key: f"{_shown(before.get(key, 'absent'))} there, {_shown(now.get(key, 'absent'))} here"
+        key: f"{shown(before.get(key, 'absent'))} there, {shown(now.get(key, 'absent'))} here"
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key)
     }
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -337,8 +279,8 @@ def _flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return found
 
 
-def _short_digest(*things: Any) -> str:
-    return hashlib.sha256(json.dumps(things, sort_keys=True, default=str).encode()).hexdigest()[:6]
+def _digest(things: Any) -> str:
+    return hashlib.sha256(json.dumps(things, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _compared(settings: Mapping[str, Any], choices: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -346,15 +288,12 @@ def _compared(settings: Mapping[str, Any], choices: Mapping[str, Any], overrides
     chosen = {name: choices[name] for name in _GROUPS if choices.get(name) is not None}
     given = [word.lstrip("+~").partition("=")[0].partition("@")[0] for word in overrides]
     found = {}
-    for key, value in settings.items():
-        node = key.partition(".")[0]
+    for key, value in sorted(settings.items()):
         is_given = not key.startswith(_NEVER) and any(f"{key}.".startswith(f"{one}.") for one in given if "." in one)
         if key in _TARGETS:
-            is_shown = chosen.get(node) == "custom"  # else the option implies it
-        elif node in ("model", "optimizer", "schedule") and key not in _PLUMBING:
-            is_shown = sum(one.startswith(f"{node}.") for one in settings) <= _MOST
+            is_shown = chosen.get(key.partition(".")[0]) == "custom"  # else the option implies it
         else:
-            is_shown = key in _ALWAYS
+            is_shown = key.startswith(_ALWAYS)
         if is_given or is_shown:
             found[key] = value
-    return chosen | dict(sorted(found.items()))
+    return chosen | found

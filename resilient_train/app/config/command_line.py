@@ -1,0 +1,206 @@
+"""The command line as Hydra reads it: its options, its overrides, and its complaints in one line."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import re
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins import file_config_source
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+
+from resilient_train import __version__
+from resilient_train.app import VERBS
+from resilient_train.app.config import CONF
+from resilient_train.app.config.manual import meanings
+from resilient_train.errors import ConfigError, TrainError, in_one_line, text_of, unusable
+from resilient_train.files import read_yaml_text
+from resilient_train.reader import no_such, similar
+from resilient_train.secrets import masked_override
+
+VERSION_BASE = "1.3"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Hydra's own parser, which raises ConfigError instead of printing its usage, and answers --version for us."""
+
+    def __init__(self) -> None:
+        super().__init__(parents=[get_args_parser()], add_help=False)
+        for action in self._actions:
+            if isinstance(action, argparse._VersionAction):
+                action.version = f"resilient_train {__version__}, torch {version('torch')}"  # without importing torch
+
+    def error(self, message: str) -> NoReturn:
+        key, _, why = message.removeprefix("argument ").partition(": ")
+        raise unusable(key, why)
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line, with options anywhere among the overrides. Raises ConfigError.
+
+    `words` of the result is the command line as Hydra's main function accepts it: options first.
+    """
+    parser = _Parser()
+    given, unknown = parser.parse_known_intermixed_args(words)
+    if unknown:
+        raise _unknown_option(unknown[0], [*words, ""][words.index(unknown[0]) + 1])
+    options = []
+    for action in parser._actions:
+        value = getattr(given, action.dest, None)
+        if action.option_strings and value not in (None, False):
+            name = action.option_strings[0]
+            options.append(name if value is True else f"{name}={value}")
+    given.words = [*options, *given.overrides]
+    return given
+
+
+def option_names() -> list[str]:
+    """List the options in their long form."""
+    return [name for action in _Parser()._actions for name in action.option_strings if name.startswith("--")]
+
+
+def _unknown_option(word: str, next_word: str) -> ConfigError:
+    """Suggest the key that is likely meant, with the value that was given: `--steps 10` for `run.steps=10`."""
+    typed, equals, value = word.partition("=")
+    if not equals and not next_word.startswith("-") and "=" not in next_word:
+        value = next_word
+    name = typed.lstrip("-").replace("-", "_")
+    keys = [known.partition("=")[0] for known in meanings() if not known.endswith(".")]
+    key = next((one for one in keys if name in (one, one.rpartition(".")[2])), None)
+    meant = masked_override(f"{key}={value or '...'}")
+    hint = f"; did you mean {meant}?" if key else similar(typed, option_names()) or "."
+    return unusable(typed, f"no such option{hint} A setting has no dashes: key=value; --help explains every key")
+
+
+def name_of(overrides: Sequence[str]) -> str:
+    """Name a job by what the sweep varies, such as `seed=1, lr=0.001`.
+
+    Hydra passes all overrides to each job; those that the command line gives one value are the same for all jobs. In a
+    process of another launcher the command line is unknown, and all of them are named.
+    """
+    parser, same = OverridesParser.create(), set()
+    for word in sys.argv[1:]:
+        with suppress(HydraException):  # an option
+            if not (override := parser.parse_override(word)).is_sweep_override():
+                same.add(override.get_key_element())
+    plain = [re.sub(r"\\(.)", r"\1", word) for word in overrides]  # Hydra has escaped them
+    swept = [word for word in plain if word.partition("=")[0] not in same] or plain
+    pairs = [masked_override(word).partition("=") for word in swept]
+    short = [key.rpartition(".")[2] for key, _, _ in pairs]
+    keys = [last if short.count(last) == 1 else key for last, (key, _, _) in zip(short, pairs, strict=True)]
+    return ", ".join(f"{key}={value}" for key, (_, _, value) in zip(keys, pairs, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------ composing
+
+
+_PARSED: dict[Path, ConfigResult] = {}  # files of the package, which do not change
+
+
+class FileConfigSource(file_config_source.FileConfigSource):
+    """Checks a file of the user's before Hydra loads it: a few lines of YAML may expand to more than fits in memory.
+
+    It has the name of Hydra's own class, under which Hydra registers it.
+    """
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Load a file, or raise ConfigError with one line that says why it is no configuration."""
+        file = Path(self.path) / self._normalize_file_name(config_path)
+        if file.is_relative_to(CONF):  # Hydra composes twice, once to learn its mode: half of the time is parsing
+            if file not in _PARSED:
+                _PARSED[file] = super().load_config(config_path)
+            return copy.deepcopy(_PARSED[file])
+        try:
+            if file.exists():
+                read_yaml_text(file)
+            return super().load_config(config_path)
+        except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+            raise unusable(str(file), f"is no configuration: {' '.join(str(error).split())[:300]}") from error
+
+
+def check_files_first() -> None:
+    """Let Hydra check files before it loads them, in this process."""
+    SourcesRegistry.instance().types[FileConfigSource.scheme()] = FileConfigSource
+
+
+def composed_raw(overrides: Sequence[str]) -> DictConfig:
+    """Compose a configuration without a command line; it includes Hydra's own node."""
+    GlobalHydra.instance().clear()
+    check_files_first()
+    try:
+        with initialize_config_dir(str(CONF), version_base=VERSION_BASE):
+            return compose("config", overrides=list(overrides), return_hydra_config=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explained(error, overrides) from error
+
+
+def typed(overrides: Sequence[str]) -> list[str]:
+    """Return Hydra's overrides as they were typed: reading one by one would resolve them, which may fail."""
+    found = OmegaConf.to_container(overrides, resolve=False)
+    assert isinstance(found, list)
+    return found
+
+
+def explained(error: Exception, overrides: Sequence[str] = ()) -> TrainError:
+    """Turn an error of Hydra or OmegaConf into one line that names the key, the value and what is allowed.
+
+    Any other error is not about the configuration, and becomes a TrainError with its own message.
+    """
+    if isinstance(error, TrainError):
+        return error
+    if not isinstance(error, HydraException | OmegaConfBaseException):
+        return TrainError(in_one_line(error))
+    text = text_of(error)
+    if isinstance(error, OverrideParseException):
+        if error.override.isidentifier():
+            return unusable(error.override, f"neither a verb nor key=value{similar(error.override, VERBS)}")
+        why = f"cannot be read ({text.splitlines()[0]}); quote special characters: 'key=\"a[b]\"'"
+        return unusable(error.override, why)
+    if isinstance(error, InterpolationResolutionError):
+        key = str(error.full_key)
+        return ConfigError(key, _given(key, overrides), f"cannot be resolved: {text.splitlines()[0]}")
+    no_option = r"Could not find '([^']+)'\s*(?:Available options in '[^']+':\s*(.*?))?(?:Config search path|$)"
+    if missing := re.search(no_option, text, re.DOTALL):
+        group, _, option = missing[1].rpartition("/")
+        return no_such("option", option, (missing[2] or "").split(), at=group or "config", value=option)
+    if override := re.search(r"Could not override '([^']+)'", text):
+        return _unknown_key(override[1].partition("@")[0], overrides)
+    return unusable("configuration", " ".join(text.split()))
+
+
+def _given(key: str, overrides: Sequence[str]) -> Any:
+    """Return the value that an override gives a key; if none does, what a ConfigError does not show."""
+    pairs = (one.lstrip("+~").partition("=") for one in overrides)
+    return next((value for name, equals, value in pairs if equals and name.partition("@")[0] == key), ...)
+
+
+def _unknown_key(key: str, overrides: Sequence[str]) -> ConfigError:
+    """Suggest what a misspelt key may mean, among the keys of the options that the command line chooses."""
+    chosen = [one for one in overrides if (CONF / one.partition("=")[0]).is_dir() and one.partition("=")[0] != key]
+    node, parent, value = DictConfig({}), "", _given(key, overrides)
+    with suppress(TrainError):  # without them only a hint is missing
+        node = composed_raw(chosen)
+    for name in key.split("."):
+        known, below = [str(one) for one in node if one != "hydra"], node.get(name)
+        if not isinstance(below, DictConfig):
+            break
+        node, parent = below, f"{parent}{name}."
+    if name in known:
+        return ConfigError(key, value, f"no such key; {parent}{name} has no keys of its own")
+    hint = f"+{key}=... adds an argument of its _target_" if parent and "_target_" in known else ""
+    return no_such("key", name, known, at=key, value=value, hint=hint)
