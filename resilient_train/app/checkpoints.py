@@ -9,13 +9,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from resilient_train.app.terminal import Page, counting
 from resilient_train.checkpoint.store import CANDIDATE, DEMOTED, VERIFIED, Damaged, Entry, Store, verify
 from resilient_train.checkpoint.weights import NotExportable, export, export_weights
 from resilient_train.record.journal import JOURNAL, read
@@ -30,44 +27,6 @@ Lists the checkpoints of a run, the newest first, after reading all of each to v
 _EXIT_CODES = "exit code: 0 if a run can resume, 1 if no checkpoint is usable, 2 if RUN_DIR is no directory"
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint, and what reading all of it showed."""
-
-    entry: Entry
-    damage: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.entry.path.name
-
-    @property
-    def kind(self) -> str:
-        return "damaged" if self.damage or self.entry.manifest is None else self.entry.manifest.kind
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the output of `--json`."""
-        manifest = self.entry.manifest
-        fields = ("step", "tick", "position", "processes", "samples", "made_by", "at", "mlflow")
-        return {
-            "name": self.name,
-            "path": str(self.entry.path),
-            "kind": self.kind,
-            "damage": self.damage or None,
-            "bytes": _bytes(self.entry) if manifest else None,
-            **{"world" if name == "processes" else name: getattr(manifest, name, None) for name in fields},
-        }
-
-    def row(self) -> list[str]:
-        """Return the cells of its line in the list."""
-        manifest = self.entry.manifest
-        if manifest is None:
-            return [self.name, self.kind, "", "", "", self.damage]
-        processes = f"{manifest.processes} processes" if manifest.processes > 1 else ""
-        age = f"{duration(max(0.0, time.time() - manifest.at / 1000))} old"
-        return [self.name, self.kind, f"step {manifest.step:,}", _size(self.entry), age, self.damage or processes]
-
-
 def main(arguments: list[str] | None = None) -> int:
     """List and verify, or export; return the exit code."""
     parser = argparse.ArgumentParser(
@@ -78,54 +37,82 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of the run, such as runs/NAME")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    exports = parser.add_mutually_exclusive_group()
     folder = "export the newest verified checkpoint to a new folder, for from_pretrained of transformers"
-    parser.add_argument("--export", type=Path, metavar="DIR", help=folder)
+    exports.add_argument("--export", type=Path, metavar="DIR", help=folder)
     file = "export the weights of the newest verified checkpoint to a new safetensors file"
-    parser.add_argument("--weights", type=Path, metavar="FILE", help=file)
+    exports.add_argument("--weights", type=Path, metavar="FILE", help=file)
     parser.add_argument("--checkpoint", metavar="NAME", help="export this checkpoint, such as step-00000400")
     given = parser.parse_args(arguments)
     run_dir: Path = given.run_dir
     if given.checkpoint and not (given.export or given.weights):
         parser.error("--checkpoint needs --export DIR or --weights FILE")
-    if given.export and given.weights:
-        parser.error("--export and --weights cannot be used together")
     if not run_dir.is_dir():
         print(f"{run_dir} is no directory: expected the directory of a run, such as runs/NAME", file=sys.stderr)
         return 2
-    if given.export or given.weights:
-        return _export(run_dir, given)
+    return _export(run_dir, given) if given.export or given.weights else _list(run_dir, as_json=given.json)
+
+
+def _list(run_dir: Path, *, as_json: bool) -> int:
+    found: list[tuple[Entry, str, str]] = []  # kind and damage, after reading all of it
     entries = list(Store(run_dir).entries())
-    found = []
-    for number, entry in enumerate(entries, start=1):
-        damage = entry.damage
-        with _progress(f"reading {entry.path.name} ({number} of {len(entries)}, {_size(entry)})"):
+    with counting("verifying", len(entries)) as done:
+        for number, entry in enumerate(entries, start=1):
+            damage = entry.damage
             try:
                 verify(entry.path)
             except Damaged as why:
                 damage = str(why)
-        if entry.path.exists() or entry.path.is_symlink():  # else a running process has removed it meanwhile
-            found.append(Checkpoint(entry, damage))
-    resumes_from = next((one for one in found if one.kind in (VERIFIED, CANDIDATE)), None)
-    is_stuck = resumes_from is None and (bool(found) or _were_written(run_dir))
-    if given.json:
-        name = resumes_from.name if resumes_from is not None else None
-        checkpoints = [one.as_dict() for one in found]
-        print(json.dumps({"run_dir": str(run_dir), "resume": name, "checkpoints": checkpoints}))
+            if entry.path.exists() or entry.path.is_symlink():  # else a running process has removed it meanwhile
+                kind = "damaged" if damage or entry.manifest is None else entry.manifest.kind
+                found.append((entry, kind, damage))
+            done(number)
+    resume, kind = next(((one.path.name, kind) for one, kind, _ in found if kind in (VERIFIED, CANDIDATE)), (None, ""))
+    is_stuck = resume is None and (bool(found) or _were_written(run_dir))
+    page = Page()
+    if as_json:
+        checkpoints = [_as_dict(*one) for one in found]
+        print(json.dumps({"run_dir": str(run_dir), "resume": resume, "checkpoints": checkpoints}))
         return 1 if is_stuck else 0
-    rows = [one.row() for one in found]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print(printable("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()))
-    if resumes_from is not None:
-        proof = ", and finish verifying it" if resumes_from.kind == CANDIDATE else ""
-        print(printable(f"a resume would load {resumes_from.name}{proof}"))
+    page.table([_row(*one) for one in found])
+    if resume is not None:
+        page.line(f"a resume would load {resume}{', and finish verifying it' if kind == CANDIDATE else ''}")
     elif is_stuck:
         what = "none of them" if found else "none: those that were written are gone"
-        print(f"a resume would load {what}; run.resume=never starts a new run in a sibling directory")
+        page.line(f"a resume would load {what}; run.resume=never starts a new run in a sibling directory")
     else:
         how = "checkpoint.disk.every, or disk= of a guard, sets how often they are written"
-        print(printable(f"no checkpoints in {run_dir}: {how}"))
+        page.line(f"no checkpoints in {run_dir}: {how}")
     return 1 if is_stuck else 0
+
+
+def _as_dict(entry: Entry, kind: str, damage: str) -> dict[str, object]:
+    manifest = entry.manifest
+    fields = ("step", "tick", "position", "processes", "samples", "made_by", "at", "mlflow")
+    return {
+        "name": entry.path.name,
+        "path": str(entry.path),
+        "kind": kind,
+        "damage": damage or None,
+        "bytes": _bytes(entry) if manifest else None,
+        **{"world" if name == "processes" else name: getattr(manifest, name, None) for name in fields},
+    }
+
+
+def _row(entry: Entry, kind: str, damage: str) -> list[str]:
+    if (manifest := entry.manifest) is None:
+        return [entry.path.name, kind, "", "", "", damage]
+    size, unit = float(_bytes(entry)), 0
+    while size >= 1000:
+        size, unit = size / 1000, unit + 1
+    processes = f"{manifest.processes} processes" if manifest.processes > 1 else ""
+    age = f"{duration(max(0.0, time.time() - manifest.at / 1000))} old"
+    shown = f"{size:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[unit]}"
+    return [entry.path.name, kind, f"step {manifest.step:,}", shown, age, damage or processes]
+
+
+def _bytes(entry: Entry) -> int:
+    return sum(one.size for one in entry.manifest.files.values()) if entry.manifest else 0
 
 
 def _were_written(run_dir: Path) -> bool:
@@ -153,8 +140,7 @@ def _export(run_dir: Path, given: argparse.Namespace) -> int:
             why = f"no checkpoint is verified: --checkpoint {entry.path.name} exports that one all the same"
             continue
         try:
-            with _progress(f"copying {entry.path.name} ({_size(entry)})"):
-                manifest = make(entry.path, to)
+            manifest = make(entry.path, to)
         except Damaged as damage:
             why = f"{entry.path.name}: {damage}"
             print(printable(why), file=sys.stderr)
@@ -168,29 +154,3 @@ def _export(run_dir: Path, given: argparse.Namespace) -> int:
             return 0
     print(printable(f"nothing was exported: {why}"), file=sys.stderr)
     return 1
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[None]:
-    """Show a line on a terminal while something takes time."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    print(f"\r{printable(what)} ...", end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def _bytes(entry: Entry) -> int:
-    return sum(one.size for one in entry.manifest.files.values()) if entry.manifest else 0
-
-
-def _size(entry: Entry) -> str:
-    """Return the size of a checkpoint's files for a person: 48.6 MB."""
-    size, units = float(_bytes(entry)), ["bytes", "kB", "MB", "GB", "TB"]
-    while size >= 1000 and len(units) > 1:
-        size /= 1000
-        units.pop(0)
-    return f"{size:.3g} {units[0]}"

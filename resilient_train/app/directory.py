@@ -147,25 +147,20 @@ def _was_launched_by_this(run_dir: Path) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class Launcher:
-    """What may restart a run."""
+def launcher_of(run_dir: Path) -> tuple[str, bool] | None:
+    """Return what may restart the newest process of a run, and whether it is known to be alive; None if nothing would.
 
-    name: str
-    is_seen: bool  # alive; a process of another host or a queue cannot be seen from here
-
-
-def launcher_of(run_dir: Path) -> Launcher | None:
-    """Return what may restart the newest process of a run; None if nothing would."""
+    A process of another host or a queue cannot be seen from here.
+    """
     try:
         words = read_plain(run_dir / _LAUNCH).decode(errors="replace").split()
     except OSError:
         return None
     match words:
         case ["agent", *_, host, process] if process.isdigit() and host == socket.gethostname():
-            return Launcher(f"its launcher, process {process},", True) if Path("/proc", process).exists() else None
+            return (f"its launcher, process {process},", True) if Path("/proc", process).exists() else None
         case ["agent", *_, host, _]:
-            return Launcher(f"its launcher on {host}", False)
+            return f"its launcher on {host}", False
         case ["slurm", job]:
-            return Launcher(f"SLURM's job {job}", False)
+            return f"SLURM's job {job}", False
     return None

@@ -12,13 +12,14 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from resilient_train.app.directory import launcher_of
 from resilient_train.app.status import Status, status_of
-from resilient_train.app.terminal import Page
+from resilient_train.app.terminal import Page, Words
 from resilient_train.errors import TrainError
 from resilient_train.files import read_plain
 from resilient_train.record.incident_lines import as_line
@@ -27,14 +28,7 @@ from resilient_train.tracking.report import IncidentView
 from resilient_train.tracking.review import began_ms, next_start, to_change, verdict
 from resilient_train.tracking.story import Chapter, Story, read_story
 from resilient_train.types import Culprit, Outcome
-from resilient_train.wording import (
-    OUTCOMES,
-    counted,
-    duration,
-    noticed,
-    printable,
-    reached_suffix,
-)
+from resilient_train.wording import OUTCOMES, counted, duration, noticed, printable, reached_suffix
 
 _LOOK_EVERY_S = 1.0
 _RESTARTS_WITHIN_S = 120.0  # by a launcher on another host, which cannot be seen
@@ -74,14 +68,12 @@ def main(arguments: list[str] | None = None) -> int:
     if status.state == "none" and not (run_dir / JOURNAL).exists():
         print(printable(status.line(run_dir)), file=sys.stderr)
         return 2
-    show = _Lines() if given.json else _Blocks()
+    shown = _Shown(as_json=given.json)
     try:
         if given.follow:
-            return _follow(run_dir, show, given.last)
-        found = _read(run_dir, status)
-        show.verdict(found)
-        show.to_change(found.story)
-        show.news(found, given.last)
+            return _follow(run_dir, shown, given.last)
+        shown.summary(found := _read(run_dir, status))
+        shown.news(found, given.last)
     except TrainError as error:
         print(printable(str(error)), file=sys.stderr)
         return 1
@@ -106,31 +98,29 @@ def _read(run_dir: Path, status: Status) -> _Found:
         raise TrainError(f"{journal} cannot be read: {error.strerror or error}") from error
 
 
-def _follow(run_dir: Path, show: _Lines | _Blocks, last: int | None) -> int:
+def _follow(run_dir: Path, shown: _Shown, last: int | None) -> int:
     """Show new incidents until the run has ended and nothing is left that could restart it; return its exit code."""
     is_first, running_at, waits_for = True, time.monotonic(), ""
     while True:
         status = status_of(run_dir)  # first: then the journal has what the run wrote before its end
         found = _read(run_dir, status)
         if is_first:
-            show.verdict(found)
-            show.to_change(found.story)
-        show.news(found, last if is_first else None, is_live=True)
+            shown.summary(found)
+        shown.news(found, last if is_first else None, is_live=True)
         if status.state == "running":
             if waits_for:
-                show.line(f"the run resumed: {status.process}")
+                shown.line((f"the run resumed: {status.process}", "dim"))
             running_at, waits_for = time.monotonic(), ""
         elif (who := _restarted_by(run_dir, status, time.monotonic() - running_at)) is None:
             break
         elif who != waits_for:
             waits_for = who
-            show.line(f"its process ended; waiting for {who} to start it again")
+            shown.line((f"its process ended; waiting for {who} to start it again", "dim"))
         is_first = False
         time.sleep(_LOOK_EVERY_S)
-    show.news(found, None)
+    shown.news(found, None)
     if not is_first:
-        show.to_change(found.story)
-        show.verdict(found)
+        shown.summary(found, is_end=True)
     return status.exit_code if status.state != "none" else 0  # of a loop without a run's files it is unknown
 
 
@@ -138,42 +128,28 @@ def _restarted_by(run_dir: Path, status: Status, ended_s: float) -> str | None:
     """Return who will restart a run that ended so many seconds ago; empty while it is too early to say."""
     if status.state not in ("killed", "failed"):
         return None
-    if (launcher := launcher_of(run_dir)) is not None and (launcher.is_seen or ended_s < _RESTARTS_WITHIN_S):
-        return launcher.name
+    name, is_seen = launcher_of(run_dir) or ("", False)
+    if name and (is_seen or ended_s < _RESTARTS_WITHIN_S):
+        return name
     # Between two processes of a run none is at work for a moment: a kill has to be seen twice.
     return "" if status.state == "killed" and ended_s < 2 * _LOOK_EVERY_S else None
 
 
-@dataclass
-class _Lines:
-    """JSON, one line for each incident and for each of its changes."""
+class _Shown:
+    """What was shown of a run: blocks of lines for a person, or a line of JSON for each incident and each change."""
 
-    shown: dict[int, str] = field(default_factory=dict)
+    def __init__(self, *, as_json: bool) -> None:
+        self.page, self.as_json = Page(), as_json
+        self.known: dict[int, Any] = {}  # incidents that were shown: their outcome then, or their JSON
+        self.named: set[int] = set()  # incidents that are being treated
 
-    def verdict(self, found: _Found) -> None: ...
+    def line(self, *words: Words) -> None:
+        """Show a line that belongs to no incident."""
+        if not self.as_json:
+            self.page.line(*words, hang=2)
 
-    def to_change(self, story: Story) -> None: ...
-
-    def line(self, words: str) -> None: ...
-
-    def news(self, found: _Found, last: int | None, *, is_live: bool = False) -> None:
-        for number, incident in enumerate(found.story.incidents):
-            text = json.dumps(as_line(incident))
-            if number >= _first_of(found, last) and self.shown.get(incident.id) != text:
-                print(text, flush=True)
-            self.shown[incident.id] = text
-
-
-@dataclass
-class _Blocks:
-    """A block of lines for each incident, for a person."""
-
-    page: Page = field(default_factory=Page)
-    shown: dict[int, Outcome | None] = field(default_factory=dict)  # incidents with a block, and their outcome then
-    named: set[int] = field(default_factory=set)  # incidents that are being treated
-
-    def verdict(self, found: _Found) -> None:
-        """Say whether the run is all right."""
+    def summary(self, found: _Found, *, is_end: bool = False) -> None:
+        """Say whether the run is all right, and list what is left to change."""
         story, state = found.story, found.status.state
         words, sentences = verdict(story)
         style = _STYLES.get(story.status, "bold yellow")
@@ -186,45 +162,40 @@ class _Blocks:
             words, style = "The last start was refused", "bold yellow"
         elif state == "running":
             sentences = f"{sentences} Running, {found.status.process}."
-        self.page.line((f"{words}: ", style), sentences, hang=2)
+        lines: list[tuple[Words, ...]] = [((f"{words}: ", style), sentences)]
         if found.damaged:
-            lines = "1 line of it is" if found.damaged == 1 else f"{found.damaged:,} lines of it are"
-            self.page.line((f"{JOURNAL}: {lines} damaged and left out", "yellow"), hang=2)
-
-    def to_change(self, story: Story) -> None:
-        """List what is left to change, as the end of the run did."""
-        for line in to_change(story):
-            self.page.line(line, hang=2)
-
-    def line(self, words: str) -> None:
-        """Show a line that belongs to no incident."""
-        self.page.line((words, "dim"), hang=2)
+            damaged = "1 line of it is" if found.damaged == 1 else f"{found.damaged:,} lines of it are"
+            lines.append(((f"{JOURNAL}: {damaged} damaged and left out", "yellow"),))
+        changes: list[tuple[Words, ...]] = [(line,) for line in to_change(story)]
+        for line in [*changes, *lines] if is_end else [*lines, *changes]:
+            self.line(*line)
 
     def news(self, found: _Found, last: int | None, *, is_live: bool = False) -> None:
         """Show each incident once; of a live run when it was treated, and its outcome when that is known."""
-        if first := _first_of(found, last):
-            self.page.line(f"{counted(first, 'incident')} before these", hang=2)
-            self.shown |= {one.id: one.outcome for one in found.story.incidents[:first]}
+        first = 0 if last is None else max(0, len(found.story.incidents) - max(0, last))
+        if first:
+            self.line(f"{counted(first, 'incident')} before these")
+            before = found.story.incidents[:first]
+            self.known |= {one.id: json.dumps(as_line(one)) if self.as_json else one.outcome for one in before}
         for chapter in found.story.chapters:
             incident, name = chapter.incident, f"incident {chapter.incident.id:,}: "
-            if incident.id in self.shown:
-                if self.shown[incident.id] is not incident.outcome:
-                    words, style = _OUTCOMES[incident.outcome]
-                    self.page.line(name, (words.partition(":")[0], style), hang=2)
+            now: Any = json.dumps(as_line(incident)) if self.as_json else incident.outcome
+            is_known = incident.id in self.known
+            if is_known and self.known[incident.id] == now:
+                continue
+            if self.as_json:
+                print(now, flush=True)
+            elif is_known:
+                words, style = _OUTCOMES[incident.outcome]
+                self.line(name, (words.partition(":")[0], style))
             elif is_live and chapter.treated_ms is None and incident.outcome is None:
                 if incident.id not in self.named:
-                    sign = f"{noticed(incident.anomaly)} at step {incident.anomaly.step:,}"
-                    self.page.line(name, f"{sign}; being treated")
+                    self.line(name, f"{noticed(incident.anomaly)} at step {incident.anomaly.step:,}; being treated")
                 self.named.add(incident.id)
                 continue
             else:
                 _show_block(chapter, found.story, found.began_ms, self.page)
-            self.shown[incident.id] = incident.outcome
-
-
-def _first_of(found: _Found, last: int | None) -> int:
-    """Return the index of the first incident among the last ones."""
-    return 0 if last is None else max(0, len(found.story.incidents) - max(0, last))
+            self.known[incident.id] = now
 
 
 def _show_block(chapter: Chapter, story: Story, began_ms: int | None, page: Page) -> None:

@@ -25,7 +25,7 @@ from resilient_train.record.endings import (
 )
 from resilient_train.record.progress import position_of
 from resilient_train.tracking.review import incidents_met, near, next_directory
-from resilient_train.tracking.story import Story, last_good_of, planned_steps, read_story
+from resilient_train.tracking.story import last_good_of, planned_steps, read_story
 from resilient_train.wording import counted, printable
 
 _NOT_WELL = {
@@ -76,7 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, help="the directory of the run")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
-    status, story = status_of(given.run_dir), _readable_story(given.run_dir)
+    status, story = status_of(given.run_dir), None
+    with suppress(OSError):  # `incidents` says why
+        story = read_story(given.run_dir)
     if given.json:
         known = {"incidents": len(story.incidents), "to_change": [one.text for one in story.advice]} if story else {}
         print(json.dumps({"run_dir": str(given.run_dir), **asdict(status), **known}))
@@ -90,12 +92,6 @@ def main(arguments: list[str] | None = None) -> int:
             line += f"; {counted(len(story.advice), 'thing')} to change"
         print(printable(line))
     return status.exit_code
-
-
-def _readable_story(run_dir: Path) -> Story | None:
-    with suppress(OSError):  # `incidents` says why
-        return read_story(run_dir)
-    return None
 
 
 def status_of(run_dir: Path) -> Status:
@@ -114,11 +110,10 @@ def status_of(run_dir: Path) -> Status:
             return Status("none", 2, onward=onward)
         why = failure(run_dir)
         return Status("failed" if why else "killed", 1, step, steps, why=why, onward=onward)
-    state, step, why = str(summary.get("status")), summary.get("steps"), None
+    state, step = str(summary.get("status")), summary.get("steps")
+    why = _NOT_WELL.get(str(summary.get("verdict"))) if state == "completed" else None
     if state in ("failed", "gave_up"):
         why = why_incomplete(run_dir, summary)
-    if state == "completed":
-        why = _NOT_WELL.get(str(summary.get("verdict")))
     if why is not None and state == "gave_up" and (good := last_good_of(run_dir)) is not None:
         why = f"{why}; the last good state is in {near(good.path)}"
     step = step if isinstance(step, int) else None

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 
 from resilient_train.app.build import Run
-from resilient_train.app.terminal import ProgressLine
 from resilient_train.state.randomness import preserved
 from resilient_train.tracking.tracker import Tracker
+from resilient_train.types import Vitals
 from resilient_train.wording import log
 
 
-def train(run: Run, display: ProgressLine, tracker: Tracker, beat: Callable[[], None] = lambda: None) -> None:
+class Display(Protocol):
+    """Shows the progress of a run: a terminal, a test or a benchmark."""
+
+    def step(self, step: int) -> None: ...
+
+    def show(self, vitals: Vitals, metrics: Mapping[str, float]) -> None: ...
+
+
+def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None] = lambda: None) -> None:
     """Make updates until `run.steps` of them are accepted, or a request to stop; evaluate meanwhile and at the end.
 
     `beat` is called whenever the run makes progress.
@@ -44,7 +53,7 @@ def train(run: Run, display: ProgressLine, tracker: Tracker, beat: Callable[[], 
         evaluate_and_report(run, tracker, beat)
 
 
-def report(run: Run, display: ProgressLine, tracker: Tracker) -> None:
+def report(run: Run, display: Display, tracker: Tracker) -> None:
     """Show the newest vitals that were read back, and the metrics of the objective."""
     if (newest := run.guard.report()) is not None:
         display.show(newest.vitals, newest.metrics)

@@ -29,7 +29,7 @@ import resilient_train
 from resilient_train.app import incidents, status
 from resilient_train.app.config import CONF, Config
 from resilient_train.app.config.manual import Option, meanings, nodes
-from resilient_train.app.directory import Launcher, launcher_of
+from resilient_train.app.directory import launcher_of
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_lines import as_line
 from resilient_train.record.incident_log import IncidentLog
@@ -436,7 +436,7 @@ def test_nobody_is_waited_for_where_nobody_is_left(launch: str, tmp_path: Path) 
     (tmp_path / ".launch").write_text(launch)
     assert launcher_of(tmp_path) is None
     (tmp_path / ".launch").write_text("slurm 1234")
-    assert launcher_of(tmp_path) == Launcher("SLURM's job 1234", is_seen=False)
+    assert launcher_of(tmp_path) == ("SLURM's job 1234", False)
 
 
 # ----------------------------------------------------------------------------------------------------- the end of a run

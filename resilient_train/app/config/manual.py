@@ -171,7 +171,7 @@ def _asked(word: str, known: Mapping[str, Sequence[Option]]) -> tuple[str, str]:
     group, where = key.partition(".")[0], f"--help {word}"
     if group not in known:
         raise no_such("key", key, known, at=where, value=...)
-    names = [option.name for option in known[group] if option.name]
+    names = sorted(option.name for option in known[group] if option.name)
     keys = [entry.key for option in known[group] for entry in option.entries]
     if "." in key and not any(f"{one}.".startswith(f"{key}.") for one in keys):
         raise unusable(where, f"no such key{similar(key, keys)}; --help {group} lists all of them")
