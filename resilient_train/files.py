@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import yaml
 
 MOST_BYTES, _MOST_JSON, _MOST_YAML = 2**29, 2**26, 2**18  # bytes: no run writes more
-_DEEPEST, _MOST_NODES = 64, 100_000  # levels and values of YAML
+_MOST_NODES = 100_000  # values of YAML
 _TEMPORARY = ".resilient-tmp"
 _log = logging.getLogger("resilient_train")
 _at_disk: dict[int, float] = {}  # by thread: since when it waits for the disk, on the monotonic clock
@@ -207,30 +207,23 @@ def read_plain(path: Path, last: int | None = None, most: int = MOST_BYTES) -> b
 
 
 def read_yaml_text(path: Path) -> str:
-    """Read a YAML file if it is cheap to parse. Raises OSError, ValueError or YAMLError."""
+    """Read a YAML file if it is cheap to load: aliases may unfold to any size. Raises OSError, ValueError or YAMLError."""
     text = read_plain(path, most=_MOST_YAML).decode("utf-8")
-    named: dict[str, tuple[int, int]] = {}  # nodes and levels of an anchor: aliases unfold to any size
-    open_nodes: list[tuple[str | None, int, int]] = [(None, 0, 0)]
-    for event in yaml.parse(text, yaml.SafeLoader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            open_nodes.append((event.anchor, 1, 1))
-            nodes = levels = 0
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, nodes, levels = open_nodes.pop()
-            named |= {anchor: (nodes, levels)} if anchor else {}
-        elif isinstance(event, yaml.AliasEvent):
-            if event.anchor not in named:
-                raise ValueError(f"*{event.anchor} is used inside of itself, or before it is defined")
-            nodes, levels = named[event.anchor]
-        elif isinstance(event, yaml.ScalarEvent):
-            nodes, levels = 1, 0
-            named |= {event.anchor: (1, 0)} if event.anchor else {}
-        else:
-            continue
-        anchor, count, below = open_nodes[-1]
-        open_nodes[-1] = anchor, count + nodes, max(below, levels + 1)
-        if len(open_nodes) + levels > _DEEPEST or count + nodes > _MOST_NODES:
-            raise ValueError(f"it has more than {_DEEPEST} levels, or unfolds to more than {_MOST_NODES:,} values")
+    known: dict[int, int] = {}
+
+    def unfolded(node: Any) -> int:
+        if id(node) not in known:
+            parts = () if isinstance(node, yaml.ScalarNode) else node.value
+            pairs = (part if isinstance(part, tuple) else (part,) for part in parts)
+            known[id(node)] = 1 + sum(unfolded(one) for pair in pairs for one in pair)
+        return known[id(node)]
+
+    try:
+        tree = yaml.compose(text, yaml.SafeLoader)
+        if tree is not None and unfolded(tree) > _MOST_NODES:
+            raise ValueError(f"it unfolds to more than {_MOST_NODES:,} values")
+    except RecursionError:
+        raise ValueError("it has too many levels, or an alias inside of what it names") from None
     return text
 
 

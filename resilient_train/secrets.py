@@ -76,21 +76,9 @@ _KEYS = {"api", "access", "private", "secret", "auth", "account", "signing", "en
 _IN_QUERIES = {"key", "pwd", "sig", "signature", "credential", "token"}
 _OF_A_VOCABULARY = {  # `pad_token` is a piece of text
     *("pad", "bos", "eos", "unk", "sep", "cls", "mask", "start", "begin", "end", "stop", "special", "separator"),
-    *(
-        "image",
-        "audio",
-        "video",
-        "decoder",
-        "word",
-        "prefix",
-        "suffix",
-        "middle",
-        "newline",
-        "prompt",
-        "blank",
-        "space",
-    ),
+    *("image", "audio", "video", "decoder", "word", "prefix", "suffix", "middle", "newline", "prompt", "blank"),
     *("boundary", "first", "last", "next", "per", "target", "source", "text", "class", "head", "tail", "context"),
+    "space",
 }
 _LIKE_A_TOKEN = re.compile(r"[^\s<\[{|$][^\s]{7,}")
 
@@ -226,8 +214,6 @@ def _as_a_word(form: str) -> str:
     escaped = re.escape(form)
     if len(form) < _SHORT and form.isdigit():
         return rf"(?<![\w.,]){escaped}(?!\w|[.,]\d)"
-    if len(form) < _SHORT and form.isalnum():
-        return rf"(?<!\w){escaped}(?!\w)"
     if len(form) < _LONG or _MAY_BE_WORDS.fullmatch(form):
         return rf"(?<![A-Za-z0-9]){escaped}(?![A-Za-z0-9])"
     return escaped
@@ -235,8 +221,7 @@ def _as_a_word(form: str) -> str:
 
 def _without_userinfo(found: re.Match[str]) -> str:
     user, word = found["user"], found["word"]
-    scheme = re.search(r"[\w+.\-]*$", found.string[max(0, found.start() - 20) : found.start()])
-    if word is None and (user in ("", "git") or (scheme and scheme[0] in _WITH_CONTAINER)):
+    if word is None and (user in ("", "git") or found.string.endswith(_WITH_CONTAINER, 0, found.start())):
         return found[0]
     if word is None or (word in _NO_SECRET[:2] and user):
         return f"://{MASK}@"

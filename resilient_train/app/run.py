@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import platform
+import shlex
+import subprocess
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -16,7 +20,6 @@ from resilient_train.app import HOME
 from resilient_train.app.build import Run, assemble, validate
 from resilient_train.app.config.compose import Composed, describe_changes, is_fixed
 from resilient_train.app.directory import RunDirectory, claim
-from resilient_train.app.notify import notify
 from resilient_train.app.terminal import Terminal
 from resilient_train.app.train import train
 from resilient_train.checkpoint import weights
@@ -43,6 +46,7 @@ from resilient_train.record.endings import SUMMARY, Summary, read_ending
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.progress import Position, position_of
 from resilient_train.recover.decide import by_signal
+from resilient_train.secrets import masked_tree
 from resilient_train.state.randomness import set_deterministic
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.review import again, command
@@ -56,6 +60,7 @@ _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collectiv
 _NOT_WELL = {"unrecovered": "an incident has not recovered", "no_progress": "the loss is not below where it began"}
 # Of a summary, if a resume fails.
 _KEPT = ("steps", "ticks", "steps_lost", "trial_updates", "first_loss", "final_loss", "eval")
+_ALERT_S = 30.0
 _LOADER = "torch/utils/data/dataloader.py"
 _FOR_OTHERS_S = 1.2  # seconds in which the watchdogs of other ranks look at their clocks, too
 
@@ -218,25 +223,16 @@ class _Session:
     def _end_hung(self, hang: Hang) -> int:
         """Log where the run hangs, save what can be saved, and return the exit code. The watchdog's thread calls it."""
         world, directory, run = self.world, self.directory, self.run
-        users_frame = next((f for f in reversed(called_by_us(hang.frames)) if is_users(f.f_code.co_filename)), None)
-        place = "no line of yours"
-        if users_frame is not None:
-            code_object = users_frame.f_code
-            place = f"{code_object.co_filename}:{users_frame.f_lineno}, in {code_object.co_name}"
-        for frame in hang.frames if users_frame is None else ():  # user code may run in a worker of the data loader
-            workers = getattr(frame.f_locals.get("self"), "_workers", [])
-            if workers and frame.f_code.co_filename.endswith(_LOADER):
-                pids = ", ".join(str(one.pid) for one in workers)
-                place = f"no line of yours: it waits for a batch from the workers of the data loader (processes {pids})"
+        place, is_theirs = _place_of(hang)
         asked = "it was asked to stop, and " if hang.stop_asked else ""
         evidence = f"{asked}no {hang.phase} was finished for {hang.seconds:.0f} s; it hangs in {place}"
         # Rank 0 reports for the ranks that only wait for another; a rank that hangs in user code reports itself.
-        level = logging.ERROR if world.is_main or users_frame else logging.INFO
+        level = logging.ERROR if world.is_main or is_theirs else logging.INFO
         log.log(level, "%s: the process ends; all stacks are in %s", evidence, directory.log(world.rank))
         log.info("%s", hang.stacks, extra=IN_FILE_ONLY)
         code = 1
         if not hang.stop_asked:
-            mine = progress.Hung(world.rank, evidence, users_frame is not None)
+            mine = progress.Hung(world.rank, evidence, is_theirs)
             if world.size > 1 and world.is_main:
                 noted = progress.gather_hung(directory.path, mine, world.size, _FOR_OTHERS_S)
                 if (found := progress.who_hung(noted, world.size)) != evidence:
@@ -263,8 +259,7 @@ class _Session:
             summary = self._summary("preempted" if code == 75 else "failed", code)
             write_summary(summary, directory.path)
             if code != 75:
-                hangs = f"no {hang.phase} was finished for {hang.seconds:.0f} s"
-                notify(self.config.notify, "hang", directory.path, asdict(summary), hangs)
+                self._alert("hang", f"no {hang.phase} was finished for {hang.seconds:.0f} s", summary)
         return code
 
     def _save_newest(self) -> bool:
@@ -312,7 +307,12 @@ class _Session:
             elif "WORLD_SIZE" in os.environ:  # the run is unchanged, but a launcher hides the exit code
                 endings.note_refusal(directory.path, error.exit_code, str(error))
             if self.has_begun:
-                self._notify(error, summary)
+                if isinstance(error, GaveUp):
+                    self._alert("gave_up", str(error), summary)
+                elif error is not None and summary.status == "failed" and not isinstance(error, ConfigError):
+                    self._alert("error", short_message(error), summary)
+                elif error is None and summary.verdict in _NOT_WELL:
+                    self._alert("not_recovered", f"completed, but {_NOT_WELL[summary.verdict]}", summary)
             if self.has_begun and summary.ticks:
                 print_review(directory.path, self.resumed_from)
                 requests.may_interrupt = True
@@ -331,36 +331,37 @@ class _Session:
         is_refused = isinstance(error, ConfigError) and directory.is_new and run is None and is_alone
         return Ending(summary.exit_code, None if error else loss, is_refused, directory.path)
 
-    def _notify(self, error: BaseException | None, summary: Summary) -> None:
-        """Alert the user, unless the run ended well or was asked to stop."""
-        if isinstance(error, GaveUp):
-            event, message = "gave_up", str(error)
-        elif error is not None and summary.status == "failed" and not isinstance(error, ConfigError):
-            event, message = "error", short_message(error)
-        elif error is None and summary.verdict in ("unrecovered", "no_progress"):
-            event, message = "not_recovered", f"completed, but {_NOT_WELL[summary.verdict]}"
-        else:
+    def _alert(self, event: str, message: str, summary: Summary) -> None:
+        """Run the user's command, if there is one, with a line of JSON on its input. A failure is only a warning."""
+        if self.config.notify.command is None:
             return
-        notify(self.config.notify, event, self.directory.path, asdict(summary), message)
+        fields = ("status", "exit_code", "steps", "final_loss", "incidents", "mlflow")
+        about: dict[str, Any] = {"event": event, "message": message, "run_dir": str(self.directory.path.absolute())}
+        about |= {"host": platform.node(), **{key: asdict(summary)[key] for key in fields}}
+        line, words = f"{json.dumps(masked_tree(about))}\n", shlex.split(self.config.notify.command)
+        try:
+            done = subprocess.run(words, input=line, text=True, capture_output=True, timeout=_ALERT_S, check=False)
+        except (OSError, subprocess.SubprocessError) as error:
+            log.warning("notify.command could not be run: %s", in_one_line(error))
+            return
+        if done.returncode:
+            said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+            log.warning("notify.command exited with %d%s", done.returncode, f": {said[-1]}" if said else "")
 
     def _summary(self, status: str, exit_code: int) -> Summary:
         seconds = time.monotonic() - self.started
-        if self.run is None or not self.has_begun:
-            return self._summary_of_start(status, exit_code, round(seconds, 3))
+        if self.run is None or not self.has_begun:  # no update was made: the counts are those of the previous process
+            last, tally = position_of(self.directory.path) or Position(), self.incident_log.tally()
+            seconds = round(seconds, 3)
+            summary = Summary(status, exit_code, steps=last.step, ticks=last.tick, incidents=tally, seconds=seconds)
+            for name, value in (read_ending(self.directory.path, SUMMARY) or {}).items():
+                if name in _KEPT:
+                    setattr(summary, name, value)
+            return summary
         state = self.run.guard.state
         digests = (state.weights_sha256(), state.sha256()) if status == "completed" else None
         summary = self.run.guard.reporter.summary(status, exit_code, seconds, digests)
         summary.eval = self.run.evaluated  # perhaps by the previous process
-        return summary
-
-    def _summary_of_start(self, status: str, exit_code: int, seconds: float) -> Summary:
-        """Return the summary of a process that made no update; the counts are those of the previous process."""
-        last = position_of(self.directory.path) or Position()
-        tally = self.incident_log.tally()
-        summary = Summary(status, exit_code, steps=last.step, ticks=last.tick, incidents=tally, seconds=seconds)
-        for name, value in (read_ending(self.directory.path, SUMMARY) or {}).items():
-            if name in _KEPT:
-                setattr(summary, name, value)
         return summary
 
     def _stops_since_another_failed(self) -> bool:
@@ -368,6 +369,22 @@ class _Session:
         if self.world.size == 1 or (self.run is not None and self.run.guard.stopped):  # all ranks agreed to stop
             return False
         return endings.failure(self.directory.path) is not None or has_lost_sibling()
+
+
+def _place_of(hang: Hang) -> tuple[str, bool]:
+    """Return the line where the main thread hangs, and whether it is in the user's code."""
+    for frame in reversed(called_by_us(hang.frames)):
+        if is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}", True
+    for frame in hang.frames:  # user code may run in a worker of the data loader
+        workers = getattr(frame.f_locals.get("self"), "_workers", [])
+        if workers and frame.f_code.co_filename.endswith(_LOADER):
+            pids = ", ".join(str(one.pid) for one in workers)
+            return (
+                f"no line of yours: it waits for a batch from the workers of the data loader (processes {pids})",
+                False,
+            )
+    return "no line of yours", False
 
 
 def _already_finished(composed: Composed, directory: RunDirectory, summary: dict[str, Any], world: World) -> Ending:

@@ -238,7 +238,7 @@ def test_a_complete_run_excuses_no_mistake(place: Path, run_command: command) ->
     ("text", "why"),
     [
         ("a: &a [x,x]\n" + "".join(f"{n}: &{n} [*{o},*{o}]\n" for o, n in pairwise("abcdefghijklmnopqrst")), "unfolds"),
-        ("a: &a {b: *a}", "inside of itself"),
+        ("a: &a {b: *a}", "an alias inside of what it names"),
         ("a: " + "[" * 5000, "levels"),
         ("a: !!python/name:os.system", "constructor"),
         ("\0\1", "special characters"),
