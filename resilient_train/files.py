@@ -29,14 +29,13 @@ _at_disk: dict[int, float] = {}  # by thread: since when it waits for the disk, 
 def at_disk() -> Iterator[None]:
     """Tell the watchdog that this thread waits for the disk, which may be slow, and does not hang."""
     thread = threading.get_ident()
-    if thread in _at_disk:
-        yield
-        return
-    _at_disk[thread] = time.monotonic()
+    outer = _at_disk.get(thread)
+    _at_disk[thread] = outer or time.monotonic()
     try:
         yield
     finally:
-        del _at_disk[thread]
+        if outer is None:
+            del _at_disk[thread]
 
 
 def conf() -> Path:
@@ -207,7 +206,7 @@ def read_plain(path: Path, last: int | None = None, most: int = MOST_BYTES) -> b
 
 
 def read_yaml_text(path: Path) -> str:
-    """Read a YAML file if it is cheap to load: aliases may unfold to any size. Raises OSError, ValueError or YAMLError."""
+    """Read a YAML file if it is cheap to load: aliases unfold to any size. Raises OSError, ValueError or YAMLError."""
     text = read_plain(path, most=_MOST_YAML).decode("utf-8")
     known: dict[int, int] = {}
 

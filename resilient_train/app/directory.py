@@ -30,11 +30,11 @@ class RunDirectory:
     """A directory that only one run writes to."""
 
     path: Path
+    is_made: bool  # it did not exist
+    is_new: bool  # it had no run
     finished: dict[str, Any] | None = None  # the summary of a run that is complete already, or gave up
     resumes: bool = False  # a run that began there
     changes: dict[str, str] = field(default_factory=dict)  # of its configuration since then, by key
-    is_new: bool = False  # it was empty
-    is_made: bool = False  # it did not exist
 
     @property
     def config(self) -> Path:
@@ -75,19 +75,17 @@ def claim(
             raise
         node = read_json(directory.path / SUMMARY)
         summary = node if isinstance(node, dict) else {}
-        directory.is_new = not directory.config.exists()
         has_no_update = summary.get("ticks") == 0 and not (directory.path / CHECKPOINTS).exists()
+        if resume == "never" and not directory.is_new and not _was_launched_by_this(directory.path):
+            lock.release()
+            continue
         if not directory.is_new and (resume == "never" or not has_no_update):
-            if resume == "never" and not _was_launched_by_this(directory.path):
-                lock.release()
-                continue
-            if resume != "never":
-                done, status = summary.get("steps"), summary.get("status")
-                is_complete = isinstance(done, int) and done >= steps and status == "completed"
-                is_finished = is_complete or (status == "gave_up" and is_unchanged(directory.config))
-                if is_finished and (resume == "auto" or masked(resume) in _sources(directory.path)):
-                    directory.finished = summary
-                    return directory, lock
+            done, status = summary.get("steps"), summary.get("status")
+            is_complete = isinstance(done, int) and done >= steps and status == "completed"
+            is_finished = is_complete or (status == "gave_up" and is_unchanged(directory.config))
+            if is_finished and (resume == "auto" or (resume != "never" and masked(resume) in _sources(directory.path))):
+                directory.finished = summary
+                return directory, lock
             directory.resumes = True
         if (launch := _launch()) is not None:  # so that its restarts are recognized, and can be waited for
             commit_text(directory.path / _LAUNCH, launch + "\n")
@@ -102,7 +100,8 @@ def _locked(path: Path) -> tuple[RunDirectory, DirectoryLock]:
         path.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(OSError):  # so that a power cut does not lose the directory itself
             sync_directory(path.parent)
-        names = [] if (path / CONFIG).exists() else sorted(one.name for one in path.iterdir())
+        is_new = not (path / CONFIG).exists()
+        names = sorted(one.name for one in path.iterdir()) if is_new else []
         if unexpected := [name for name in names if name != LOCK and not is_left_over(name)]:
             why = f"holds files that are not a run ({', '.join(unexpected[:3])}): choose another directory"
             if JOURNAL in unexpected:
@@ -112,7 +111,7 @@ def _locked(path: Path) -> tuple[RunDirectory, DirectoryLock]:
         for file in path.iterdir():
             if is_left_over(file.name):
                 remove(file)
-        return RunDirectory(path, is_made=is_made), lock
+        return RunDirectory(path, is_made, is_new), lock
     except OSError as error:
         raise ConfigError("run.dir", path, f"cannot be written: {error.strerror or error}") from error
 

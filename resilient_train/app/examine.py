@@ -65,11 +65,8 @@ def _examined(given: argparse.Namespace) -> Any:
     run_dir: Path = given.run_dir
     written = run_dir / "config.yaml"
     if not written.is_file():
-        raise ConfigError(
-            "RUN_DIR",
-            run_dir,
-            "has no config.yaml, as the run of a loop: use resilient_train.examine(model, objective, batch)",
-        )
+        why = "has no config.yaml, as the run of a loop: use resilient_train.examine(model, objective, batch)"
+        raise ConfigError("RUN_DIR", run_dir, why)
     composed = compose.load(given.overrides)
     if changes := composed.other_run(written):
         why = f"is a run of another configuration ({'; '.join(changes[:3])}): give the overrides of its command"

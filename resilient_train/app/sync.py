@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from resilient_train.app.terminal import counting
-from resilient_train.errors import ConfigError
+from resilient_train.errors import TrainError
 from resilient_train.record.endings import at_work
 from resilient_train.record.outbox import BEGAN, OUTBOX, entries
 from resilient_train.tracking.connection import root_cause
@@ -56,32 +56,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--attached", action="store_true", help=argparse.SUPPRESS)  # to a run that started it
     parser.add_argument("--home", type=Path, help=argparse.SUPPRESS)  # of the artifacts of a database
     given = parser.parse_args(arguments)
-    has_ended = _attached() if given.attached else partial(_has_ended, given.run_dir.absolute())
+    has_ended = _attached() if given.attached else partial(_is_idle_after, given.run_dir.absolute())
     try:
         store, experiment, is_late = _destination(given.run_dir, given.uri, given.experiment, attached=given.attached)
-    except (_Unknown, ConfigError) as why:
+    except TrainError as why:
         print(printable(f"{given.run_dir}: {why}"), file=sys.stderr)
         return 2
     run_dir = given.run_dir.absolute()
     store = replace(store, home=given.home) if given.home is not None else store
     UploadCursor(run_dir).settle(trains=False)
-    prepare = partial(backfill, run_dir, shown(store.uri), experiment) if is_late else None
+    late = (lambda: backfill(run_dir, shown(store.uri), experiment)) if is_late else lambda: None
     with counting("uploading", left_in(run_dir)) as on_progress:
         uploader = Uploader(run_dir, store, experiment, system_metrics=given.system_metrics, on_progress=on_progress)
         try:
             if given.follow:
-                _follow(uploader, has_ended, prepare, is_attached=given.attached)
+                _follow(uploader, has_ended, late, is_attached=given.attached)
             for pause in _ATTACHED_PAUSES_S if given.attached else _PAUSES_S:
-                if (trouble := _attempt(uploader.finish, prepare)) is None:
+                if (trouble := _attempt(late, uploader.finish)) is None:
                     break
                 time.sleep(pause)
         finally:
             uploader.close()
     return _report(uploader, store, trouble)
-
-
-class _Unknown(Exception):
-    """It is not known what to upload, or where to."""
 
 
 def _destination(run_dir: Path, uri: str | None, experiment: str | None, *, attached: bool) -> tuple[Store, str, bool]:
@@ -97,7 +93,7 @@ def _destination(run_dir: Path, uri: str | None, experiment: str | None, *, atta
     except OSError as error:
         if not is_late and not attached:
             why = f"no {OUTBOX} can be read there ({error.strerror or error}), and nothing else of a run"
-            raise _Unknown(f"{why}: expected the directory of a run, such as runs/NAME") from None
+            raise TrainError(f"{why}: expected the directory of a run, such as runs/NAME") from None
     known_uri, known_experiment = UploadCursor(run_dir).where() or (None, None)
     if began is not None:
         known_uri, known_experiment = str(began.get("tracking_uri")), str(began.get("experiment"))
@@ -110,18 +106,18 @@ def _destination(run_dir: Path, uri: str | None, experiment: str | None, *, atta
         asked = asked or locate(None, run_dir.absolute().parent).uri
         experiment = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
     if asked is None or experiment is None:
-        raise _Unknown(f"its {OUTBOX} does not say where to: give --uri and --experiment")
+        raise TrainError(f"its {OUTBOX} does not say where to: give --uri and --experiment")
     if "***" in asked:
-        raise _Unknown(f"the secret in {asked} is not written down: give the address by --uri or MLFLOW_TRACKING_URI")
+        raise TrainError(f"the secret in {asked} is not written down: give the address by --uri or MLFLOW_TRACKING_URI")
     store = locate(asked, run_dir.absolute().parent)
     is_only_named = uri is None and asked != from_environment  # by the directory, which may come from anywhere
     if is_only_named and store.database is None and (names := _credentials(store.uri)):
         why = f"only the directory names {shown(asked)}, and {' and '.join(names)} would be sent there"
         what = f"add --uri {shlex.quote(shown(asked))}, or set MLFLOW_TRACKING_URI to it"
-        raise _Unknown(f"{why}: if that is your server, {what}")
+        raise TrainError(f"{why}: if that is your server, {what}")
     is_named = uri is not None or attached
     if not is_named and store.database is not None and not store.database.parent.is_dir():
-        raise _Unknown(f"{store.database} cannot be here, as {store.database.parent} is missing: give --uri")
+        raise TrainError(f"{store.database} cannot be here, as {store.database.parent} is missing: give --uri")
     return store, experiment, is_late
 
 
@@ -162,42 +158,35 @@ def _attached() -> Callable[[float], bool]:
     return ended.wait
 
 
-def _has_ended(run_dir: Path, pause_s: float) -> bool:
+def _is_idle_after(run_dir: Path, pause_s: float) -> bool:
     """Pause; say whether no process is training in the run directory."""
     time.sleep(pause_s)
     return at_work(run_dir) is None
 
 
 def _follow(
-    uploader: Uploader,
-    has_ended: Callable[[float], bool],
-    prepare: Callable[[], None] | None,
-    *,
-    is_attached: bool,
+    uploader: Uploader, has_ended: Callable[[float], bool], late: Callable[[], None], *, is_attached: bool
 ) -> None:
     """Upload what the run writes until it has ended; print what prevents that, each trouble once."""
-    pause, failures, reported = 0.0, 0, ""
+    pause, failures, reported = 0.0, 0, None
     while not has_ended(pause):
-        trouble = _attempt(uploader.upload, prepare)
+        trouble = _attempt(late, uploader.upload)
         failures = failures + 1 if trouble else 0
         pause = min(2 * pause + 1, _RETRY_AT_MOST_S) if trouble else _EVERY_S
-        if failures > 1 and trouble and trouble != reported:  # the first may be an idle connection that was closed
+        if trouble == reported or failures == 1:  # the first may be an idle connection that was closed
+            continue
+        if trouble:
             print(printable(trouble), file=sys.stderr, flush=True)
-            reported = trouble
-            if is_attached:  # the run reports it
-                uploader.cursor.note(trouble=trouble)
-        elif not trouble and reported:
-            reported = ""
-            if is_attached:
-                uploader.cursor.note(trouble=None)
+        reported = trouble
+        if is_attached:  # the run reports it
+            uploader.cursor.note(trouble=trouble)
 
 
-def _attempt(upload: Callable[[], None], prepare: Callable[[], None] | None) -> str | None:
+def _attempt(*steps: Callable[[], None]) -> str | None:
     """Do it, or say what prevents it."""
     try:
-        if prepare is not None:
-            prepare()
-        upload()
+        for step in steps:
+            step()
     except (Busy, FileNotFoundError) as error:
         return str(error)
     except Exception as error:  # of the server, the disk, the network
