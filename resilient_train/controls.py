@@ -30,7 +30,7 @@ from resilient_train.state.ring import Snapshot
 from resilient_train.trials import Course, Trials, TrialStopped
 from resilient_train.types import Action, Anomaly, Diagnosis, Incident, Tried
 from resilient_train.watch.vitals import Leap
-from resilient_train.wording import counted, in_seconds, log
+from resilient_train.wording import counted, log
 
 _LONGEST_RACE = 48  # updates of an arm in a short run
 _EARLY_STEPS = 16  # a failure within so many accepted updates counts as one from the start
@@ -181,7 +181,7 @@ class Controls(RunControl):
         check.tried(step, is_tried=made > 0)
         if found is None and is_whole:
             self._raced_in_vain = True
-            took = f"{counted(made, 'update')} and {in_seconds(time.monotonic() - began)}"
+            took = f"{counted(made, 'update')} and {time.monotonic() - began:.2f} s"
             log.info("note: step %d: %s; lower rates were tried from an earlier state", step, check.evidence)
             log.info("  none did better; that took %s, which are not part of the run's", took)
         elif found is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from resilient_train.types import (
     Incident,
     Outcome,
     Signal,
-    Tried,
 )
 
 log = logging.getLogger("resilient_train")
@@ -61,20 +61,54 @@ OUTCOMES = {
     Outcome.OBSERVED: "observed, not treated",
 }
 
-_SHORTEST_S = 0.005  # that is worth reporting
-
 _NOT_ABOUT_WEIGHTS = {
     *(Signal.EXCEPTION, Signal.OUT_OF_MEMORY, Signal.HANG, Signal.CRASH),
     *(Signal.DISK_FULL, Signal.CHECKPOINT_FAILED, Signal.CHECKPOINT_DAMAGED, Signal.NO_PROGRESS),
 }
 
+# Each remedy in words: of its phrases the first one whose settings are all given. The last one names none, and stands
+# for all of its kind where they are counted. Settings that the phrase does not say follow in brackets.
+_REMEDIES: dict[str, tuple[str, ...]] = {
+    "rewind": ("rewound to step {rewound_to} (verified)", "rewound"),
+    "skip": ("skipped {updates} update(s) of data", "skipped the suspect samples"),
+    "quarantine": ("rows in quarantine",),
+    "repeat": ("retried the update",),
+    "report": ("reported only",),
+    "reset_moments": ("reset the optimizer's moments",),
+    "lower_lr": (
+        "learning rate x{factor} with {rewarm} steps of warm-up",
+        "learning rate x{factor}",
+        "learning rate turned down",
+    ),
+    "limit_lr": (
+        "learning rate at most x{to} of the configured one, while the schedule asks for more",
+        "learning rate limited",
+    ),
+    "tighten_clip": ("gradient clip x{factor}", "gradient clip tightened"),
+    "limit_update": ("updates limited to {share} of the weights' norm", "updates limited"),
+    "raise_eps": ("epsilon x{factor}", "epsilon raised"),
+    "mend_eps": ("raised an epsilon that is 0 in its dtype",),
+    "armor": ("patched {symptom}, too", "patched that line"),
+    "lower_loss_scale": ("loss scale x{factor}", "loss scale lowered"),
+    "higher_precision": ("full precision for {steps} steps", "full precision"),
+    TRIAL: ("tried {of} remedies for {steps} steps", "tried several remedies"),
+    OBSERVE: ("only observed",),
+    "go_on": ("the run was resumed",),
+    "fall_back": ("fell back to the previous one",),
+    "try_again": ("training continues, and saving is retried",),
+    "smaller_batch": ("smaller micro-batches, more of them to an update",),
+    "end": ("the process was ended",),
+}
+_UNSAID = ("by_loss", "lasting", "leapt_to")
+_SETTING = re.compile(r"\{(\w+)\}")
+
 
 def describe(incident: Incident) -> str:
     """Say in a few lines what was noticed, what was done about it, and what a person can do."""
-    anomaly, diagnosis = incident.anomaly, incident.diagnosis
+    diagnosis = incident.diagnosis
     return _indented(
-        f"! step {anomaly.step:,}: {noticed(anomaly)}{reached_suffix(incident)}{drill_suffix(incident)}",
-        anomaly.evidence,
+        f"! {_sign(incident)}",
+        incident.anomaly.evidence,
         f"{_cause(diagnosis)}; {_done(incident)}",
         *(f"  {line}" for line in describe_arms(incident)),
         # Without a line or rows, only the report has the advice.
@@ -89,19 +123,9 @@ def describe_arms(incident: Incident) -> list[str]:
     names = [", ".join(_remedy(action, incident) for action in one.actions) or "as it is" for one in incident.tried]
     width = max(map(len, names))
     return [f"{'':<{width}}  {'later loss':>10}  {'refused':>7}"] + [
-        f"{name:<{width}}  {one.loss:>10.4g}  {one.anomalies:>7,}{_chosen(one, incident) if one.won else ''}"
+        f"{name:<{width}}  {one.loss:>10.4g}  {one.anomalies:>7,}{'  chosen' if one.won else ''}"
         for name, one in zip(names, incident.tried, strict=True)
     ]
-
-
-def _chosen(arm: Tried, incident: Incident) -> str:
-    """Mark the arm that was chosen, and say why if another one has a lower loss."""
-    lower = [one for one in incident.tried if one.loss < arm.loss]
-    if not lower:
-        return "  chosen"
-    if all(one.anomalies > arm.anomalies for one in lower):
-        return "  chosen: fewer refused"
-    return "  chosen: none is clearly better, and it is the mildest"
 
 
 def drill_suffix(incident: Incident) -> str:
@@ -111,32 +135,21 @@ def drill_suffix(incident: Incident) -> str:
 
 def describe_outcome(incident: Incident, healthy_steps: int | None = None) -> str:
     """Say in one line how an incident ended."""
-    name = f"incident {incident.id:,}"
     match incident.outcome:
         case Outcome.RECOVERED if healthy_steps is not None:
-            mark = ";" if incident.further else ":"
-            return f"{name} recovered{further(incident)}{mark} {counted(healthy_steps, 'healthy step')} since"
-        case Outcome.RECOVERED:
-            return f"{name} recovered{further(incident)}"
-        case Outcome.RECURRED:
-            return f"{name} came back: what was done was not enough"
+            why = f"; {counted(healthy_steps, 'healthy step')} since"
         case Outcome.UNRECOVERED:
-            return f"{name} is unrecovered: {why_unrecovered(incident)}"
+            why = f"; {why_unrecovered(incident)}"
         case Outcome.GAVE_UP:
-            return f"{name}, gave up: {why_of(incident)}"
-        case Outcome.OBSERVED:
-            return f"{name} was observed, not treated{further(incident)}"
-    return f"{name} is open: it counts as recovered once the run has stayed healthy"
-
-
-def describe_further(incident: Incident) -> str:
-    """Say in one line how many anomalous updates have followed an incident so far."""
-    return f"incident {incident.id:,} continues{further(incident)}"
+            why = f"; {why_of(incident)}"
+        case _:
+            why = ""
+    return f"incident {incident.id:,}: {OUTCOMES[incident.outcome]}{further(incident)}{why}"
 
 
 def further(incident: Incident) -> str:
     """Say how many anomalous updates followed an incident and were treated like it, to append to other words."""
-    return f": {counted(incident.further, 'more anomalous update')} followed" if incident.further else ""
+    return f"; {counted(incident.further, 'more anomalous update')} followed" if incident.further else ""
 
 
 def why_unrecovered(incident: Incident) -> str:
@@ -150,9 +163,8 @@ def why_unrecovered(incident: Incident) -> str:
 
 def first_sign(incident: Incident) -> str:
     """Say in one line what was noticed, and where."""
-    anomaly = incident.anomaly
-    line = f"step {anomaly.step:,}: {noticed(anomaly)}{reached_suffix(incident)}{drill_suffix(incident)}"
-    return " ".join(f"{line}; {anomaly.evidence}".split()) if anomaly.evidence else line
+    evidence = incident.anomaly.evidence
+    return " ".join(f"{_sign(incident)}{f'; {evidence}' if evidence else ''}".split())
 
 
 def describe_treatment(incident: Incident) -> str:
@@ -164,33 +176,34 @@ def describe_treatment(incident: Incident) -> str:
 
 def final_message(incident: Incident, last_good: Path | None, before: Sequence[Incident] = ()) -> str:
     """Say at the end of a run that gave up what happened, what was tried, where the weights are, and what to do now."""
-    anomaly, diagnosis = incident.anomaly, incident.diagnosis
     tried = Counter(remedies_of(one) for one in (*before, incident) if one.decision.actions)
     times = [remedies if count == 1 else f"{remedies} ({count:,} times)" for remedies, count in tried.items()]
     return _indented(
-        f"gave up at step {anomaly.step:,}: {noticed(anomaly)}, {_cause(diagnosis)}{drill_suffix(incident)}",
-        anomaly.evidence,
+        f"gave up at {_sign(incident)}",
+        incident.anomaly.evidence,
+        _cause(incident.diagnosis),
         f"why: {why_of(incident)}",
         f"tried: {'; '.join(times) or 'nothing, as the policy says'}",
         f"last good weights: {last_good or 'none were written'}",
-        f"what to try next: {diagnosis.advice}" if diagnosis.advice else "",
+        f"what to try next: {incident.diagnosis.advice}" if incident.diagnosis.advice else "",
     )
 
 
 def tags(incidents: Sequence[Incident], status: str) -> dict[str, str]:
     """Return the tags that MLflow's list of runs is filtered by; a run without incidents has only the first two."""
     found = {"resilience.status": status, "resilience.incidents": str(len(incidents))}
-    if not incidents:
-        return found
-    last = incidents[-1]
-    line = masked(
-        f"step {last.anomaly.step:,}: {noticed(last.anomaly)}{drill_suffix(last)}; "
-        f"{_cause(last.diagnosis)}; {_done(last)}; {OUTCOMES[last.outcome]}"
-    )
-    causes = dict.fromkeys(incident.diagnosis.cause for incident in incidents)
+    if incidents:
+        last = incidents[-1]
+        found["resilience.last_incident"] = masked(f"{_sign(last)}; {describe_treatment(last)}")
+        found["resilience.cause"] = ", ".join(dict.fromkeys(one.diagnosis.cause for one in incidents))
     if drills := dict.fromkeys(one.drill for one in incidents if one.drill):
         found["resilience.drill"] = ", ".join(drills)
-    return {**found, "resilience.last_incident": line, "resilience.cause": ", ".join(causes)}
+    return found
+
+
+def _sign(incident: Incident) -> str:
+    anomaly = incident.anomaly
+    return f"step {anomaly.step:,}: {noticed(anomaly)}{reached_suffix(incident)}{drill_suffix(incident)}"
 
 
 def noticed(anomaly: Anomaly, *, by_name: bool = True) -> str:
@@ -200,27 +213,19 @@ def noticed(anomaly: Anomaly, *, by_name: bool = True) -> str:
     return f"{_NOTICED[anomaly.signal]}{where}" + (f" ({anomaly.signal})" if by_name else "")
 
 
-def weights_suffix(anomaly: Anomaly) -> str:
-    """Say whether an anomaly reached the weights, to append to other words; empty if it is not about weights."""
+def reached_suffix(incident: Incident) -> str:
+    """Say whether an incident reached the weights, to append to other words; empty if it is not about weights."""
+    anomaly = incident.anomaly
     if anomaly.signal in _NOT_ABOUT_WEIGHTS:
         return ""
     if not anomaly.landed:
-        return ", refused before it reached the weights"
+        return ", let through" if incident.is_observed else ", refused before it reached the weights"
     first = anomaly.since + 1
     return ", in the weights already" if first >= anomaly.step else f", in the weights since step {first:,}"
 
 
-def reached_suffix(incident: Incident) -> str:
-    """Say whether an incident reached the weights, to append to other words."""
-    if incident.is_observed and not incident.anomaly.landed:
-        return ", computed again so that it reaches the weights"
-    return weights_suffix(incident.anomaly)
-
-
 def _cause(diagnosis: Diagnosis) -> str:
-    details = []
-    if diagnosis.culprit:
-        details.append(describe_culprit(diagnosis.culprit))
+    details = [describe_culprit(diagnosis.culprit)] if diagnosis.culprit else []
     if diagnosis.rows:
         details.append(rows_named(diagnosis.rows))
     return f"cause {diagnosis.cause}" + (f" ({'; '.join(details)})" if details else "")
@@ -234,9 +239,7 @@ def describe_culprit(culprit: Culprit) -> str:
 
 def describe_cost(incident: Incident) -> str:
     """Say what an incident cost: updates that are repeated, and time."""
-    took = f", {in_seconds(incident.seconds)}" if incident.seconds >= _SHORTEST_S else ""
-    lost = "no update" if incident.is_observed else _lost(incident).removeprefix("; ")
-    return lost + took
+    return _lost(incident) + (f", {incident.seconds:,.2f} s" if incident.seconds >= 0.005 else "")
 
 
 def rows_named(rows: Sequence[int]) -> str:
@@ -249,17 +252,14 @@ def rank_names(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {_listed(ranks, 8)}"
 
 
-def names_listed(names: Sequence[str], most: int = 3) -> str:
+def names_listed(names: Sequence[str]) -> str:
     """Name some weights or layers: "`head.weight`, `head.bias` and 5 more"."""
-    shown, more = [f"`{name}`" for name in names[:most]], len(names) - most
-    if more > 0:
-        return f"{', '.join(shown)} and {more:,} more"
-    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+    return _listed([f"`{name}`" for name in names], 3)
 
 
-def _listed(numbers: Sequence[int], most: int) -> str:
-    shown = [str(number) for number in numbers[:most]]  # without commas, as they are looked up
-    if more := len(numbers) - len(shown):
+def _listed(names: Sequence[object], most: int) -> str:
+    shown = [str(name) for name in names[:most]]  # numbers without commas, as they are looked up
+    if more := len(names) - len(shown):
         shown.append(f"{more:,} more")
     return " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
 
@@ -267,17 +267,15 @@ def _listed(numbers: Sequence[int], most: int) -> str:
 def _done(incident: Incident) -> str:
     if incident.decision.gave_up is not None:
         return f"gave up: {incident.decision.gave_up}"
-    words = remedies_of(incident)
-    if incident.rewound_to is not None:
-        words += f", in {in_seconds(incident.seconds)}"
-    return f"{words or 'nothing was done'}{'' if incident.is_observed else _lost(incident)}"
+    took = f", in {incident.seconds:,.2f} s" if incident.rewound_to is not None else ""
+    return f"{remedies_of(incident) or 'nothing was done'}{took}; {_lost(incident)}"
 
 
 def _lost(incident: Incident) -> str:
     refused = not incident.anomaly.landed and incident.rewound_to is None
     if incident.steps_lost <= refused:  # an attempt that was refused held nothing yet
-        return "; nothing was lost"
-    return f"; {counted(incident.steps_lost, 'step')} lost"
+        return "nothing was lost"
+    return f"{counted(incident.steps_lost, 'step')} lost"
 
 
 def list_remedies(incident: Incident) -> list[str]:
@@ -294,100 +292,23 @@ def remedies_in_short(incident: Incident) -> str:
     """Say what was done without numbers, to count how often it was done."""
     if incident.decision.gave_up is not None:
         return "gave up"
-    kinds = []
-    for action in incident.decision.actions:
-        words = _WORDS.get(action.remedy, lambda settings, name=action.remedy: name)
-        settings = {"factor": 1} if action.settings.get("factor") == 1 else {}
-        kinds.append(_SHORT.get(action.remedy) or words(settings))
+    kinds = [_REMEDIES.get(action.remedy, (action.remedy,))[-1] for action in incident.decision.actions]
     return ", ".join(kinds) or "nothing was done"
 
 
 def _remedy(action: Action, incident: Incident) -> str:
-    if action.remedy == "rewind" and incident.rewound_to is None:
-        return "no rewind, as there was no state to go back to"
+    settings: dict[str, Any] = {**action.settings}
     if action.remedy == "rewind":
-        return f"rewound to {f'step {incident.rewound_to:,} (verified)' if incident.rewound_to else 'the start'}"
-    if action.remedy == "quarantine":
-        return f"put {'it' if len(incident.diagnosis.rows) == 1 else 'them'} in quarantine"
-    if action.remedy == "armor" and (where := incident.diagnosis.symptom) is not None:
-        return f"patched {where.op}, {where.file}:{where.line}, too"
-    settings = {name: value for name, value in action.settings.items() if value is not None}
-    words = _WORDS.get(action.remedy)
-    said = words(settings) if words else action.remedy  # a remedy of the user's, perhaps a dotted name
+        settings = {"rewound_to": incident.rewound_to}
+    elif action.remedy == "armor" and (where := incident.diagnosis.symptom) is not None:
+        settings = {"symptom": f"{where.op}, {where.file}:{where.line}"}
+    settings = {name: value for name, value in settings.items() if value is not None and name not in _UNSAID}
+    said = action.remedy  # a remedy of the user's, perhaps a dotted name
+    if phrases := _REMEDIES.get(said):
+        phrase = next(one for one in phrases if settings.keys() >= {*_SETTING.findall(one)})
+        said = _SETTING.sub(lambda found: _amount(settings.pop(found[1])), phrase)
     rest = ", ".join(f"{name.replace('_', ' ')} {_amount(value)}" for name, value in settings.items())
     return f"{said} ({rest})" if rest else said
-
-
-Settings = dict[str, Any]  # a phrase removes what it has said; the rest is appended to it
-
-
-def _turned(what: str, verb: str) -> Callable[[Settings], str]:
-    """Return the phrase of a knob: its factor, or the value it is set to, how it comes back, and for how long."""
-
-    def phrase(settings: Settings) -> str:
-        if (factor := settings.pop("factor", None)) is not None:
-            said = f"{what} as before" if factor == 1 else f"{what} x{_amount(factor)}"
-        elif "to" in settings:
-            said = f"{what} {verb} to {_amount(settings.pop('to'))}"
-        else:
-            said = f"{what} {verb}"
-        settings.pop("by_loss", None)
-        settings.pop("lasting", None)
-        if regain := settings.pop("regain", None):
-            said += f", soon back to x{_amount(regain)}"
-        if rewarm := settings.pop("rewarm", None):
-            said += f" with {counted(rewarm, 'step')} of warm-up"
-        return said + _stretch(settings)
-
-    return phrase
-
-
-def _stretch(settings: Settings) -> str:
-    return f" for {counted(settings.pop('steps'), 'step')}" if "steps" in settings else ""
-
-
-def _skipped(settings: Settings) -> str:
-    if "updates" in settings:
-        return f"skipped {counted(settings.pop('updates'), 'update')} of data"
-    return "skipped the suspect samples"
-
-
-def _limited(settings: Settings) -> str:
-    is_own = settings.pop("leapt_to", None) is None  # a policy gives the limit, which else follows from the run
-    limit = f"x{settings.pop('to', 0):.3g} of the configured one{'' if is_own else ', the highest before it rose'}"
-    return f"learning rate at most {limit}, while the schedule asks for more"
-
-
-_WORDS: dict[str, Callable[[Settings], str]] = {
-    "skip": _skipped,
-    "lower_lr": _turned("learning rate", "lowered"),
-    "limit_lr": _limited,
-    "tighten_clip": _turned("gradient clip", "tightened"),
-    "limit_update": lambda settings: f"updates limited to {settings.pop('share', 0.1):.3g} of the weights' norm",
-    "raise_eps": _turned("epsilon", "raised"),
-    "reset_moments": lambda settings: "reset the optimizer's moments",
-    "lower_loss_scale": _turned("loss scale", "lowered"),
-    "higher_precision": lambda settings: "full precision" + _stretch(settings),
-    "armor": lambda settings: "patched that line",
-    TRIAL: lambda settings: f"tried {len(settings.pop('of', ()))} remedies" + _stretch(settings),
-    "mend_eps": lambda settings: "raised an epsilon that is 0 in its dtype",
-    "repeat": lambda settings: "retried the update",
-    "report": lambda settings: "reported only",
-    OBSERVE: lambda settings: "only observed",
-    "go_on": lambda settings: "the run was resumed",
-    "fall_back": lambda settings: "fell back to the previous one",
-    "try_again": lambda settings: "training continues, and saving is retried",
-    "smaller_batch": lambda settings: "smaller micro-batches, more of them to an update",
-    "end": lambda settings: "the process was ended",
-}
-
-
-_SHORT = {
-    "limit_lr": "learning rate limited",
-    "rewind": "rewound",
-    "quarantine": "rows in quarantine",
-    "armor": "patched the line",
-}
 
 
 def printable(text: str) -> str:
@@ -397,19 +318,16 @@ def printable(text: str) -> str:
 
 def counted(number: Any, unit: str) -> str:
     """Say how many there are: "1 step", "2,000 steps"."""
-    return f"{_amount(number)} {unit if number == 1 else _plural(unit)}"
-
-
-def _plural(unit: str) -> str:
-    return f"{unit}es" if unit.endswith("ch") else f"{unit}s"
+    plural = f"{unit}es" if unit.endswith("ch") else f"{unit}s"
+    return f"{_amount(number)} {unit if number == 1 else plural}"
 
 
 def _amount(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, list | tuple):
+        return str(len(value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def why_of(incident: Incident) -> str:
@@ -420,11 +338,6 @@ def why_of(incident: Incident) -> str:
 def _indented(*lines: str) -> str:
     """Indent the lines after the first one. User text may contain line breaks."""
     return "\n  ".join(" ".join(line.splitlines()) for line in lines if line.strip())
-
-
-def in_seconds(seconds: float) -> str:
-    """Say how long something took."""
-    return f"{seconds:.2f} s" if seconds < 60 else f"{seconds:,.0f} s"
 
 
 def duration(seconds: float) -> str:

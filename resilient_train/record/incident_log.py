@@ -29,7 +29,7 @@ from resilient_train.types import (
     Vitals,
     kind_of,
 )
-from resilient_train.wording import describe, describe_further, describe_outcome, log
+from resilient_train.wording import describe, describe_outcome, further, log
 
 INCIDENTS = "incidents.jsonl"  # its name in a run directory
 
@@ -201,7 +201,7 @@ class IncidentLog:
         self._keep(incident)
         if incident.further & (incident.further - 1) == 0:
             self.update(incident)
-            log.info("step %d: %s", step, describe_further(incident))
+            log.info("step %d: incident %d continues%s", step, incident.id, further(incident))
 
     def continued(self, anomaly: Anomaly, diagnosis: Diagnosis, decision: Decision) -> Incident | None:
         """Return the newest incident if it is open, and the same happened again and is only skipped again.

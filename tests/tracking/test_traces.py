@@ -227,7 +227,7 @@ def test_uploaded_again_and_again_it_is_one_trace_with_one_verdict(place: Place)
     (verdict,) = trace.info.assessments
     assert judged(trace) == {"outcome": "recovered"}
     assert verdict.source.source_type == "CODE"
-    assert verdict.rationale == "incident 3 recovered"
+    assert verdict.rationale == "incident 3: recovered"
     assert len(place.read().data.spans) == 7
 
 
