@@ -50,7 +50,7 @@ def run(recipe: str, seed: int, steps: int) -> tuple[list[str], int, int, float]
     loss = evaluate(assembled)["loss"]
     reported = [f"{one.anomaly.signal} at {one.anomaly.step}" for one in assembled.guard.incidents]
     assembled.close()
-    return reported, assembled.guard.clock.tick, assembled.guard._controls.trial_updates, loss
+    return reported, assembled.guard.clock.tick, assembled.guard._controls.trials.updates, loss
 
 
 def main() -> None:

@@ -90,7 +90,9 @@ class EngineGuard:
         while self._continues(last, is_plan=last == plan):
             if self.drill is not None and self.drill.strikes_at(self.clock.tick + 1) and not self.settle():
                 continue  # a drill fires once: wait for the pending verdict, which could drop the update
-            is_asked = self._controls.tries_rates and self._checks.asks_for_rates(self.clock.step, self._ring.travelled)
+            is_asked = self._controls.trials.tries_rates and self._checks.asks_for_rates(
+                self.clock.step, self._ring.travelled
+            )
             if is_asked and self.settle():
                 self._recovery.try_rates()
             # Take the snapshot here, after the loop's own code for the last update (for example an EMA) has run.
@@ -303,7 +305,8 @@ class EngineGuard:
         for remark in (*finding.remarks, *self._scans.remarks()):
             log.info("note: %s", remark)
         self._updater.gate.limit(*self._checks.limits)
-        self._recovery.add_vitals(vitals, flight.gradients.to_record(vitals.grad_norm))
+        self._parts.updates.add(vitals)  # refused ones too: they may turn out to have caused a later incident
+        self._recovery.incident_log.add_vitals(vitals, flight.gradients.to_record(vitals.grad_norm))
         # The gate has accepted it on the device; only now the host knows.
         was_half = not vitals.accepted and self._turns.undo()
         if vitals.accepted:
@@ -317,7 +320,7 @@ class EngineGuard:
         elif flight.snapshot is not None:
             self._ring.drop(flight.snapshot)
         scanned = self._examination.verdict()
-        self._name_guilty_ranks()
+        self._recovery.name_guilty_ranks(self._examination.guilty_ranks())
         explainer, before = self._recovery.explainer, flight.begun.attributes
         refused = partial(Refused, update, inputs, flight.limits, before)
         anomaly = scanned or finding.anomaly or explainer.check_first_updates(vitals, inputs)
@@ -354,7 +357,7 @@ class EngineGuard:
             spiked = not float(flight.attempt.loss) <= flight.limits[0]
             what = inputs, update.failed, flight.begun.raised, flight.gradients
             refined = scanned or self._examination.refine_signal(anomaly, *what, spiked=spiked)
-            self._name_guilty_ranks()
+            self._recovery.name_guilty_ranks(self._examination.guilty_ranks())
             usual, is_error = self._examination.nan_is_usual, refined.signal is Signal.EXCEPTION
             attempted = None if vitals.accepted else refused(flight.was_modified, usual, is_error)
             self._treat(refined, update, attempted, began=flight.begun.started_at)
@@ -363,7 +366,7 @@ class EngineGuard:
     def _after_accepted(self, flight: InFlight, vitals: Vitals) -> None:
         """Verify the snapshots that have been healthy for long enough, and save those that are due."""
         step, recovery, keeper = self.clock.step, self._recovery, self._keeper
-        recovery.update_accepted(was_limited=flight.attempt.is_limited)
+        recovery.update_accepted(flight.begun.update, was_limited=flight.attempt.is_limited)
         self._on_accepted()
         is_first, self._has_accepted = not self._has_accepted, True
         if is_first:  # optimizers create their state in their first step
@@ -376,7 +379,6 @@ class EngineGuard:
         self._ring.verify(healthy_until=step, scanned_until=scanned, after=after, is_back=is_back)
         keeper.verified(any_busy=vitals.any_busy)
         recovery.note_saves()
-        recovery.note_data(flight.begun.update)
         if is_first and step == 1:
             if self.objective is None:
                 warn_of_scalers(self._updater.scaler)
@@ -412,12 +414,8 @@ class EngineGuard:
 
     def _examine_now(self) -> Anomaly | None:
         found = self._examination.examine_now()
-        self._name_guilty_ranks()
+        self._recovery.name_guilty_ranks(self._examination.guilty_ranks())
         return found
-
-    def _name_guilty_ranks(self) -> None:
-        if guilty := self._examination.guilty_ranks():
-            self._recovery.name_guilty_ranks(guilty)
 
     def _place(self) -> UpdatePlace:
         begun = self._newest_begun

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 
 from resilient_train.errors import TrainError
 from resilient_train.record import progress
 from resilient_train.record.progress import OutOfMemory
 from resilient_train.recovery import Recovery
+from resilient_train.types import ProcessIncident, Signal
 from resilient_train.wording import log
 
 _SMALLER = "use a smaller data.batch_size with more accelerate.gradient_accumulation_steps, or activation checkpointing"
@@ -36,13 +39,12 @@ class MicroBatchSizer:
                 why = f"{samples} samples per update do not divide over {size} processes"
                 raise TrainError(f"{why}: resume with a number that divides them, and with data that has an index")
             self._has_changed()
-            micro_batches = f"{sliced.accumulation} micro-batch{'es' if sliced.accumulation > 1 else ''}"
-            over = f"{micro_batches} x {size} process{'es' if size > 1 else ''}"
-            log.info("an update stays %d samples, as %d rows x %s", samples, sliced.batch_size, over)
+            shape = sliced.batch_size, sliced.accumulation, size
+            log.info("an update stays %d samples: %d rows x %d micro-batches x %d processes", samples, *shape)
         self._fit_into(self._recovery.controls.micro_batch or self._samples.slicing.batch_size)
         for one in self._notes[:1]:  # of the rank with the least room
             if self._fit_into(one.batch_size - 1):
-                self._recovery.note_shrunk(one.step, f"rank {one.rank}: {one.evidence}; {self._now()}", (one.rank,))
+                self.note_smaller(one.step, f"rank {one.rank}: {one.evidence}", (one.rank,))
         progress.clear(self._place, OutOfMemory)
 
     def make_smaller(self, step: int, evidence: str) -> None:
@@ -52,23 +54,31 @@ class MicroBatchSizer:
         next start halve the micro-batches on all ranks.
         """
         what, halved = f"out of memory in update {step}: {evidence}", self._samples.slicing.halved()
-        if halved is None or not self._recovery.may_shrink_batches() or not self._samples.slice_as(halved):
+        incidents, policy = self._recovery.incident_log.incidents, self._recovery.policy
+        is_exhausted = sum(one.anomaly.signal is Signal.OUT_OF_MEMORY for one in incidents) >= policy.halvings
+        if halved is None or is_exhausted or not self._samples.slice_as(halved):
             raise TrainError(f"{what}; {_SMALLER}")
         if self._world.size > 1:
-            advice = "the same command, or a restart by the launcher, resumes with micro-batches of half the rows"
-            try:
-                if self._place is None:
-                    advice = _SMALLER
-                else:
+            advice = _SMALLER
+            with suppress(OSError):
+                if self._place is not None:
                     progress.leave(self._place, OutOfMemory(halved.batch_size * 2, step, self._world.rank, evidence))
-            except OSError as error:
-                advice = f"{_SMALLER} ({self._place} could not take a note: {error.strerror})"
+                    advice = (
+                        "the same command, or a restart by the launcher, resumes with micro-batches of half the rows"
+                    )
             raise TrainError(f"{what}; {advice}")
 
-    def note_smaller(self, step: int, evidence: str, *, began: float) -> None:
+    def note_smaller(
+        self, step: int, evidence: str, ranks: tuple[int, ...] = (), *, began: float | None = None
+    ) -> None:
         """Record that micro-batches are smaller, as an incident that `began` then on the monotonic clock."""
         self._has_changed()
-        self._recovery.note_shrunk(step, f"{evidence}; {self._now()}", began=began)
+        rows, recovery = self._samples.slicing.batch_size, self._recovery
+        recovery.controls.micro_batch = rows
+        what = f"{evidence}; micro-batches of {rows} rows from now on"
+        found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, what, "smaller_batch", ranks=ranks)
+        recovery.note_process_incident(found, began=began)
+        recovery.note_remedies()
 
     def _fit_into(self, rows: int) -> bool:
         """Halve micro-batches to at most so many rows, as far as possible; say whether they are smaller now."""
@@ -83,6 +93,3 @@ class MicroBatchSizer:
         self._world.accelerator.gradient_accumulation_steps = self._samples.slicing.accumulation
         if self._world.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _now(self) -> str:
-        return f"micro-batches of {self._samples.slicing.batch_size} rows from now on"

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -26,7 +26,6 @@ from resilient_train.recover.decide import Earlier, by_signal, decide
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import is_mild
 from resilient_train.run_parts import RunParts
-from resilient_train.treatment import apply
 from resilient_train.types import (
     OUTSIDE,
     Action,
@@ -38,9 +37,8 @@ from resilient_train.types import (
     Outcome,
     ProcessIncident,
     Signal,
-    Vitals,
 )
-from resilient_train.wording import final_message, log, rank_names
+from resilient_train.wording import counted, final_message, log, rank_names
 
 
 class Recovery:
@@ -71,12 +69,7 @@ class Recovery:
         self._ended_damaged = False  # the loop ended before it was healthy again
         self._saving_incident: int | None = None  # number of the newest one about checkpoints that cannot be saved
 
-    # What every update reports.
-
-    def add_vitals(self, vitals: Vitals, norms: Mapping[str, float]) -> None:
-        """Keep the measurements of an update that was attempted: it may turn out to have caused a later incident."""
-        self.parts.updates.add(vitals)
-        self.incident_log.add_vitals(vitals, norms)
+    # With every update.
 
     def next_update(self) -> Update:
         """Fetch the samples of the next update. If the storage fails for good, save the newest verified state first."""
@@ -89,27 +82,23 @@ class Recovery:
             self.process_ends()
             raise
 
-    def note_data(self, update: Update) -> None:
-        """Note, once, what the data set looks like, so that a resume notices when it has changed."""
-        history = self.incident_log.run_history
-        if self.incident_log.directory is not None and history.data_sample is None and update.keys:
-            rows = [key.row for keys in update.keys for key in keys]
-            history.note_data(sampled(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
-
-    def update_accepted(self, *, was_limited: bool) -> None:
+    def update_accepted(self, update: Update, *, was_limited: bool) -> None:
         """Count a healthy update. `was_limited`: a remedy kept its learning rate below the schedule's."""
-        history, ring, check = self.incident_log.run_history, self.parts.ring, self.parts.checks.rewind_check
-        step = self.parts.clock.step
+        history, check, step = self.incident_log.run_history, self.parts.checks.rewind_check, self.parts.clock.step
         if self._observed is not None and step >= self._anomalous_step + self._recovered_after:
             self._end_observed()
         self.controls.knobs.advance(was_limited=was_limited, may_relax=check.is_at_reference(step))
         had_reference = history.remedies is not None and history.remedies.get("reference") is not None
         self.incident_log.update_accepted(step, recovered_after=self._recovered_after, loss_is_off=check.is_open)
         if not check.is_open:  # the loss is back: the state to compare with is no longer needed
-            if ring.keeps_reference:
-                ring.release_reference()
+            if self.parts.ring.keeps_reference:
+                self.parts.ring.release_reference()
             if had_reference:
-                self._note_remedies()
+                self.note_remedies()
+        if self.incident_log.directory is not None and history.data_sample is None and update.keys:
+            # Once, what the data set looks like, so that a resume notices when it has changed.
+            rows = [key.row for keys in update.keys for key in keys]
+            history.note_data(sampled(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
 
     # One incident.
 
@@ -160,13 +149,15 @@ class Recovery:
         phases.ended(DECIDE)
         if decision.gave_up is not None:
             self._give_up(incident, phases)
-        if self.observes:
-            self._observe(incident, phases, time.perf_counter() - started)
+        if self.observes:  # every update lands until no further anomaly has come for a while
+            self._observed, self._anomalous_step = incident.id, parts.clock.step + (not anomaly.landed)
+            parts.updater.gate.is_open = True
+            incident = replace(incident, seconds=time.perf_counter() - started)
+            self.incident_log.record_treatment(incident, phases.timed, ongoing=True)
             return
 
-        place = parts, controls, self.keeper
-        incident = apply(incident, suspects, phases, *place, started=started, refused=refused is not None)
-        self._note_remedies()  # first, so that an incident that was treated has them in effect
+        incident = controls.apply(incident, suspects, phases, started, was_refused=refused is not None)
+        self.note_remedies()  # first, so that an incident that was treated has them in effect
         if before is not None:
             self.incident_log.count_again(before, anomaly)
             self._earlier.with_new([replace(before, anomaly=anomaly, again=())], anomaly.tick)
@@ -175,27 +166,33 @@ class Recovery:
 
     def try_rates(self) -> None:
         """Try lower learning rates, as the loss stands; continue with one that overtakes the run."""
-        parts, controls, check, phases = self.parts, self.controls, self.parts.checks.no_progress, Phases(None)
-        step, started, before = parts.clock.step, time.perf_counter(), controls.trial_updates
-        if (found := controls.overtaken()) is not None:
-            anomaly = Anomaly(Signal.NO_PROGRESS, step, parts.clock.tick, found.since, check.evidence)
-            self.keeper.distrust(found.since)
-            decided = by_signal(anomaly), Decision((Action("rewind"), found.cut), rung=OUTSIDE)
-            incident = self.incident_log.open(anomaly, *decided, is_off=parts.checks.rewind_check.is_open)
-            incident = replace(incident, tried=found.tried)
-            incident = apply(incident, (0, 0), phases, parts, controls, self.keeper, started=started)
-            self._note_remedies()
-            self.incident_log.record_treatment(incident, phases.timed)
-            parts.updater.gate.limit(*parts.checks.limits)
-        elif controls.trial_updates > before:
-            self._note_remedies()
-
-    def _observe(self, incident: Incident, phases: Phases, seconds: float) -> None:
-        """Write an incident down, and let every update land until no further anomaly has come for a while."""
-        self._observed = incident.id
-        self._anomalous_step = self.parts.clock.step + (not incident.anomaly.landed)
-        self.parts.updater.gate.is_open = True
-        self.incident_log.record_treatment(replace(incident, seconds=seconds), phases.timed, ongoing=True)
+        parts, trials, check = self.parts, self.controls.trials, self.parts.checks.no_progress
+        step, started, before, phases = parts.clock.step, time.perf_counter(), trials.updates, Phases()
+        found, is_whole = trials.race(self.controls)
+        made = trials.updates - before
+        check.tried(step, is_tried=made > 0)
+        if found is None:
+            if is_whole:
+                trials.raced_in_vain = True
+                took = f"{counted(made, 'update')} and {time.perf_counter() - started:.2f} s"
+                log.info("note: step %d: %s; lower rates were tried from an earlier state", step, check.evidence)
+                log.info("  none did better; that took %s, which are not part of the run's", took)
+            if made:
+                self.note_remedies()
+            return
+        parts.checks.require_recovery(step, step)
+        if parts.checks.rewind_check.is_open:
+            parts.ring.keep_reference(step)
+        anomaly = Anomaly(Signal.NO_PROGRESS, step, parts.clock.tick, found.since, check.evidence)
+        self.keeper.distrust(found.since)
+        decision = Decision((Action("rewind"), found.cut), rung=OUTSIDE)
+        is_off = parts.checks.rewind_check.is_open
+        incident = self.incident_log.open(anomaly, by_signal(anomaly), decision, is_off=is_off)
+        incident = replace(incident, tried=found.tried)
+        incident = self.controls.apply(incident, (0, 0), phases, started, was_refused=False)
+        self.note_remedies()
+        self.incident_log.record_treatment(incident, phases.timed)
+        parts.updater.gate.limit(*parts.checks.limits)
 
     def counts(self, anomaly: Anomaly) -> bool:
         """Say whether an anomaly belongs to the incident that is observed, and count it. It is not diagnosed.
@@ -273,8 +270,7 @@ class Recovery:
         landed before it was the same on every rank.
         """
         phases, odd, since = Phases(began), odd_ones(digests), self.parts.clock.step
-        others = len(digests) - len(odd)
-        evidence = f"{rank_names(odd)} decided differently" + (f" from the {others:,} others" if others else "")
+        evidence = f"{rank_names(odd)} decided differently"
         anomaly = Anomaly(Signal.RANK_MISMATCH, since + 1, self.parts.clock.tick, since, evidence, ranks=odd)
         incident = self.incident_log.open(anomaly, Diagnosis(Cause.PROCESS, _DIFFER), Decision((Action("end"),)))
         self.parts.ring.distrust(since)
@@ -288,12 +284,13 @@ class Recovery:
             self.note_saves()
 
         self.parts.world.main_before_others(leave)
-        raise RanksDiffer(f"{evidence} in update {since + 1}: the run ends before weights drift apart; {_ALIKE_AGAIN}")
+        what = f"{evidence} in update {since + 1}: the run ends before weights drift apart"
+        raise RanksDiffer(f"{what}; the same command resumes from the newest verified state")
 
     def name_guilty_ranks(self, ranks: tuple[int, ...]) -> None:
         """Name the ranks whose weights were changed: after a rewind the others computed the same weights again."""
         differing = [one for one in self.incident_log.open_incidents if one.anomaly.signal is Signal.RANK_MISMATCH]
-        if differing:
+        if ranks and differing:
             incident = replace(differing[-1], anomaly=replace(differing[-1].anomaly, ranks=ranks))
             self.incident_log.update(incident)
             began_on = rank_names(ranks)
@@ -304,19 +301,22 @@ class Recovery:
     def note_process_incident(
         self, found: ProcessIncident, *, began: float | None = None, ongoing: bool = False
     ) -> int:
-        """Write one down and return its number. `began`: start of the newest update on the monotonic clock."""
+        """Write one down and return its number. If it happened inside an update, that `began` (monotonic clock)."""
         tick = self.parts.clock.tick
         anomaly = Anomaly(found.signal, found.step, tick, found.since, found.evidence, ranks=found.ranks)
         known = by_signal(anomaly)
         diagnosis = replace(known, advice=found.advice or known.advice, rows=found.rows)
-        phases = Phases(began if found.signal in (Signal.HANG, Signal.OUT_OF_MEMORY) else None)  # inside an update
+        phases = Phases(began)
         incident = self.incident_log.open(anomaly, diagnosis, Decision((Action(found.remedy),)))
         incident = replace(incident, rewound_to=found.rewound_to, steps_lost=found.steps_lost)
         self.incident_log.record_treatment(incident, phases.timed, ongoing=ongoing)
         return incident.id
 
-    def note_saves(self) -> None:
-        """Write down whether checkpoints can be saved: an incident begins with a failure and lasts until a success."""
+    def note_saves(self, *, is_complete: bool = False) -> None:
+        """Write down whether checkpoints can be saved: an incident begins with a failure and lasts until a success.
+
+        If the run `is_complete` such an incident is closed.
+        """
         for found in self.keeper.save_events():
             if found is not None and found.signal is Signal.CHECKPOINT_DAMAGED:
                 self.note_process_incident(found)
@@ -324,24 +324,8 @@ class Recovery:
                 self._saving_incident = self.note_process_incident(found, ongoing=True)
             elif self._saving_incident is not None:
                 self.incident_log.clear_ongoing(self._saving_incident)
-
-    def close_saving_incident(self) -> None:
-        """The run is complete: write down the outcome of an incident in which saving failed, if there is one."""
-        self.note_saves()
-        if self._saving_incident is not None:
+        if is_complete and self._saving_incident is not None:
             self.incident_log.close_ongoing(self._saving_incident)
-
-    def note_shrunk(self, step: int, evidence: str, ranks: tuple[int, ...] = (), *, began: float | None = None) -> None:
-        """Note that updates are computed in smaller micro-batches from now on."""
-        self.controls.note_micro_batch(self.parts.samples.slicing.batch_size)
-        found = ProcessIncident(Signal.OUT_OF_MEMORY, step, step - 1, evidence, "smaller_batch", ranks=ranks)
-        self.note_process_incident(found, began=began)
-        self._note_remedies()
-
-    def may_shrink_batches(self) -> bool:
-        """Say whether the policy allows for smaller micro-batches once more."""
-        met = sum(one.anomaly.signal is Signal.OUT_OF_MEMORY for one in self.incident_log.incidents)
-        return met < self.policy.halvings
 
     def process_ends(self, *, was_killed: bool = False) -> None:
         """Record an orderly exit, perhaps with an error, so that a resume does not blame the current samples.
@@ -362,12 +346,6 @@ class Recovery:
         self.note_process_incident(found, began=began)
         write()
 
-    def leave_newest(self) -> tuple[int, Path | None]:
-        """From another thread: save the newest verified state; return the step that a resume begins at and its path."""
-        left = self.keeper.save_newest()
-        self.note_saves()
-        return left
-
     # The beginning of a process, and the end of a run.
 
     def resume(self, *, is_explained: bool) -> bool:
@@ -376,9 +354,8 @@ class Recovery:
         `is_explained`: it is known why the previous process ended, and no samples are to blame.
         """
         parts, controls, incident_log = self.parts, self.controls, self.incident_log
-        incidents, crashes = incident_log.incidents, self.policy.crashes
-        resumption = self.keeper.resumption
-        plan = parts.world.on_main(lambda: resumption.plan(incidents, crashes, is_explained=is_explained))
+        before, make_plan = (incident_log.incidents, self.policy.crashes), self.keeper.resumption.plan
+        plan = parts.world.on_main(lambda: make_plan(*before, is_explained=is_explained))
         if not parts.world.is_main:
             incident_log.adopt(plan.incidents)
         self.keeper.begin(plan)
@@ -390,7 +367,7 @@ class Recovery:
         parts.clock.tick = max(parts.clock.tick, plan.tick)
         if plan.skipped is not None:
             controls.skip_samples(*plan.skipped)
-            self._note_remedies()
+            self.note_remedies()
         for found in plan.found:
             number = self.note_process_incident(found)
             if found.remedy == "skip" and 0 < len(found.rows) < parts.samples.slicing.samples // 2:
@@ -409,7 +386,7 @@ class Recovery:
         self.incident_log.close_all(outcome, healthy_since=self.parts.clock.step - self._recovered_after)
         if is_back and check.is_open:
             check.end()
-            self._note_remedies()
+            self.note_remedies()
 
     def _is_back(self) -> bool:
         """Say whether the loss is back at its level before the last damage, as far as the losses since then show."""
@@ -433,7 +410,8 @@ class Recovery:
         why = f"the loss did not come back to {reference.level:.4g}, where it was at step {reference.step:,}"
         return GaveUp(f"not recovered: {why}; the run returned to step {clock.step:,}", path)
 
-    def _note_remedies(self) -> None:
+    def note_remedies(self) -> None:
+        """Write the remedies in effect into the journal."""
         self.incident_log.run_history.note_remedies(self.controls.to_note())
 
 
@@ -446,4 +424,3 @@ _DIFFER = (
     "The ranks decided differently: look for code, data or settings that differ between ranks, such as another version "
     "of a file on another host, or a state that only some ranks change."
 )
-_ALIKE_AGAIN = "the same command resumes from the newest verified state"

@@ -10,9 +10,9 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -21,13 +21,14 @@ from resilient_train import numerics
 from resilient_train.computation import Computation, StartedUpdate, is_out_of_memory
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.recover.knobs import Knobs
+from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import RunControl, remedy
-from resilient_train.recover.trials import JUDGED, Arm, cost_of
+from resilient_train.recover.trials import JUDGED, Arm, best_arm, cost_of, fastest, holds, is_far_lower, may_win
 from resilient_train.run_parts import RunParts
 from resilient_train.state.copies import Backups
 from resilient_train.state.randomness import Seeds
 from resilient_train.state.ring import Snapshot
-from resilient_train.types import Action
+from resilient_train.types import Action, Tried
 from resilient_train.update.gate import Flag
 from resilient_train.update.objective import Measured, scalar
 from resilient_train.update.turns import DirectStepCheck
@@ -35,6 +36,7 @@ from resilient_train.watch.vitals import mean
 from resilient_train.wording import log
 
 _FAILED, _ENDS = 1, 2  # what ranks tell each other: this arm failed, or the trial has to end
+_LONGEST_RACE = 48  # updates of an arm in a short run
 NO_LIMITS = torch.finfo(torch.float32).max, torch.finfo(torch.float32).max
 
 
@@ -65,69 +67,134 @@ class Loop:
     stop: Callable[[], bool]  # the run was asked to stop
 
 
-class Trials:
-    """Tries remedies in a run whose updates can be made without its loop."""
+class Faster(NamedTuple):
+    """A lower rate that overtook the run."""
 
-    def __init__(self, parts: RunParts, loop: Loop, planned: Callable[[], int | None]) -> None:
+    since: int  # the step from which it did
+    cut: Action
+    tried: tuple[Tried, ...]
+
+
+class Trials:
+    """Tries remedies in a run whose updates can be made without its loop.
+
+    All arms of a trial are judged on the same later samples, on which none of them was trained.
+    """
+
+    def __init__(self, parts: RunParts, loop: Loop, policy: Policy, planned: Callable[[], int | None]) -> None:
         """`planned` returns the steps that the run plans, if that is known."""
-        self._parts, self._loop, self.planned = parts, loop, planned
+        self._parts, self._loop, self._policy, self._planned = parts, loop, policy, planned
+        self.updates = 0  # made in trials since the beginning of the run
+        self.raced_in_vain = False  # no lower rate did better where the loss stood
+        # Not where updates cannot be made without the loop, or their samples not be found again.
+        self._is_possible = loop.objective is not None and parts.samples.rows > 0 and not parts.samples.is_fed
+        self.tries_rates = self._is_possible and bool(policy.rates) and not policy.observe
         self._computation: Computation | None = None
-        if parts.world.size > 1 and loop.objective is not None:
+        if parts.world.size > 1 and self._is_possible and loop.objective is not None:
             self._computation = Computation(parts, loop.model, loop.objective, loop.backward, treats=True)
 
-    @classmethod
-    def of(cls, parts: RunParts, loop: Loop, planned: Callable[[], int | None]) -> Trials | None:
-        """Return None where updates cannot be made without the loop, or their samples not be found again."""
-        is_possible = loop.objective is not None and parts.samples.rows and not parts.samples.is_fed
-        return cls(parts, loop, planned) if is_possible else None
+    def left(self, *, in_vain: bool = False) -> int:
+        """Return how many updates trials may still make; 0 where none can be made."""
+        steps = max(self._planned() or 0, self._parts.clock.step)
+        most = self._policy.budget.trial_updates(steps, in_vain=in_vain) if self._is_possible else 0
+        return max(0, most - self.updates)
+
+    def best_of(
+        self, arms: Sequence[Sequence[Action]], steps: int, control: TrialControl, skipped: int, rows: Sequence[int]
+    ) -> tuple[Sequence[Action], tuple[Tried, ...]]:
+        """Make `steps` updates with each arm; return the best, and how all went. Without a trial that is the first.
+
+        The arms pass at most so many `skipped` samples, and are not judged on bad `rows`.
+        """
+        with suppress(TrialStopped), self._trial(control, skipped, rows):
+            before, again = self._run((), 0), self._run((), 0)
+            if not before.equals(again):
+                log.info("note: nothing is tried: the losses of later updates cannot be reproduced")
+                raise TrialStopped
+            results = [self._run(arm, steps).risen_from(before) for arm in arms]
+            best = best_arm(results, steps, self._policy.budget.trial_gain)
+            return arms[best], tuple(one.tried(won=place == best) for place, one in enumerate(results))
+        return arms[0], ()
+
+    def race(self, control: TrialControl) -> tuple[Faster | None, bool]:
+        """Try lower rates from the oldest verified state: does one overtake the run, with half its updates or fewer?
+
+        Returns it, and whether all was tried that was to be. Cut at the present state, a rate looks better for a while
+        even where it was right; in this comparison it looks worse. The winner also has to beat the present rate from
+        that state: some losses grow with training, whatever the rate. If it does not by more than age explains, it is
+        made as old as the run, and has to be far below it.
+        """
+        parts, step, first = self._parts, self._parts.clock.step, self._parts.checks.no_progress.first
+        left, verified = self.left(in_vain=self.raced_in_vain), parts.ring.verified_until(step)
+        steps = min(step // 2, max(_LONGEST_RACE, left // 6))  # in a long run all rates may be tried for longer
+        each = cost_of(steps, JUDGED)
+        if not verified or verified[-1].step > step // 4 or left < 2 * each + cost_of(1, JUDGED):
+            return None, False
+        since, made = verified[-1], parts.updates.next_after(verified[-1].step)
+        recorded = made.loss if made is not None else parts.checks.loss_at(since.step + 1)  # of an earlier process
+        if recorded is None:
+            return None, False
+        with suppress(TrialStopped), self._trial(control, lifts_limits=True):
+            if not self._reproduces(recorded, since):
+                log.info("note: no lower rates are tried: the loss of update %d cannot be reproduced", since.step + 1)
+                parts.checks.no_progress.stop()
+                return None, False
+            arms = [self._run((), 0)]  # as it is
+            rates = [Action("lower_lr", {"factor": rate, "lasting": True}) for rate in self._policy.rates]
+            while rates and not fastest(arms) and left - self._cost >= 2 * each and may_win(arms, first):
+                arms.append(self._run((rates.pop(0),), steps, since))
+            if not (best := fastest(arms)):
+                return None, True
+            control_arm = self._run((), steps, since)
+            if is_held := holds(arms[best], control_arm, arms[0], first):
+                while rates and left - self._cost >= each:
+                    arms.append(self._run((rates.pop(0),), steps, since))
+                refined = fastest(arms)
+                best = refined if holds(arms[refined], control_arm, arms[0], first) else best
+            elif left - self._cost >= cost_of(step - since.step, JUDGED):
+                # The run has risen since it was as old as that: does the lower rate, when it is as old as the run?
+                grown = self._run(arms[best].actions, step - since.step, since)
+                is_held, arms[best] = is_far_lower(grown, arms[0]), grown
+            if not is_held:
+                return None, True
+            arms.append(replace(control_arm, actions=(Action("rewind"),)))
+            tried = tuple(one.tried(won=place == best) for place, one in enumerate(arms))
+            return Faster(since.step, arms[best].actions[0], tried), True
+        return None, False  # it was stopped
 
     @contextmanager
-    def course(self, skipped: int, rows: Sequence[int], *, lifts_limits: bool = False) -> Iterator[Course]:
-        """Prepare a trial. Its arms pass at most so many `skipped` samples, and are not judged on bad `rows`.
+    def _trial(
+        self, control: TrialControl, skipped: int = 0, rows: Sequence[int] = (), *, lifts_limits: bool = False
+    ) -> Iterator[None]:
+        """Prepare a trial, take it back, and count what it cost, however it ends.
 
         `lifts_limits`: the limits of the gate were learned on the way that the trial leaves.
         """
-        updater = self._parts.updater
+        updater, backups, ring = self._parts.updater, self._loop.backups, self._parts.ring
         gate, restarts = updater.gate, copy.deepcopy(updater.restarts)
-        limits, attributes = gate.limits, self._loop.backups.attributes()
-        if not self._parts.ring.has_room_aside():
+        limits, self._attributes = gate.limits, backups.attributes()
+        self._control, self._skipped, self._rows = control, skipped, rows
+        self._judged: list[tuple[int, list[Any]]] = []  # start and batches of the later updates
+        self._made = self._forwards = 0  # updates made so far, and forwards of updates that are judged
+        if not ring.has_room_aside():
             log.info("note: no trial: a further copy of the state exceeds the memory that snapshots may take")
             raise TrialStopped
-        with self._parts.ring.aside() as go_back, self._loop.direct_steps.running("guard"):
+        with ring.aside() as self._go_back, self._loop.direct_steps.running("guard"):
             if lifts_limits:
                 gate.limit(*NO_LIMITS)
             try:
-                yield Course(self._parts, self._loop, self._computation, go_back, skipped, rows)
+                yield
             finally:
+                self.updates += self._cost
                 gate.limit(*limits)
                 updater.restarts = restarts
-                self._loop.backups.set_attributes(attributes)
-
-
-class Course:
-    """One trial: the arms, each from the same state."""
-
-    def __init__(
-        self,
-        parts: RunParts,
-        loop: Loop,
-        computation: Computation | None,
-        go_back: Callable[[Snapshot | None], None],
-        skipped: int,
-        rows: Sequence[int],
-    ) -> None:
-        self._parts, self._loop, self._computation, self._go_back = parts, loop, computation, go_back
-        self._skipped, self._rows = skipped, rows
-        self._attributes = loop.backups.attributes()
-        self._judged: list[tuple[int, list[Any]]] = []  # start and batches of the later updates
-        self._updates = self._forwards = 0  # updates made so far, and forwards of updates that are judged
+                backups.set_attributes(self._attributes)
 
     @property
-    def cost(self) -> int:
-        """What it has cost so far, in updates."""
-        return cost_of(self._updates, self._forwards)
+    def _cost(self) -> int:
+        return cost_of(self._made, self._forwards)
 
-    def reproduces(self, loss: float, since: Snapshot, knobs: Knobs) -> bool:
+    def _reproduces(self, loss: float, since: Snapshot) -> bool:
         """Say whether the update after a snapshot has the very `loss` again that it had in training.
 
         If not, the program keeps state outside of the run, which a trial changes and cannot put back.
@@ -135,33 +202,31 @@ class Course:
         parts = self._parts
         self._go_back(since)
         try:
-            _, again = self._computed(knobs, self._loop.backups.take())
+            _, again = self._computed(self._loop.backups.take())
         except Exception as error:
             if isinstance(error, TrainError) or parts.world.size > 1:
                 raise
             return False
         finally:
             parts.updater.drop_gradients()
-            self._updates += 1
+            self._made += 1
             self._go_back(None)
         if parts.world.size == 1:
             return float(again) == loss
         return math.isclose(float(parts.world.mean(again)), loss, rel_tol=1e-6)  # summed up in another order
 
-    def run(
-        self, actions: Sequence[Action], control: TrialControl, steps: int, *, since: Snapshot | None = None
-    ) -> Arm:
+    def _run(self, actions: Sequence[Action], steps: int, since: Snapshot | None = None) -> Arm:
         """Make `steps` updates with some remedies, from the state at hand, or from that of a snapshot."""
-        parts = self._parts
+        parts, control = self._parts, self._control
         if not self._judged:
-            self._fetch_judged(control)
+            self._fetch_judged()
         self._go_back(since)
         self._loop.backups.set_attributes(self._attributes)
         with control.tentatively():
             for action in actions:
                 remedy(action).apply(control)
             try:
-                anomalies = sum(not self._update(control.knobs) for _ in range(steps))
+                anomalies = sum(not self._update() for _ in range(steps))
                 losses = self._losses()
             except Exception as error:  # of the program, which a remedy or the weights it led to may cause
                 is_fetch = isinstance(error, StorageFailed)
@@ -174,14 +239,14 @@ class Course:
                 anomalies, losses = steps, (math.inf,) * len(self._judged)
         return Arm(tuple(actions), anomalies, losses)
 
-    def _fetch_judged(self, control: TrialControl) -> None:
+    def _fetch_judged(self) -> None:
         """Fetch the samples that all arms are judged on: later than all that any of them is trained on.
 
         Updates with rows that cannot be fetched are left out.
         """
         samples = self._parts.samples
         each = samples.slicing.samples
-        with control.tentatively():
+        with self._control.tentatively():
             samples.quarantine(self._rows)
             after = max(samples.next_start, samples.position) + self._skipped + each
             starts = samples.starts(after, (JUDGED + 1) * each)[:JUDGED]
@@ -200,15 +265,15 @@ class Course:
             log.info("note: no trial: too many of the later rows that would judge it cannot be fetched")
             raise TrialStopped
 
-    def _computed(self, knobs: Knobs, backup: Any) -> tuple[bool, torch.Tensor]:
+    def _computed(self, backup: Any) -> tuple[bool, torch.Tensor]:
         """Run forward and backward of the next update as training runs them.
 
         Returns whether something raised, of which the other ranks learn by a loss of NaN, and the loss.
         """
-        parts, loop, losses = self._parts, self._loop, []
+        parts, loop, losses, knobs = self._parts, self._loop, [], self._control.knobs.values
         assert loop.objective is not None
-        parts.precision.set(higher=knobs.values.higher_precision)
-        numerics.raise_eps(knobs.values.eps)
+        parts.precision.set(higher=knobs.higher_precision)
+        numerics.raise_eps(knobs.eps)
         update = parts.samples.next_update(parts.beat)
         begun = StartedUpdate(update, parts.clock.tick + 1, parts.clock.step + 1, backup, [], time.monotonic())
         loop.seeds.for_update(update.start)
@@ -225,16 +290,16 @@ class Course:
             losses.append(scalar(loss))
         return bool(update.failed or begun.raised), losses[0] if len(losses) < 2 else mean(losses)
 
-    def _update(self, knobs: Knobs) -> bool:
+    def _update(self) -> bool:
         """Make one update as training makes it; say whether it landed."""
-        parts, loop, values = self._parts, self._loop, knobs.values
+        parts, loop, knobs = self._parts, self._loop, self._control.knobs
         updater, world = parts.updater, parts.world
         if loop.stop():
             updater.agreement.set_flag(Flag.STOP)
         backup = loop.backups.take()
-        has_raised, loss = self._computed(knobs, backup)
+        has_raised, loss = self._computed(backup)
         parts.ring.before_change()
-        attempt = updater.apply(parts.clock.step, torch.full_like(loss, math.nan) if has_raised else loss, values)
+        attempt = updater.apply(parts.clock.step, torch.full_like(loss, math.nan) if has_raised else loss, knobs.values)
         reduced, norm, *rest = attempt.numbers or attempt.measured.tolist()
         is_asked = loop.stop() if world.size == 1 else rest[int(updater.scaler is not None)] > 0
         if is_asked:
@@ -247,7 +312,7 @@ class Course:
             updater.undo(attempt)
             loop.backups.put_back(backup, with_scale=False)
         loop.backups.let_go(backup)
-        self._updates += 1
+        self._made += 1
         parts.beat()
         # A loss scale that is too high is found out by an overflow.
         return is_landed or (updater.scaler is not None and math.isfinite(reduced))

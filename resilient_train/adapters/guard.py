@@ -187,7 +187,7 @@ class Guard(guard.EngineGuard):
             keeper = CheckpointKeeper(disk, parts, incidents.directory, incidents.run_history, how)
             direct_steps = DirectStepCheck(optimizers)
             loop = Loop(model, unwrapped, measured, anomaly_mode.backward, direct_steps, backups, seeds, stop)
-            controls = Controls(parts, policy, quarantined, keeper, Trials.of(parts, loop, lambda: self.steps))
+            controls = Controls(parts, policy, quarantined, keeper, Trials(parts, loop, policy, lambda: self.steps))
             recovered_after = max(verify_after, _RECOVERED_AFTER)
             treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=recovered_after)
             self.reporter = RunReporter(clock, incidents, parts.updates, home, keeper.progress)
@@ -293,7 +293,7 @@ class Guard(guard.EngineGuard):
                         self._recovery.finish()
                     if error is None and self.steps is None and not self.stopped and self._left is None:
                         self._complete()
-                    self._recovery.close_saving_incident()
+                    self._recovery.note_saves(is_complete=True)
             self._recovery.process_ends()
         except BaseException as raised:  # the last update may be one too many for the policy
             error = raised
@@ -367,7 +367,9 @@ class Guard(guard.EngineGuard):
 
         Returns the step that the run resumes from, and the path of its state; None if that is not the newest verified.
         """
-        return self._recovery.leave_newest()
+        left = self._keeper.save_newest()
+        self._recovery.note_saves()
+        return left
 
     def hung(self, evidence: str, *, in_update: bool) -> None:
         """Record that the loop hangs, and write the newest verified state if possible, from another thread."""
@@ -431,9 +433,7 @@ class Guard(guard.EngineGuard):
     def _finish_saving(self, *, healthy: bool) -> Path | None:
         remedies, damaged = self._controls.state_dict(), self._recovery.is_damaged
         left = self._keeper.finish(remedies, healthy=healthy, damaged=damaged)
-        self._recovery.note_saves()
-        if healthy:
-            self._recovery.close_saving_incident()
+        self._recovery.note_saves(is_complete=healthy)
         self._recovery.process_ends()
         return left
 

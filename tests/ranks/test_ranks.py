@@ -211,7 +211,7 @@ def test_a_rate_of_its_own_ends_the_run_and_not_in_a_wait() -> None:
     """What weights can do is judged by the rate: ranks that do not agree on it would not judge alike."""
     said = [said for _, said in together(3, with_a_rate_of_its_own)]
     assert len(set(said)) == 1
-    assert said[0].startswith("rank 2 decided differently from the 2 others in update ")
+    assert said[0].startswith("rank 2 decided differently in update ")
 
 
 @pytest.mark.long

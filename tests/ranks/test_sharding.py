@@ -236,7 +236,7 @@ def test_rewound_killed_and_gone_on_with_it_is_the_run_without_a_fault(place: Pa
 @pytest.mark.parametrize(
     ("processes", "overrides", "told"),
     [
-        (1, ["accelerate.fsdp=true"], "an update stays 64 samples, as 32 rows x 2 micro-batches x 1 process"),
+        (1, ["accelerate.fsdp=true"], "an update stays 64 samples: 32 rows x 2 micro-batches x 1 processes"),
         (2, ["data.batch_size=16", "accelerate.gradient_accumulation_steps=2"], "resumes from step"),
     ],
     ids=["one alone", "replicas"],

@@ -42,7 +42,7 @@ def test_a_trial_that_finds_nothing_leaves_the_random_numbers() -> None:
 
     with_trial, without = regression(WITH, objective=counting), regression(WITHOUT, objective=noisy)
     assert drawn(with_trial) == drawn(without)
-    assert with_trial._controls.trial_updates > 0
+    assert with_trial._controls.trials.updates > 0
     assert with_trial.state.sha256() == without.state.sha256()
     assert len(calls) > with_trial.clock.tick  # docs/policies.md says so
 
@@ -81,7 +81,7 @@ def test_a_rung_tries_nothing_where_an_update_cannot_be_repeated(made: Callable[
             break
     assert guard.incidents[0].tried == ()
     assert [one.remedy for one in guard.incidents[0].decision.actions] == ["trial", "skip"]
-    assert guard._controls.trial_updates < 20  # of each arm
+    assert guard._controls.trials.updates < 20  # of each arm
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_short_run_looks_for_a_lower_rate_once() -> None:
     guard = regression(WITH)
     for batch in guard.batches():
         guard.step(batch)
-    assert guard._controls.trial_updates == 44
+    assert guard._controls.trials.updates == 44
     resumed = regression(WITH)
     resumed._controls.load_state_dict(guard._controls.state_dict())
-    assert resumed._controls._raced_in_vain
+    assert resumed._controls.trials.raced_in_vain

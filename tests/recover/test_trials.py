@@ -269,8 +269,8 @@ def test_a_trial_that_finds_nothing_leaves_no_trace(caplog: pytest.LogCaptureFix
     cost = r"  none did better; that took [\d,]+ updates and [\d.]+ s, which are not part of the run's"
     assert any(re.fullmatch(cost, one) for one in caplog.messages), caplog.messages
     without = train(regression(WITHOUT))
-    assert with_trial._controls.trial_updates > 0
-    assert without._controls.trial_updates == 0
+    assert with_trial._controls.trials.updates > 0
+    assert without._controls.trials.updates == 0
     assert with_trial.state.sha256() == without.state.sha256()
     assert with_trial.clock.tick == without.clock.tick
     assert not with_trial.incidents
@@ -314,7 +314,7 @@ def annealed(recovery: Any) -> Guard:
 def test_a_loss_that_grows_by_age_does_not_lower_the_rate() -> None:
     """A penalty is warmed up: every younger state has a lower loss. To the last bit the run without trials."""
     with_trial, without = annealed(WITH), annealed(WITHOUT)
-    assert with_trial._controls.trial_updates > 0
+    assert with_trial._controls.trials.updates > 0
     assert not [one for one in with_trial.incidents if one.anomaly.signal == "no_progress"]
     assert with_trial.state.sha256() == without.state.sha256()
 
@@ -342,7 +342,7 @@ def test_rows_that_cannot_be_fetched_do_not_end_a_run_in_a_trial(first: int, eac
         guard.step(batch)
         if guard.clock.step == 66:
             break
-    assert (guard._controls.trial_updates > 30) is takes_place
+    assert (guard._controls.trials.updates > 30) is takes_place
     assert not guard.incidents
 
 
@@ -356,7 +356,7 @@ def test_a_race_begins_with_what_followed_a_rewind(caplog: pytest.LogCaptureFixt
     optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
     guard = train(Guard(None, model, optimizer, data=data, batch_size=16, objective=squares, steps=150))
     assert guard.incidents[0].rewound_to == 0
-    assert guard._controls.trial_updates > 30
+    assert guard._controls.trials.updates > 30
     assert "cannot be reproduced" not in caplog.text
 
 
@@ -372,7 +372,7 @@ def test_a_program_with_state_outside_of_the_run_has_no_race(caplog: pytest.LogC
 
     guard = train(regression(WITH, objective=objective))
     assert "note: no lower rates are tried: the loss of update 1 cannot be reproduced" in caplog.messages
-    assert guard._controls.trial_updates == 1
+    assert guard._controls.trials.updates == 1
     assert not guard.incidents
 
 
@@ -380,8 +380,8 @@ def test_a_run_whose_loop_makes_the_updates_has_no_trials() -> None:
     """A loss that is handed over cannot be computed again; a rung with a trial is passed over."""
     guard = language(1.0, objective=None, recovery={**TRIAL, "rates": [0.1]}, data=with_bad_row())
     guard.objective = None
-    assert not guard._controls.tries_rates
-    assert guard._controls._updates_left() == 0
+    assert not guard._controls.trials.tries_rates
+    assert guard._controls.trials.left() == 0
 
 
 # ------------------------------------------------------------------------------------------------------- in a ladder
@@ -422,7 +422,7 @@ def test_trials_have_a_budget() -> None:
     rungs = [*TRIAL["ladders"]["default"], {"do": ["skip"], "strikes": None}]
     small = {"ladders": {"default": rungs}, "budget": {"trials": 0.05, "trials_at_least": 39}}
     guard = train(bad_row(small))
-    assert guard._controls.trial_updates == 0
+    assert guard._controls.trials.updates == 0
     assert {one.remedy for incident in guard.incidents for one in incident.decision.actions} == {"skip"}
 
 
@@ -452,7 +452,7 @@ def on_a_rank(kind: str) -> dict[str, Any]:
         "chosen": [[one.remedy for one in incident.decision.actions] for incident in guard.incidents],
         "factors": [one.settings.get("factor") for incident in guard.incidents for one in incident.decision.actions],
         "weights": guard.state.weights_sha256(),
-        "trial": guard._controls.trial_updates,
+        "trial": guard._controls.trials.updates,
     }
     guard.close()
     if guard.world.size > 1:

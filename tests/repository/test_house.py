@@ -52,9 +52,8 @@ MAY_KNOW: dict[str, set[str]] = {
         "watch",
     },
     "controls": {"checkpoint", "diagnose", "numerics", "record", "recover", "run_parts", "state", "trials", "watch"},
-    "treatment": {"checkpoint", "controls", "record", "recover", "run_parts"},
     "recovery": {
-        *("checkpoint", "controls", "data", "diagnose", "ranks", "record", "recover", "run_parts", "treatment"),
+        *("checkpoint", "controls", "data", "diagnose", "ranks", "record", "recover", "run_parts"),
         "watch",
     },
     "micro_batches": {"record", "recovery"},
