@@ -145,7 +145,7 @@ class Controls(RunControl):
         self._armor.add(*where)
         if not self._is_trial:
             self._note_patched(where)
-            self._parts.checks.patched()
+            self._parts.checks.early_divergence.is_over = True  # its first updates are no measure any more
 
     def raise_zero_eps(self) -> None:
         self._parts.updater.mends_eps = True

@@ -307,6 +307,7 @@ class EngineGuard:
         self._updater.gate.limit(*self._checks.limits)
         self._parts.updates.add(vitals)  # refused ones too: they may turn out to have caused a later incident
         self._recovery.incident_log.add_vitals(vitals, flight.gradients.to_record(vitals.grad_norm))
+        scanned = self._examination.verdict()  # of the state before this update
         # The gate has accepted it on the device; only now the host knows.
         was_half = not vitals.accepted and self._turns.undo()
         if vitals.accepted:
@@ -319,7 +320,6 @@ class EngineGuard:
                 flight.snapshot.checks_state = self._parts.checks_state()
         elif flight.snapshot is not None:
             self._ring.drop(flight.snapshot)
-        scanned = self._examination.verdict()
         self._recovery.name_guilty_ranks(self._examination.guilty_ranks())
         explainer, before = self._recovery.explainer, flight.begun.attributes
         refused = partial(Refused, update, inputs, flight.limits, before)

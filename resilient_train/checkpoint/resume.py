@@ -183,8 +183,7 @@ class Resumption:
         now = [[dict(group) for group in optimizer.param_groups] for optimizer in optimizers]
         try:
             run.state.restore(parts)
-            if lacking := run.restore_checks_state(saved.memory["statistics"]):
-                log.info("%s, has no statistics of %s: these start empty", made, ", ".join(lacking))
+            run.restore_checks_state(saved.memory["statistics"])
             if resuming:
                 run.checks.load_persistent_state(saved.memory["panel"])
                 run.updates.load_state_dict(saved.memory["passed"])

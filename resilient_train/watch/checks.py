@@ -10,7 +10,7 @@ from typing import Any
 
 from resilient_train.types import SPIKES, Anomaly, Signal, Vitals
 from resilient_train.watch.config import ChecksConfig
-from resilient_train.watch.limit import NO_LIMIT, GradLimit, LossLimit, Refusals, ScaleCollapse
+from resilient_train.watch.limit import GradLimit, LossLimit, Refusals, ScaleCollapse
 from resilient_train.watch.loss import Alarm, Creep, Jump, Level, PlainState, Slow
 from resilient_train.watch.rate import EarlyDivergence, NoProgress, RateRise
 from resilient_train.watch.reference import Reference, RewindCheck, Standing
@@ -31,9 +31,6 @@ class Finding:
     at_any_scale: Anomaly | None = None  # the anomaly, if without a loss scale it breaks as well
 
 
-_NOTHING = Finding()
-
-
 class Checks:
     """Judges every attempted update, in order, and sets the limits for the next one.
 
@@ -46,7 +43,7 @@ class Checks:
         self._level = Level(config.jump)
         self._grad_limit = GradLimit(config.limit)
         self._loss_limit = LossLimit(config.limit, self._level)
-        self._early_divergence = EarlyDivergence(config.overshoot)
+        self.early_divergence = EarlyDivergence(config.overshoot)
         self._jump = Jump(config.jump, self._level)
         self._creep = Creep(config.creep, self._level)
         self._slow = Slow(config.slow, self._level)
@@ -54,23 +51,13 @@ class Checks:
         self.rewind_check = RewindCheck(config.probation)
         self.no_progress = NoProgress(config.no_progress)
         self._scale = ScaleCollapse(config.scale)
-        self._checks: dict[str, PlainState] = {  # by their names in checkpoints
-            "level": self._level,
-            "grad_limit": self._grad_limit,
-            "loss_limit": self._loss_limit,
-            "overshoot": self._early_divergence,
-            "jump": self._jump,
-            "creep": self._creep,
-            "slow": self._slow,
-            "rate": self._rate_rise,
-            "probation": self.rewind_check,
-            "no_progress": self.no_progress,
-            "scale": self._scale,
-        }
-        self._empty = self.state_dict()
+        self._refusals = Refusals(config.limit)
+        self._checks: tuple[PlainState, ...] = (  # those with a state
+            *(self._level, self._grad_limit, self._loss_limit, self.early_divergence, self._jump, self._creep),
+            *(self._slow, self._rate_rise, self.rewind_check, self.no_progress, self._scale, self._refusals),
+        )
         self._accepted: dict[int, tuple[float, float]] = {}  # loss and gradient norm of accepted updates, by step
         self.is_only_reported = False  # the policy does nothing about the damage, so one alarm about it is enough
-        self._refusals = Refusals(config.limit)
         self._declared: set[int] = set()  # steps without alarms
         self._repeats = 0  # of the newest update
         self._latest: deque[float] = deque(maxlen=_LATEST)  # losses of attempted updates
@@ -85,15 +72,11 @@ class Checks:
     @property
     def usual_norm(self) -> float | None:
         """The largest of the recent gradient norms; the first one while there are few."""
-        return self._grad_limit.largest if self._grad_limit.is_warm else self._early_divergence.first_norm
+        return self._grad_limit.largest if self._grad_limit.is_warm else self.early_divergence.first_norm
 
     def expect(self, step: int) -> None:
         """Declare a change on purpose with this step."""
         self._declared.update(range(step - _AROUND, step + _AROUND + 1))
-
-    def patched(self) -> None:
-        """Note that a line of user code is patched: the run is no longer compared with its first updates."""
-        self._early_divergence.forget()
 
     def require_recovery(self, since: int, step: int, *, is_only_reported: bool = False) -> None:
         """Compare the run with its losses up to `since`: damage came after that and was noticed at `step`."""
@@ -147,7 +130,7 @@ class Checks:
         self._repeats = self._repeats + 1 if finding.repeat else 0
         if self._repeats > _MOST_REPEATS and vitals.refused is not None:  # the raised limit refuses it again
             evidence = f"{_measured(vitals)}: refused {self._repeats} times"
-            return replace(finding, anomaly=_refused(vitals, vitals.refused, evidence, vitals.step))
+            return replace(finding, anomaly=_anomaly(vitals, vitals.refused, evidence, vitals.step, landed=False))
         anomaly, is_new = finding.anomaly, not self.rewind_check.is_open
         if anomaly is not None and anomaly.landed and (is_new or anomaly.signal is not Signal.NOT_RECOVERED):
             # New damage counts as only reported, until the policy has done something about it.
@@ -156,24 +139,24 @@ class Checks:
 
     def _judge(self, vitals: Vitals) -> Finding:
         if vitals.overflowed:
-            evidence = self._scale.overflowed(vitals)
-            if evidence is None and self._scale.is_frequent:
-                found = f"{_measured(vitals)}, without a loss scale as well"
-                return Finding(at_any_scale=_refused(vitals, Signal.NONFINITE_GRAD, found, since=vitals.step))
-            if evidence is None:
-                return _NOTHING
-            # Nothing landed, but the loss scale is part of the state, and the newest weights may be what overflows.
-            anomaly = _refused(vitals, Signal.SCALE_COLLAPSE, evidence, since=vitals.step - 1)
-            return Finding(replace(anomaly, landed=True))
+            if evidence := self._scale.overflowed(vitals):
+                # Nothing landed, but the loss scale is part of the state, and the newest weights may be what overflows.
+                anomaly = _anomaly(vitals, Signal.SCALE_COLLAPSE, evidence, vitals.step - 1, landed=False)
+                return Finding(replace(anomaly, landed=True))
+            if self._scale.is_frequent:
+                evidence = f"{_measured(vitals)}, without a loss scale as well"
+                anomaly = _anomaly(vitals, Signal.NONFINITE_GRAD, evidence, vitals.step, landed=False)
+                return Finding(at_any_scale=anomaly)
+            return Finding()
         if vitals.refused in SPIKES:
             return self._judge_refused(vitals, vitals.refused)
         if vitals.refused is not None:
-            return Finding(_refused(vitals, vitals.refused, _measured(vitals), since=vitals.step))
+            return Finding(_anomaly(vitals, vitals.refused, _measured(vitals), vitals.step, landed=False))
         if not vitals.accepted:
-            return _NOTHING
+            return Finding()
         if not (isfinite(vitals.loss) and isfinite(vitals.grad_norm)):
             signal = Signal.NONFINITE_GRAD if isfinite(vitals.loss) else Signal.NONFINITE_LOSS
-            return Finding(_landed(vitals, signal, _measured(vitals), since=vitals.step - 2))
+            return Finding(_anomaly(vitals, signal, _measured(vitals), vitals.step - 2))
         return Finding(self._judge_landed(vitals))
 
     def _judge_landed(self, vitals: Vitals) -> Anomaly | None:
@@ -184,15 +167,14 @@ class Checks:
         if step in self._declared:
             self.start_over()
             return None
-        if diverged := self._early_divergence.see(step, _which(vitals), loss, vitals.grad_norm):
+        if diverged := self.early_divergence.see(step, _which(vitals), loss, vitals.grad_norm):
             return self._about_loss(vitals, Signal.DIVERGENCE, diverged)
         outside = self._is_outside(loss)
         jumped = self._jump.see(step, loss, outside)
         if check.learns_again(step, sorted(self._latest)[len(self._latest) // 2]):
             jumped = None
         if not outside:
-            if self._level.learn(loss) or not self._level.ready:
-                self._loss_limit.refresh()
+            self._level.learn(loss)
             self._accepted.setdefault(step, (loss, vitals.grad_norm))
             if len(self._accepted) > _REMEMBERED:
                 del self._accepted[next(iter(self._accepted))]
@@ -229,7 +211,7 @@ class Checks:
         if step in self._declared:
             self.start_over()
             return Finding(repeat=True)
-        if diverged := self._early_divergence.see(step, which, loss, norm):
+        if diverged := self.early_divergence.see(step, which, loss, norm):
             return Finding(self._about_loss(vitals, Signal.DIVERGENCE, diverged))
         outside, evidence = self._is_outside(loss), f"loss {loss:.4g} where {self._level.usual_range}"
         if which != self._refusals.latest and outside:  # counts for a jump, but is not learned
@@ -242,22 +224,22 @@ class Checks:
             return Finding(self._about_loss(vitals, Signal.DIVERGENCE, Alarm(self._refusals.since, evidence)))
         if norms is not None:
             self._grad_limit.make_room(norms)
-            self._loss_limit.lift()
+            self._loss_limit.is_lifted = True
             return Finding(remarks=(f"{len(norms)} updates exceeded the limit; raising it",), repeat=True)
         if signal is Signal.GRAD_SPIKE:
             evidence = f"gradient norm {norm:.4g} where at most {self._grad_limit.largest:.4g} was usual"
-        return Finding(_refused(vitals, signal, evidence, since=vitals.step))
+        return Finding(_anomaly(vitals, signal, evidence, vitals.step, landed=False))
 
     def _about_loss(self, vitals: Vitals, signal: Signal, alarm: Alarm) -> Anomaly:
         """Make an anomaly of the loss. Its `since` is never before the verified step that the run was rewound to."""
         verified = self.rewind_check.stands_on if self.rewind_check.is_open else None
         since = alarm.since if verified is None else max(alarm.since, min(verified, vitals.step))
-        return _landed(vitals, signal, alarm.evidence, since)
+        return _anomaly(vitals, signal, alarm.evidence, since)
 
     def not_recovered(self, vitals: Vitals) -> Anomaly:
         """Make the anomaly of a run without alarms that is not back at its reference."""
-        since = self.not_recovered_since(vitals.step)
-        return _landed(vitals, Signal.NOT_RECOVERED, self.rewind_check.evidence(vitals.step), since=since)
+        evidence, since = self.rewind_check.evidence(vitals.step), self.not_recovered_since(vitals.step)
+        return _anomaly(vitals, Signal.NOT_RECOVERED, evidence, since)
 
     def not_recovered_since(self, step: int) -> int:
         """Return the newest trusted step of such a run: what it did since the rewind does not count."""
@@ -274,45 +256,34 @@ class Checks:
         """Learn from scratch what is usual: it changes on purpose, or was never known."""
         self._level.forget()
         self._accepted.clear()
-        for check in (self._jump, self._rate_rise, self._creep, self._slow, self._loss_limit, self.no_progress):
+        self._loss_limit.is_lifted = False
+        for check in (self._jump, self._rate_rise, self._creep, self._slow, self.no_progress, self._grad_limit):
             check.forget()
         self.rewind_check.end()
-        self._early_divergence.forget()
-        self._grad_limit.forget()
+        self.early_divergence.is_over = True
 
     def persistent_state(self) -> dict[str, Any]:
         """Return the state that does not rewind, for a process that resumes here, as plain data."""
-        return {
-            "path": [[step, *measured] for step, measured in self._accepted.items()],
-            "declared": sorted(self._declared),
-            "refusals": self._refusals.state_dict(),
-            "suspect": self._early_divergence.is_suspect,
-            "early_is_over": bool(self.config.overshoot.every) and self._early_divergence.is_over,
-            "grad_bound": self._grad_limit.upper_bound,
-            "only_reported": self.is_only_reported,
-            "rates_at": self.no_progress.next_look,
-        }
+        own = {"is_only_reported": self.is_only_reported, "declared": sorted(self._declared)}
+        own["accepted"] = [[step, *measured] for step, measured in self._accepted.items()]
+        checks = (one for one in self._checks if one is not self.rewind_check)  # which is a remedy in effect
+        return own | {type(one).__name__: one.persistent_state() for one in checks}
 
     def load_persistent_state(self, state: Mapping[str, Any]) -> None:
-        self._accepted = {int(step): (float(loss), float(norm)) for step, loss, norm in state["path"]}
-        self._declared |= {int(step) for step in state["declared"]}
-        self._refusals.load_state_dict(state["refusals"])
-        self._early_divergence.is_suspect = state["suspect"] is True
-        self.is_only_reported = state.get("only_reported") is True
-        self._early_divergence.is_over |= state.get("early_is_over") is True  # older checkpoints lack the last three
-        self._grad_limit.upper_bound = float(state.get("grad_bound", NO_LIMIT))
-        self.no_progress.next_look = int(state.get("rates_at", self.no_progress.next_look))
+        self.is_only_reported = state["is_only_reported"]
+        self._declared |= set(state["declared"])
+        self._accepted = {step: (loss, norm) for step, loss, norm in state["accepted"]}
+        for one in self._checks:
+            if one is not self.rewind_check:
+                one.load_persistent_state(state[type(one).__name__])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that rewinds with the run, as plain data."""
-        return {name: check.state_dict() for name, check in self._checks.items()}
+        return {type(one).__name__: one.state_dict() for one in self._checks}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Load it. Returns the checks that start empty, because another version saved less of them."""
-        lacking = [name for name, empty in self._empty.items() if empty.keys() - state.get(name, {}).keys()]
-        for name, check in self._checks.items():
-            check.load_state_dict(self._empty[name] if name in lacking else state[name])
-        return lacking
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for one in self._checks:
+            one.load_state_dict(state[type(one).__name__])
 
 
 def _which(vitals: Vitals) -> int:
@@ -320,13 +291,10 @@ def _which(vitals: Vitals) -> int:
     return vitals.start if vitals.stop > vitals.start else vitals.tick
 
 
-def _landed(vitals: Vitals, signal: Signal, evidence: str, since: int) -> Anomaly:
-    return Anomaly(signal, vitals.step, vitals.tick, since=max(0, since), evidence=evidence, ranks=vitals.ranks)
-
-
-def _refused(vitals: Vitals, signal: Signal, evidence: str, since: int) -> Anomaly:
-    step = vitals.step + 1
-    return Anomaly(signal, step, vitals.tick, max(0, since), evidence, landed=False, ranks=vitals.ranks)
+def _anomaly(vitals: Vitals, signal: Signal, evidence: str, since: int, *, landed: bool = True) -> Anomaly:
+    """Make an anomaly of an update, or of one that has not landed."""
+    step = vitals.step + (not landed)
+    return Anomaly(signal, step, vitals.tick, max(0, since), evidence, landed=landed, ranks=vitals.ranks)
 
 
 def _measured(vitals: Vitals) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Sequence
 
 from resilient_train.types import Vitals
 from resilient_train.watch.config import LimitConfig, ScaleConfig
@@ -34,6 +33,7 @@ class GradLimit(PlainState):
     """
 
     saved = ("limit", "_norms", "_early", "_fresh")
+    persistent = ("upper_bound",)
 
     def __init__(self, config: LimitConfig) -> None:
         self.config = config
@@ -41,7 +41,7 @@ class GradLimit(PlainState):
         self._norms: deque[float] = deque(maxlen=config.window)
         self._early: float | None = None  # the 90th percentile of the first norms
         self._fresh = 0  # norms since the last refresh
-        self.upper_bound = NO_LIMIT  # of the limit after a rewind, until there are enough norms again. Does not rewind
+        self.upper_bound = NO_LIMIT  # of the limit after a rewind, until there are enough norms again
 
     @property
     def largest(self) -> float:
@@ -50,10 +50,6 @@ class GradLimit(PlainState):
     @property
     def is_warm(self) -> bool:
         return len(self._norms) >= self.config.warmup and self.largest > 0
-
-    @property
-    def _median(self) -> float:
-        return sorted(self._norms)[len(self._norms) // 2] if self._norms else 0.0
 
     def learn(self, norm: float) -> None:
         if not self.config.every:
@@ -66,13 +62,13 @@ class GradLimit(PlainState):
 
     def _refresh(self) -> None:
         self._fresh = 0
+        median = sorted(self._norms)[len(self._norms) // 2] if self._norms else 0.0
         if not self.is_warm:
             # Of the median, not of the largest: in a run that explodes from the start every norm is the largest so far.
-            times, median = _EARLY_LIMIT if len(self._norms) >= _FEW else _FIRST_LIMIT, self._median
+            times = _EARLY_LIMIT if len(self._norms) >= _FEW else _FIRST_LIMIT
             self.limit = min(self.upper_bound, as_float32(times * median) if median > 0 else NO_LIMIT)
             return
         if self._early is None:
-            median = self._median
             # The first updates landed without a limit: one absurd norm would raise it for a whole window.
             kept = [norm for norm in self._norms if norm <= _OUTLIER * median or not median > 0]
             self._norms.clear()
@@ -106,61 +102,48 @@ class LossLimit(PlainState):
     Lower outliers of the loss did no harm in any recipe that was measured.
     """
 
-    saved = ("limit", "_gave_way")
+    saved = ("is_lifted",)
 
     def __init__(self, config: LimitConfig, level: Level) -> None:
         self.config, self.level = config, level
-        self.limit = NO_LIMIT
-        self._gave_way = False  # to a new regime: there is no limit until the level is learned again
+        self.is_lifted = False  # in a new regime: there is no limit until the level is learned again
 
-    def refresh(self) -> None:
+    @property
+    def limit(self) -> float:
         level = self.level
-        if not self.config.every or self._gave_way:
-            self.limit = NO_LIMIT
-        elif level.ready:
-            self.limit = as_float32(level.median + self.config.loss_factor * max(level.spread, level.scale))
-        else:
-            largest = max(map(abs, level.losses), default=0.0) if len(level.losses) >= _FEW - 1 else 0.0
-            self.limit = as_float32(_EARLY_LIMIT * largest) if largest > 0 else NO_LIMIT
-
-    def lift(self) -> None:
-        self._gave_way = True
-        self.refresh()
-
-    def forget(self) -> None:
-        self._gave_way = False
-        self.refresh()
+        if not self.config.every or self.is_lifted:
+            return NO_LIMIT
+        if level.ready:
+            return as_float32(level.median + self.config.loss_factor * max(level.spread, level.scale))
+        largest = max(map(abs, level.losses), default=0.0) if len(level.losses) >= _FEW - 1 else 0.0
+        return as_float32(_EARLY_LIMIT * largest) if largest > 0 else NO_LIMIT
 
 
-class Refusals:
+class Refusals(PlainState):
     """The refused updates of the last steps: several different ones are no outliers, but a new regime.
 
     They do not rewind: otherwise a run that rewinds at each refusal would fight a new regime forever.
     """
 
+    persistent = ("_recent",)
+
     def __init__(self, config: LimitConfig) -> None:
         self.config = config
-        self._recent: dict[int, tuple[int, float]] = {}  # step and gradient norm by what identifies the update
+        self._recent: list[tuple[int, int, float]] = []  # what identifies an update, its step, its gradient norm
         self.latest: int | None = None  # what identifies the newest one
 
     def add(self, step: int, which: int, norm: float) -> list[float] | None:
         """Add a refused update; one that is retried counts once. Returns all norms if they make a new regime."""
         self.latest = which
-        recent = {key: one for key, one in self._recent.items() if abs(step - one[0]) <= self.config.regime_of}
-        self._recent = {**recent, which: (step, norm)}
-        norms = [one[1] for one in self._recent.values()]
+        lately = [one for one in self._recent if abs(step - one[1]) <= self.config.regime_of and one[0] != which]
+        self._recent = [*lately, (which, step, norm)]
+        norms = [one[2] for one in self._recent]
         return norms if len(norms) >= self.config.regime else None
 
     @property
     def since(self) -> int:
         """The step before the first of them."""
-        return max(0, min((step for step, _ in self._recent.values()), default=1) - 1)
-
-    def state_dict(self) -> list[list[float]]:
-        return [[which, step, norm] for which, (step, norm) in self._recent.items()]
-
-    def load_state_dict(self, state: Sequence[Sequence[float]]) -> None:
-        self._recent = {int(which): (int(step), float(norm)) for which, step, norm in state}
+        return max(0, min((one[1] for one in self._recent), default=1) - 1)
 
 
 class ScaleCollapse(PlainState):
@@ -170,13 +153,13 @@ class ScaleCollapse(PlainState):
     that no scale is small enough.
     """
 
-    saved = ("_in_a_row", "_told")
+    saved = ("_in_a_row", "_is_reported")
 
     def __init__(self, config: ScaleConfig) -> None:
         self.config = config
         self._in_a_row = 0
         self._recent: deque[int] = deque(maxlen=_OFTEN)  # ticks of the latest overflows: they do not rewind
-        self._told = False  # a scale that is too small was reported (the name is that in checkpoints)
+        self._is_reported = False  # a scale that is too small was
 
     def overflowed(self, vitals: Vitals) -> str | None:
         """Count an overflow. Returns the evidence if it is a collapse."""
@@ -188,8 +171,8 @@ class ScaleCollapse(PlainState):
         if self._in_a_row >= self.config.in_a_row:
             count, self._in_a_row = self._in_a_row, 0  # reported again after as many more
             return f"{count} updates overflowed one after the other; the loss scale is {scale}"
-        if scale is not None and scale < self.config.lowest and not self._told:
-            self._told = True
+        if scale is not None and scale < self.config.lowest and not self._is_reported:
+            self._is_reported = True
             return f"the loss scale fell to {scale:.3g}"
         return None
 
@@ -201,4 +184,4 @@ class ScaleCollapse(PlainState):
     def landed(self, scale: float) -> None:
         self._in_a_row = 0
         if scale >= self.config.lowest:
-            self._told = False
+            self._is_reported = False

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
+from statistics import fmean, pstdev
 from typing import Any, ClassVar, NamedTuple
 
 from resilient_train.watch.config import CreepConfig, JumpConfig, SlowConfig
@@ -21,6 +22,7 @@ _SHARE_OF_DESCENT = 0.02  # a loss near 0 is judged by this share of its descent
 _YOUNG_LOSSES = 12  # losses that show what is far above them all, before the range is known
 _YOUNG_MARGIN = 2.0  # times the usual thresholds, before the range is known: a young run changes fast
 _MOST_PER_BLOCK = 8.0  # spreads that one block counts for at most, so that an alarm takes two blocks or more
+FEW = 8  # losses; fewer show no scatter, no trend, no outliers, and no return
 _NORMAL_BLOCK = 1.0  # spreads above the median up to which a block shows no climb
 
 
@@ -32,16 +34,29 @@ class Alarm(NamedTuple):
 
 
 class PlainState:
-    """Base of the checks: `saved` names the attributes that are its state."""
+    """Base of the checks: `saved` names the attributes that rewind with the run, `persistent` those that do not."""
 
     saved: ClassVar[tuple[str, ...]] = ()
+    persistent: ClassVar[tuple[str, ...]] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        values = ((name, getattr(self, name)) for name in self.saved)
-        return {name: list(value) if isinstance(value, deque | list) else value for name, value in values}
+        return self._plain(self.saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in self.saved:
+        self._load(self.saved, state)
+
+    def persistent_state(self) -> dict[str, Any] | None:
+        return self._plain(self.persistent)
+
+    def load_persistent_state(self, state: Mapping[str, Any]) -> None:
+        self._load(self.persistent, state)
+
+    def _plain(self, names: Sequence[str]) -> dict[str, Any]:
+        values = ((name, getattr(self, name)) for name in names)
+        return {name: list(value) if isinstance(value, deque | list) else value for name, value in values}
+
+    def _load(self, names: Sequence[str], state: Mapping[str, Any]) -> None:
+        for name in names:
             mine = getattr(self, name)
             if isinstance(mine, deque | list):
                 mine.clear()
@@ -79,17 +94,14 @@ class Level(PlainState):
             low, high = min(self.losses), max(self.losses)
         return f"{low:.4g} to {high:.4g} was usual"
 
-    def learn(self, loss: float) -> bool:
-        """Add a loss. Returns whether the range was computed again."""
+    def learn(self, loss: float) -> None:
         self.losses.append(loss)
         self._seen += 1
         if self._seen <= _FIRST_LOSSES:
             self.first += (loss - self.first) / self._seen
         self._fresh += 1
-        if self._fresh < self.every:
-            return False
-        self._refresh()
-        return True
+        if self._fresh >= self.every:
+            self._refresh()
 
     def forget(self) -> None:
         """Start from scratch, but keep the first loss: how far the loss fell since then shows what is small."""
@@ -212,10 +224,12 @@ class Jump(PlainState):
         self._quiet = 0
 
 
-def _mean_without_top(losses: Collection[float]) -> tuple[list[float], float]:
-    """Return the losses except for the highest tenth, so that single outliers change nothing, and their mean."""
-    kept = sorted(losses)[: len(losses) - len(losses) // 10]
-    return kept, sum(kept) / len(kept)
+def without_top(losses: Sequence[float]) -> list[float]:
+    """Return the losses in their order except for the highest tenth, in which wild losses have their outliers."""
+    if len(losses) < FEW:
+        return list(losses)
+    ranked = sorted(range(len(losses)), key=losses.__getitem__)
+    return [losses[place] for place in sorted(ranked[: len(losses) - max(1, len(losses) // 10)])]
 
 
 class Creep(PlainState):
@@ -237,7 +251,7 @@ class Creep(PlainState):
         self._block.append(loss)
         if len(self._block) < config.every:
             return None
-        mean = _mean_without_top(self._block)[1]
+        mean = fmean(without_top(self._block))
         self._block.clear()
         if len(self._means) == self._means.maxlen:
             usual = sorted(list(self._means)[: config.blocks])
@@ -283,8 +297,8 @@ class Slow(PlainState):
         if self._fresh < config.every or len(self._losses) < config.window:
             return None
         self._fresh = 0
-        kept, mean = _mean_without_top(self._losses)
-        noise = sqrt(sum((one - mean) ** 2 for one in kept) / len(kept))
+        kept = without_top(self._losses)
+        mean, noise = fmean(kept), pstdev(kept)
         if self._best is None or mean < self._best:
             self._best = mean
         bound = max(config.share * self.level.scale, config.sigmas * noise / sqrt(config.every))

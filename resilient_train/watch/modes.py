@@ -4,7 +4,7 @@ loss shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import isfinite
@@ -180,9 +180,9 @@ class NormStatistics:
         nothing = torch.zeros((), device=self.device)
         return torch.stack([self._seen.pop(name, nothing).float() for name, _ in self.modules])
 
-    def judge(self, step: int, values: Sequence[float]) -> Found | None:
+    def judge(self, step: int, values: Mapping[str, float]) -> Found | None:
         """Report a layer that was out of range twice in a row."""
-        for (name, _), value in zip(self.modules, values, strict=True):
+        for name, value in values.items():
             usual, was_out = self._usual.get(name), name in self._out
             if usual is None or value <= self.factor * max(1.0, usual):
                 self._out.discard(name)

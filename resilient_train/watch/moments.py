@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import inf, isfinite
+from dataclasses import astuple, dataclass
+from math import inf
 from typing import Any
 
 from resilient_train.types import Signal
 from resilient_train.watch.config import OptimizerConfig
-from resilient_train.watch.weights import Found
+from resilient_train.watch.weights import Found, nonfinite
 
 ADAMS = ("Adam", "AdamW")
 
@@ -41,20 +41,14 @@ class Moment:
 
 
 @dataclass(slots=True)
-class Faded:
-    """What a number of updates leaves of second moments, and what their gradients add."""
+class _Faded:
+    """What the updates since the last measurement leave of second moments, and what their gradients add."""
 
-    updates: int
     left: list[float]  # the least share of each group's that is left
+    updates: int = 0
     total_left: float = 1.0  # the share that is left of the sum over all groups
     added: float = 0.0  # what the gradients added to that sum
     unknown: int = 0  # updates for which the sum is not known
-
-    def then(self, later: Faded) -> Faded:
-        left = [share * more for share, more in zip(self.left, later.left, strict=True)]
-        added = self.added * later.total_left + later.added
-        total = self.total_left * later.total_left
-        return Faded(self.updates + later.updates, left, total, added, self.unknown + later.unknown)
 
 
 class Moments:
@@ -69,28 +63,19 @@ class Moments:
         self.config, self.every, self.kinds = config, config.every, list(kinds)
         self.can_sum = is_whole and bool(kinds) and all(kind in ADAMS for kind in kinds)
         self.clean_step = 0
-        self.faded = self._nothing()  # since the last measurement
-        self.measured: Faded | None = None  # before that, since the last measurement that was judged
         self.held = self.failed = 0  # measurements in which the sum did
         self.remarks: list[str] = []
+        self._faded = _Faded([1.0] * len(kinds))
         self._bounded: set[str] = set()  # tensors of the user's optimizers that were finite once
         self._sums: dict[str, float] | None = None  # of second moments, at the last measurement
         self._steps: dict[str, float] = {}  # counts of updates, at the last measurement
 
-    def _nothing(self) -> Faded:
-        return Faded(0, [1.0] * len(self.kinds))
-
     def rebase(self) -> None:
         """Accept the next measurement as it is."""
-        self._sums = self.measured = None
-
-    def put_back(self) -> None:
-        """The last measurement is not judged: the next one covers its updates as well."""
-        if self.measured is not None:
-            self.faded, self.measured = self.measured.then(self.faded), None
+        self._sums = None
 
     def landed(self, settings: Sequence[Mapping[str, Any]], norm: float | None) -> None:
-        faded = self.faded
+        faded = self._faded
         faded.updates += 1
         shares = [_share_left(setting) for setting in settings]
         faded.left = [left * (share or 0.0) for left, share in zip(faded.left, shares, strict=True)]
@@ -103,85 +88,66 @@ class Moments:
         faded.total_left *= beta2
         faded.added = faded.added * beta2 + (1 - beta2) * norm * norm
 
-    def begin(self) -> None:
-        """Note that a measurement is made, whose numbers `judge` gets later."""
-        self.measured, self.faded = self.faded, self._nothing()
-
     def judge(
         self,
         step: int,
-        plain: Sequence[tuple[Moment, float]],
-        squares: Sequence[tuple[Moment, float]],
-        depths: Sequence[float],
+        plain: Mapping[Moment, float],
+        squares: Mapping[Moment, float],
+        depths: Mapping[Moment, float],
         steps: dict[str, float],
     ) -> Found | None:
         """Judge plain moments with their largest values, second moments with their sums and their depths below zero,
         and the counts of updates.
         """
-        faded, self.measured = self.measured or self._nothing(), None
-        sums = {moment.name: value for moment, value in squares}
-        moments = [moment for moment, _ in squares]
-        found = self._negative(moments, depths) or self._nonfinite([*plain, *squares])
+        sums = {moment.name: value for moment, value in squares.items()}
+        found = self._negative(depths)
+        if found is None:
+            named = {**{moment.name: value for moment, value in plain.items()}, **sums}
+            # A user's own optimizer may have an infinity on purpose, such as a best loss.
+            free = {moment.name for moment in plain if not moment.by_torch}
+            found = nonfinite(Signal.NONFINITE_OPTIMIZER, named, free, self._bounded)
         if found is None and self._sums is not None:
-            found = self._shrunk(self._sums, moments, sums, faded)
-            found = found or self._wrong_sum(self._sums, moments, sums, steps, faded)
+            found = self._shrunk(self._sums, squares) or self._wrong_sum(self._sums, squares, steps)
+        self._faded = _Faded([1.0] * len(self.kinds))
         if found is None:
             self.clean_step = step
         if found is None or found.acceptable:
             self._sums, self._steps = sums, steps
         return found
 
-    def _negative(self, squares: Sequence[Moment], depths: Sequence[float]) -> Found | None:
-        below = [(depth, moment.name) for moment, depth in zip(squares, depths, strict=True) if 0 < depth < inf]
+    def _negative(self, depths: Mapping[Moment, float]) -> Found | None:
+        below = [(depth, moment.name) for moment, depth in depths.items() if 0 < depth < inf]
         if not below:
             return None
         depth, name = max(below)
         evidence = f"a second moment is negative: {name} holds {-depth:.4g}, the root of which is taken"
         return Found(Signal.OPTIMIZER_RANGE, name, evidence, acceptable=False)
 
-    def _nonfinite(self, values: Sequence[tuple[Moment, float]]) -> Found | None:
-        # A user's own optimizer may have an infinity on purpose, such as a best loss.
-        on_purpose = {moment.name for moment, _ in values if not moment.by_torch} - self._bounded
-        self._bounded |= {moment.name for moment, value in values if moment.name in on_purpose and isfinite(value)}
-        bad = [(moment.name, value) for moment, value in values if not isfinite(value)]
-        bad = [(name, value) for name, value in bad if value != inf or name not in on_purpose]
-        if not bad:
-            return None
-        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-        evidence = f"not finite: {bad[0][0]} holds {bad[0][1]}{more}, of {len(values)} tensors of the optimizer's state"
-        return Found(Signal.NONFINITE_OPTIMIZER, bad[0][0], evidence, acceptable=False)
-
-    def _shrunk(
-        self, old: Mapping[str, float], squares: Sequence[Moment], sums: Mapping[str, float], faded: Faded
-    ) -> Found | None:
+    def _shrunk(self, old: Mapping[str, float], squares: Mapping[Moment, float]) -> Found | None:
         """Find the second moment that shrank most beyond fading."""
         worst, found = inf, None
-        for moment in squares:
-            before, now, rule = old.get(moment.name, 0.0), sums[moment.name], SQUARES[moment.key]
-            least = before * (1.0 if rule == "never" else faded.left[moment.group])
+        for moment, now in squares.items():
+            before, rule = old.get(moment.name, 0.0), SQUARES[moment.key]
+            least = before * (1.0 if rule == "never" else self._faded.left[moment.group])
             least /= self.config.margin * (_COARSE_SLACK if moment.coarse else 1.0)
             if rule is not None and now < least and least > _TINY and now / least < worst:
                 worst = now / least
                 evidence = f"second moments shrank: {moment.name} sums to {before:.4g} -> {now:.4g} where "
-                evidence += f"{faded.updates} updates leave {least:.4g} at least"
+                evidence += f"{self._faded.updates} updates leave {least:.4g} at least"
                 found = Found(Signal.OPTIMIZER_RANGE, moment.name, evidence)
         return found
 
     def _wrong_sum(
-        self,
-        old: Mapping[str, float],
-        squares: Sequence[Moment],
-        sums: Mapping[str, float],
-        steps: Mapping[str, float],
-        faded: Faded,
+        self, old: Mapping[str, float], squares: Mapping[Moment, float], steps: Mapping[str, float]
     ) -> Found | None:
         """Compare the sum of second moments with what the gradients make it."""
+        faded = self._faded
         if not self.can_sum or faded.unknown or not faded.updates or any(moment.coarse for moment in squares):
             return None
         if any(now - self._steps.get(name, 0.0) != faded.updates for name, now in steps.items()):
             return None  # a weight had no gradient in some updates: its moments did not fade with the others
-        names = [moment.name for moment in squares if moment.key == "exp_avg_sq"]
-        before, now = sum(old.get(name, 0.0) for name in names), sum(sums[name] for name in names)
+        sums = {moment.name: value for moment, value in squares.items() if moment.key == "exp_avg_sq"}
+        before, now = sum(old.get(name, 0.0) for name in sums), sum(sums.values())
         due = before * faded.total_left + faded.added
         if not due > _TINY:
             return None
@@ -201,24 +167,23 @@ class Moments:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        faded = self.measured.then(self.faded) if self.measured else self.faded
         return {
             "clean_step": self.clean_step,
             "sums": self._sums,
             "steps": self._steps,
-            "faded": [faded.updates, list(faded.left), faded.total_left, faded.added, faded.unknown],
+            "faded": list(astuple(self._faded)),
             "held": self.held,
             "bounded": sorted(self._bounded),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.clean_step, self.held = state["clean_step"], state["held"]
-        self._bounded = set(state["bounded"])
+        self._bounded |= set(state["bounded"])
         self._sums, self._steps = state["sums"], state["steps"]
-        updates, left, *rest = state["faded"]
-        self.faded, self.measured = Faded(updates, list(left), *rest), None
+        left, *rest = state["faded"]
+        self._faded = _Faded(list(left), *rest)
         if len(left) != len(self.kinds):  # it is of a run with other optimizers
-            self.faded, self._sums = self._nothing(), None
+            self._faded, self._sums = _Faded([1.0] * len(self.kinds)), None
 
 
 def _share_left(setting: Mapping[str, Any]) -> float | None:

@@ -9,15 +9,14 @@ from statistics import fmean, median
 from typing import Any
 
 from resilient_train.watch.config import NoProgressConfig, OvershootConfig, RateConfig
-from resilient_train.watch.loss import Alarm, PlainState
-from resilient_train.watch.reference import Reference, Standing, falls, without_top
+from resilient_train.watch.loss import FEW, Alarm, PlainState, without_top
+from resilient_train.watch.reference import Reference, Standing, falls
 
 _FLAT = 0.01  # of the first gradient norm: the weights are in a plateau from which nothing leads back
 _WATCHED = 4  # times as many updates are compared after an alarm
 _LOST_SHARE = 0.25  # of the way that the loss had come: losing more of it is an alarm ...
 _WORSE_SHARE = 0.5  # ... if it is also more than this share of the best loss
 _ABSURD_RISE = 10.0  # times the usual rate: too much to end a run with, even if no loss shows its effect yet
-_FEW = 8  # losses, with fewer of which their median is compared instead of the mean without the highest
 
 
 class EarlyDivergence(PlainState):
@@ -31,6 +30,7 @@ class EarlyDivergence(PlainState):
     """
 
     saved = ("_first", "_which", "_losses", "_norms", "_level", "_best", "_good_at")
+    persistent = ("is_suspect", "is_over")
 
     def __init__(self, config: OvershootConfig) -> None:
         self.config = config
@@ -41,8 +41,8 @@ class EarlyDivergence(PlainState):
         self._level: float | None = None  # the first median that was compared
         self._best = 0.0  # the lowest median
         self._good_at = 0  # the newest step with losses near the lowest
-        self.is_suspect = False  # there was an alarm. Does not rewind
-        self.is_over = not config.every  # does not rewind
+        self.is_suspect = False  # there was an alarm
+        self.is_over = False  # something has changed on purpose: the beginning of the run is no measure any more
 
     @property
     def first_norm(self) -> float | None:
@@ -51,7 +51,7 @@ class EarlyDivergence(PlainState):
     def see(self, step: int, which: int, loss: float, norm: float) -> Alarm | None:
         """Judge an attempted update. `which` identifies it: of an update that is retried the last attempt counts."""
         is_watched = self.is_suspect and step <= self.config.watched
-        if self.is_over or not (is_watched or step <= self.config.window):
+        if self.is_over or not self.config.every or not (is_watched or step <= self.config.window):
             return None
         if which == self._which and self._losses:  # retried, perhaps with other rows in place of bad ones
             self._losses.pop()
@@ -97,10 +97,6 @@ class EarlyDivergence(PlainState):
         if lower_quarter - best <= room:
             return None
         return f"loss {middle:.4g} where it began with {self._level:.4g} and had come to {best:.4g}"
-
-    def forget(self) -> None:
-        """Stop: something has changed on purpose, so the beginning of the run is no measure any more."""
-        self.is_over = True
 
 
 class RateRise(PlainState):
@@ -168,7 +164,7 @@ class RateRise(PlainState):
     def _compare(self, step: int) -> Alarm | None:
         assert self._reference is not None
         losses = list(self._losses)
-        losses = [median(losses)] * len(losses) if len(losses) < _FEW else losses
+        losses = [median(losses)] * len(losses) if len(losses) < FEW else losses  # of few the highest are not left out
         standing = self._reference.standing(step, losses, sigmas=self.config.sigmas, share=self.config.share)
         if standing is not Standing.OFF:
             return None
@@ -206,10 +202,11 @@ class NoProgress(PlainState):
     """
 
     saved = ("_losses", "first", "_mean", "_seen")
+    persistent = ("next_look",)
 
     def __init__(self, config: NoProgressConfig) -> None:
         self.config = config
-        self.next_look = config.every  # the step. Does not rewind
+        self.next_look = config.every  # the step
         self.first = self._mean = 0.0  # where it began; the mean of the first losses
         self.evidence = ""
         self._losses: deque[float] = deque(maxlen=config.window)
@@ -231,10 +228,10 @@ class NoProgress(PlainState):
         """
         if not self.config.every or step < self.next_look:
             return False
-        is_asked = self._is_asked(travelled)
-        if not is_asked:
-            self.next_look = step + max(self.config.every, step // 4)
-        return is_asked
+        if self._is_asked(travelled):
+            return True
+        self.next_look = step + max(self.config.every, step // 4)
+        return False
 
     def tried(self, step: int, *, is_tried: bool) -> None:
         """Note what became of a trial that it asked for: where none could be made, it asks again before long."""

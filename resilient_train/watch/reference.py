@@ -8,17 +8,18 @@ from dataclasses import asdict, astuple, dataclass
 from enum import StrEnum
 from math import inf, isfinite, sqrt
 from statistics import fmean, median, stdev
+from sys import float_info
 from typing import Any
 
 from resilient_train.watch.config import RewindCheckConfig
-from resilient_train.watch.loss import PlainState
+from resilient_train.watch.loss import FEW, PlainState, without_top
 
 WINDOW = 48  # losses that make a reference
 _LATEST = 8  # losses whose median is the level where they fell, and whose size thresholds in shares refer to
 _SIGNIFICANT = 3.0  # standard errors from which a slope is not noise
-_SCATTER_OF_FEW = 0.1  # of the size of the losses, where there are too few of them to measure their scatter
-_FEW = 8  # losses; fewer show no scatter, no trend, and no return
+_SCATTER_OFFEW = 0.1  # of the size of the losses, where there are too few of them to measure their scatter
 _EARLY_LOOKS = (0.25, 0.5)  # of the window, at which a run that is off is reported before the window is full
+_UNKNOWN = float_info.max  # no loss is above it
 _LONGEST_WAY = 2.0  # times as many steps as before; a lower learning rate allows for no more
 
 
@@ -51,8 +52,8 @@ class Reference:
             return None
         latest = everything[-_LATEST:]
         size = max(size, abs(median(latest)))
-        if len(values) < _FEW:
-            return cls(steps[-1], median(latest), _SCATTER_OF_FEW * size, 0.0, size, len(values))
+        if len(values) < FEW:
+            return cls(steps[-1], median(latest), _SCATTER_OFFEW * size, 0.0, size, len(values))
         slope, error, residual = _line(values)
         if not abs(slope) > _SIGNIFICANT * error:
             return cls(steps[-1], fmean(values), stdev(everything), 0.0, size, len(values))
@@ -65,8 +66,7 @@ class Reference:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Reference:
         """Make it from what `asdict` returned. Raises ValueError if that makes no reference."""
-        level, scatter, slope, size = (float(plain[name]) for name in ("level", "scatter", "slope", "size"))
-        one = cls(int(plain["step"]), level, scatter, slope, size, int(plain["count"]))
+        one = cls(**plain)
         if not (one.count > 0 and one.scatter >= 0 and one.size >= 0 and all(map(isfinite, astuple(one)))):
             raise ValueError(f"a reference cannot be {dict(plain)}")
         return one
@@ -94,18 +94,10 @@ class Reference:
 def falls(losses: Sequence[float]) -> bool:
     """Whether losses fall by more than noise explains."""
     values = without_top(losses)
-    if len(values) < _FEW:
+    if len(values) < FEW:
         return False
     slope, error, _ = _line(values)
     return slope < -_SIGNIFICANT * error
-
-
-def without_top(losses: Sequence[float]) -> list[float]:
-    """Return the losses in their order except for the highest tenth, in which wild losses have their outliers."""
-    if len(losses) < _FEW:
-        return list(losses)
-    ranked = sorted(range(len(losses)), key=losses.__getitem__)
-    return [losses[place] for place in sorted(ranked[: len(losses) - max(1, len(losses) // 10)])]
 
 
 def _line(values: Sequence[float]) -> tuple[float, float, float]:
@@ -127,6 +119,7 @@ class RewindCheck(PlainState):
     """
 
     saved = ("_losses",)
+    persistent = ("reference", "goal", "reached", "came_from", "stands_on", "ceiling", "was", "took")
 
     def __init__(self, config: RewindCheckConfig) -> None:
         self.config = config
@@ -137,12 +130,12 @@ class RewindCheck(PlainState):
         """Stop comparing: the run is back, or its loss was changed on purpose."""
         self.reference: Reference | None = None
         self.goal = 0  # the step that has to be reached again, later if a lower rate takes longer
-        self._reached = 0  # the step that was reached before the rewind
+        self.reached = 0  # the step that was reached before the rewind
         self.came_from: int | None = None  # the earliest step that the run was rewound to; None: it was not
         self.stands_on: int | None = None  # the verified step that the run was rewound to last
-        self._ceiling: float | None = None  # the highest loss on the way from there, until the run is back
-        self._was: float | None = None  # the highest loss before a treatment that could not rewind ...
-        self._took = 0  # ... and the steps in which that was lost
+        self.ceiling: float | None = None  # the highest loss on the way from there, until the run is back
+        self.was: float | None = None  # the highest loss before a treatment that could not rewind ...
+        self.took = 0  # ... and the steps in which that was lost
         self._losses.clear()
 
     @property
@@ -162,9 +155,9 @@ class RewindCheck(PlainState):
         is_trusted = self.reference is not None and (self.reference.step <= since or parted_before)
         if not is_trusted:
             self.reference = reference
-            self.came_from = self.stands_on = self._ceiling = self._was = None
-            self._took = 0
-        self.goal = self._reached = max(self._reached if is_trusted else 0, goal)
+            self.came_from = self.stands_on = self.ceiling = self.was = None
+            self.took = 0
+        self.goal = self.reached = max(self.reached if is_trusted else 0, goal)
         self._losses.clear()
 
     def rewound(self, step: int, way: Mapping[int, float], rate: float = 1.0) -> None:
@@ -173,8 +166,8 @@ class RewindCheck(PlainState):
         The way back takes longer by as much as the learning rate is multiplied by less than 1, within bounds.
         """
         if self.is_open:
-            goal = round(step + max(0, self._reached - step) * min(_LONGEST_WAY, 1 / rate))
-            self.goal = max(goal, self._reached)
+            goal = round(step + max(0, self.reached - step) * min(_LONGEST_WAY, 1 / rate))
+            self.goal = max(goal, self.reached)
             self._stand(step, max((loss for other, loss in way.items() if other > step), default=None))
             self._losses.clear()
 
@@ -184,37 +177,37 @@ class RewindCheck(PlainState):
         `losses` are those before it: until then a run that stays below them is on its way.
         """
         if self.reference is not None:
-            self._took = self._took or max(0, self._reached - self.reference.step)
-            self.goal = step + round(self._took * min(_LONGEST_WAY, 1 / rate))
-            self._was = max(filter(isfinite, losses), default=None)
+            self.took = self.took or max(0, self.reached - self.reference.step)
+            self.goal = step + round(self.took * min(_LONGEST_WAY, 1 / rate))
+            self.was = max(filter(isfinite, losses), default=None)
             self._losses.clear()
 
     def learns_again(self, step: int, loss: float) -> bool:
         """Whether a run that could not be rewound still has time to come back, and is no worse than it was."""
-        return self.is_open and self._was is not None and step < self.goal and loss <= self._was
+        return self.is_open and self.was is not None and step < self.goal and loss <= self.was
 
     def resumed(self, step: int) -> None:
         """Note a resume from `step`, which may be before the last rewind's."""
-        was_rewound = self._was is None or step < self._reached
+        was_rewound = self.was is None or step < self.reached
         if self.is_open and step < self.goal and was_rewound:
-            self._stand(step, inf)  # the losses of the way from there are not known
+            self._stand(step, _UNKNOWN)  # the losses of the way from there
 
     def _stand(self, step: int, ceiling: float | None) -> None:
         self.came_from = step if self.came_from is None else min(step, self.came_from)
-        self.stands_on, self._ceiling, self._was = step, ceiling, None
+        self.stands_on, self.ceiling, self.was = step, ceiling, None
 
     def is_above(self, loss: float, sigmas: float, share: float) -> bool:
         """Whether a loss is above the reference, and above the losses of the way back while the run is on it."""
         if self.reference is None:
             return False
-        rise = loss - max(self.reference.expected(self.goal), -inf if self._ceiling is None else self._ceiling)
+        rise = loss - max(self.reference.expected(self.goal), -inf if self.ceiling is None else self.ceiling)
         return rise > sigmas * self.reference.scatter and rise > share * self.reference.size
 
     def see(self, step: int, loss: float) -> Standing:
         """Add the loss of an accepted update. Returns BACK or OFF at a look that decides, else UNDECIDED."""
         self._losses.append(loss)
-        if self._ceiling is not None and self.is_at_reference(step):
-            self._ceiling = None
+        if self.ceiling is not None and self.is_at_reference(step):
+            self.ceiling = None
         after, window = step - self.goal, self.config.window
         if after >= window:
             is_look = after == window or not after % round(_EARLY_LOOKS[0] * window)
@@ -231,7 +224,7 @@ class RewindCheck(PlainState):
         """Whether the losses since the rewind are at the reference: only then states count as good."""
         if self.reference is None:
             return True
-        return len(self._losses) >= _FEW and self._standing(step, len(self._losses)) is Standing.BACK
+        return len(self._losses) >= FEW and self._standing(step, len(self._losses)) is Standing.BACK
 
     def evidence(self, step: int) -> str:
         assert self.reference is not None
@@ -252,27 +245,10 @@ class RewindCheck(PlainState):
 
     def persistent_state(self) -> dict[str, Any] | None:
         """Return the state that does not rewind, as plain data; None if there is no reference."""
-        if self.reference is None:
-            return None
-        return {
-            "reference": asdict(self.reference),
-            "goal": self.goal,
-            "came_from": self.came_from,
-            "reached": self._reached,
-            "stands_on": self.stands_on,
-            "ceiling": None if self._ceiling == inf else self._ceiling,
-            "was": self._was,
-            "took": self._took,
-        }
+        return None if self.reference is None else {**self._plain(self.persistent), "reference": asdict(self.reference)}
 
     def load_persistent_state(self, state: Mapping[str, Any] | None) -> None:
         if state is None:
             self.end()
-            return
-        self.reference = Reference.from_plain(state["reference"])
-        self.goal, self._reached = int(state["goal"]), int(state["reached"])
-        steps = (state[name] for name in ("came_from", "stands_on"))
-        self.came_from, self.stands_on = (None if step is None else int(step) for step in steps)
-        self._ceiling = None if state["ceiling"] is None else float(state["ceiling"])
-        self._was = None if state.get("was") is None else float(state["was"])
-        self._took = int(state.get("took", 0))
+        else:
+            self._load(self.persistent, {**state, "reference": Reference.from_plain(state["reference"])})

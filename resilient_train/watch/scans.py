@@ -6,7 +6,6 @@ import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from itertools import islice
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from resilient_train.types import Anomaly, Signal
 from resilient_train.watch.config import ChecksConfig, ReplicasConfig
-from resilient_train.watch.layout import Layout, State, digest
+from resilient_train.watch.layout import Item, Layout, State, digest
 from resilient_train.watch.modes import NormStatistics
 from resilient_train.watch.moments import Moments
 from resilient_train.watch.weights import Found, Weights
@@ -44,7 +43,7 @@ class _Pending:
     buffers: list[str] | None = None  # names of the measured ones; None: weights and buffers were not measured
     state: State | None = None  # None: the optimizers were not measured
     has_norms: bool = False
-    rows: list[tuple[_Kind, int]] = field(default_factory=list)  # and how many numbers each has
+    kinds: list[_Kind] = field(default_factory=list)  # of each number
 
 
 class Scans:
@@ -90,7 +89,8 @@ class Scans:
 
     def remarks(self) -> list[str]:
         """Return new lines for the log."""
-        remarks, self._remarks = self._remarks, []
+        remarks = self._remarks + self._moments.remarks
+        self._remarks, self._moments.remarks = [], []
         return remarks
 
     def rebase(self) -> None:
@@ -118,10 +118,9 @@ class Scans:
             if len(live) != len(self.layout.kinds) or len(groups) != len(live):
                 return  # groups were added: the next measurement starts from scratch
             settings = [{**group, **setting} for group, setting in zip(live, groups, strict=True)]
-            if self._weights.every:
-                self._weights.landed(settings, clipped_norm)
-            if self._moments.every:
-                self._moments.landed(settings, clipped_norm)
+            for scan in (self._weights, self._moments):
+                if scan.every:
+                    scan.landed(settings, clipped_norm)
 
     def is_due(self, step: int) -> bool:
         """Whether the state after `step` has to be measured."""
@@ -136,11 +135,11 @@ class Scans:
 
     @torch.no_grad()
     def measure(self, *, everything: bool = False) -> Tensor:
-        """Measure what is due, or weights and optimizers if nothing is or `everything` is needed now."""
+        """Measure what is due, or weights and optimizers if nothing is or `everything` is needed now.
+
+        If it is never judged, as something raised in between, the next measurement covers its updates as well.
+        """
         self._add_up()
-        if self._pending is not None:  # it was not judged, as something raised in between
-            self._weights.put_back()
-            self._moments.put_back()
         if not self.layout.fits():
             self._norms.clean_step = clean_step = self.clean_step
             self._lay_out(clean_step)
@@ -152,44 +151,41 @@ class Scans:
         rows: list[tuple[_Kind, Tensor]] = []
         everything = everything or not self.is_due(step)
         if self._weights.every and (everything or _due(self._weights.every, step)):
-            self._weights.begin()
             weights, buffers = self.layout.weights, self.layout.buffers()
             pending.buffers = buffers.items
             rows += [(_Kind.COPY, weights.lengths()), (_Kind.COPY, weights.largest()), (_Kind.OWN, buffers.largest())]
         if self._moments.every and (everything or _due(self._moments.every, step)):
-            self._moments.begin()
             pending.state = state = self.layout.moments()
             rows += [(_Kind.COPY, state.plain.largest()), (_Kind.SUM, state.squares.sums())]
             rows += [(_Kind.COPY, state.squares.depths()), (_Kind.COPY, state.counts.values())]
         if self._norms.is_armed:
             pending.has_norms = True
             rows.append((_Kind.OWN, self._norms.values()))
-        pending.rows = [(kind, len(row)) for kind, row in rows]
+        pending.kinds = [kind for kind, row in rows for _ in range(len(row))]
         return torch.cat([row for _, row in rows]) if rows else torch.zeros(0, device=self.layout.device)
 
     def are_copies(self) -> list[bool]:
         """Return for each measured number whether it is the same on every healthy rank."""
-        rows = self._pending.rows if self._pending is not None else []
-        return [self.layout.is_whole and kind is not _Kind.OWN for kind, length in rows for _ in range(length)]
+        kinds = self._pending.kinds if self._pending is not None else []
+        return [self.layout.is_whole and kind is not _Kind.OWN for kind in kinds]
 
     def are_shares(self) -> list[bool]:
         """Return for each measured number whether each rank has a share of it."""
-        rows = self._pending.rows if self._pending is not None else []
-        return [not self.layout.is_whole and kind is _Kind.SUM for kind, length in rows for _ in range(length)]
+        kinds = self._pending.kinds if self._pending is not None else []
+        return [not self.layout.is_whole and kind is _Kind.SUM for kind in kinds]
 
     # An update later.
 
     def judge_each(self, step: int, tick: int, ranks: Sequence[Sequence[float]]) -> Anomaly | None:
         """Judge the numbers of each rank separately, and name the ranks with a finding."""
-        pending, weights, moments, times = self._pending, self._weights, self._moments, self._times_found
+        before = self._pending, self._weights, self._moments, self._times_found
         distinct: dict[tuple[float, ...], list[int]] = {}
         for rank, numbers in enumerate(ranks):
             distinct.setdefault(tuple(numbers), []).append(rank)
         guilty: list[int] = []
         verdicts = []
         for numbers, theirs in distinct.items():
-            self._pending, self._times_found = pending, dict(times)
-            self._weights, self._moments = copy.deepcopy(weights), copy.deepcopy(moments)
+            self._pending, self._weights, self._moments, self._times_found = before[0], *copy.deepcopy(before[1:])
             found = self.judge(step, tick, numbers)
             verdicts.append((found, self._weights, self._moments, self._times_found))
             guilty += theirs if found is not None else []
@@ -201,33 +197,31 @@ class Scans:
 
     def judge(self, step: int, tick: int, values: Sequence[float]) -> Anomaly | None:
         """Judge the numbers of the newest measurement, which was of `step`."""
-        pending = self._pending
+        pending, numbers = self._pending, iter(values)
         if pending is None or pending.step != step:
             return None
         self._pending = None
-        numbers = iter(values)
-        rows = iter([list(islice(numbers, length)) for _, length in pending.rows])
-        findings: list[tuple[Found | None, int]] = []  # each with the newest step that was clean before
+
+        def row(items: Sequence[Item]) -> dict[Item, float]:
+            return dict(zip(items, numbers, strict=False))  # ends with the items
+
+        since = [scan.clean_step for scan in (self._weights, self._moments, self._norms)]
+        found: list[Found | None] = [None, None, None]
         if pending.buffers is not None:
-            since = self._weights.clean_step
-            found = self._weights.judge(step, pending.buffers, next(rows), next(rows), next(rows))
-            findings.append((found, since))
+            names = [weight.name for weight in self._weights.weights]
+            found[0] = self._weights.judge(step, row(names), row(names), row(pending.buffers))
         if (state := pending.state) is not None:
-            since = self._moments.clean_step
-            plain = list(zip(state.plain.items, next(rows), strict=True))
-            squares = list(zip(state.squares.items, next(rows), strict=True))
-            depths, counts = next(rows), dict(zip(state.counts.items, next(rows), strict=True))
-            findings.append((self._moments.judge(step, plain, squares, depths, counts), since))
-            self._remarks += self._moments.remarks
-            self._moments.remarks.clear()
+            squares = state.squares.items
+            rows = row(state.plain.items), row(squares), row(squares), row(state.counts.items)
+            found[1] = self._moments.judge(step, *rows)
         if pending.has_norms:
-            since = self._norms.clean_step
-            findings.append((self._norms.judge(step, next(rows)), since))
-        damage = [(found, since) for found, since in findings if found and not self._is_on_purpose(step, found)]
+            found[2] = self._norms.judge(step, row([name for name, _ in self._norms.modules]))
+        both = zip(found, since, strict=True)
+        damage = [(one, clean) for one, clean in both if one is not None and not self._is_on_purpose(step, one)]
         if not damage:
             return None
-        first, since = min(damage, key=lambda one: _FIRST.index(one[0].signal))
-        return Anomaly(first.signal, step, tick, since, first.evidence)
+        first, clean = min(damage, key=lambda one: _FIRST.index(one[0].signal))
+        return Anomaly(first.signal, step, tick, clean, first.evidence)
 
     def _is_on_purpose(self, step: int, found: Found) -> bool:
         """Whether to accept a finding, because it came again at the same step after every rewind."""
@@ -242,7 +236,7 @@ class Scans:
     # What rewinds.
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is compared against, as plain data; a measurement that was not judged counts as not made."""
+        """Return what is compared against, as plain data."""
         self._add_up()
         return {
             "step": self._step,
@@ -252,10 +246,7 @@ class Scans:
             "norms": self._norms.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Load it. Returns the scans that start empty, because another version saved nothing of them."""
-        empty: dict[str, Any] = {"norms": [state["step"], {}]}
-        lacking, state = [name for name in empty if name not in state], {**empty, **state}
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._pending = None
         self._landed.clear()
         self._step = state["step"]
@@ -265,7 +256,6 @@ class Scans:
         if state["shares"] != self.layout.shares:  # the bounds are those of the largest share of a sharded tensor
             self.rebase()
         self.replicas.clean_step = self._step  # the state was verified, or is the same file for all ranks
-        return lacking
 
 
 class Replicas:

@@ -209,23 +209,6 @@ def test_knobs_that_no_run_has_are_damage(copied: Path, run_command: command) ->
     assert "has invalid knobs: ValueError: the knob lr is nan" in outcome.stdout + outcome.stderr
 
 
-def test_statistics_that_another_version_did_not_keep_start_empty(copied: Path, run_command: command) -> None:
-    """One line says which, and what wrote the checkpoint; the run goes on all the same."""
-    newest = Store(copied).entries()[0].path
-    tree = json.loads((newest / TREE).read_text())
-    statistics = tree["dict"]["memory"]["dict"]["statistics"]["dict"]
-    del statistics["panel"]["dict"]["rate"], statistics["scans"]["dict"]["norms"]
-    statistics["panel"]["dict"]["creep"]["dict"] = {}
-    (newest / TREE).write_text(json.dumps(tree))
-    seal(newest)
-    outcome = train(run_command, copied, 40)
-    assert outcome.code == 0, outcome.stderr
-    told = f"{newest}, written by resilient_train "
-    (line,) = [line for line in outcome.stdout.splitlines() if "no statistics of" in line]
-    assert told in line
-    assert line.endswith("has no statistics of creep, rate, norms: these start empty")
-
-
 def test_without_one_that_verifies_a_run_says_so_and_stops(copied: Path, run_command: command) -> None:
     """Never in silence from step 0: one line for a person, exit code 1, and nothing is removed."""
     for entry in Store(copied).entries():

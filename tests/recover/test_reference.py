@@ -20,7 +20,8 @@ from resilient_train.recover.decide import decide
 from resilient_train.recover.remedies import Circumstances, cut
 from resilient_train.types import Action, Anomaly, Cause, Decision, Diagnosis, Incident, Outcome, Signal, Vitals
 from resilient_train.watch.config import named
-from resilient_train.watch.reference import WINDOW, Reference, RewindCheck, Standing, falls, without_top
+from resilient_train.watch.loss import without_top
+from resilient_train.watch.reference import WINDOW, Reference, RewindCheck, Standing, falls
 from resilient_train.watch.vitals import Leap, UpdateHistory
 
 SIGMAS, SHARE = 4.0, 0.03

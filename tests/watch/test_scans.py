@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import astuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,7 @@ from resilient_train.watch.config import (
     named,
 )
 from resilient_train.watch.scans import Scans
-from resilient_train.watch.weights import GroupPath, Path, adam_stride, reach
+from resilient_train.watch.weights import Path, adam_stride
 
 EVERY = 5
 NAN, INF = float("nan"), float("inf")
@@ -548,15 +547,13 @@ gradients = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=40)
 
 def follow(optimizer: Optimizer, kind: str, weight: nn.Parameter, pushes: list[tuple[float, float]]) -> None:
     """Give an optimizer these gradients, and see that the bound holds after every one of them."""
-    group_path = GroupPath(kind)
+    path = Path(kind)
     start = weight.detach().clone()
     for push in pushes:
         weight.grad = torch.tensor(push, dtype=torch.float64)
         optimizer.step()
-        group_path.landed(optimizer.param_groups[0], float(weight.grad.norm()))
-        far = reach(
-            group_path.path, length=float(start.norm()), largest=float(start.abs().max()), root=len(start) ** 0.5
-        )
+        path.landed(optimizer.param_groups[0], float(weight.grad.norm()))
+        far = path.reach(length=float(start.norm()), largest=float(start.abs().max()), root=len(start) ** 0.5)
         assert far is not None
         moved = (weight.detach() - start).norm(), (weight.detach() - start).abs().max()
         assert float(moved[0]) <= far[0] * (1 + 1e-6) + 1e-9
@@ -600,18 +597,6 @@ def test_no_gradients_carry_rmsprop_and_adagrad_beyond_their_bounds(
     follow(optim.RMSprop([weight], lr=0.01, momentum=momentum, eps=1e-12), "RMSprop", weight, pushes)
     weight = nn.Parameter(torch.tensor([0.5, -2.0], dtype=torch.float64))
     follow(optim.Adagrad([weight], lr=0.01, eps=1e-12), "Adagrad", weight, pushes)
-
-
-def test_paths_add_up() -> None:
-    """Two stretches make the same path as one."""
-    whole, parts = GroupPath("SGD"), GroupPath("SGD")
-    setting = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.1}
-    path = Path()
-    for norm in (1.0, 0.5, 2.0, 0.1):
-        whole.landed(setting, norm)
-        parts.landed(setting, norm)
-        path, parts.path = path.then(parts.path), Path()
-    assert astuple(path) == pytest.approx(astuple(whole.path))
 
 
 # ------------------------------------------------------------------------------------------------------ time and place
