@@ -296,7 +296,7 @@ def test_refused_updates_whose_loss_is_out_of_range_mean_damage() -> None:
 def test_overflows_are_ordinary_until_they_do_not_end() -> None:
     """A scaler finds its scale in a few updates; twenty in a row are a collapse. None enters a statistic."""
     run = warmed_up()
-    before = run.checks.state_dict()["level"]
+    before = run.checks.state_dict()["Level"]
     scale = 2.0**16
     findings = []
     for _ in range(20):
@@ -306,7 +306,7 @@ def test_overflows_are_ordinary_until_they_do_not_end() -> None:
     anomaly = findings[19].anomaly
     assert anomaly is not None
     assert (anomaly.signal, anomaly.landed, anomaly.since) == (Signal.SCALE_COLLAPSE, True, 399)
-    assert run.checks.state_dict()["level"] == before
+    assert run.checks.state_dict()["Level"] == before
     run = warmed_up()  # below the least useful scale at once, and told once until it has recovered
     assert [run.overflow(2.0**-11).anomaly is not None for _ in range(3)] == [True, False, False]
 
@@ -345,10 +345,10 @@ def test_a_change_nobody_undid_is_told_once_and_never_becomes_usual() -> None:
     """Without rewinds: one alarm, then peace, and nothing is learned from the new level, however long it lasts."""
     run = warmed_up()
     assert len(run.alarms(curve(1000, high=6.0, at=600)[400:])) == 1
-    level, limits = run.checks.state_dict()["level"], run.checks.limits
+    level, limits = run.checks.state_dict()["Level"], run.checks.limits
     assert max(level["losses"]) < 4.5
     assert run.alarms((loss, norm) for loss, norm in curve(3000, seed=1, low=6.0)[400:]) == []
-    assert run.checks.state_dict()["level"] == level
+    assert run.checks.state_dict()["Level"] == level
     assert run.checks.limits == limits
     assert run.checks.rewind_check.is_open
 
