@@ -14,6 +14,7 @@ Stopped                 75  not an error, but a request; the state is on disk, a
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import traceback
@@ -114,6 +115,7 @@ def require_finite(key: str, value: Any) -> None:
 
 
 _LIBRARIES = {"hydra", "omegaconf", "importlib", "torch", "accelerate"}
+_STDLIB = os.path.dirname(os.__file__)
 
 
 def text_of(error: BaseException) -> str:
@@ -125,7 +127,7 @@ def text_of(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Describe any error in one line, with the place in the user's code where it was raised."""
+    """Describe any error in one line, with the place in the user's code where it was raised, or else in a library."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     kind, text = type(error).__name__, text_of(error)
     if "Original Traceback" in text:  # of a data worker: torch passes its frames on as text
@@ -134,7 +136,8 @@ def in_one_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         frames, text = [(error.filename, error.lineno)], error.msg
     theirs = [f"{name}:{line}" for name, line in frames if not is_plumbing(name)]
-    return f"{kind}: {_short(text, 300)}" + (f" ({theirs[-1]})" if theirs else "")
+    own = [place for place in theirs if "site-packages" not in place and not place.startswith(_STDLIB)]
+    return f"{kind}: {_short(text, 300)}" + (f" ({(own or theirs)[-1]})" if theirs else "")
 
 
 def short_message(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.controls import Controls
-from resilient_train.data.rows import sampled
+from resilient_train.data.rows import fingerprint
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.explain import Explainer, ReferenceInvalid
 from resilient_train.diagnose.search import Refused
@@ -98,7 +98,7 @@ class Recovery:
         if self.incident_log.directory is not None and history.data_sample is None and update.keys:
             # Once, what the data set looks like, so that a resume notices when it has changed.
             rows = [key.row for keys in update.keys for key in keys]
-            history.note_data(sampled(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
+            history.note_data(fingerprint(self.parts.samples.dataset, rows))  # type: ignore[attr-defined]
 
     # One incident.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from resilient_train.data.rows import Collate, RepeatableBatches, no_watchdog
 from resilient_train.data.samples import Samples, Slicing, Update
-from resilient_train.data.stream import Key, Ranges, Stream
+from resilient_train.data.stream import Key, Stream
 from resilient_train.errors import TrainError
 from resilient_train.state.randomness import preserved
 from resilient_train.state.tree import leaves, rebuilt
@@ -71,9 +71,8 @@ class FedSamples(Samples):
         self.slicing, self.dataset, self._least = slicing, dataset, least
         self.position, self.keeps_places = updates * slicing.samples, keeps_places
         self.rows = len(dataset) if dataset is not None else 0
-        self._stream = Stream(self.rows, 0)
-        self.skipped: Ranges = self._stream.skipped
-        self._again = RepeatableBatches(dataset, collate) if collate is not None else None
+        self._index = Stream(self.rows, 0), RepeatableBatches(dataset, collate or list)
+        self.skipped = self.stream.skipped
         self._fed: deque[Fed] = deque()  # that may come again
         most = _MAX_ROWS // (slicing.batch_size * slicing.accumulation)
         self._older = deque[Fed](maxlen=min(_REMEMBERED, max(_LEAST_REMEMBERED, most)))  # without their batches
@@ -129,7 +128,7 @@ class FedSamples(Samples):
 
     def healthy(self, batch: Any, rows: Sequence[int]) -> tuple[Any, Sequence[int]]:
         """Return a batch that was just fetched, with others in the places of rows that are in quarantine."""
-        if self._stream.quarantined.isdisjoint(rows):
+        if self.stream.quarantined.isdisjoint(rows):
             return batch, rows
         keys = self._without_quarantined([Key(0, self.newest_stop, row) for row in rows])
         with preserved(torch.device("cpu")):
@@ -176,8 +175,8 @@ class FedSamples(Samples):
         fed.prepared.clear()
 
     def _without_quarantined(self, keys: Sequence[Key]) -> list[Key]:
-        bad = self._stream.quarantined
-        others = iter(self._stream.others(keys, 0))
+        bad = self.stream.quarantined
+        others = iter(self.stream.others(keys, 0))
         return [next(others) if key.row in bad else key for key in keys]
 
     # What the engine asks for.
@@ -190,7 +189,7 @@ class FedSamples(Samples):
         fed = next(self._ahead(), None)
         if fed is None:
             raise TrainError("the trainer has fetched no batch for the next update")
-        bad, again = self._stream.quarantined, list[Any]()
+        bad, again = self.stream.quarantined, list[Any]()
         if fed.rows and (fed.batches is None or not all(map(bad.isdisjoint, fed.rows))):
             healthy = [self._without_quarantined(keys) for keys in fed.keys]
             self._drop_batches(fed)
@@ -216,9 +215,6 @@ class FedSamples(Samples):
         self._fed.clear()
         self._older.clear()
 
-    def quarantine(self, rows: Iterable[int]) -> None:
-        self._stream.quarantine(rows)
-
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
         within = [fed for fed in chain(self._older, self._fed) if start <= fed.start < stop]
         made = [fed for fed in within if self.skipped.end_at(fed.start) == fed.start]
@@ -230,14 +226,3 @@ class FedSamples(Samples):
     def starts(self, after: int, samples: int) -> list[int]:
         """Only updates that were fetched already are known."""
         return [fed.start for fed in self._fed if after < fed.start <= after + samples]
-
-    def collated(self, keys: Sequence[Key]) -> Any:
-        if self._again is None:
-            return super().collated(keys)
-        return self._again.collated(keys)
-
-    def fetched(self, key: Key) -> Any:
-        return super().fetched(key) if self._again is None else self._again.fetch(key)
-
-    def others(self, keys: Sequence[Key], draw: int) -> list[Key]:
-        return self._stream.others(keys, draw)

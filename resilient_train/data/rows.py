@@ -6,21 +6,17 @@ import errno
 import logging
 import random
 import re
-import sys
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from resilient_train.data.stream import Key, Stream
 from resilient_train.errors import StorageFailed, in_one_line
-from resilient_train.secrets import masked
 from resilient_train.state.randomness import Purpose, mix, preserved, seed_host
 from resilient_train.state.tree import sha256
 
@@ -36,14 +32,7 @@ _LASTING_ERRORS = {
 }
 _DRAWS = 5  # of substitutes; after that the data set, or the collate function, is broken as a whole
 _FEW = 3  # substitutes in all draws but the first: the fewer, the likelier that none of them is bad itself
-_LONGEST = 300  # characters of an error
 _STORM = 4  # rows of a micro-batch that the storage fails to return; if they are a quarter of it, no row is bad
-
-# Packages that are not the user's code. By package, because a user's own code may be installed as well.
-_LIBRARIES = sys.stdlib_module_names | {
-    *("torch", "torchvision", "torchaudio", "torchdata", "accelerate", "transformers", "tokenizers", "datasets"),
-    *("numpy", "scipy", "pandas", "polars", "pyarrow", "sklearn", "PIL", "cv2", "h5py", "soundfile", "librosa"),
-}
 
 
 def no_watchdog() -> None:
@@ -89,24 +78,18 @@ class Retries:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class FailedRow:
+class FailedRow(NamedTuple):
     """A row that could not be fetched or collated."""
 
     row: int
-    error: str  # in one line: "FileNotFoundError: [Errno 2] ..."
-    file: str | None = None  # of the user's innermost line; None if the traceback has only libraries
-    line: int | None = None
+    error: str  # in one line, with the place in the user's code
     may_pass: bool = False  # whether it was an error of the storage or a connection
-
-    def __str__(self) -> str:
-        return self.error if self.file is None else f"{self.error} ({self.file}:{self.line})"
 
 
 Made = tuple[Any, Sequence[Key], Sequence[FailedRow]]  # a micro-batch, the keys of its rows, and rows that failed
 
 
-def with_substitutes(keys: Sequence[Key], rows: RepeatableBatches, stream: Stream, retries: Retries) -> Made:
+def with_substitutes(keys: Sequence[Key], stream: Stream, rows: RepeatableBatches, retries: Retries) -> Made:
     """Make a micro-batch, with other rows in the places of rows that raise. Raises the error if no others help.
 
     Before rows are blamed, they are fetched again one by one, with pauses if that may help.
@@ -187,7 +170,8 @@ def _without_bad_rows(
     for place in bad:  # a row that does not collate raises again if it alone is put back
         row = keys[place].row
         errors[row] = errors[row] or without([one for one in bad if one != place])[1]
-    return batch, mixed(bad), [_failed(row, error) for row, error in errors.items() if error is not None]
+    failed = [FailedRow(row, in_one_line(why), may_pass(why)) for row, why in errors.items() if why is not None]
+    return batch, mixed(bad), failed
 
 
 def fewest(suspects: Sequence[int], works_without: Callable[[Sequence[int]], bool]) -> list[int]:
@@ -201,20 +185,6 @@ def fewest(suspects: Sequence[int], works_without: Callable[[Sequence[int]], boo
     return fewest(first, lambda more: works_without([*of_second, *more])) + of_second
 
 
-def _failed(row: int, error: Exception) -> FailedRow:
-    """Name a row with its error and the innermost line of the user's code, preferably outside of site-packages."""
-    lines: list[tuple[str, int]] = []
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        package, _, rest = frame.f_globals.get("__name__", "").partition(".")
-        if rest.startswith("zoo") if package == "resilient_train" else package not in _LIBRARIES:
-            lines.append((frame.f_code.co_filename, number))
-    outside = [one for one in lines if not {"site-packages", "dist-packages"} & set(one[0].split("/"))]
-    file, line = (outside or lines)[-1] if lines else (None, None)
-    text = masked(" ".join("".join(traceback.format_exception_only(error)).split()))
-    text = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
-    return FailedRow(row, text, file, line, may_pass(error))
-
-
 Collate = Callable[[list[Any]], Any]
 
 
@@ -222,14 +192,13 @@ class RepeatableBatches:
     """Fetches and collates the rows of one micro-batch, each with the random numbers that belong to it.
 
     Seeding three generators for every row costs more than many a row, and most data sets draw no random numbers. So
-    if the first batch draws none, rows are fetched without seeding until a batch draws after all. That batch is
-    fetched again, and from then on every row is seeded. The process's generators are left in any state: each update
-    seeds them afterwards.
+    rows are fetched without seeding until a batch draws after all. That batch is fetched again, and from then on every
+    row is seeded. The process's generators are left in any state: each update seeds them afterwards.
     """
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
-        self._draws: bool | None = None  # unknown before the first batch
+        self._draws = False
         self._probe: _Probe | None = None
 
     def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
@@ -238,8 +207,6 @@ class RepeatableBatches:
 
     def collated(self, keys: Sequence[Key]) -> Any:
         """Make one micro-batch."""
-        if self._draws is None:
-            return self._first(keys)
         if not self._draws:
             self._probe = self._probe or _Probe(mix(Purpose.PROBE, keys[0].seed))
             seed_host(self._probe.seed)
@@ -254,24 +221,10 @@ class RepeatableBatches:
         seed_host(mix(Purpose.COLLATE, *keys[0]))
         return self.collate(rows)
 
-    def _first(self, keys: Sequence[Key]) -> Any:
-        """Make the first batch with its random numbers, and find out whether it draws any: it is fetched only once."""
-        rows, self._draws = [], False
-        for key in keys:
-            probe = _Probe(mix(Purpose.ROW, *key))
-            seed_host(probe.seed)
-            rows.append(self.dataset[key.row])
-            self._draws |= not probe.is_untouched()
-        probe = _Probe(mix(Purpose.COLLATE, *keys[0]))
-        seed_host(probe.seed)
-        batch = self.collate(rows)
-        self._draws |= not probe.is_untouched()
-        return batch
-
     def fetch(self, key: Key) -> Any:
         """Fetch one row, in the way in which a batch is fetched."""
         seed_host(mix(Purpose.ROW, *key))
-        return self.dataset[key.row] if self._draws is not False else self._plain([key])[0]
+        return self.dataset[key.row] if self._draws else self._plain([key])[0]
 
     def _plain(self, keys: Sequence[Key]) -> list[Any]:
         rows = [key.row for key in keys]
@@ -297,38 +250,17 @@ _COMPARED = 8  # rows, spread over the data set
 _PLAIN_TYPES = (torch.Tensor, bool, int, float, complex, str, bytes, type(None))
 
 
-def fingerprint(dataset: Any) -> dict[str, Any]:
-    """Return the class of a map-style data set, its number of rows, and digests of a few."""
-    rows = len(dataset)
-    compared = {(rows - 1) * number // (_COMPARED - 1) for number in range(_COMPARED)}
-    return {"dataset": type(dataset).__name__, "rows": rows, "digests": _digests(dataset, compared)}
+def fingerprint(dataset: Any, rows: Iterable[int] | None = None) -> dict[str, Any]:
+    """Return the class of a map-style data set, its number of rows, and digests of a few, each fetched twice.
 
-
-def sampled(dataset: Any, rows: Iterable[int]) -> dict[str, Any]:
-    """Return the data set's number of rows and digests of some of these, to compare with when the run resumes.
-
-    They are rows that training has fetched already: other rows might end the process, or never return.
+    They are spread over `rows`: a run gives those that it has fetched already, since others might end the process, or
+    never return. The digest of a row that raises, or that differs the second time, is None.
     """
-    some = sorted(set(rows))
-    compared = {some[len(some) * number // _COMPARED] for number in range(_COMPARED)} if some else set()
-    digests = {row: digest and digest[:16] for row, digest in _digests(dataset, compared).items()}
-    return {"rows": len(dataset), "digests": digests}
-
-
-def change(known: Mapping[str, Any], dataset: Any) -> str:
-    """Say how a data set differs from an earlier sample of it; empty if it does not."""
-    if len(dataset) != known["rows"]:
-        return f"it has {len(dataset):,} rows, and had {known['rows']:,}"
-    now = sampled(dataset, map(int, known["digests"]))["digests"]
-    odd = [row for row, was in known["digests"].items() if was and now.get(row) and now[row] != was]
-    return f"row {min(odd, key=int)} is not what it was" if odd else ""
-
-
-def _digests(dataset: Any, rows: Iterable[int]) -> dict[str, str | None]:
-    """Hash rows, each fetched twice. The digest of a row that raises, or that differs the second time, is None."""
+    some = range(len(dataset)) if rows is None else sorted(set(rows))
+    compared = {some[(len(some) - 1) * number // (_COMPARED - 1)] for number in range(_COMPARED)} if some else set()
     digests: dict[str, str | None] = {}
     with preserved(torch.device("cpu")):
-        for row in sorted(rows):
+        for row in sorted(compared):
             seen: set[str | None] = set()
             for _ in range(2):
                 seed_host(mix(Purpose.ROW, 0, 0, row))
@@ -337,7 +269,16 @@ def _digests(dataset: Any, rows: Iterable[int]) -> dict[str, str | None]:
                 except Exception:
                     seen.add(None)
             digests[str(row)] = seen.pop() if len(seen) == 1 else None
-    return digests
+    return {"dataset": type(dataset).__name__, "rows": len(dataset), "digests": digests}
+
+
+def change(known: Mapping[str, Any], dataset: Any) -> str:
+    """Say how a data set differs from an earlier fingerprint of it; empty if it does not."""
+    if len(dataset) != known["rows"]:
+        return f"it has {len(dataset):,} rows, and had {known['rows']:,}"
+    now = fingerprint(dataset, map(int, known["digests"]))["digests"]
+    odd = [row for row, was in known["digests"].items() if was and now.get(row) and not now[row].startswith(was)]
+    return f"row {min(odd, key=int)} is not what it was" if odd else ""  # earlier versions wrote 16 digits
 
 
 def _lasting(node: Any) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -24,14 +25,13 @@ from resilient_train.data.rows import (
     with_substitutes,
 )
 from resilient_train.data.stream import AT_ONCE, VERSION, Key, Ranges, Span, Stream
-from resilient_train.errors import StorageFailed, in_one_line
+from resilient_train.errors import StorageFailed, in_one_line, text_of
 from resilient_train.ranks.process_exit import exit_with_parent
 
 _log = logging.getLogger("resilient_train")
 
 _MOST_SAMPLES = 2**24  # samples of one process in an update
 _STORM_UPDATES, _STORM_ROWS = 16, 8  # if so many rows fail in so few updates, the storage is to blame, not the rows
-_NO_INDEX = "the rows of this data have no index"
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,11 @@ class Update:
     failed: tuple[FailedRow, ...] = ()  # rows that raised, and were replaced by others
 
 
-class Samples(Protocol):
+class Samples(ABC):
     """A cursor over training data.
 
-    Rows may have an index, by which they can be fetched again and put in quarantine. If they have none, `rows` is 0 and
-    the methods that need an index raise TypeError.
+    Rows may have an index, by which they can be fetched again and put in quarantine. If they have none, `rows` is 0,
+    and all that needs an index raises TypeError.
     """
 
     position: int
@@ -98,12 +98,15 @@ class Samples(Protocol):
     rows: int = 0
     is_fed: bool = False  # a trainer fetches them, and makes its updates itself
     keeps_places: bool = True  # after a resume the same samples are at a position
+    _index: tuple[Stream, RepeatableBatches] | None = None  # the order of the rows, and how they are fetched
+    _batches: Iterator[Any] | None = None  # what was fetched ahead, from `position` on
 
     @property
     def next_start(self) -> int:
         """The position at which the next update begins."""
         return self.skipped.end_at(self.position)
 
+    @abstractmethod
     def next_update(self, beat: Callable[[], None] = no_watchdog) -> Update:
         """Fetch the next update's samples and move past them. `beat` is called while fetches are retried."""
 
@@ -114,6 +117,7 @@ class Samples(Protocol):
     def skip(self, start: int, stop: int) -> None:
         """Skip these positions from now on, after rewinds too."""
         self.skipped.add(start, stop)
+        self._batches = None
 
     def slice_as(self, slicing: Slicing) -> bool:
         """Slice the same samples of an update into other micro-batches from now on; return whether that is possible."""
@@ -126,47 +130,65 @@ class Samples(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Move to the position of a state."""
         self.position = state["position"]
+        self._batches = None  # what workers have fetched ahead belongs to another position
 
     def close(self) -> None:
         """Stop worker processes."""
+        self._batches = None
 
     # With an index.
 
+    @property
+    def stream(self) -> Stream:
+        """The order in which rows come."""
+        return self._indexed()[0]
+
+    def _indexed(self) -> tuple[Stream, RepeatableBatches]:
+        if self._index is None:
+            raise TypeError("the rows of this data have no index")
+        return self._index
+
     def quarantine(self, rows: Iterable[int]) -> None:
         """Put others in the places of these rows from now on, after rewinds too."""
-        raise TypeError(_NO_INDEX)
+        self.stream.quarantine(rows)
+        self._batches = None
 
     def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
         """Return the rows at these positions; nothing if they have no index."""
-        return ()
+        places = [at for at in range(start, stop) if self.skipped.end_at(at) == at] if self._index else []
+        return tuple(sorted({key.row for at in places for key in self.stream.take(at, 1).keys}))
 
     def keys_at(self, start: int) -> list[Sequence[Key]]:
         """Return the keys of this rank's micro-batches in the update at this position."""
-        raise TypeError(_NO_INDEX)
+        return self.slicing.of_this_rank(self.stream.take(start, self.slicing.samples).keys)
 
     def starts(self, after: int, samples: int) -> list[int]:
         """Return where the updates that follow the one at `after` begin, within `samples` samples."""
-        raise TypeError(_NO_INDEX)
+        each, found = self.slicing.samples, [after]
+        while len(found) * each < samples:
+            found.append(self.stream.take(found[-1], each).stop)
+        return found[1:]
 
     def collated(self, keys: Sequence[Key]) -> Any:
         """Make one micro-batch of these rows as training makes it. Leaves the host's generators in any state."""
-        raise TypeError(_NO_INDEX)
+        return self._indexed()[1].collated(keys)
 
     def fetched(self, key: Key) -> Any:
         """Fetch one row as it comes from the data set. Leaves the host's generators in any state."""
-        raise TypeError(_NO_INDEX)
+        return self._indexed()[1].fetch(key)
 
     def others(self, keys: Sequence[Key], draw: int) -> list[Key]:
         """Return as many other healthy rows, for comparison: the same ones for the same draw."""
-        raise TypeError(_NO_INDEX)
+        return self.stream.others(keys, draw)
 
     def left_out(self) -> Any:
         """Return what is skipped and in quarantine now, for `leave_out`."""
-        raise TypeError(_NO_INDEX)
+        return list(self.skipped.spans), self.skipped.digest, set(self.stream.quarantined)
 
     def leave_out(self, left_out: Any) -> None:
         """Skip and put in quarantine what `left_out` returned, and nothing else."""
-        raise TypeError(_NO_INDEX)
+        self.skipped.spans, self.skipped.digest, self.stream.quarantined = left_out
+        self._batches = None
 
 
 class MapSamples(Samples):
@@ -182,14 +204,13 @@ class MapSamples(Samples):
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        self.dataset, self.stream, self.slicing, self.collate = dataset, stream, slicing, collate
+        self.dataset, self.slicing, self.collate = dataset, slicing, collate
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.rows, self.skipped = stream.rows, stream.skipped
         self.position = 0
-        self._here = RepeatableBatches(dataset, collate)
+        self._index = stream, RepeatableBatches(dataset, collate)
         self._plan = _Plan(stream, slicing)
         self._loader: DataLoader[Any] | None = None
-        self._batches: Iterator[Any] | None = None
         self._trouble_until: int | None = None  # the end of the last update that took a second try
         self._failed: dict[int, int] = {}  # rows that the storage failed to return, and the positions of their updates
 
@@ -204,8 +225,8 @@ class MapSamples(Samples):
             batches = [next(self._batches) for _ in range(self.slicing.accumulation)]
         except Exception as error:
             trouble = in_one_line(error)  # not the error itself, which would keep the workers alive
-            workers = getattr(self._batches, "_workers", [])
-            lost_worker = not all(one.is_alive() for one in workers)
+            # What a worker passes on has its traceback. An error without one is the worker's own: it dies or is dead.
+            lost_worker = self.num_workers > 0 and "Original Traceback" not in text_of(error)
             is_of_rows = may_pass(error) and not lost_worker
         else:
             planned = self._plan.ahead.popleft()
@@ -214,55 +235,14 @@ class MapSamples(Samples):
             return Update(planned.start, planned.stop, batches, self.slicing.of_this_rank(planned.keys))
         return self._fetched_here(trouble, Retries(beat), is_of_rows=is_of_rows, lost_worker=lost_worker)
 
-    def skip(self, start: int, stop: int) -> None:
-        self.skipped.add(start, stop)
-        self._batches = None
-
     def slice_as(self, slicing: Slicing) -> bool:
-        self.slicing = slicing
-        self._plan, self._batches, self._loader = _Plan(self.stream, slicing), None, None
+        self.slicing = self._plan.slicing = slicing
+        self._batches = None
         return True
-
-    def quarantine(self, rows: Iterable[int]) -> None:
-        self.stream.quarantine(rows)
-        self._batches = None
-
-    def rows_at(self, start: int, stop: int) -> tuple[int, ...]:
-        places = [at for at in range(start, stop) if self.skipped.end_at(at) == at]
-        return tuple(sorted({key.row for at in places for key in self.stream.take(at, 1).keys}))
-
-    def keys_at(self, start: int) -> list[Sequence[Key]]:
-        return self.slicing.of_this_rank(self.stream.take(start, self.slicing.samples).keys)
-
-    def starts(self, after: int, samples: int) -> list[int]:
-        each, found = self.slicing.samples, [after]
-        while len(found) * each < samples:
-            found.append(self.stream.take(found[-1], each).stop)
-        return found[1:]
-
-    def collated(self, keys: Sequence[Key]) -> Any:
-        return self._here.collated(keys)
-
-    def fetched(self, key: Key) -> Any:
-        return self._here.fetch(key)
-
-    def others(self, keys: Sequence[Key], draw: int) -> list[Key]:
-        return self.stream.others(keys, draw)
-
-    def left_out(self) -> Any:
-        return list(self.skipped.spans), self.skipped.digest, set(self.stream.quarantined)
-
-    def leave_out(self, left_out: Any) -> None:
-        self.skipped.spans, self.skipped.digest, self.stream.quarantined = left_out
-        self._batches = None
 
     def state_dict(self) -> dict[str, Any]:
         is_keyed = self.stream.shuffle and self.rows > AT_ONCE
         return {"position": self.position, **({"permutation": VERSION} if is_keyed else {})}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-        self._batches = None  # what workers have fetched ahead belongs to another position
 
     def close(self) -> None:
         self._batches = self._loader = None
@@ -271,7 +251,7 @@ class MapSamples(Samples):
         self._plan.start = self.position
         self._plan.ahead.clear()
         if not self.num_workers:  # a loader without workers does the same, and costs 70 us a batch
-            batches = map(self._here.collated, self._plan)
+            batches = map(self.collated, self._plan)
             return map(pinned, batches) if self.pin_memory else batches
         if self._loader is None:
             self._loader = loader(
@@ -291,7 +271,7 @@ class MapSamples(Samples):
         span = self.stream.take(self.position, self.slicing.samples)
         batches, keys, failed = [], [], dict[int, FailedRow]()
         for some in self.slicing.of_this_rank(span.keys):
-            batch, mixed, bad = with_substitutes(some, self._here, self.stream, retries)
+            batch, mixed, bad = with_substitutes(some, *self._indexed(), retries)
             batches.append(batch)
             keys.append(mixed)
             failed |= {row.row: row for row in bad}

@@ -123,7 +123,7 @@ class Explainer:
     ) -> tuple[Diagnosis, Leap | None]:
         is_sudden, first, self._of_first_updates = leap is not None and leap.is_sudden, self._of_first_updates, None
         found: Diagnosis | None = None
-        errors = {one.row: str(one) for one in update.failed}  # of rows that could not be fetched
+        errors = {one.row: one.error for one in update.failed}  # of rows that could not be fetched
         if first is not None and first[0] == anomaly.evidence:
             found = first[1]
         elif anomaly.signal is Signal.EXCEPTION and any(failed := self._world.all_of(errors)):

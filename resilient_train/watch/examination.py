@@ -166,7 +166,7 @@ class Examination:
         that follows from them; exceptions that were `raised` made it NaN as well; a bad batch explains the
         loss, unless its NaN is usual, such as a mask. `spiked`: the loss of this rank was above the limit.
         """
-        of_rows = [f"row {one.row} cannot be fetched: {one}" for one in failed]
+        of_rows = [f"row {one.row} cannot be fetched: {one.error}" for one in failed]
         everywhere, of_code = zip(*self._world.all_of((of_rows, list(raised))), strict=True)
         found = None if any(everywhere) else self.examine_now()
         everywhere = everywhere if any(everywhere) else of_code

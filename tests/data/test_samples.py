@@ -434,9 +434,8 @@ def test_rows_that_raise_are_told_with_others_in_their_places(kind: Any, workers
         assert new.batches[0]["index"].tolist() == rows_of(new)
         seen |= set(guilty)
         for row in new.failed:
-            assert row.error == f"FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/{row.row}.png'"
-            assert (row.file, row.line) == (__file__, LINE)
-            assert str(row) == f"{row.error} ({__file__}:{LINE})"
+            what = f"FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/{row.row}.png'"
+            assert row.error == f"{what} ({__file__}:{LINE})"
     assert seen == missing
     samples.close()
 
@@ -467,7 +466,7 @@ def test_rows_that_do_not_collate_are_found(workers: int) -> None:
     for row in failed:
         if row.row in odd:
             assert row.error.startswith("RuntimeError: stack expects each tensor to be equal size")
-            assert (row.file, row.line, str(row)) == (None, None, row.error)
+            assert ".py:" not in row.error
     samples.close()
 
 
@@ -478,7 +477,7 @@ def test_rows_that_a_collate_function_stumbles_over_are_found() -> None:
     assert {row.row for row in failed} == {3, 13, 23, 33}
     for row in failed:
         assert row.error.startswith("ValueError: cannot pad row ")
-        assert row.file == __file__
+        assert f"({__file__}:" in row.error
 
 
 @settings(max_examples=30, deadline=None)
@@ -652,7 +651,7 @@ def test_the_fewest_are_found(count: int, data: st.DataObject) -> None:
 
 
 def test_rows_that_draw_numbers_are_fetched_once_each() -> None:
-    """The first batch as well: a row may be slow, or count how often it is fetched."""
+    """Only those of the first batch twice, which shows that they draw: a row may be slow, or count its fetches."""
 
     class Noisy(torch.utils.data.Dataset[torch.Tensor]):
         def __init__(self) -> None:
@@ -668,4 +667,4 @@ def test_rows_that_draw_numbers_are_fetched_once_each() -> None:
     dataset = Noisy()
     samples = over(dataset, Slicing(16))
     batches(samples, 3)
-    assert len(dataset.fetched) == 48
+    assert len(dataset.fetched) == 64
