@@ -208,8 +208,7 @@ class Guarding:
             if self._noted_before is not None:  # what was generated counts once
                 self._noted_before = with_added(self._noted_before, noted, self._noted())
         made, after = fed.prepared[self._number]
-        for name, state in after.items():  # generation has drawn from it
-            randomness.restore(name, state, device)
+        randomness.restore(after, device)  # generation has drawn from it
         return dict(made)
 
     # One update.

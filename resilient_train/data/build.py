@@ -56,12 +56,12 @@ class IterableEvaluation:
 
     def __init__(self, dataset: Any, slicing: Slicing, *, seed: int, collate: Collate) -> None:
         self.dataset, self.slicing, self.seed, self.collate = dataset, slicing, seed, collate
-        self._can_rewind = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-        self._pristine = copy.deepcopy(dataset.state_dict()) if self._can_rewind else None
+        can_rewind = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        self._pristine = copy.deepcopy(dataset.state_dict()) if can_rewind else None
 
     def batches(self, beat: Callable[[], None] = no_watchdog) -> Iterator[Weighted]:
         """Yield every batch."""
-        if self._can_rewind:
+        if self._pristine is not None:
             self.dataset.load_state_dict(copy.deepcopy(self._pristine))
         rows = self._seeded()
         number = self.slicing.rank

@@ -77,6 +77,11 @@ class Retries:
         self.pauses += 1
         return True
 
+    def pause_or_raise(self, error: Exception, what: str) -> None:
+        """Pause before a retry; raise where none helps: StorageFailed after others have failed."""
+        if not self.pause(error, what):
+            raise StorageFailed(f"{what} failed", in_one_line(error)) if self.pauses else error
+
 
 class FailedRow(NamedTuple):
     """A row that could not be fetched or collated."""

@@ -16,7 +16,7 @@ from resilient_train.data.samples import Samples, Slicing, Update
 from resilient_train.data.stream import Ranges
 from resilient_train.errors import StorageFailed, TrainError, in_one_line, unusable
 from resilient_train.state.randomness import Purpose, mix, preserved, seed_all, seed_host
-from resilient_train.state.tree import rebuilt, sha256
+from resilient_train.state.tree import leaves, rebuilt, sha256
 
 _log = logging.getLogger("resilient_train")
 
@@ -51,7 +51,6 @@ class IterableSamples(Samples):
         self.dataset, self.slicing, self.seed, self.collate = dataset, slicing, seed, collate
         self.position = 0
         self.skipped = Ranges()
-        self.beat: Callable[[], None] = no_watchdog  # called while it reads to find a place
         self._pristine = copy.deepcopy(dataset.state_dict())
         self._state_is_exact = True  # until a rewind shows otherwise
         self._first_rows: dict[tuple[int, int], str] = {}  # digests by positions
@@ -125,16 +124,15 @@ class IterableSamples(Samples):
             return False
         try:
             self._begin(proof["epoch"], proof["row"], proof["dataset"])
-            is_same = _digest([self._next_row() for _ in range(proof["rows"])]) == proof["digest"]
+            is_same: bool = _digest([self._next_row() for _ in range(proof["rows"])]) == proof["digest"]
+            why = "it leads to other rows"
         except Exception as error:
             is_same, why = False, in_one_line(error)
-        else:
-            why = "it leads to other rows"
-            self._proof = proof if is_same else None
+        self._proof = proof if is_same else None
         if not is_same:
             kind = type(self.dataset).__name__
             _log.warning("the state of this %s cannot be used (%s): its epoch is read again", kind, why)
-        return bool(is_same)
+        return is_same
 
     def close(self) -> None:
         del self._rows
@@ -154,8 +152,9 @@ class IterableSamples(Samples):
             # error. From now on a rewind starts at the beginning of its epoch and reads again.
             self._state_is_exact, self._proof = False, None
             kind = type(self.dataset).__name__
-            why = "forgets rows that it has read (a shuffle buffer?): a rewind reads their epoch again"
-            _log.warning("the state of this %s %s", kind, why)
+            _log.warning(
+                "the state of this %s forgets rows (a shuffle buffer?): a rewind reads their epoch again", kind
+            )
             self._read_to(epoch, row)
             rows = [self._next_row() for _ in rows]
             if _digest(rows) != known:
@@ -172,10 +171,7 @@ class IterableSamples(Samples):
                     self._read_to(epoch, row)
                 return [self._next_row() for _ in range(count)]
             except Exception as error:
-                if not retries.pause(error, f"reading row {row} of epoch {epoch}"):
-                    if retries.pauses:
-                        raise StorageFailed("the data set could not be read on", in_one_line(error)) from error
-                    raise
+                retries.pause_or_raise(error, f"reading row {row} of epoch {epoch}")
 
     def _next_row(self) -> Any:
         while True:
@@ -259,7 +255,6 @@ class LoaderSamples(Samples):
         self._drawn = 0  # batches drawn by this run
         self._used_up = 0  # the end of the batches that were drawn, in positions before a rewind
         self._beat: Callable[[], None] = no_watchdog
-        self._batches: Iterator[Any] | None = None
         self._recent: deque[_Served] = deque(maxlen=2)
         self._ahead: deque[_Served] = deque()
         self._changes_tensors = False  # whether the loop changes tensors in place
@@ -319,9 +314,6 @@ class LoaderSamples(Samples):
         self._recent.clear()
         self._ahead.clear()
 
-    def close(self) -> None:
-        self._batches = None
-
     def _fetch(self) -> list[Any]:
         return [self._next_batch() for _ in range(self.slicing.accumulation)]
 
@@ -338,10 +330,7 @@ class LoaderSamples(Samples):
                 self._batches, ends = None, ends + 1
             except Exception as error:  # most loaders continue after it; a generator has ended, and is iterated again
                 failed = in_one_line(error)
-                if not retries.pause(error, "a batch of the loader"):
-                    if retries.pauses:
-                        raise StorageFailed("a batch of the loader could not be fetched", failed) from error
-                    raise
+                retries.pause_or_raise(error, "fetching a batch of the loader")
         if failed:
             raise StorageFailed("a batch of the loader could not be fetched, and it cannot be iterated again", failed)
         if self._drawn > 1:
@@ -372,9 +361,6 @@ class DrawnSamples(Samples):
         self.position = start + self.slicing.samples
         return Update(start, self.position, batches)
 
-    def close(self) -> None:
-        """Do nothing: there are no workers."""
-
     def _drawn(self, start: int, number: int, beat: Callable[[], None]) -> Any:
         retries = Retries(beat)
         while True:
@@ -382,19 +368,9 @@ class DrawnSamples(Samples):
             try:
                 return self.dataset()
             except Exception as error:
-                if not retries.pause(error, "a batch of the function"):
-                    if retries.pauses:
-                        raise StorageFailed("a batch could not be drawn", in_one_line(error)) from error
-                    raise
+                retries.pause_or_raise(error, "drawing a batch")
 
 
 def _versions(batches: list[Any]) -> list[int]:
-    versions: list[int] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and not leaf.is_inference():  # torch does not count changes of those
-            versions.append(leaf._version)
-        return leaf
-
-    rebuilt(batches, note)
-    return versions
+    tensors = [leaf for leaf in leaves(batches) if isinstance(leaf, torch.Tensor)]
+    return [one._version for one in tensors if not one.is_inference()]  # torch does not count changes of those

@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
@@ -74,16 +74,13 @@ def capture(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def restore(name: str, state: Any, device: torch.device) -> None:
-    """Restore one generator to a captured state."""
-    if name == "python":
-        random.setstate(state)
-    elif name == "numpy":
-        np.random.set_state(state)
-    elif name == "torch":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)
+def restore(states: Mapping[str, Any], device: torch.device) -> None:
+    """Restore the generators to captured states."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if "device" in states:
+        torch.get_device_module(device).set_rng_state(states["device"], device)
 
 
 @contextmanager
@@ -93,8 +90,7 @@ def preserved(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        for name, state in states.items():
-            restore(name, state, device)
+        restore(states, device)
 
 
 class Seeds:
@@ -122,11 +118,10 @@ class RecordedStates(Seeds):
 
     def for_update(self, start: int) -> None:
         self.start, self.times = start, self.times + 1
-        if (known := self._states.get(start)) is None:
+        if start in self._states:
+            restore(self._states[start], self._device)
+        else:
             self._states[start] = capture(self._device)
-            return
-        for name, state in known.items():
-            restore(name, state, self._device)
 
     def between(self, position: int) -> None:
         pass
@@ -138,32 +133,21 @@ class RecordedStates(Seeds):
 
 def set_deterministic(enabled: bool) -> None:
     """Make torch use deterministic operations; the log names each operation that has no deterministic form."""
-    if enabled:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product
-        _log_nondeterministic_operations()
     if torch.are_deterministic_algorithms_enabled() != enabled:  # the call imports torch's compiler: a second
         torch.use_deterministic_algorithms(enabled, warn_only=True)
     torch.backends.cudnn.deterministic = enabled
-    if enabled:
-        torch.backends.cudnn.benchmark = False
-
-
-def _log_nondeterministic_operations() -> None:
-    """Replace torch's warnings by one line in the log for each operation."""
-    if getattr(warnings.showwarning, "is_ours", False):
+    if not enabled:
         return
-    plain = warnings.showwarning
-    logged: set[str] = set()
+    torch.backends.cudnn.benchmark = False
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, at the first matrix product
+    plain, logged = warnings.showwarning, set[str]()
 
     def show(message: Warning | str, *place: Any, **more: Any) -> None:
-        text = str(message)
-        if "deterministic" not in text:
+        operation, is_deterministic, _ = str(message).partition(" does not have a deterministic")
+        if not is_deterministic:
             plain(message, *place, **more)
-        elif (operation := text.split(" does not have")[0]) not in logged:
+        elif operation not in logged:
             logged.add(operation)
-            _log.warning(
-                "run.deterministic: torch has no deterministic form of %s here; its results may vary", operation
-            )
+            _log.warning("run.deterministic: torch has no deterministic form of %s: its results may vary", operation)
 
-    show.is_ours = True  # type: ignore[attr-defined]
     warnings.showwarning = show

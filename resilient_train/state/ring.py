@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -318,42 +318,26 @@ def _readable(size: float) -> str:
     return f"{size:.0f} bytes"
 
 
-# By version: the files with limits, the one with the usage, and the parts of it that the kernel frees on demand.
-_FILES = {
-    "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
-    "cgroup2": (("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file")),
-}
-
-
-def left_by_cgroups(proc: Path = Path("/proc/self")) -> Iterator[int]:
+def left_by_cgroups(process: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
     """Yield the bytes that each cgroup of the process, and each one above it, still allows.
 
-    psutil reads the files of the machine, which in a container are those of its host.
+    psutil reads the files of the machine, which in a container are those of its host. In a container without a
+    namespace the path is the host's and does not exist: then the mount itself is the container's own cgroup.
     """
-    try:
-        own = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
-        mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]
-    except OSError:
-        return
-    paths = {kind: path for _, controllers, path in own for kind in controllers.split(",")}  # of version 2: ""
-    for mount in mounts:
-        root, place, kind, options = mount[3], Path(mount[4]), mount[mount.index("-") + 1], mount[-1]
-        name = "" if kind == "cgroup2" else "memory"
-        if kind not in _FILES or name not in paths or name not in ("", *options.split(",")):
-            continue
-        path = PurePosixPath(paths[name])
-        # Only what is below the root of the mount is visible: in a container its own cgroup, at the mount itself.
-        group = place / (path.relative_to(root) if path.is_relative_to(root) else "")
-        while group.is_relative_to(place):
-            yield from _left(group, *_FILES[kind])
-            group = group.parent
-
-
-def _left(group: Path, limits: tuple[str, ...], usage: str, cached: tuple[str, ...]) -> Iterator[int]:
-    with suppress(OSError, ValueError):
-        lines = (group / "memory.stat").read_text().splitlines()
-        words = dict(line.split() for line in lines if " " in line)
-        used = int((group / usage).read_text()) - sum(int(words.get(name, 0)) for name in cached)
-        for name in limits:
-            with suppress(OSError, ValueError):  # no such file, or `max`: no limit
-                yield max(0, int((group / name).read_text()) - used)
+    groups: dict[Path, str] = {}  # with what the names of their counts begin
+    with suppress(OSError):
+        for line in process.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers == "" or "memory" in controllers.split(","):  # version 2, or 1
+                place = Path(path.lstrip("/"))
+                root, prefix = (mount / "memory", "total_") if controllers else (mount, "")
+                groups |= {root / one: prefix for one in (place, *place.parents)}
+    for group, prefix in groups.items():
+        # The kernel frees on demand what it has cached of files.
+        with suppress(OSError, ValueError):
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            cached = int(stat.get(f"{prefix}active_file", 0)) + int(stat.get(f"{prefix}inactive_file", 0))
+            used = int((group / ("memory.usage_in_bytes" if prefix else "memory.current")).read_text()) - cached
+            for name in ("memory.limit_in_bytes",) if prefix else ("memory.max", "memory.high"):
+                with suppress(OSError, ValueError):  # no such file, or `max`: no limit
+                    yield max(0, int((group / name).read_text()) - used)

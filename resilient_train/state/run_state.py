@@ -32,7 +32,6 @@ from resilient_train.state.tree import (
     to_original_device,
 )
 
-_NUMPY_WORDS = 624
 _OPTIONAL = {"drawn"}  # counts that earlier versions did not write
 _SHAPED_OTHERWISE = {"Adafactor", "LBFGS", "Muon"}  # torch's optimizers with moments of other shapes than the weight
 
@@ -55,10 +54,8 @@ def _mismatches(
     for part in ("weights", "buffers"):
         if not isinstance(saved[part], dict):
             yield f"it has no {part}"
-    for name in sorted(live["weights"].keys() - saved["weights"].keys()):
-        yield f"it lacks the weight {name}"
-    for name in sorted(saved["weights"].keys() - live["weights"].keys(), key=str):
-        yield f"it has a weight {name!r:.80}, which the model does not have"
+    for odd in sorted(live["weights"].keys() ^ saved["weights"].keys(), key=str):
+        yield f"only one of the two has the weight {odd!r:.80}"
     for name, weight in live["weights"].items():
         yield from _in_tensor(name, weight, saved["weights"][name])
     modules, persistent = dict(model.named_modules()), model.state_dict(keep_vars=True).keys()
@@ -131,10 +128,8 @@ def _is_generator_state(name: str, live: Any, saved: Any) -> bool:
         if name == "python":
             random.Random().setstate(saved)
         elif name == "numpy":
-            generator = np.random.RandomState()
-            generator.set_state(saved)
-            # numpy does not check the position, and would read memory beyond the words.
-            return bool(0 <= generator.get_state(legacy=False)["state"]["pos"] <= _NUMPY_WORDS)
+            np.random.RandomState().set_state(saved)  # it does not check the position, and reads beyond
+            return bool(0 <= saved["state"]["pos"] <= 624)
         elif name == "torch":
             torch.Generator().set_state(saved)
         else:
@@ -212,9 +207,7 @@ class RunState:
     def restore(self, parts: Mapping[str, Tree]) -> None:
         """Restore a copy of what `live` returned, in place: tensors keep their addresses. Gradients are dropped."""
         weights = dict(self.model.named_parameters())
-        copy_into(
-            [local_part(one) for one in weights.values()], [local_part(parts["weights"][name]) for name in weights]
-        )
+        copy_into(list(map(local_part, weights.values())), [local_part(parts["weights"][name]) for name in weights])
         for weight in weights.values():
             weight.grad = None
         buffers: dict[str, dict[str, Any]] = {}
@@ -227,9 +220,8 @@ class RunState:
         self.clock.step = parts["clock"]
         for name, item in self._stateful.items():
             item.load_state_dict(to_original_device(parts[name]))
-        for name, state in parts.items():  # last, because the calls above may draw random numbers
-            if name.startswith("random."):
-                randomness.restore(name.removeprefix("random."), state, self.device)
+        states = {name.removeprefix("random."): state for name, state in parts.items() if name.startswith("random.")}
+        randomness.restore(states, self.device)  # last, because the calls above may draw random numbers
 
     @contextmanager
     def weights_of(self, parts: Mapping[str, Tree]) -> Iterator[None]:
@@ -250,11 +242,9 @@ class RunState:
         """
         like = self.live()
         for number, optimizer in enumerate(self.optimizers):
-            weights, part = dict(_places(optimizer)), f"optimizer.{number}"
-            moments = parts[part]["moments"]
-            like[part] = {
-                "moments": {place: dict.fromkeys(values, weights.get(place)) for place, values in moments.items()}
-            }
+            weights, moments = dict(_places(optimizer)), parts[f"optimizer.{number}"]["moments"]
+            each = {place: dict.fromkeys(values, weights.get(place)) for place, values in moments.items()}
+            like[f"optimizer.{number}"] = {"moments": each}
         live = dict(tree_flatten_with_path(like)[0])
 
         def resharded(path: Any, saved: Any) -> Any:
@@ -290,11 +280,10 @@ class RunState:
         return parts | {f"random.{name}": state for name, state in randomness.capture(self.device).items()}
 
 
-_SCALER_FIELDS = ("_growth_factor", "_backoff_factor", "_growth_interval")
-
-
 class _LossScale:
     """The state of a GradScaler, left on its device: the scaler's own `state_dict` would wait for the device."""
+
+    _FIELDS = ("_growth_factor", "_backoff_factor", "_growth_interval")
 
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self._scaler = scaler
@@ -307,13 +296,13 @@ class _LossScale:
         if scale is None or tracker is None:  # the scaler makes them at its first use
             scale = torch.full((), scaler._init_scale, dtype=torch.float32)
             tracker = torch.full((), scaler._init_growth_tracker, dtype=torch.int32)
-        return {"scale": scale, "growth_tracker": tracker, **{name: getattr(scaler, name) for name in _SCALER_FIELDS}}
+        return {"scale": scale, "growth_tracker": tracker, **{name: getattr(scaler, name) for name in self._FIELDS}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         scaler = self._scaler
         if not state or not scaler.is_enabled():
             return
-        for name in _SCALER_FIELDS:
+        for name in self._FIELDS:
             setattr(scaler, name, state[name])
         if scaler._scale is None or scaler._growth_tracker is None:
             scaler._init_scale, scaler._init_growth_tracker = float(state["scale"]), int(state["growth_tracker"])

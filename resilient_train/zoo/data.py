@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-SPLITS = ("train", "eval")
+from resilient_train.zoo.models import at_least_one
 
 
 def _check_split(split: str, eval_share: float = 0.5) -> None:
-    if split not in SPLITS:
+    if split not in ("train", "eval"):
         raise ValueError(f"split must be train or eval, got {split!r}")
     if not 0 < eval_share < 1:
         raise ValueError(f"eval_share must lie between 0 and 1, got {eval_share}")
@@ -64,15 +64,13 @@ class PythonSource(Dataset[dict[str, Tensor]]):
     ) -> None:
         _check_split(split, eval_share)
         stride = context if stride is None else stride
-        if context < 1 or stride < 1:
-            raise ValueError(f"context and stride must be at least 1, got context={context} and stride={stride}")
+        at_least_one(context=context, stride=stride)
         self.tokens = torch.frombuffer(_standard_library(split, eval_share, max_bytes), dtype=torch.uint8)
         self.starts = range(0, len(self.tokens) - context, stride)
         self.context = context
         if not self.starts:
-            raise ValueError(
-                f"{len(self.tokens)} tokens of {split} text hold no window of {context + 1}: raise max_bytes"
-            )
+            text = f"{len(self.tokens)} tokens of {split} text"
+            raise ValueError(f"{text} hold no window of {context + 1}: raise max_bytes")
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -98,8 +96,6 @@ def _standard_library(split: str, eval_share: float, max_bytes: int) -> bytearra
     for place, path in sorted(files):
         if (place < eval_share) == (split == "eval") and len(text) < max_bytes:
             text += path.read_bytes()
-    if not text:
-        raise ValueError(f"the standard library of this Python holds no source files for split={split}")
     return text[:max_bytes]
 
 
@@ -127,14 +123,11 @@ class Synthetic(Dataset[Any]):
         seed: int = 0,
     ) -> None:
         _check_split(split)
-        sizes = {"rows": rows, "features": features, "classes": classes, "context": context, "vocab": vocab}
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        at_least_one(rows=rows, features=features, classes=classes, context=context, vocab=vocab)
         if seed < 0 or noise < 0:
             raise ValueError(f"seed and noise must not be negative, got seed={seed} and noise={noise}")
         # A stream of its own for everything drawn: more rows or noise then leave all other numbers what they were.
-        stream = 1 + 2 * SPLITS.index(split)
+        stream = 1 if split == "train" else 3
         teacher, clean, noisy = (np.random.default_rng([seed, i]) for i in (9, stream, stream + 1))
         self.columns: tuple[Tensor, ...]
         if kind == "tokens":

@@ -13,8 +13,6 @@ from torch import nn
 
 from resilient_train.reader import Unimportable, find, similar
 
-_MOST = 240  # characters of another package's error
-
 
 def hf_causal_lm(
     name: str | None = None,
@@ -48,14 +46,11 @@ def hf_causal_lm(
         plain = read(source)
         for key in overrides:  # a config keeps any keyword, so a typo would silently train another model
             if not hasattr(plain, key):
-                fields = [*plain.to_dict(), *getattr(plain, "attribute_map", {})]
-                raise ValueError(f"model type {plain.model_type} has no field {key!r}{similar(key, fields)}")
+                raise ValueError(f"model type {plain.model_type} has no field {key!r}{similar(key, plain.to_dict())}")
         config = read(source, **{"use_cache": False, **overrides})  # cached keys and values are waste in training
         model = auto.from_pretrained(source, config=config) if pretrained else auto.from_config(config)
     except Exception as error:  # its errors have no class in common
-        hint = "" if source in types else similar(source, types)
-        why = " ".join(str(error).split())[:_MOST]
-        raise ValueError(f"transformers cannot build {source!r}: {why}{hint}") from error
+        raise ValueError(f"transformers cannot build {source!r}: {_shortened(error)}") from error
     trained: nn.Module = model.to(width).train()  # from_pretrained returns a model in eval mode
     return trained
 
@@ -81,9 +76,8 @@ def hf_dataset(
         raise ValueError(f"transform={path} is a {type(transform).__name__}, not a function of a row")
     try:
         data = datasets.load_dataset(**load_dataset)
-    except Exception as error:  # its errors have no class in common
-        why = " ".join(str(error).split())[:_MOST]
-        raise ValueError(f"datasets cannot load {load_dataset.get('path')!r}: {why}") from error
+    except Exception as error:
+        raise ValueError(f"datasets cannot load {load_dataset.get('path')!r}: {_shortened(error)}") from error
     if isinstance(data, dict):  # DatasetDict and IterableDatasetDict
         raise ValueError(f"the data set has the splits {', '.join(data)}: pass split=... to choose one")
     if transform is not None:
@@ -94,6 +88,10 @@ def hf_dataset(
             raise ValueError(f"the data set has no columns {', '.join(missing)}; it has {', '.join(present)}")
         data = data.select_columns(list(columns))
     return data.with_format("torch")
+
+
+def _shortened(error: Exception) -> str:
+    return " ".join(str(error).split())[:240]
 
 
 def _package(name: str) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -25,7 +26,7 @@ class MLP(nn.Module):
         norm: str | bool = False,
     ) -> None:
         super().__init__()
-        _at_least_one(in_features=in_features, out_features=out_features, hidden=min(hidden, default=1))
+        at_least_one(in_features=in_features, out_features=out_features, hidden=min(hidden, default=1))
         norms = {False: nn.Identity, "layer": nn.LayerNorm, "batch": nn.BatchNorm1d}
         if norm not in norms:
             raise ValueError(f"norm must be false, layer or batch, got {norm!r}")
@@ -40,10 +41,8 @@ class MLP(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         flat = rows.flatten(1)
         if flat.shape[1] != self.in_features:
-            raise ValueError(
-                f"a row of shape {list(rows.shape[1:])} has {flat.shape[1]} features, "
-                f"but the MLP was built with in_features={self.in_features}"
-            )
+            what = f"a row of shape {list(rows.shape[1:])} has {flat.shape[1]} features"
+            raise ValueError(f"{what}, but the MLP was built with in_features={self.in_features}")
         logits: Tensor = self.layers(flat)
         return logits
 
@@ -67,19 +66,6 @@ class Attention(nn.Module):
         return out
 
 
-class FeedForward(nn.Module):
-    """A perceptron that is four times as wide inside."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.out = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(F.gelu(self.up(x)))
-        return out
-
-
 class Block(nn.Module):
     """One pre-norm layer of the decoder: attention, then a perceptron."""
 
@@ -88,7 +74,8 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads, dropout)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = FeedForward(width)
+        layers = {"up": nn.Linear(width, 4 * width), "gelu": nn.GELU(), "out": nn.Linear(4 * width, width)}
+        self.mlp = nn.Sequential(OrderedDict(layers))
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,24 +102,27 @@ class GPT(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        _at_least_one(vocab_size=vocab_size, context=context, layers=layers, heads=heads, width=width)
+        at_least_one(vocab_size=vocab_size, context=context, layers=layers, heads=heads, width=width)
         if width % heads:
             raise ValueError(f"width must be a multiple of heads, got width={width} and heads={heads}")
-        blocks = [Block(width, heads, dropout) for _ in range(layers)]
         self.context = context
         self.tokens = nn.Embedding(vocab_size, width)
         self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab_size, bias=False)
         self.head.weight = self.tokens.weight
 
-        self.apply(_gpt2_init)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         # 2 * layers projections add to the residual stream: this keeps its variance from growing with the depth.
-        for block in blocks:
-            for projection in (block.attention.out, block.mlp.out):
-                nn.init.normal_(projection.weight, std=0.02 / (2 * layers) ** 0.5)
+        for name, weight in self.named_parameters():
+            if name.endswith(".out.weight"):
+                nn.init.normal_(weight, std=0.02 / (2 * layers) ** 0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
         length = ids.shape[1]
@@ -145,13 +135,6 @@ class GPT(nn.Module):
         return logits
 
 
-def _gpt2_init(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
-
-
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions around a shortcut."""
 
@@ -162,7 +145,7 @@ class BasicBlock(nn.Module):
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(width)
         self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels != width:
+        if stride != 1:
             self.shortcut = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
         nn.init.zeros_(self.norm2.weight)  # every block begins as its shortcut, so depth costs nothing at the start
 
@@ -176,19 +159,17 @@ class ResNet(nn.Module):
 
     def __init__(self, in_channels: int = 1, classes: int = 10, width: int = 16, depth: int = 20) -> None:
         super().__init__()
-        _at_least_one(in_channels=in_channels, classes=classes, width=width)
+        at_least_one(in_channels=in_channels, classes=classes, width=width)
         blocks, rest = divmod(depth - 2, 6)
         if blocks < 1 or rest:
             raise ValueError(f"depth must be 6n+2 (8, 14, 20, 32, 44, 56, ...), got {depth}")
-        self.stem = nn.Sequential(
-            nn.Conv2d(in_channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
-        )
+        stem = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)
+        self.stem = nn.Sequential(stem, nn.BatchNorm2d(width), nn.ReLU())
         stages: list[nn.Module] = []
         channels = width
-        for stage in range(3):
-            wider = width << stage
-            for block in range(blocks):
-                stages.append(BasicBlock(channels, wider, stride=2 if stage and not block else 1))
+        for wider in (width, 2 * width, 4 * width):
+            for _ in range(blocks):
+                stages.append(BasicBlock(channels, wider, stride=wider // channels))
                 channels = wider
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(channels, classes)
@@ -201,7 +182,8 @@ class ResNet(nn.Module):
         return logits
 
 
-def _at_least_one(**sizes: int) -> None:
+def at_least_one(**sizes: int) -> None:
+    """Refuse sizes that cannot work."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")

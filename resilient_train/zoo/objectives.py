@@ -7,13 +7,12 @@ would stall the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from resilient_train.errors import unusable
+from resilient_train.errors import ConfigError, unusable
 
 Model = Callable[..., Any]
 Outcome = tuple[Tensor, dict[str, Tensor]]
@@ -22,24 +21,18 @@ _INPUTS = ("pixel_values", "inputs", "x", "image")
 _TARGETS = ("labels", "label", "y", "target")
 _IGNORED = -100  # torch's and transformers' mark for a position without a target
 
-_misfit = partial(unusable, "objective")  # the user chose model, data and objective: they do not fit together
-
 
 def classification(model: Model, batch: Any, label_smoothing: float = 0.0) -> Outcome:
     """Cross-entropy of the model's scores [batch, classes] against class numbers [batch]."""
     inputs, labels = _pair(batch, "classification")
     if labels.is_floating_point():
-        raise _misfit(
-            f"classification needs integer class labels, got {_describe(labels)}; choose objective=regression"
-        )
+        raise _misfit("classification", "integer class labels", labels, "choose objective=regression")
     logits = _logits(model(inputs), "classification").float()
     if labels.ndim == logits.ndim and labels.shape[1] == 1:
         labels = labels.squeeze(1)
     if logits.ndim < 2 or labels.shape != logits.shape[:1] + logits.shape[2:]:
-        raise _misfit(
-            f"classification needs scores [batch, classes] and labels [batch], "
-            f"got scores of shape {list(logits.shape)} and labels of shape {list(labels.shape)}"
-        )
+        needed = f"scores [batch, classes] for labels {list(labels.shape)}"
+        raise _misfit("classification", needed, logits)
     loss = F.cross_entropy(logits, labels.long(), label_smoothing=label_smoothing)
     return loss, {"accuracy": (logits.detach().argmax(1) == labels).float().mean()}
 
@@ -50,10 +43,7 @@ def regression(model: Model, batch: Any) -> Outcome:
     both = _logits(model(inputs), "regression"), targets
     predicted, targets = (one.squeeze(-1).float() if one.ndim > 1 else one.float() for one in both)
     if predicted.shape != targets.shape:
-        raise _misfit(
-            f"regression needs a prediction of its targets' shape, "
-            f"got {list(predicted.shape)} for targets of shape {list(targets.shape)}"
-        )
+        raise _misfit("regression", f"a prediction of its targets' shape {list(targets.shape)}", predicted)
     return F.mse_loss(predicted, targets), {"mae": (predicted - targets).detach().abs().mean()}
 
 
@@ -69,15 +59,11 @@ def language_model(model: Model, batch: Any) -> Outcome:
         ids = _entry(batch, ("input_ids",), "language_model")
     else:
         ids = batch[0] if isinstance(batch, tuple | list) else batch
-    if not isinstance(ids, Tensor):
-        raise _misfit(f"language_model needs a tensor of token ids, got {type(ids).__name__}")
-    if ids.is_floating_point() or ids.is_complex():
-        raise _misfit(
-            f"language_model needs integer token ids, got {_describe(ids)}; "
-            "choose objective=classification or regression"
-        )
+    if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.is_complex():
+        advice = "choose objective=classification or regression"
+        raise _misfit("language_model", "integer token ids", ids, advice)
     if ids.ndim != 2 or ids.shape[1] < 2:
-        raise _misfit(f"language_model needs rows [batch, time] of at least 2 tokens, got shape {list(ids.shape)}")
+        raise _misfit("language_model", "rows [batch, time] of at least 2 tokens", ids)
 
     labels = ids.long()
     if isinstance(batch, Mapping):
@@ -85,17 +71,11 @@ def language_model(model: Model, batch: Any) -> Outcome:
         if batch.get("attention_mask") is not None:
             labels = labels.masked_fill(batch["attention_mask"] == 0, _IGNORED)
     if labels.shape != ids.shape:
-        raise _misfit(
-            f"language_model needs labels of the ids' shape {list(ids.shape)}, got {list(labels.shape)}: "
-            "it shifts them itself"
-        )
+        raise _misfit("language_model", f"labels of the ids' shape {list(ids.shape)}", labels, "it shifts them itself")
     targets = labels[:, 1:].flatten()
     logits = _logits(model(ids[:, :-1]), "language_model").float()
     if logits.ndim != 3 or logits.shape[:2] != ids[:, :-1].shape:
-        raise _misfit(
-            f"language_model needs logits [batch, time, vocab] for ids of shape {list(ids[:, :-1].shape)}, "
-            f"got {list(logits.shape)}"
-        )
+        raise _misfit("language_model", f"logits [batch, time, vocab] for ids {list(ids[:, :-1].shape)}", logits)
     total = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=_IGNORED, reduction="sum")
     return total / (targets != _IGNORED).sum().clamp(min=1), {}
 
@@ -113,12 +93,8 @@ def model_loss(model: Model, batch: Any) -> Outcome:
         loss = output[0] if isinstance(output, tuple | list) and output else None
         loss = getattr(output, "loss", loss)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        keys = f" (keys {', '.join(map(str, batch))})" if isinstance(batch, Mapping) else ""
-        found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else "no loss"
-        raise _misfit(
-            f"model_loss needs one loss from the model, got {found} in its {type(output).__name__}: "
-            f"does the batch{keys} hold labels? objective=language_model needs none"
-        )
+        advice = "does the batch hold labels? objective=language_model needs none"
+        raise _misfit("model_loss", "one loss from the model", output if loss is None else loss, advice)
     return loss.float().reshape(()), {}
 
 
@@ -128,10 +104,9 @@ def _pair(batch: Any, objective: str) -> tuple[Any, Tensor]:
     elif isinstance(batch, tuple | list) and len(batch) == 2:
         inputs, targets = batch
     else:
-        size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
-        raise _misfit(f"{objective} needs a batch (inputs, targets) or a mapping, got a {type(batch).__name__}{size}")
+        raise _misfit(objective, "a batch (inputs, targets) or a mapping", batch)
     if not isinstance(targets, Tensor):
-        raise _misfit(f"{objective} needs a tensor of targets, got {type(targets).__name__}")
+        raise _misfit(objective, "a tensor of targets", targets)
     return inputs, targets
 
 
@@ -139,15 +114,22 @@ def _entry(batch: Mapping[Any, Any], names: tuple[str, ...], objective: str) -> 
     for name in names:
         if name in batch:
             return batch[name]
-    raise _misfit(f"{objective} needs a batch with {' or '.join(names)}, got the keys {', '.join(map(str, batch))}")
+    raise _misfit(objective, f"a batch with {' or '.join(names)}", batch)
 
 
 def _logits(output: Any, objective: str) -> Tensor:
     scores = getattr(output, "logits", output)
     if not isinstance(scores, Tensor):
-        raise _misfit(f"{objective} needs a tensor or .logits from the model, got a {type(output).__name__}")
+        raise _misfit(objective, "a tensor or .logits from the model", output)
     return scores
 
 
-def _describe(values: Tensor) -> str:
-    return f"{str(values.dtype).removeprefix('torch.')} of shape {list(values.shape)}"
+def _misfit(objective: str, needed: str, got: Any, advice: str = "") -> ConfigError:
+    """The user chose model, data and objective: they do not fit together."""
+    if isinstance(got, Tensor):
+        found = f"{str(got.dtype).removeprefix('torch.')} of shape {list(got.shape)}"
+    elif isinstance(got, Mapping):
+        found = f"the keys {', '.join(map(str, got))}"
+    else:
+        found = f"a {type(got).__name__}{f' of {len(got)}' if isinstance(got, tuple | list) else ''}"
+    return unusable("objective", f"{objective} needs {needed}, got {found}{f'; {advice}' if advice else ''}")

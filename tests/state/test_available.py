@@ -13,6 +13,8 @@ import psutil
 import pytest
 from test_state import Bench
 
+from resilient_train.state.ring import left_by_cgroups
+
 CGROUPS = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 GIB = 2**30
 
@@ -88,12 +90,9 @@ def group(place: Path, **files: object) -> None:
         (place / name.replace("__", ".")).write_text(f"{content}\n")
 
 
-def left(proc: Path, cgroup: str, *mounts: str) -> list[int]:
-    from resilient_train.state.ring import left_by_cgroups
-
-    (proc / "cgroup").write_text(cgroup)
-    (proc / "mountinfo").write_text("".join(f"{line}\n" for line in mounts))
-    return sorted(left_by_cgroups(proc))
+def left(tmp_path: Path, cgroup: str) -> list[int]:
+    (tmp_path / "cgroup").write_text(cgroup)
+    return sorted(left_by_cgroups(tmp_path / "cgroup", tmp_path / "fs"))
 
 
 def test_of_nested_cgroups_the_tightest_counts(tmp_path: Path) -> None:
@@ -104,27 +103,22 @@ def test_of_nested_cgroups_the_tightest_counts(tmp_path: Path) -> None:
     group(root / "jobs", memory__max=5000, memory__high="max", memory__current=900, memory__stat=stat)
     group(root / "jobs/7", memory__max="max", memory__high=2000, memory__current=900, memory__stat=stat)
     group(root / "jobs/7/step", memory__max=4000, memory__current=300, memory__stat=stat)
-    assert left(tmp_path, "0::/jobs/7/step\n", f"1 2 0:3 / {root} rw - cgroup2 cgroup2 rw") == [1200, 3800, 4200]
+    assert left(tmp_path, "0::/jobs/7/step\n") == [1200, 3800, 4200]
 
 
 def test_a_container_sees_its_own_cgroup_at_the_mount(tmp_path: Path) -> None:
-    """Of version 1, without a namespace: what lies above is the host's, and the path begins there."""
-    root = tmp_path / "memory"
+    """Of version 1, without a namespace: the path is the host's, and does not exist below the mount."""
+    root = tmp_path / "fs" / "memory"
     stat = "cache 9\nactive_file 1\ntotal_active_file 30\ntotal_inactive_file 70"
     group(root, memory__limit_in_bytes=9000, memory__usage_in_bytes=1000, memory__stat=stat)
     group(root / "own", memory__limit_in_bytes=2**63 - 4096, memory__usage_in_bytes=600, memory__stat=stat)
-    mounts = [f"1 2 0:3 /docker/af {root} rw shared:3 - cgroup cgroup rw,memory", "2 2 0:4 / /tmp rw - tmpfs none rw"]
-    mounts += [f"3 2 0:5 /docker/af {tmp_path}/cpu rw - cgroup cgroup rw,cpu"]
-    assert left(tmp_path, "4:memory:/docker/af/own\n1:cpu:/docker/af\n0::/\n", *mounts) == [8100, 2**63 - 4096 - 500]
-    assert left(tmp_path, "4:memory:/docker/af\n", *mounts) == [8100]
-    assert left(tmp_path, "4:memory:/../elsewhere\n", *mounts) == [8100]
+    assert left(tmp_path, "4:memory:/own\n1:cpu:/own\n0::/\n") == [8100, 2**63 - 4096 - 500]
+    for path in ("/", "/docker/af", "/../elsewhere"):
+        assert left(tmp_path, f"4:memory,hugetlb:{path}\n") == [8100]
 
 
 def test_where_there_are_no_cgroups_there_is_no_limit(tmp_path: Path) -> None:
     """Other systems, and mounts that say nothing."""
-    from resilient_train.state.ring import left_by_cgroups
-
     assert list(left_by_cgroups(tmp_path / "none")) == []
-    root = tmp_path / "fs"
-    group(root, memory__max="many", memory__current="?", memory__stat="")
-    assert left(tmp_path, "0::/\n", f"1 2 0:3 / {root} rw - cgroup2 cgroup2 rw") == []
+    group(tmp_path / "fs", memory__max="many", memory__current="?", memory__stat="")
+    assert left(tmp_path, "0::/\n") == []
