@@ -315,7 +315,7 @@ def test_substitutes_leave_all_other_places_as_they_were(program: ModuleType) ->
     rotten = program.Rows()
     rotten.inputs[[40, 333]] = math.nan
     met = trained(program, rotten, steps=32)  # one epoch
-    stream = met.samples.stream  # type: ignore[attr-defined]
+    stream = met.samples.stream
     order = stream._order(0, 0)
     healed = program.Rows()
     for row in (40, 333):
