@@ -21,17 +21,19 @@ from resilient_train.data.samples import Update
 from resilient_train.errors import TrainError, in_one_line, text_of
 from resilient_train.run_parts import RunParts
 from resilient_train.state import randomness
-from resilient_train.state.copies import Attributes, Backup
+from resilient_train.state.copies import Attributes, Backup, Backups
+from resilient_train.state.randomness import Seeds
 from resilient_train.state.ring import Snapshot
 from resilient_train.types import Vitals
 from resilient_train.update.objective import Measured, Metrics
+from resilient_train.update.turns import DirectStepCheck
 from resilient_train.update.updater import Attempt
 from resilient_train.watch.layout import GradientNorms
+from resilient_train.watch.modes import AnomalyMode
 from resilient_train.watch.vitals import Sent, read_vitals, versions
 from resilient_train.wording import IN_FILE_ONLY, log
 
 _ON_THE_HOST = ("can't allocate memory", "not enough memory", "std::bad_alloc")
-_GIB = 2**30
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -39,16 +41,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in text_of(error) for words in _ON_THE_HOST)
-
-
-def memory_evidence(error: BaseException, device: torch.device) -> str:
-    """Return the message of an out-of-memory error in one line, on a GPU with the memory in use."""
-    said = " ".join(text_of(error).split()).split(" Of the allocated memory")[0][:200] or type(error).__name__
-    if device.type != "cuda":
-        return said
-    free, total = torch.cuda.mem_get_info(device)
-    held = torch.cuda.max_memory_allocated(device)
-    return f"{said}; at most {held / _GIB:.2f} GiB were in use, {free / _GIB:.2f} of {total / _GIB:.2f} GiB are free"
 
 
 @dataclass
@@ -100,12 +92,26 @@ class InFlight:
         )
 
 
+@dataclass(frozen=True)
+class Loop:
+    """How training makes an update: what the training loop does with a batch, without the loop."""
+
+    model: nn.Module  # as the training calls it
+    bare: nn.Module  # without the wrappers of other processes
+    objective: Measured | None  # None: the loop hands over its losses
+    computation: Computation | None  # with that objective
+    anomaly_mode: AnomalyMode
+    direct_steps: DirectStepCheck
+    backups: Backups
+    seeds: Seeds
+    stop: Callable[[], bool]  # the run was asked to stop
+
+
 _TRIED = 4  # other batches
 _OURS = Path(__file__).parent
 _USERS = (_OURS / "zoo", _OURS / "numerics")  # which call what users wrote, or what they would call
 
 Computed = tuple[Tensor, Metrics]
-Spoil = Callable[[Tensor], Tensor]
 
 
 class Computation:
@@ -126,7 +132,15 @@ class Computation:
         self._forwards = _Forwards(model) if isinstance(model, DistributedDataParallel) else None
         self._logged: set[str] = set()
 
-    def of(self, batch: Any, begun: StartedUpdate, before: InFlight | None, spoil: Spoil) -> Computed | str:
+    def of(
+        self,
+        batch: Any,
+        begun: StartedUpdate,
+        before: InFlight | None = None,
+        spoil: Callable[[Tensor], Tensor] = lambda loss: loss,
+        *,
+        stands_in: bool = True,
+    ) -> Computed | str:
         """Run forward and backward of the newest batch of `begun`; `before` is the update in flight.
 
         `spoil` changes the loss on the way, in a drill. If memory runs out, return what the error says; if only this
@@ -138,41 +152,36 @@ class Computation:
             return self._computed(batch, spoil)
         except Exception as error:
             if is_out_of_memory(error):
-                return memory_evidence(error, self._parts.world.device)
-            if (instead := self._stand_in(error, begun, before)) is None:
+                return " ".join(text_of(error).split())[:200] or type(error).__name__
+            if not stands_in or not self._may_be_of_batch(error):
                 raise
-            return instead
+            tried, text = 0, in_one_line(error)
+            for other in self._others(begun, before):
+                try:
+                    if self._forwards is not None:
+                        self._forwards.again()
+                    computed = self._computed(self._parts.world.on_device(other))
+                except Exception:
+                    tried += 1
+                    continue
+                finally:
+                    if self._forwards is not None:
+                        self._forwards.end()
+                begun.raised.append(text)
+                if text not in self._logged:
+                    self._logged.add(text)
+                    log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
+                return computed
+            if tried and (self._parts.clock.step or before):  # a plain bug ends the first update as in a plain loop
+                said = f"{tried} other batches at the same weights raise as well"
+                error.add_note(f"resilient_train: {said}")
+                log.error("update %d: %s: it is a bug", begun.step, said)
+            raise
 
-    def _computed(self, batch: Any, spoil: Spoil = lambda loss: loss) -> Computed:
+    def _computed(self, batch: Any, spoil: Callable[[Tensor], Tensor] = lambda loss: loss) -> Computed:
         loss, metrics = self._objective.for_training(self._model, batch)
         self._backward(loss := spoil(loss))
         return loss, metrics
-
-    def _stand_in(self, error: Exception, begun: StartedUpdate, before: InFlight | None) -> Computed | None:
-        """Run forward and backward of another batch; None if the error ends the run."""
-        if not self._may_be_of_batch(error):
-            return None
-        tried, text = 0, in_one_line(error)
-        for batch in self._others(begun, before):
-            try:
-                if self._forwards is not None:
-                    self._forwards.again()
-                computed = self._computed(self._parts.world.on_device(batch))
-            except Exception:
-                tried += 1
-                continue
-            finally:
-                if self._forwards is not None:
-                    self._forwards.end()
-            begun.raised.append(text)
-            if text not in self._logged:
-                self._logged.add(text)
-                log.info("%s", "".join(traceback.format_exception(error)), extra=IN_FILE_ONLY)
-            return computed
-        if tried and (self._parts.clock.step or before):  # a plain bug ends the first update as in a plain loop
-            error.add_note(f"resilient_train: {tried} other batches at the same weights raise as well")
-            log.error("update %d: %d other batches at the same weights raise as well: it is a bug", begun.step, tried)
-        return None
 
     def _may_be_of_batch(self, error: Exception) -> bool:
         """Whether what raised is neither ours nor the end of a connection.

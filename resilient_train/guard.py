@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from resilient_train import numerics
-from resilient_train.computation import Computation, InFlight, StartedUpdate
+from resilient_train.computation import InFlight, Loop, StartedUpdate
 from resilient_train.data.samples import Update
 from resilient_train.diagnose.search import Refused
 from resilient_train.drills import Drill, UpdatePlace
@@ -28,13 +28,12 @@ from resilient_train.micro_batches import MicroBatchSizer
 from resilient_train.record.progress import Doing
 from resilient_train.recovery import Recovery
 from resilient_train.run_parts import RunParts
-from resilient_train.trials import Loop
 from resilient_train.types import Anomaly, Signal, Vitals
 from resilient_train.update.gate import DIGEST, Flag
 from resilient_train.update.objective import Metrics, scalar
 from resilient_train.update.turns import TWICE, TWO_GUARDS, warn_of_scalers
 from resilient_train.watch.examination import Examination
-from resilient_train.watch.modes import AnomalyMode, EvaluationLoss
+from resilient_train.watch.modes import EvaluationLoss
 from resilient_train.watch.vitals import MetricsLog, Sent, landed, mean, mean_metrics, versions
 from resilient_train.wording import log
 
@@ -45,15 +44,7 @@ class EngineGuard:
     _newest: ClassVar[int] = 0  # id of the update that any guard of this process began last
 
     def __init__(
-        self,
-        parts: RunParts,
-        recovery: Recovery,
-        loop: Loop,
-        *,
-        anomaly_mode: AnomalyMode,
-        evaluation_loss: EvaluationLoss,
-        verify_after: int,
-        drill: Drill | None,
+        self, parts: RunParts, recovery: Recovery, loop: Loop, *, verify_after: int, drill: Drill | None
     ) -> None:
         self.model, self.objective, self.seeds, self.drill = loop.model, loop.objective, loop.seeds, drill
         self.world, self.clock, self.samples, self.state = parts.world, parts.clock, parts.samples, parts.state
@@ -64,13 +55,13 @@ class EngineGuard:
         self._keeper, self._controls = recovery.keeper, recovery.controls
         self._updater, self._ring, self._checks, self._scans = parts.updater, parts.ring, parts.checks, parts.scans
         self._turns, self._backups = parts.updater.turns, loop.backups
-        self._anomaly_mode, self._evaluation_loss = anomaly_mode, evaluation_loss
-        self._sizer, self._computation = MicroBatchSizer(recovery), None
-        if loop.objective is not None:
-            how = parts, loop.model, loop.objective, anomaly_mode.backward
-            self._computation = Computation(*how, treats=recovery.treats)
+        self._loop, self._sizer = loop, MicroBatchSizer(recovery)
+        is_alone = self.world.size == 1
+        self._evaluation_loss = EvaluationLoss(
+            self._checks.config.evaluation, loop.bare, loop.backups, is_alone=is_alone
+        )
         self._examination = Examination(self.world, self.clock, self._scans, loop.backups)
-        self._direct_steps, self._verify_after, self._stop = loop.direct_steps, verify_after, loop.stop
+        self._direct_steps, self._verify_after = loop.direct_steps, verify_after
         self._begun: StartedUpdate | None = None
         self._newest_begun: StartedUpdate | None = None
         self._in_flight: InFlight | None = None
@@ -117,7 +108,7 @@ class EngineGuard:
 
     def _continues(self, last: int, *, is_plan: bool) -> bool:
         """Say whether another update follows. After the last one, wait for its verdict and scan everything first."""
-        if self._stop():
+        if self._loop.stop():
             self._updater.agreement.set_flag(Flag.STOP)  # several ranks stop together, an update later
             if self.world.size == 1:
                 self.settle()
@@ -175,14 +166,14 @@ class EngineGuard:
         # Sharded gradients cannot wait: each rank would have to hold all of them. Trainers make them wait themselves.
         can_wait = self.world.size > 1 and not is_last and not (self.state.is_sharded or self.samples.is_fed)
         waiting = self.world.accelerator.no_sync(self.model) if can_wait else nullcontext()
-        with waiting, self._direct_steps.running("loop"), self._anomaly_mode.without_nan_check():
+        with waiting, self._direct_steps.running("loop"), self._loop.anomaly_mode.without_nan_check():
             yield batch
 
     # What the loop hands back.
 
     def step(self, batch: Any) -> bool:
         """Forward, backward, gate, update. Says whether an update was attempted: not while gradients accumulate."""
-        if self.objective is None or self._computation is None:
+        if self.objective is None or self._loop.computation is None:
             raise TypeError("guard.step needs an objective; without one make the loss and call guard.update(loss)")
         begun = self._require_batch("step")
         if batch is not self._handed_out:
@@ -190,7 +181,7 @@ class EngineGuard:
         begun.versions[-1] = versions(begun.inputs[-1])
         begun.attributes = begun.attributes if self._losses else self._backups.attributes()
         spoil = partial(self.drill.on_loss, self._place()) if self.drill is not None else lambda loss: loss
-        computed = self._computation.of(batch, begun, self._in_flight, spoil)
+        computed = self._loop.computation.of(batch, begun, self._in_flight, spoil)
         if not isinstance(computed, str):
             loss, metrics = computed
             self._reported.append(metrics)

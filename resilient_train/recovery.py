@@ -63,7 +63,6 @@ class Recovery:
         self._recovered_after = recovered_after
         self._earlier = Earlier(policy)
         self.observes = policy.observe  # incidents are reported, and every update lands
-        self.treats = any(policy.ladders.values()) and not policy.observe
         self._observed: int | None = None  # number of the incident that further anomalies count into
         self._anomalous_step = 0  # the newest of them
         self._ended_damaged = False  # the loop ended before it was healthy again

@@ -11,27 +11,23 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
 
 from resilient_train import numerics
-from resilient_train.computation import Computation, StartedUpdate, is_out_of_memory
+from resilient_train.computation import Loop, StartedUpdate, is_out_of_memory
 from resilient_train.errors import StorageFailed, TrainError, in_one_line
 from resilient_train.recover.knobs import Knobs
 from resilient_train.recover.policy import Policy
 from resilient_train.recover.remedies import RunControl, remedy
 from resilient_train.recover.trials import JUDGED, Arm, best_arm, cost_of, fastest, holds, is_far_lower, may_win
 from resilient_train.run_parts import RunParts
-from resilient_train.state.copies import Backups
-from resilient_train.state.randomness import Seeds
 from resilient_train.state.ring import Snapshot
 from resilient_train.types import Action, Tried
 from resilient_train.update.gate import Flag
-from resilient_train.update.objective import Measured, scalar
-from resilient_train.update.turns import DirectStepCheck
+from resilient_train.update.objective import scalar
 from resilient_train.watch.vitals import mean
 from resilient_train.wording import log
 
@@ -51,20 +47,6 @@ class TrialControl(RunControl, Protocol):
 
     def tentatively(self) -> Any:
         """Take back, at the end of a block, what remedies change in it, except for the state."""
-
-
-@dataclass(frozen=True)
-class Loop:
-    """How training makes an update: what the training loop does with a batch, without the loop."""
-
-    model: nn.Module  # as the training calls it
-    bare: nn.Module  # without the wrappers of other processes
-    objective: Measured | None  # None: the loop hands over its losses
-    backward: Callable[[torch.Tensor], None]
-    direct_steps: DirectStepCheck
-    backups: Backups
-    seeds: Seeds
-    stop: Callable[[], bool]  # the run was asked to stop
 
 
 class Faster(NamedTuple):
@@ -89,9 +71,6 @@ class Trials:
         # Not where updates cannot be made without the loop, or their samples not be found again.
         self._is_possible = loop.objective is not None and parts.samples.rows > 0 and not parts.samples.is_fed
         self.tries_rates = self._is_possible and bool(policy.rates) and not policy.observe
-        self._computation: Computation | None = None
-        if parts.world.size > 1 and self._is_possible and loop.objective is not None:
-            self._computation = Computation(parts, loop.model, loop.objective, loop.backward, treats=True)
 
     def left(self, *, in_vain: bool = False) -> int:
         """Return how many updates trials may still make; 0 where none can be made."""
@@ -271,7 +250,7 @@ class Trials:
         Returns whether something raised, of which the other ranks learn by a loss of NaN, and the loss.
         """
         parts, loop, losses, knobs = self._parts, self._loop, [], self._control.knobs.values
-        assert loop.objective is not None
+        assert loop.computation is not None
         parts.precision.set(higher=knobs.higher_precision)
         numerics.raise_eps(knobs.eps)
         update = parts.samples.next_update(parts.beat)
@@ -279,15 +258,10 @@ class Trials:
         loop.seeds.for_update(update.start)
         for batch in update.batches:
             begun.inputs.append(batch)
-            if self._computation is None:
-                loss, _ = loop.objective.for_training(loop.model, parts.world.on_device(batch))
-                loop.backward(loss)
-            else:
-                computed = self._computation.of(parts.world.on_device(batch), begun, None, lambda made: made)
-                if isinstance(computed, str):
-                    raise torch.OutOfMemoryError(computed)
-                loss = computed[0]
-            losses.append(scalar(loss))
+            computed = loop.computation.of(parts.world.on_device(batch), begun, stands_in=parts.world.size > 1)
+            if isinstance(computed, str):
+                raise torch.OutOfMemoryError(computed)
+            losses.append(scalar(computed[0]))
         return bool(update.failed or begun.raised), losses[0] if len(losses) < 2 else mean(losses)
 
     def _update(self) -> bool:
@@ -331,7 +305,7 @@ class Trials:
                 for batch in batches:
                     loss, _ = loop.objective(loop.bare, parts.world.on_device(batch))
                     if parts.state.is_sharded:  # only a backward makes every rank drop the weights of the others again
-                        loop.backward(loss)
+                        loop.anomaly_mode.backward(loss)
                         parts.updater.drop_gradients()
                     made.append(loss.detach().float())
                     del loss

@@ -19,6 +19,7 @@ from resilient_train.adapters.place import Place, place, schedules
 from resilient_train.adapters.reporter import REPORT_EVERY, Report, RunReporter, log_to_stderr, warn_if_unused
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
+from resilient_train.computation import Computation, Loop
 from resilient_train.controls import Controls
 from resilient_train.data.rows import Collate
 from resilient_train.data.samples import Slicing
@@ -34,7 +35,7 @@ from resilient_train.state.copies import Backups, BufferWatch
 from resilient_train.state.randomness import RecordedStates, Seeds
 from resilient_train.state.ring import Ring
 from resilient_train.state.run_state import Clock, RunState, Stateful
-from resilient_train.trials import Loop, Trials
+from resilient_train.trials import Trials
 from resilient_train.types import Incident, Signal
 from resilient_train.update.clip import norm_over_ranks
 from resilient_train.update.objective import Objective
@@ -42,7 +43,7 @@ from resilient_train.update.turns import DirectStepCheck
 from resilient_train.update.updater import Precision, Updater
 from resilient_train.watch.checks import Checks
 from resilient_train.watch.config import ChecksConfig
-from resilient_train.watch.modes import AnomalyMode, EvaluationLoss
+from resilient_train.watch.modes import AnomalyMode
 from resilient_train.watch.scans import Scans
 from resilient_train.watch.vitals import UpdateHistory
 from resilient_train.wording import log
@@ -186,18 +187,16 @@ class Guard(guard.EngineGuard):
             how = resume if isinstance(resume, Resume) else Resume()
             keeper = CheckpointKeeper(disk, parts, incidents.directory, incidents.run_history, how)
             direct_steps = DirectStepCheck(optimizers)
-            loop = Loop(model, unwrapped, measured, anomaly_mode.backward, direct_steps, backups, seeds, stop)
+            computation = None
+            if measured is not None:
+                treats = any(policy.ladders.values()) and not policy.observe
+                computation = Computation(parts, model, measured, anomaly_mode.backward, treats=treats)
+            loop = Loop(model, unwrapped, measured, computation, anomaly_mode, direct_steps, backups, seeds, stop)
             controls = Controls(parts, policy, quarantined, keeper, Trials(parts, loop, policy, lambda: self.steps))
             recovered_after = max(verify_after, _RECOVERED_AFTER)
             treating = Recovery(parts, policy, incidents, controls, keeper, recovered_after=recovered_after)
             self.reporter = RunReporter(clock, incidents, parts.updates, home, keeper.progress)
-            super().__init__(
-                *(parts, treating, loop),
-                anomaly_mode=anomaly_mode,
-                evaluation_loss=EvaluationLoss(checks.evaluation, unwrapped, backups, is_alone=world.size == 1),
-                verify_after=verify_after,
-                drill=drill,
-            )
+            super().__init__(parts, treating, loop, verify_after=verify_after, drill=drill)
             self._owes_resume = bool(resume)
             self._left: Path | None = None  # the state at the end of the loop
             self._handled: BaseException | None = None  # an error that the caller handles with this loop

@@ -75,7 +75,7 @@ class ManualFit(Fit):
     def _backward(self, plain: Callable[..., Any], loss: torch.Tensor, *given: Any, **more: Any) -> Any:
         if self._replayed is not None:
             self._replayed.loss = self._replayed.loss + loss.detach()
-            with self._followed.guard._anomaly_mode.without_nan_check():
+            with self._followed.guard._loop.anomaly_mode.without_nan_check():
                 return self._module.backward(loss, *given[1:], **more)
         result = plain(loss, *given, **more)
         self._has_gradients = True

@@ -66,7 +66,18 @@ MAY_KNOW: dict[str, set[str]] = {
     "zoo": set(),
     "tracking": {"record"},
     "adapters": {
-        *("checkpoint", "controls", "data", "diagnose", "drills", "guard", "numerics", "ranks", "record"),
+        *(
+            "checkpoint",
+            "computation",
+            "controls",
+            "data",
+            "diagnose",
+            "drills",
+            "guard",
+            "numerics",
+            "ranks",
+            "record",
+        ),
         *("recover", "recovery", "run_parts", "state", "tracking", "trials", "update", "watch"),
     },
     "app": {
