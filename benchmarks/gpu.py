@@ -107,7 +107,7 @@ def snapshot(bench: Bench) -> dict[str, Any]:
                 target.copy_(source.detach(), non_blocking=True)
         with timed(bench.device, takes):
             taken = ring.take(10**6 + number, verified=True)
-            ring.before_change()
+            ring.copier.before_change()
         assert taken is not None
         with timed(bench.device, restores):
             ring.restore(taken)

@@ -244,7 +244,7 @@ class EngineGuard:
         if self.drill is not None:
             self.drill.on_gradients(self._place(), self._turns.weights or self._updater.weights)
         rate = 1.0 if self.drill is None else self.drill.rate_factor(self._place())
-        self._ring.before_change()
+        self._ring.copier.before_change()
         agreement, knobs = self._updater.agreement, self._controls.knobs.values
         agreement.set_flag(Flag.BUSY, self._keeper.is_busy)
         digest = 0 if agreement.is_alone else self._controls.digest(begun.update.start, self._recovery.incident_log)

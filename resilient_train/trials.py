@@ -272,7 +272,7 @@ class Trials:
             updater.agreement.set_flag(Flag.STOP)
         backup = loop.backups.take()
         has_raised, loss = self._computed(backup)
-        parts.ring.before_change()
+        parts.ring.copier.before_change()
         attempt = updater.apply(parts.clock.step, torch.full_like(loss, math.nan) if has_raised else loss, knobs.values)
         reduced, norm, *rest = attempt.numbers or attempt.measured.tolist()
         is_asked = loop.stop() if world.size == 1 else rest[int(updater.scaler is not None)] > 0

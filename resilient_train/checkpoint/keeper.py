@@ -365,7 +365,7 @@ class CheckpointKeeper:
     def _job(self, snapshot: Snapshot) -> Job:
         """Make a job that writes a snapshot. Whatever takes time is left to the thread that writes."""
         parts, store, updates, shared = self._parts, self._store, self._parts.updates.copy(), None
-        parts.ring.settled()
+        parts.ring.copier.wait()
         snapshot.is_being_written = True  # first: in another thread the loop may drop it meanwhile
         if self._is_sharded:
             self._shared_writes += 1

@@ -304,7 +304,7 @@ class Explainer:
         trusted = self._updates.around(verified[0].step)[1]
         if not rise > 0 or not trusted:
             return None
-        self._ring.settled()
+        self._ring.copier.wait()
         loss_at = self._search.loss_at
         with randomness.preserved(self._world.device):
             with self._state.weights_of(verified[0].parts):

@@ -75,14 +75,6 @@ class Copier:
         self.before_change()
 
 
-@dataclass
-class _Shared:
-    weight: torch.Tensor
-    version: int
-    digest: int
-    copy: torch.Tensor | None = None  # None until a snapshot needs it
-
-
 class Frozen:
     """Finds the frozen weights that have not changed, and keeps one copy of each for all snapshots.
 
@@ -91,7 +83,8 @@ class Frozen:
     """
 
     def __init__(self) -> None:
-        self.shared: dict[str, _Shared] = {}  # by the names of the weights
+        self.shared: dict[str, tuple[torch.Tensor, int, int]] = {}  # the weights by name, with version and digest
+        self._copies: dict[str, torch.Tensor] = {}  # of those that a snapshot needed
         self._moving: set[str] = set()
 
     def moving(self, weights: Mapping[str, torch.Tensor]) -> set[str]:
@@ -101,36 +94,37 @@ class Frozen:
         digests waits for the device, once for each snapshot and only if there are frozen weights that do not change.
         """
         frozen = {name: weight for name, weight in weights.items() if not weight.requires_grad}
-        self.shared = {name: one for name, one in self.shared.items() if name in frozen}
         for name, weight in frozen.items():  # sparse tensors, and classes that hide where their bits are: no digest
             if weight.layout is not torch.strided or type(weight.detach()) is not torch.Tensor:
                 self._moving.add(name)
         still = [name for name in frozen if name not in self._moving]
         digests = [_digest(frozen[name].detach()) for name in still]
         read = torch.stack([one.to(digests[0].device) for one in digests]).tolist() if digests else []
-        for name, digest in zip(still, read, strict=True):
-            weight, known = frozen[name], self.shared.get(name)
-            if known is None:
-                self.shared[name] = _Shared(weight, weight._version, digest)
-            elif known.weight is not weight or (known.version, known.digest) != (weight._version, digest):
-                del self.shared[name]
+        now = {name: (frozen[name], frozen[name]._version, digest) for name, digest in zip(still, read, strict=True)}
+        for name, (weight, *state) in now.items():
+            known, *before = self.shared.get(name, now[name])
+            if known is not weight or state != before:
                 self._moving.add(name)
+        self.shared = {name: one for name, one in now.items() if name not in self._moving}
+        self._copies = {name: one for name, one in self._copies.items() if name in self.shared}
         return frozen.keys() & self._moving
 
     def copies(
         self, empty: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Return the shared copies by name, then the copies that are still to be filled, and their sources."""
-        new = [one for one in self.shared.values() if one.copy is None]
-        for one in new:
-            one.copy = empty(one.weight)
-        copies = {name: one.copy for name, one in self.shared.items() if one.copy is not None}
-        return copies, [one.copy for one in new if one.copy is not None], [one.weight for one in new]
+        sources = {name: weight for name, (weight, *_) in self.shared.items() if name not in self._copies}
+        new = {name: empty(weight) for name, weight in sources.items()}
+        self._copies |= new
+        return self._copies.copy(), list(new.values()), list(sources.values())
 
     def restored(self) -> None:
         """Note that the weights were restored from a snapshot: they have new versions and the same contents."""
-        for one in self.shared.values():
-            one.version = one.weight._version
+        self.shared = {name: (one, one._version, digest) for name, (one, _, digest) in self.shared.items()}
+
+    def clear(self) -> None:
+        """Drop all copies."""
+        self.shared, self._copies = {}, {}
 
 
 def _digest(weight: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ class Ring:
         self._branch_step = 0  # the lowest step rewound to since `_set_aside` was taken
         self._spare: list[list[torch.Tensor]] = []  # memory of dropped snapshots
         self._frozen = Frozen()
-        self._copier = Copier(state.device)
+        self.copier = Copier(state.device)
         self._allowed: float | None = None  # bytes, agreed on at the first use
         self.copying: float | None = None  # seconds of the newest copy; None if the device copies while it computes
         self._slots = 0  # the number of snapshots that fit, as of the last `_settle_slots`
@@ -81,14 +81,12 @@ class Ring:
         if not self.interval.steps:
             return "no snapshots in memory (checkpoint.memory.every=0): this run cannot rewind"
         size, allowed = self._settle_slots(nbytes(self._state.live()))
-        is_given = self._config.max_gib is not None
-        often = f"taken every {self.interval.steps} steps{' at first' if self.interval.is_auto else ''}"
-        why = "checkpoint.memory.max_gib" if is_given else "half of what was available at the start"
-        budget = f"{_readable(allowed)} allowed ({why})"
+        why = "half of what was available" if self._config.max_gib is None else "checkpoint.memory.max_gib"
+        budget = f"{_readable(max(2, self._slots) * size)} of memory, of {_readable(allowed)} allowed ({why})"
         if not self._slots:
-            return f"no snapshots in memory: this run cannot rewind; two take {_readable(2 * size)}, of {budget}"
-        needed = _readable(self._slots * size)
-        return f"rewinds to one of {self._slots} snapshots, {often}: {needed} of memory, of {budget}"
+            return f"no snapshots in memory: this run cannot rewind; two take {budget}"
+        often = f"taken every {self.interval.steps} steps{' at first' if self.interval.is_auto else ''}"
+        return f"rewinds to one of {self._slots} snapshots, {often}: {budget}"
 
     def is_due(self, step: int) -> bool:
         """Say whether to take a snapshot after `step` accepted updates."""
@@ -108,17 +106,13 @@ class Ring:
         if not self._slots or not self._make_room(step):
             return None
         began = time.perf_counter()
-        own = room([*sources, *rest], self._spare.pop() if self._spare else [], self._copier.empty)
-        copies, empty, more = self._frozen.copies(self._copier.empty)
-        self._copier.fill(own + empty, [*sources, *rest, *more], len(sources))
+        own = room([*sources, *rest], self._spare.pop() if self._spare else [], self.copier.empty)
+        copies, empty, more = self._frozen.copies(self.copier.empty)
+        self.copier.fill(own + empty, [*sources, *rest, *more], len(sources))
         self.copying = None if self._state.device.type == "cuda" else time.perf_counter() - began
         snapshot = Snapshot(step, {**plain, **plain_rest}, own, copies, verified=verified)
         self.snapshots.append(snapshot)
         return snapshot
-
-    def before_change(self) -> None:
-        """Make the device finish copying before the weights change; the host does not wait."""
-        self._copier.before_change()
 
     def verify(self, *, healthy_until: int, scanned_until: int, after: int, is_back: bool = True) -> None:
         """Verify the candidates that `after` healthy updates followed, once every scan has seen them or a later state.
@@ -149,9 +143,8 @@ class Ring:
 
     def _drop_surpassed(self) -> None:
         """Drop the snapshot set aside once a later one is verified, unless the run is measured against it."""
-        newest, set_aside = self.newest_verified(), self._set_aside
-        is_surpassed = newest is not None and set_aside is not None and newest.step >= set_aside.step
-        if is_surpassed and not self.keeps_reference:
+        newest = self.newest_verified()
+        if newest and self._set_aside and newest.step >= self._set_aside.step and not self.keeps_reference:
             self._drop_set_aside()
 
     def distrust(self, since: int) -> None:
@@ -184,7 +177,7 @@ class Ring:
         """
         if len(self.snapshots) < 2:
             return 0.0
-        self._copier.wait()
+        self.copier.wait()
         older, newer = (one.parts["weights"] for one in self.snapshots[-2:])
         moved = norm = 0.0
         for name in newer.keys() - self.snapshots[-1].shared.keys() & older.keys():
@@ -193,10 +186,6 @@ class Ring:
             norm += float(torch.linalg.vector_norm(now)) ** 2
         share = _USUAL_INTERVAL / (self.snapshots[-1].step - self.snapshots[-2].step)
         return self._agree((share * moved / norm) ** 0.5 if norm else math.inf)  # a rank may hold no part of a weight
-
-    def settled(self) -> None:
-        """Wait until the snapshots can be read."""
-        self._copier.wait()
 
     def clear(self) -> None:
         """Drop everything: the run continues from a checkpoint."""
@@ -211,7 +200,7 @@ class Ring:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot and drop later ones, but set the best of them aside, for the end of the run."""
-        self._copier.wait()
+        self.copier.wait()
         self._state.restore(snapshot.parts)
         self._frozen.restored()
         newer = [one for one in self.snapshots if one.verified and one.step > snapshot.step]
@@ -240,15 +229,15 @@ class Ring:
         At the end of the block the state is that of its beginning, bit for bit, and no slot has changed.
         """
         plain, sources = taken_apart(self._state.live())
-        own = room(sources, [], self._copier.empty)
-        self._copier.fill(own, sources, 0)
+        own = room(sources, [], self.copier.empty)
+        self.copier.fill(own, sources, 0)
 
         def go_back(snapshot: Snapshot | None = None) -> None:
-            self._copier.wait()
+            self.copier.wait()
             self._state.restore(put_together(plain, own) if snapshot is None else snapshot.parts)
             self._frozen.restored()
 
-        self._copier.wait()
+        self.copier.wait()
         try:
             yield go_back
         finally:
@@ -275,7 +264,7 @@ class Ring:
         if not self._slots:
             self.snapshots.clear()
             self._spare.clear()
-            self._frozen.shared.clear()
+            self._frozen.clear()
         return size, self._allowed
 
     def _make_room(self, now: int) -> bool:
@@ -312,10 +301,8 @@ def snapshot_to_drop(verified: Sequence[bool], steps: Sequence[int], now: int) -
 
 
 def _readable(size: float) -> str:
-    for unit, bytes_ in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= bytes_:
-            return f"{size / bytes_:.3g} {unit}"
-    return f"{size:.0f} bytes"
+    power = min(3, max(0, int(math.log2(max(size, 1)) // 10)))
+    return f"{size / 2 ** (10 * power):.3g} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def left_by_cgroups(process: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
