@@ -184,7 +184,7 @@ def training(job: Job, on_step: OnStep, tell: Callable[[Any], None], *, every: i
     from resilient_train.app.train import train
     from resilient_train.ranks.world import World
     from resilient_train.record.incident_log import IncidentLog
-    from resilient_train.tracking.tracker import NullTracker
+    from resilient_train.tracking.tracker import Tracker
 
     with TemporaryDirectory(prefix="checkpoints-") as place:
         settings = [f"run.steps={job.steps}", f"checkpoint.disk.every={every}", "data.eval._target_=null"]
@@ -192,7 +192,7 @@ def training(job: Job, on_step: OnStep, tell: Callable[[Any], None], *, every: i
         world = World.joined(config.accelerate)
         run = assemble(config, world, IncidentLog(Path(place)))
         tell(work(run.model, run.guard.state.optimizers, run.guard.samples.slicing.samples))
-        train(run, _Steps(on_step), NullTracker())
+        train(run, _Steps(on_step), Tracker())
         run.close()
         written = len(list(Path(place, "checkpoints").glob("step-*")))
         if run.guard.incidents or bool(every) != bool(written):

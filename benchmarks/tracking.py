@@ -34,7 +34,7 @@ from interleaved import begin, table
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from moody import Door, mlflow_server
 
-from resilient_train.tracking.tracker import NullTracker, Tracker, TrackingConfig, build
+from resilient_train.tracking.tracker import Tracker, TrackingConfig, build
 
 MOST_MS_A_STEP, MOST_STALL_MS = 0.3, 50.0
 OF_SERVER = ("pass", "dead", "hang", "fail")
@@ -57,11 +57,11 @@ def train(mood: str, address: str | None, place: Path, steps: int, pipe: Connect
     """Train a little, in a process of its own."""
     torch.set_num_threads(1)
     weight = torch.randn(256, 256)
-    tracker: Tracker = NullTracker()
+    tracker: Tracker = Tracker()
     if mood != "none":
         run_dir = place / mood / f"run-{time.monotonic_ns()}"
         run_dir.mkdir(parents=True)
-        tracker = build(TrackingConfig("mlflow", address, "cost", False, 5.0), run_dir, place)
+        tracker = build(TrackingConfig("mlflow", address, "cost", 5.0), run_dir, place)
     tracker.begin()
     calls, laps = [], []
     values = {f"metric.{index}": 0.5 for index in range(8)}
@@ -142,7 +142,7 @@ def long_run(rows: int, incidents: int, keep: Path | None) -> dict[str, Any]:
         place.mkdir(parents=True, exist_ok=True)
         address = stack.enter_context(mlflow_server(place))
         run_dir = trained(place / "long", address, "long", range(rows), incidents)
-        tracker: Any = build(TrackingConfig("mlflow", address, "long", False, 3600.0), run_dir, place)
+        tracker: Any = build(TrackingConfig("mlflow", address, "long", 3600.0), run_dir, place)
         highest: list[int] = [0]
         began = time.monotonic()
         tracker.begin()
@@ -150,9 +150,8 @@ def long_run(rows: int, incidents: int, keep: Path | None) -> dict[str, Any]:
         tracker.finish("completed")
         seconds = time.monotonic() - began
         prove(run_dir, address, "long")
-        known = UploadCursor(run_dir)
-        run_id = known.recall(address, "long")
-        note = client_of(address).get_run(str(run_id)).data.tags["mlflow.note.content"]
+        run_id = UploadCursor(run_dir).get("run_id")
+        note = client_of(address).get_run(run_id).data.tags["mlflow.note.content"]
     return {
         "rows": rows,
         "incidents": incidents,

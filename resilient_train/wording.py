@@ -319,6 +319,7 @@ def printable(text: str) -> str:
 def counted(number: Any, unit: str) -> str:
     """Say how many there are: "1 step", "2,000 steps"."""
     plural = f"{unit}es" if unit.endswith("ch") else f"{unit}s"
+    plural = f"{unit[:-1]}ies" if unit.endswith("try") else plural
     return f"{_amount(number)} {unit if number == 1 else plural}"
 
 

@@ -80,7 +80,7 @@ def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
     except ConfigError as error:
         raise ConfigError("tracking" if uri else error.key, error.value, error.why) from error
     experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-    return TrackingConfig("mlflow", uri, experiment, system_metrics=False, drain_s=_DRAIN_S)
+    return TrackingConfig("mlflow", uri, experiment, drain_s=_DRAIN_S)
 
 
 def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:

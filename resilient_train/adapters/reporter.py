@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +33,7 @@ from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.review import review, where_to_look
 from resilient_train.tracking.store import ui_command
 from resilient_train.tracking.story import read_story, unrecovered
-from resilient_train.tracking.tracker import NullTracker, Tracker
+from resilient_train.tracking.tracker import Tracker
 from resilient_train.types import Incident, Vitals
 from resilient_train.update.turns import DirectStepCheck
 from resilient_train.watch.vitals import UpdateHistory
@@ -135,15 +135,13 @@ def print_review(run_dir: Path, resumed_from: int | None = None) -> None:
 
 def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path, *more: Path, shows_address: bool = True) -> None:
     """Upload incidents.jsonl and `more` files, print where MLflow shows the run, and note that in the summary."""
-    if isinstance(tracker, NullTracker):
-        return
     for file in (*more, run_dir / INCIDENTS):
         if file.exists():
             tracker.artifact(file)
     if (run := tracker.finish(summary.status)) is not None:
         for line in where_to_look(ui_command(run.tracking_uri), run.url) if shows_address else ():
             log.info("%s", line)
-        summary.mlflow = run.as_dict()
+        summary.mlflow = asdict(run)
         write_summary(summary, run_dir)
 
 
@@ -199,7 +197,7 @@ class RunReporter:
     evaluated: Mapping[str, float] | None = None
     _reported_tick: int = 0
     _began: float = field(default_factory=time.monotonic)
-    _tracker: Tracker = field(default_factory=NullTracker)
+    _tracker: Tracker = field(default_factory=Tracker)
     _ending: Summary | None = None  # as written
     _is_over: bool = True  # everything is reported
     _process: int = field(default_factory=os.getpid)  # a forked child reports nothing

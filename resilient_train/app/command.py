@@ -22,7 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from resilient_train.app import HOME, VERBS
+from resilient_train.app import VERBS
 from resilient_train.app.config import CONF, command_line, manual
 from resilient_train.app.config.command_line import VERSION_BASE, explained, name_of, parse, typed
 from resilient_train.app.terminal import Page, survive_hangup
@@ -36,7 +36,6 @@ from resilient_train.record.outbox import OUTBOX
 from resilient_train.secrets import learn, masked, masked_override, masked_tree, masked_yaml
 from resilient_train.tracking.review import where_to_look
 from resilient_train.tracking.store import UploadCursor, ui_command
-from resilient_train.tracking.tracker import TrackingConfig, note_refused_jobs
 
 _ARTIFACTS = "mlartifacts"  # of MLflow, next to the runs
 _LAST_WORD_S = 2.0  # seconds that other ranks wait for rank 0's report
@@ -49,7 +48,6 @@ class Job:
     name: str  # in a sweep; else empty
     exit_code: int
     directory: Path | None = None  # None if it was refused before it had one
-    tracking: TrackingConfig | None = None  # None if its configuration was refused
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -125,7 +123,7 @@ def _answer(given: argparse.Namespace) -> None:
             _job()
         finally:
             if _jobs and _jobs[0].name and os.getpid() == _main_process:
-                show_sweep(_jobs, HOME.absolute())
+                show_sweep(_jobs)
 
 
 def _completed(line: str, given: argparse.Namespace) -> list[str]:
@@ -169,12 +167,10 @@ def _job(raw: DictConfig) -> float | None:
             tree = yaml.safe_load(read_plain(file).decode("utf-8"))
             if (hidden := masked_tree(tree)) != tree:
                 commit_text(file, yaml.safe_dump(hidden, sort_keys=False))
-    tracking = None
     try:
         from resilient_train.app.config.compose import from_hydra
 
         composed = from_hydra(raw)
-        tracking = composed.config.tracking
         # Here, as it imports torch, which takes seconds: help, completion and most mistakes need none.
         from resilient_train.app.run import run
 
@@ -182,7 +178,7 @@ def _job(raw: DictConfig) -> float | None:
         code, loss, directory = ending.exit_code, ending.loss, ending.directory
     except Exception as error:
         code, loss, directory = _complain(error, given), None, None
-    _jobs.append(Job(name_of(given) if is_sweep else "", code, directory, tracking))
+    _jobs.append(Job(name_of(given) if is_sweep else "", code, directory))
     if code and os.getpid() != _main_process:
         raise _JobEnded(f"job {hydra_config.job.num}", code)
     if code == Stopped.exit_code and is_sweep:
@@ -211,8 +207,8 @@ def _complain(error: Exception, overrides: Sequence[str] = ()) -> int:
 # -------------------------------------------------------------------------------------------------- the end of a sweep
 
 
-def show_sweep(jobs: Sequence[Job], home: Path) -> None:
-    """Print how each job ended, and where MLflow shows the sweep; `home` holds its database if no store is named."""
+def show_sweep(jobs: Sequence[Job]) -> None:
+    """Print how each job ended, and where MLflow shows the sweep."""
     rows = [("job", "status", "loss", "incidents", "directory")]
     for job in jobs:
         if (summary := job.summary) is None:
@@ -232,16 +228,12 @@ def show_sweep(jobs: Sequence[Job], home: Path) -> None:
     page = Page()
     page.line("the sweep has ended:")
     page.table(rows, indent=2)
-    tracked = [one for one in jobs if one.tracking and one.directory and (one.directory / OUTBOX).is_file()]
+    tracked = [one.directory for one in jobs if one.directory is not None and (one.directory / OUTBOX).is_file()]
     if not tracked:
         return
-    last = tracked[-1]
-    assert last.directory is not None
-    assert last.tracking is not None
-    if refused := [one.name for one in jobs if one.summary is None]:
-        note_refused_jobs(last.tracking, last.directory, home, refused)
-    cursor = UploadCursor(last.directory)
-    if (where := cursor.where()) is not None and cursor.sweep_url is not None:
-        for lines in where_to_look(ui_command(where[0]), cursor.sweep_url):
+    cursor = UploadCursor(tracked[-1])
+    where, sweep_url = cursor.get("tracking_uri"), cursor.get("sweep_url")
+    if where is not None and sweep_url is not None:
+        for lines in where_to_look(ui_command(where), sweep_url):
             for line in lines.splitlines():
                 page.line(line.strip(), indent=2 * line.startswith(" "))

@@ -23,9 +23,9 @@ from resilient_train.app.terminal import Page, Words
 from resilient_train.errors import TrainError
 from resilient_train.files import read_plain
 from resilient_train.record.incident_lines import as_line
-from resilient_train.record.journal import JOURNAL, damaged_lines, read
+from resilient_train.record.journal import JOURNAL, damaged_lines
 from resilient_train.tracking.report import IncidentView
-from resilient_train.tracking.review import began_ms, next_start, to_change, verdict
+from resilient_train.tracking.review import next_start, to_change, verdict
 from resilient_train.tracking.story import Chapter, Story, read_story
 from resilient_train.types import Culprit, Outcome
 from resilient_train.wording import OUTCOMES, counted, duration, noticed, printable, reached_suffix
@@ -86,14 +86,13 @@ class _Found:
 
     story: Story
     status: Status
-    began_ms: int | None
     damaged: int  # lines of the journal
 
 
 def _read(run_dir: Path, status: Status) -> _Found:
     journal = run_dir / JOURNAL
     try:
-        return _Found(read_story(run_dir), status, began_ms(read(journal)), damaged_lines(journal))
+        return _Found(read_story(run_dir), status, damaged_lines(journal))
     except OSError as error:
         raise TrainError(f"{journal} cannot be read: {error.strerror or error}") from error
 
@@ -194,11 +193,11 @@ class _Shown:
                 self.named.add(incident.id)
                 continue
             else:
-                _show_block(chapter, found.story, found.began_ms, self.page)
+                _show_block(chapter, found.story, self.page)
             self.known[incident.id] = now
 
 
-def _show_block(chapter: Chapter, story: Story, began_ms: int | None, page: Page) -> None:
+def _show_block(chapter: Chapter, story: Story, page: Page) -> None:
     """Show an incident: when, what, why, the culprit, what was done, the cost, the outcome, what to do."""
     incident, view = chapter.incident, IncidentView.of(chapter)
     anomaly, diagnosis = incident.anomaly, incident.diagnosis
@@ -209,7 +208,7 @@ def _show_block(chapter: Chapter, story: Story, began_ms: int | None, page: Page
             page.line((f"{label:{_LABELS}}", "dim"), (text, style), indent=2, hang=2 + _LABELS)
 
     page.line()
-    since = (chapter.opened_ms - began_ms) / 1000 if began_ms is not None else -1.0
+    since = (chapter.opened_ms - story.began_ms) / 1000 if story.began_ms is not None else -1.0
     after = f" ({duration(since)} after the start)" if 0 <= since < 1e9 else ""
     when = f"incident {incident.id:,}  {_clock(chapter.opened_ms)}{after}"
     page.line((when, "bold"), f"  step {anomaly.step:,}, tick {anomaly.tick:,}", hang=2)

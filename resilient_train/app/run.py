@@ -50,11 +50,11 @@ from resilient_train.secrets import masked_tree
 from resilient_train.state.randomness import set_deterministic
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.review import again, command
-from resilient_train.tracking.store import counted_entries, left_in
+from resilient_train.tracking.store import left_in
 from resilient_train.tracking.story import last_good_of
-from resilient_train.tracking.tracker import NullTracker, Tracker
+from resilient_train.tracking.tracker import Tracker
 from resilient_train.types import Action, Anomaly, Decision, Signal
-from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, log
+from resilient_train.wording import GOOD, IN_FILE_ONLY, WARNING, counted, log
 
 _BEHIND_WATCHDOG_S = 60.0  # the watchdog reports a hang better than a collective that fails
 _NOT_WELL = {"unrecovered": "an incident has not recovered", "no_progress": "the loss is not below where it began"}
@@ -146,7 +146,7 @@ class _Session:
         self.composed, self.world, self.directory, self.terminal = composed, world, directory, terminal
         self.shows_address = shows_address
         self.config, self.started = composed.config, time.monotonic()
-        self.tracker: Tracker = NullTracker()
+        self.tracker: Tracker = Tracker()
         self.incident_log = IncidentLog(None)
         self.run: Run | None = None
         self.has_begun = not directory.resumes
@@ -405,7 +405,7 @@ def _already_finished(composed: Composed, directory: RunDirectory, summary: dict
     log.info("training is complete; run.resume=never starts a new run in a sibling directory")
     if world.is_main and (left := left_in(directory.path)):
         how = command("sync", directory.path)
-        log.warning("MLflow lacks %s of it; to upload them:\n  %s", counted_entries(left), how)
+        log.warning("MLflow lacks %s of it; to upload them:\n  %s", counted(left, "entry"), how)
     evaluated = summary.get("eval")
     return Ending(0, evaluated.get("loss") if isinstance(evaluated, dict) else loss, directory=directory.path)
 

@@ -22,13 +22,15 @@ from urllib.parse import urlsplit
 from resilient_train.app.terminal import counting
 from resilient_train.errors import TrainError
 from resilient_train.record.endings import at_work
-from resilient_train.record.outbox import BEGAN, OUTBOX, entries
+from resilient_train.record.journal import entries
+from resilient_train.record.outbox import BEGAN, OUTBOX
+from resilient_train.secrets import masked
 from resilient_train.tracking.connection import root_cause
 from resilient_train.tracking.review import where_to_look
-from resilient_train.tracking.store import Store, UploadCursor, counted_entries, left_in, locate, shown, ui_command
+from resilient_train.tracking.store import Store, UploadCursor, left_in, locate, ui_command
 from resilient_train.tracking.tracker import EXPERIMENT
 from resilient_train.tracking.uploader import Busy, Uploader, backfill, needs_backfill
-from resilient_train.wording import printable
+from resilient_train.wording import counted, printable
 
 _EVERY_S = 1.5  # between uploads while a run lasts
 _RETRY_AT_MOST_S = 30.0
@@ -52,7 +54,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--experiment", help="another experiment for the run")
     parser.add_argument("--follow", action="store_true", help="continue to upload until the run has ended")
-    parser.add_argument("--system-metrics", action="store_true", help="also upload the use of this machine")
     parser.add_argument("--attached", action="store_true", help=argparse.SUPPRESS)  # to a run that started it
     parser.add_argument("--home", type=Path, help=argparse.SUPPRESS)  # of the artifacts of a database
     given = parser.parse_args(arguments)
@@ -65,9 +66,9 @@ def main(arguments: list[str] | None = None) -> int:
     run_dir = given.run_dir.absolute()
     store = replace(store, home=given.home) if given.home is not None else store
     UploadCursor(run_dir).settle(trains=False)
-    late = (lambda: backfill(run_dir, shown(store.uri), experiment)) if is_late else lambda: None
+    late = (lambda: backfill(run_dir, masked(store.uri), experiment)) if is_late else lambda: None
     with counting("uploading", left_in(run_dir)) as on_progress:
-        uploader = Uploader(run_dir, store, experiment, system_metrics=given.system_metrics, on_progress=on_progress)
+        uploader = Uploader(run_dir, store, experiment, on_progress)
         try:
             if given.follow:
                 _follow(uploader, has_ended, late, is_attached=given.attached)
@@ -94,12 +95,13 @@ def _destination(run_dir: Path, uri: str | None, experiment: str | None, *, atta
         if not is_late and not attached:
             why = f"no {OUTBOX} can be read there ({error.strerror or error}), and nothing else of a run"
             raise TrainError(f"{why}: expected the directory of a run, such as runs/NAME") from None
-    known_uri, known_experiment = UploadCursor(run_dir).where() or (None, None)
+    cursor = UploadCursor(run_dir)
+    known_uri, known_experiment = cursor.get("tracking_uri"), cursor.get("experiment")
     if began is not None:
         known_uri, known_experiment = str(began.get("tracking_uri")), str(began.get("experiment"))
     experiment = experiment or known_experiment
     asked, from_environment = uri or known_uri, os.environ.get("MLFLOW_TRACKING_URI")
-    is_same = attached or known_uri is None or (from_environment and shown(from_environment) == known_uri)
+    is_same = attached or known_uri is None or (from_environment and masked(from_environment) == known_uri)
     if uri is None and from_environment and is_same:
         asked = from_environment  # the same place, with its secret
     if is_late:
@@ -112,8 +114,8 @@ def _destination(run_dir: Path, uri: str | None, experiment: str | None, *, atta
     store = locate(asked, run_dir.absolute().parent)
     is_only_named = uri is None and asked != from_environment  # by the directory, which may come from anywhere
     if is_only_named and store.database is None and (names := _credentials(store.uri)):
-        why = f"only the directory names {shown(asked)}, and {' and '.join(names)} would be sent there"
-        what = f"add --uri {shlex.quote(shown(asked))}, or set MLFLOW_TRACKING_URI to it"
+        why = f"only the directory names {masked(asked)}, and {' and '.join(names)} would be sent there"
+        what = f"add --uri {shlex.quote(masked(asked))}, or set MLFLOW_TRACKING_URI to it"
         raise TrainError(f"{why}: if that is your server, {what}")
     is_named = uri is not None or attached
     if not is_named and store.database is not None and not store.database.parent.is_dir():
@@ -190,21 +192,21 @@ def _attempt(*steps: Callable[[], None]) -> str | None:
     except (Busy, FileNotFoundError) as error:
         return str(error)
     except Exception as error:  # of the server, the disk, the network
-        return " ".join(shown(root_cause(error)).split())[:300]
+        return " ".join(masked(root_cause(error)).split())[:300]
     return None
 
 
 def _report(uploader: Uploader, store: Store, trouble: str | None) -> int:
-    run_dir, where = uploader.run_dir, shown(store.uri)
+    run_dir, where = uploader.run_dir, masked(store.uri)
     if trouble is not None:
         left = left_in(run_dir)
-        what = f"MLflow lacks {counted_entries(left)}" if left else "what MLflow shows of the run is not complete"
+        what = f"MLflow lacks {counted(left, 'entry')}" if left else "what MLflow shows of the run is not complete"
         print(f"{run_dir}: {what}:\n{printable(trouble)}", file=sys.stderr)
         return 1
-    what = f"uploaded {counted_entries(uploader.uploaded)}" if uploader.uploaded else "nothing was left to upload"
+    what = f"uploaded {counted(uploader.uploaded, 'entry')}" if uploader.uploaded else "nothing was left to upload"
     print(f"{run_dir}: {what}; MLflow at {where} has everything")
     for why in uploader.refused:
-        print(printable(f"MLflow refused {shown(why)}"), file=sys.stderr)
+        print(printable(f"MLflow refused {masked(why)}"), file=sys.stderr)
     if uploader.damaged:
         print(f"  but {uploader.damaged:,} damaged lines of {OUTBOX} are left out")
     for line in where_to_look(ui_command(where), uploader.run.url if uploader.run is not None else None):

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,8 +70,12 @@ class IncidentLog:
             if one.id not in self._treated:  # the process ended before it did what was decided
                 self._keep(replace(one, decision=replace(one.decision, actions=())))
         self._is_current = True  # incidents.jsonl
-        if self._file is not None and not self._is_up_to_date(self._file):
-            self._write_lines()
+        if self._file is not None:
+            there = b""
+            with suppress(OSError):
+                there = read_plain(self._file)
+            if there != "".join(self._lines.values()).encode() or not self._file.exists():
+                self._write_lines()
         self._surroundings = Surroundings(directory, self.incidents)
         self._newest_norms: Mapping[str, float] = {}  # of gradients by layer, as last recorded
 
@@ -99,11 +105,9 @@ class IncidentLog:
 
     def tally(self) -> dict[str, Any]:
         """Count them: `{"total", "recovered", "by_cause"}`."""
-        by_cause: dict[str, int] = {}
-        for one in self.incidents:
-            by_cause[str(one.diagnosis.cause)] = by_cause.get(str(one.diagnosis.cause), 0) + 1
+        by_cause = Counter(str(one.diagnosis.cause) for one in self.incidents)
         recovered = sum(one.outcome is Outcome.RECOVERED for one in self.incidents)
-        return {"total": len(self.incidents), "recovered": recovered, "by_cause": by_cause}
+        return {"total": len(self.incidents), "recovered": recovered, "by_cause": dict(by_cause)}
 
     def adopt(self, incidents: Iterable[Incident]) -> None:
         """Replace all incidents: a rank without a journal takes those of rank 0, as all ranks decide by them."""
@@ -332,12 +336,6 @@ class IncidentLog:
             self._awaiting_update_ms.pop(incident.id, None)
             self._lines[incident.id] = json.dumps(as_line(incident)) + "\n"
 
-    def _is_up_to_date(self, file: Path) -> bool:
-        try:
-            return read_plain(file) == "".join(self._lines.values()).encode()
-        except OSError:
-            return False
-
     def _write_lines(self, new: str = "") -> None:
         """Append a line to incidents.jsonl. Without one, or if the file lacks earlier ones, rewrite it."""
         if self._file is None:
@@ -348,13 +346,12 @@ class IncidentLog:
                     file.write(new)
             else:
                 commit_text(self._file, "".join(self._lines.values()))
+            self._is_current = True
         except OSError as error:
             if self._is_current:
                 why = error.strerror or error
                 log.warning("%s cannot be written (%s): it will be rewritten from the journal later", self._file, why)
             self._is_current = False
-        else:
-            self._is_current = True
 
 
 def _failed(incident: Incident, *, is_off: bool) -> Outcome:

@@ -5,7 +5,7 @@ Each entry is one line of JSON with its own checksum:
     {"n": 17, "at": 1767225600000, "kind": "incident_opened", "format": 1, "incident": {...}, "crc": "5f3a9c01"}
 
 `n` counts the entries, `at` is in milliseconds since 1970, `crc` is the CRC-32 of the line up to the comma before it.
-Entries without `format` were written by earlier versions, in format 1.
+The outbox has the same kind of lines.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from resilient_train import files
 from resilient_train.errors import TrainError
 from resilient_train.files import MOST_BYTES, open_plain, read_plain, sync_directory, write_all
 from resilient_train.secrets import masked_tree
+from resilient_train.wording import counted
 
 JOURNAL = "journal.jsonl"  # its name in a run directory
 
@@ -36,12 +38,9 @@ Entry = dict[str, Any]
 _log = logging.getLogger("resilient_train")
 
 _FORMAT = 1
+_LONGEST_LINE = 2**24  # bytes
 _OURS = {"n", "at", "kind", "format", "crc"}
 _SEALED = re.compile(rb'(?P<body>\{.*), "crc": "(?P<crc>[0-9a-f]{8})"\}')
-
-
-class UnknownFormat(OSError):
-    """A journal has entries of another version. The message is one line."""
 
 
 class Journal:
@@ -54,24 +53,23 @@ class Journal:
         """
         self.path = path
         try:
-            content = read_plain(path)
-            entries, self._end, damaged = _parse(content)
-            if not content and path.with_name("progress").exists():  # it is empty only until a run trains
-                _log.warning("%s is empty: its entries are lost, and with them the incidents of the run", path)
-        except FileNotFoundError:
-            content, entries, self._end, damaged = b"", [], 0, 0
+            found = list(entries_after(path))
+            content = read_plain(path) if path.exists() else b""
         except OSError as error:
-            why = f"{path} cannot be read ({error.strerror or error}): make it readable, or move it away to forget it"
-            if isinstance(error, UnknownFormat):
-                why = f"{path} {error}: resume the run with the version of resilient_train that wrote it"
-            raise TrainError(why) from error
-        self._number = entries[-1]["n"] if entries else 0
-        self._lines = [seal(json.dumps(entry)) for entry in entries]  # all, in case the file is emptied
+            why = f"cannot be read ({error.strerror}): make it readable, or move it away to forget it"
+            raise TrainError(f"{path} {why if error.strerror else error}") from error
+        if not content and path.exists() and path.with_name("progress").exists():  # it is empty only until a run trains
+            _log.warning("%s is empty: its entries are lost, and with them the incidents of the run", path)
+        last, self._end = found[-1] if found else ({"n": 0}, 0)
+        self._number: int = last["n"]
+        self._lines = [seal(json.dumps(entry)) for entry, _ in found]  # all, in case the file is emptied
         self.waiting: list[bytes] = []  # lines that the disk did not take yet
         self._is_failing = False
         self._lock = threading.Lock()  # a watchdog may write as well
-        if damaged:
-            _log.warning("%s: %s damaged and left out", path, "1 line is" if damaged == 1 else f"{damaged} lines are")
+        # Entries after a damaged line are kept: each has its own checksum, and a drill that is forgotten fires again.
+        # The damaged line stays in the file; a person may look at it.
+        if damaged := content[: self._end].count(b"\n") - len(found):
+            _log.warning("%s: damaged and left out: %s", path, counted(damaged, "line"))
         if tail := len(content) - self._end:
             _log.warning("%s: cut off the last %d bytes, which are not a complete entry", path, tail)
             with suppress(OSError):  # the next write cuts as well
@@ -101,7 +99,9 @@ class Journal:
             if self.waiting:
                 self._flush()
             if self.waiting:
-                _log.error("%s lacks the last %s: the disk did not take them", self.path, _entries(len(self.waiting)))
+                _log.error(
+                    "%s lacks the last %s: the disk did not take them", self.path, counted(len(self.waiting), "entry")
+                )
 
     def _flush(self) -> None:
         try:
@@ -114,7 +114,7 @@ class Journal:
             self._is_failing = True
         else:
             if self._is_failing:
-                _log.info("%s is written again: %s caught up", self.path, _entries(len(self.waiting)))
+                _log.info("%s is written again: %s caught up", self.path, counted(len(self.waiting), "entry"))
             self._is_failing = False
             self.waiting.clear()
 
@@ -139,31 +139,41 @@ class Journal:
 
 
 def read(path: Path) -> list[Entry]:
-    """Return the complete entries of a journal, which may be in use: nothing is changed. Raises OSError."""
+    """Return the complete entries of a journal, which may be in use: nothing is changed."""
     return [entry for entry, _ in entries_after(path)]
 
 
 def entries_after(path: Path, offset: int = 0, number: int = 0) -> Iterator[tuple[Entry, int]]:
-    """Yield the complete entries after byte `offset`, which follow entry `number`, each with where it ends."""
+    """Yield the complete entries after byte `offset`, which follow entry `number`, each with where it ends.
+
+    Raises OSError, also for an entry of another version. A file that is not there has none.
+    """
     if not path.exists():
         return
-    with open_plain(path, most=MOST_BYTES) as file:
-        file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):  # it is being written
-                return
-            offset += len(line)
-            entry = unseal(line[:-1])
-            if entry is not None and entry["n"] > number:
-                number = _known(entry)["n"]
-                yield entry, offset
+    for entry, end in entries(path, offset, most=MOST_BYTES):
+        if entry is not None and entry["n"] > number:
+            if entry.get("format", _FORMAT) != _FORMAT:
+                what = f"is of format {entry['format']!s:.20}, where this version reads {_FORMAT}"
+                raise OSError(f"{what}: resume the run with the version of resilient_train that wrote it")
+            number = entry["n"]
+            yield entry, end
 
 
 def damaged_lines(path: Path) -> int:
     """Count the lines of a journal that cannot be read, without the last one if it is being written."""
-    content = read_plain(path) if path.exists() else b""
-    _, end, damaged = _parse(content)
-    return damaged + content[end:].count(b"\n")
+    return sum(entry is None for entry, _ in entries(path)) if path.exists() else 0
+
+
+def entries(path: Path, start: int = 0, most: int | None = None) -> Iterator[tuple[Entry | None, int]]:
+    """Yield the entries after byte `start`, each with where it ends; None for a damaged line."""
+    with open_plain(path, most=most) as file:
+        end = start if 0 <= start <= os.fstat(file.fileno()).st_size else 0
+        file.seek(end)
+        for line in iter(partial(file.readline, _LONGEST_LINE), b""):
+            if not line.endswith(b"\n"):  # it is being written, or was when a kill came
+                return
+            end += len(line)
+            yield unseal(line[:-1]), end
 
 
 def plain(value: Any) -> Any:
@@ -185,32 +195,6 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def _parse(content: bytes) -> tuple[list[Entry], int, int]:
-    """Return the complete entries, where the last one ends, and how many lines before that are damaged.
-
-    Entries after a damaged line are kept: each has its own checksum, and a drill that is forgotten fires again. The
-    damaged line stays in the file; a person may look at it. Raises UnknownFormat.
-    """
-    entries: list[Entry] = []
-    damaged = suspects = offset = end = 0
-    for line in content.split(b"\n")[:-1]:  # an entry without its newline was never finished
-        offset += len(line) + 1
-        entry = unseal(line)
-        if entry is None or (entries and entry["n"] <= entries[-1]["n"]):
-            suspects += 1
-            continue
-        entries.append(_known(entry))
-        damaged, suspects, end = damaged + suspects, 0, offset
-    return entries, end, damaged
-
-
-def _known(entry: Entry) -> Entry:
-    """Return an entry if this version can read it."""
-    if entry.get("format", _FORMAT) != _FORMAT:
-        raise UnknownFormat(f"is of format {entry['format']!s:.20}, where this version reads {_FORMAT}")
-    return entry
-
-
 def seal(text: str) -> bytes:
     """Return the line of an entry, which is given as JSON, with its checksum."""
     body = text.encode()[:-1]  # without its closing brace
@@ -228,7 +212,3 @@ def unseal(line: bytes) -> Entry | None:
         return None
     is_entry = type(entry.get("n")) is int and type(entry.get("at")) is int and type(entry.get("kind")) is str
     return entry if is_entry else None
-
-
-def _entries(count: int) -> str:
-    return "1 entry" if count == 1 else f"{count:,} entries"

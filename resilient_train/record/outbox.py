@@ -5,8 +5,7 @@ Each line is an entry with a checksum, as in the journal:
     {"n": 17, "at": 1767225600000, "kind": "metrics", "tick": 400, "values": {"loss": 2.31}, "crc": "5f3a9c01"}
 
 The first one, `opened`, holds a unique key; `began` and `ended` mark the processes of a run; `metrics`, `params` and
-`artifact` are what to show; `refused_jobs` names the jobs of a sweep that have no outbox. A separate process uploads
-them, now or later.
+`artifact` are what to show. A separate process uploads them, now or later.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +27,10 @@ from resilient_train.record.journal import Entry, plain, seal, unseal
 
 OUTBOX = "outbox.jsonl"  # its name in a run directory
 OPENED, BEGAN, ENDED, METRICS, PARAMS, ARTIFACT = "opened", "began", "ended", "metrics", "params", "artifact"
-REFUSED_JOBS = "refused_jobs"
 
 MOST_WAITING = 50_000  # entries that a full disk does not take, about 1 KB each: newer ones are dropped
 WRITE_EVERY_S, TRY_AGAIN_S, SYNC_EVERY_S = 0.25, 2.0, 5.0
-_TAIL_BYTES, _LONGEST_LINE = 2**20, 2**24
+_TAIL_BYTES = 2**20
 _CHECKSUM = re.compile(rb'"([0-9a-f]{8})"\}\n\Z')
 
 _log = logging.getLogger("resilient_train")
@@ -122,18 +118,6 @@ class Outbox:
                 files.disk.sync(file)
         finally:
             os.close(file)
-
-
-def entries(path: Path, start: int = 0) -> Iterator[tuple[Entry | None, int]]:
-    """Yield the entries after byte `start`, each with where it ends; None for a damaged line."""
-    with open_plain(path) as file:
-        end = start if start <= os.fstat(file.fileno()).st_size else 0
-        file.seek(end)
-        for line in iter(partial(file.readline, _LONGEST_LINE), b""):
-            if not line.endswith(b"\n"):  # it is being written, or was when a kill came
-                return
-            end += len(line)
-            yield unseal(line[:-1]), end
 
 
 def seal_before(path: Path, end: int) -> str | None:

@@ -149,7 +149,9 @@ def _read(file: Path, fingerprint: Mapping[str, Any] | None) -> dict[int, Quaran
     # Lists of earlier versions have no sha256, nor has one from which a user removed it to edit the list.
     if isinstance(content, dict) and "sha256" in content and content.pop("sha256") != _digest(content):
         raise ValueError("is damaged: it is not what was written (its sha256 is that of another list)")
-    if not _fits(content, {"format": int, "data": dict, "rows": list}) or not _is_fingerprint(content["data"]):
+    is_list = _fits(content, {"format": int, "data": dict, "rows": list})
+    is_list = is_list and _fits(content["data"], {"dataset": str, "rows": int, "digests": dict})
+    if not is_list or not all(isinstance(one, str | None) for one in content["data"]["digests"].values()):
         raise ValueError("is damaged: it is not a list of rows in quarantine")
     types = {"row": int, "reason": str, "step": int, "incident": int}
     for entry in content["rows"]:
@@ -163,11 +165,6 @@ def _read(file: Path, fingerprint: Mapping[str, Any] | None) -> dict[int, Quaran
 def _fits(node: Any, types: Mapping[str, type]) -> bool:
     """Say whether a node has exactly these keys, with values of exactly these types: a bool is not an int here."""
     return isinstance(node, dict) and {key: type(value) for key, value in node.items()} == types
-
-
-def _is_fingerprint(node: dict[str, Any]) -> bool:
-    fits = _fits(node, {"dataset": str, "rows": int, "digests": dict})
-    return fits and all(isinstance(digest, str | None) for digest in node["digests"].values())
 
 
 def _other(listed: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:

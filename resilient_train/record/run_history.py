@@ -38,13 +38,11 @@ class RunHistory:
 
     def note_remedies(self, remedies: Mapping[str, Any]) -> None:
         """Note which remedies are active from now on; of the rows and samples, those that are new."""
-        self.remedies = with_earlier(remedies, self.remedies)
-        self._write(REMEDIES, remedies=remedies)
+        self._note(REMEDIES, remedies=remedies)
 
     def note_checkpoint(self, step: int, tick: int) -> None:
         """Note that a checkpoint was committed."""
-        self.has_saved = True
-        self._write("checkpoint_saved", step=step, tick=tick)
+        self._note("checkpoint_saved", step=step, tick=tick)
 
     def note_process_end(self, tick: int, start: int, stop: int, *, in_first: bool) -> int:
         """Note which samples were in use when a process ended; return how many processes in a row ended at these.
@@ -52,29 +50,25 @@ class RunHistory:
         Return 0 if each of them was `in_first`, the first update after a start: compiling takes long, and a process
         that is killed meanwhile is killed whatever its samples are.
         """
-        self._endings.append((start, stop, in_first))
-        self._write("process_ended", tick=tick, start=start, stop=stop, in_first=in_first)
+        self._note("process_ended", tick=tick, start=start, stop=stop, in_first=in_first)
         same = list(takewhile(lambda one: one[:2] == (start, stop), reversed(self._endings)))
         return 0 if all(one[2] for one in same) else len(same)
 
     def note_update_size(self, processes: int, samples: int) -> None:
         """Note what an update is made of, which stays the same if the run resumes with more or fewer processes."""
-        self.began_with = (processes, samples)
-        self._write("began", processes=processes, samples=samples)
+        self._note("began", processes=processes, samples=samples)
 
     def note_data(self, sample: Mapping[str, Any]) -> None:
         """Note a sample of the data set, for a process that resumes."""
-        self.data_sample = sample
-        self._write("data_seen", sample=sample)
+        self._note("data_seen", sample=sample)
 
     def note_intervals(self, tick: int, memory: int, disk: int) -> None:
         """Note the steps between two snapshots and between two checkpoints, from now on."""
-        self._write("intervals", tick=tick, memory=memory, disk=disk)
+        self._note("intervals", tick=tick, memory=memory, disk=disk)
 
     def note_source(self, source: str) -> None:
         """Note that the run was resumed from a path that the user gave."""
-        self.sources.add(masked(source))
-        self._write("taken_up_from", source=source)
+        self._note("taken_up_from", source=masked(source))
 
     def note_drill_details(self, number: int, details: Mapping[str, Any]) -> None:
         """Keep what `note_drill_fired` will write about a drill that is about to fire."""
@@ -82,16 +76,14 @@ class RunHistory:
 
     def note_drill_fired(self, number: int, name: str, tick: int) -> None:
         """Note that a drill is about to fire. Before it does: a crash would fire again after every restart."""
-        details = self._drill_details.pop(number, {})
-        entry = {"kind": DRILL_FIRED, "drill": number, "name": name, "tick": tick, **details}
-        self._recall(entry)
-        self._write(**entry)
+        self._note(DRILL_FIRED, drill=number, name=name, tick=tick, **self._drill_details.pop(number, {}))
 
     def has_fired(self, number: int) -> bool:
         """Say whether a drill fired already, in this process or an earlier one."""
         return number in self._fired
 
-    def _write(self, kind: str, **fields: Any) -> None:
+    def _note(self, kind: str, **fields: Any) -> None:
+        self._recall({"kind": kind, **fields})
         if self._journal is not None:
             self._journal.write(kind, **fields)
 

@@ -5,7 +5,6 @@ The run is found there or created, and never created twice.
 
 from __future__ import annotations
 
-import contextlib
 import getpass
 import hashlib
 import math
@@ -20,9 +19,10 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from resilient_train.files import open_plain
-from resilient_train.record.journal import Entry
-from resilient_train.record.outbox import BEGAN, METRICS, PARAMS, entries
-from resilient_train.tracking.store import Store, TrackedRun, UploadCursor, shown, url
+from resilient_train.record.journal import Entry, entries
+from resilient_train.record.outbox import BEGAN, METRICS, PARAMS
+from resilient_train.secrets import masked
+from resilient_train.tracking.store import Store, TrackedRun, UploadCursor, url
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",
 }
 
-TAG_LENGTH = 8000  # of MLflow's own limits
+_TAG_LENGTH = 8000  # of MLflow's own limits
 _MOST_METRICS, _MOST_PARAMS, _PARAM_LENGTH, _NAME_LENGTH = 1000, 100, 6000, 250
 # MLflow's page sorts the sections of charts by name, and shows metrics without a section last. With these names the
 # curves of the training come first.
@@ -64,10 +64,25 @@ class Connection:
     uri: str  # with its secrets, if it has any
     experiment_id: str
     run: TrackedRun
+    key: str  # of the tag by which it is found
 
     @property
     def run_id(self) -> str:
         return self.run.run_id
+
+    def forget_twins(self) -> None:
+        """Delete other runs of the same outbox: a server that hung may have created one and never answered."""
+        for twin in _of_key(self.client, self.experiment_id, self.key):
+            if twin.info.run_id != self.run_id:
+                self.client.delete_run(twin.info.run_id)
+
+    def show_tags(self, run_id: str, tags: Mapping[str, str], note: str) -> None:
+        """Set the tags and the description of a run, unless a person has written another description."""
+        there, tags = self.client.get_run(run_id).data.tags, dict(tags)
+        if _digest(there.get(_NOTE, "")) in (_digest(""), there.get(_OURS)):
+            tags |= {_NOTE: note, _OURS: _digest(cut(note, _TAG_LENGTH))}
+        for batch in batches([{"kind": "tags", "values": tags}]):
+            self.client.log_batch(run_id, *batch)
 
 
 def connect(store: Store, experiment: str, cursor: UploadCursor, outbox: Path, began_ms: int) -> Connection:
@@ -79,28 +94,38 @@ def connect(store: Store, experiment: str, cursor: UploadCursor, outbox: Path, b
     import_module("mlflow.utils.logging_utils").should_suppress_logs_in_thread.set(True)
     if store.database and not store.database.exists():
         _create(store.database)
-    client = MlflowClient(store.uri)
+    client, where = MlflowClient(store.uri), masked(store.uri)
     experiment_id = _experiment(client, experiment, store.artifacts)
-    where = shown(store.uri)
-    run_id = cursor.recall(where, experiment)
-    key = _key(outbox, cursor)
-    if run_id is None or not is_there(client, run_id):
+    with open_plain(outbox) as file:  # no other run has its first line, only copies of the directory
+        key = hashlib.sha256(file.readline(2**20) + cursor.get("copy", "").encode()).hexdigest()[:32]
+    known = cursor.tracked_run(where, experiment)
+    if known is not None and is_there(client, known.run_id):
+        run_id = known.run_id
+    else:
         twins = _of_key(client, experiment_id, key)
-        if not twins:
-            # Without a source: its row would push the first line of the description off the screen of a laptop.
-            tags, run_name = {"mlflow.user": _user()}, cursor.name
-            began = first_start(outbox)
-            if (of_sweep := sweep_key(began)) is not None:
-                name_of_sweep = f"sweep {began['sweep']}"
-                parent = _parent(client, experiment_id, of_sweep, began_ms, tags, name_of_sweep)
-                tags |= {"mlflow.parentRunId": parent}
-                run_name = str(began.get("job") or run_name)
-            twins = [client.create_run(experiment_id, began_ms, tags | {KEY: key}, run_name)]
-        run_id = twins[0].info.run_id
+        # Without a source: its row would push the first line of the description off the screen of a laptop.
+        run_id = twins[0].info.run_id if twins else _begin(client, experiment_id, key, cursor, outbox, began_ms)
         cursor.note(run_id=run_id, delivered=0, seal=None, files=[])
     run = TrackedRun(run_id, where, url(where, experiment_id, run_id))
     cursor.note(url=run.url, trouble=None)
-    return Connection(client, store.uri, experiment_id, run)
+    return Connection(client, store.uri, experiment_id, run, key)
+
+
+def _begin(
+    client: MlflowClient, experiment_id: str, key: str, cursor: UploadCursor, outbox: Path, began_ms: int
+) -> str:
+    """Create the run of an outbox, below the run of its sweep. Jobs that start together agree on the oldest one."""
+    tags, began = {"mlflow.user": _user()}, first_start(outbox)
+    name = str(began.get("job") or cursor.directory.name)
+    if (of_sweep := sweep_key(began)) is not None:
+        parents = _of_key(client, experiment_id, of_sweep)
+        if not parents:
+            mine = client.create_run(experiment_id, began_ms, tags | {KEY: of_sweep}, f"sweep {began['sweep']}")
+            parents = _of_key(client, experiment_id, of_sweep)
+            if mine.info.run_id != parents[0].info.run_id:
+                client.delete_run(mine.info.run_id)
+        tags["mlflow.parentRunId"] = parents[0].info.run_id
+    return str(client.create_run(experiment_id, began_ms, tags | {KEY: key}, name).info.run_id)
 
 
 def first_start(outbox: Path) -> Mapping[str, Any]:
@@ -115,22 +140,8 @@ def sweep_key(began: Mapping[str, Any]) -> str | None:
     return hashlib.sha256(f"sweep {began.get('sweep_place', sweep)}".encode()).hexdigest()[:32]
 
 
-def with_note(there: Mapping[str, str], note: str) -> dict[str, str]:
-    """Return the tags that show a description, unless a person has written another one: then none."""
-    if _digest(there.get(_NOTE, "")) not in (_digest(""), there.get(_OURS)):
-        return {}
-    return {_NOTE: note, _OURS: _digest(cut(note, TAG_LENGTH))}
-
-
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def forget_twins(connection: Connection, cursor: UploadCursor, outbox: Path) -> None:
-    """Delete other runs of the same outbox: a server that hung may have created one and never answered."""
-    for twin in _of_key(connection.client, connection.experiment_id, _key(outbox, cursor)):
-        if twin.info.run_id != connection.run_id:
-            connection.client.delete_run(twin.info.run_id)
 
 
 def is_refusal(error: Exception) -> bool:
@@ -174,11 +185,12 @@ def root_cause(error: BaseException) -> str:
 
 
 def batches(entries: Iterable[Entry]) -> Iterator[Batch]:
-    """Translate the metrics and parameters among entries; damaged values are left out."""
-    from mlflow.entities import Metric, Param
+    """Translate the metrics, parameters and tags among entries; damaged values are left out."""
+    from mlflow.entities import Metric, Param, RunTag
 
     metrics: list[Metric] = []
     params: dict[str, str] = {}
+    tags: list[RunTag] = []
     for entry in entries:
         values = entry.get("values")
         if not isinstance(values, Mapping):
@@ -188,16 +200,11 @@ def batches(entries: Iterable[Entry]) -> Iterator[Batch]:
             metrics += [Metric(metric_name(key), _number(value), at, tick) for key, value in values.items()]
         elif entry["kind"] == PARAMS:
             params |= {name(key): cut(value, _PARAM_LENGTH) for key, value in values.items()}
+        elif entry["kind"] == "tags":
+            tags += [RunTag(name(key), cut(value, _TAG_LENGTH)) for key, value in values.items()]
     yield from ((some, (), ()) for some in _slices(metrics, _MOST_METRICS))
     yield from (((), some, ()) for some in _slices([Param(*item) for item in params.items()], _MOST_PARAMS))
-
-
-def tag_batches(tags: Mapping[str, str]) -> Iterator[Batch]:
-    """Translate the tags of a run."""
-    from mlflow.entities import RunTag
-
-    made = [RunTag(name(key), cut(value, TAG_LENGTH)) for key, value in tags.items()]
-    yield from (((), (), some) for some in _slices(made, _MOST_PARAMS))
+    yield from (((), (), some) for some in _slices(tags, _MOST_PARAMS))
 
 
 @lru_cache(maxsize=4096)
@@ -222,37 +229,17 @@ def cut(value: Any, length: int) -> str:
 
 def _experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
     found = client.get_experiment_by_name(name)
-    if found is None:
-        with contextlib.suppress(Exception):  # another run was first
-            return str(client.create_experiment(name, artifacts))
-        found = client.get_experiment_by_name(name)
-        if found is None:
-            return str(client.create_experiment(name, artifacts))  # raises the reason
-    return str(found.experiment_id)
+    try:
+        return str(client.create_experiment(name, artifacts) if found is None else found.experiment_id)
+    except Exception:
+        if (found := client.get_experiment_by_name(name)) is None:
+            raise
+        return str(found.experiment_id)  # another run was first
 
 
 def _of_key(client: MlflowClient, experiment_id: str, key: str) -> Sequence[Run]:
     """Return all runs of the same outbox, the oldest first: one, unless an answer was lost."""
     return list(client.search_runs([experiment_id], f"tags.`{KEY}` = '{key}'", order_by=["attributes.start_time ASC"]))
-
-
-def _key(outbox: Path, cursor: UploadCursor) -> str:
-    """Digest the first line of the outbox, which no other run has, only copies of the directory."""
-    with open_plain(outbox) as file:
-        return hashlib.sha256(file.readline(2**20) + cursor.copy.encode()).hexdigest()[:32]
-
-
-def _parent(
-    client: MlflowClient, experiment_id: str, key: str, began_ms: int, tags: Mapping[str, str], run_name: str
-) -> str:
-    """Find or create the run that holds the jobs of a sweep. Jobs that start together agree on the oldest one."""
-    if not _of_key(client, experiment_id, key):
-        mine = client.create_run(experiment_id, began_ms, {**tags, KEY: key}, run_name).info.run_id
-        oldest = str(_of_key(client, experiment_id, key)[0].info.run_id)
-        if oldest != mine:
-            client.delete_run(mine)
-        return oldest
-    return str(_of_key(client, experiment_id, key)[0].info.run_id)
 
 
 def _user() -> str:

@@ -54,7 +54,7 @@ def draw_incident(chapter: Chapter, points: Sequence[Point]) -> bytes:
     lines = [*_wrapped(title), *_wrapped(cause), *_wrapped(f"remedy: {view.remedy}"), f"outcome: {view.outcome}"]
     # File names come from anywhere: a dollar in one is no mathematics.
     figure.suptitle("\n".join(lines), x=0.02, ha="left", fontsize=9, parse_math=False)
-    _add_legend(figure, above)
+    _add_legend(figure, above, 5)
     return _png(figure)
 
 
@@ -80,7 +80,7 @@ def draw_strip(story: Story) -> bytes:
             if (tick := one.anomaly.tick) - last > _DIGIT * (1 + len(str(one.id))) * end:
                 axes.annotate(f"{one.id}", (tick, lane), (0, 7), textcoords="offset points", ha="center", fontsize=9)
                 last = tick
-    _add_legend(figure, axes)
+    _add_legend(figure, axes, 3)
     return _png(figure)
 
 
@@ -173,18 +173,11 @@ def _furnish(axes: Axes) -> None:
     axes.locator_params(axis="x", integer=True)
 
 
-def _add_legend(figure: Figure, axes: Axes) -> None:
+def _add_legend(figure: Figure, axes: Axes, columns: int) -> None:
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
-    for columns in range(len(unique), 0, -1):  # the widest legend that fits
-        place: dict[str, Any] = {"loc": "outside lower left", "frameon": False, "fontsize": 9}
-        legend = figure.legend(unique.values(), unique, ncols=columns, **place)
-        figure.draw_without_rendering()
-        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
-            rows = -(-len(unique) // columns)
-            figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * (rows - 1))
-            break
-        legend.remove()
+    figure.legend(unique.values(), unique, ncols=columns, loc="outside lower left", frameon=False, fontsize=9)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * ((len(unique) - 1) // columns))
 
 
 def _png(figure: Figure) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,18 +16,11 @@ from typing import TYPE_CHECKING
 from resilient_train.record.endings import CHECKPOINTS, SUMMARY, ended_as
 from resilient_train.record.journal import JOURNAL
 from resilient_train.record.surroundings import around
-from resilient_train.tracking.connection import (
-    Connection,
-    is_refusal,
-    is_unreachable,
-    root_cause,
-    tag_batches,
-    with_note,
-)
+from resilient_train.tracking.connection import Connection, is_unreachable
 from resilient_train.tracking.figure import draw_incident, draw_strip
-from resilient_train.tracking.report import REPORT, code, note, report, text
+from resilient_train.tracking.report import LIMIT, REPORT, code, note, report, text
 from resilient_train.tracking.review import run_cost
-from resilient_train.tracking.store import artifact_page, artifact_source, trace_page
+from resilient_train.tracking.store import run_page
 from resilient_train.tracking.story import Chapter, Checkpoint, Story, StoryReader
 from resilient_train.tracking.traces import Traces, trace_id_of
 from resilient_train.wording import tags
@@ -52,7 +46,7 @@ _COLUMNS = {  # and their widths
 }
 _TRANSIENT = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED")
 _UNFIT = re.compile(r"[^-.\w ]")  # for the name of a tag
-_MOST, _MOST_METRICS = 7_900, 20  # characters of a tag, and how many
+_MOST_METRICS = 20
 
 
 def prepare_run_list(client: MlflowClient, experiment_id: str) -> None:
@@ -92,7 +86,7 @@ def show_models(client: MlflowClient, experiment_id: str, run_id: str, story: St
         for one in found[1:]:  # MLflow's answer was lost, and it was created again
             client.delete_logged_model(one.model_id)
         first = found[0] if found else None
-        tags = _tags(checkpoint)
+        tags = _model_tags(checkpoint)
         if first is None and checkpoint is not None:
             first = client.create_logged_model(experiment_id, name, run_id, tags, model_type="checkpoint")
         if first is None:
@@ -105,19 +99,19 @@ def show_models(client: MlflowClient, experiment_id: str, run_id: str, story: St
             client.log_outputs(run_id, [LoggedModelOutput(first.model_id, step=0)])
 
 
-def _tags(checkpoint: Checkpoint | None) -> dict[str, str]:
+def _model_tags(checkpoint: Checkpoint | None) -> dict[str, str]:
     if checkpoint is None:
         gone = "It is not there any more, or not to be trusted."
         return {"resilience.state": "gone", "mlflow.note.content": gone}
-    metrics = {f"eval.{_UNFIT.sub('_', name)[:100]}": f"{value:.6g}" for name, value in checkpoint.metrics.items()}
-    numbers = "".join(f", {text(name, 40)} {value:.4g}" for name, value in list(checkpoint.metrics.items())[:5])
+    metrics = list(checkpoint.metrics.items())[:_MOST_METRICS]
+    numbers = "".join(f", {text(name, 40)} {value:.4g}" for name, value in metrics)
     return {
         "resilience.step": str(checkpoint.step),
-        "resilience.path": str(checkpoint.path)[:_MOST],
+        "resilience.path": str(checkpoint.path)[:LIMIT],
         "resilience.state": checkpoint.kind,
         # A model's page shows nothing else of its tags.
         "mlflow.note.content": f"Step {checkpoint.step:,}{numbers}, in {code(str(checkpoint.path), 1_000)}",
-        **dict(list(metrics.items())[:_MOST_METRICS]),
+        **{f"eval.{_UNFIT.sub('_', name)[:100]}": f"{value:.6g}" for name, value in metrics},
     }
 
 
@@ -131,8 +125,11 @@ _MOST_FAILURES = 20  # traces that could not be uploaded, after which a refresh 
 class Presentation:
     """Shows tags, the description, traces, pictures, checkpoints and the report of a run."""
 
-    def __init__(self, connection: Connection, run_dir: Path, refuse: Callable[[str], None]) -> None:
-        self._connection, self._run_dir, self._refuse = connection, run_dir, refuse
+    def __init__(
+        self, connection: Connection, run_dir: Path, unless_refused: Callable[[Callable[[], object]], None]
+    ) -> None:
+        """What is `unless_refused` raises only what prevents it for now."""
+        self._connection, self._run_dir, self._unless_refused = connection, run_dir, unless_refused
         self._client, self._experiment_id, self._run_id = connection.client, connection.experiment_id, connection.run_id
         self._traces = Traces(connection.client, connection.uri, connection.experiment_id, connection.run_id)
         self._story = StoryReader(run_dir)
@@ -178,20 +175,19 @@ class Presentation:
     def _describe(self, story: Story) -> None:
         """Set the tags and the description, unless a person has written another one."""
         closed = {one.incident.id for one in story.chapters if one.closed_ms is not None}
+        page = partial(run_page, self._experiment_id, self._run_id)
 
         def trace(number: int) -> str | None:
-            trace_id = trace_id_of(self._run_id, number)
-            return trace_page(self._experiment_id, self._run_id, trace_id) if number in closed else None
+            if number not in closed:
+                return None
+            return f"{page('/traces')}&selectedEvaluationId={trace_id_of(self._run_id, number)}"
 
         def picture(number: int) -> str | None:
-            is_drawn = number in closed and number <= MOST_PICTURES
-            return artifact_page(self._experiment_id, self._run_id, _picture(number)) if is_drawn else None
+            return page(f"/artifacts/{_picture(number)}") if number in closed and number <= MOST_PICTURES else None
 
-        said = tags([one.incident for one in story.chapters], story.status)
-        there = self._client.get_run(self._run_id).data.tags
-        said |= with_note(there, note(story, trace, picture, artifact_source(self._run_id, STRIP)))
-        for batch in tag_batches(said):
-            self._client.log_batch(self._run_id, *batch)
+        strip = f"get-artifact?path={STRIP}&run_uuid={self._run_id}"  # its content, for a page of the same server
+        said = note(story, trace, picture, strip)
+        self._connection.show_tags(self._run_id, tags(story.incidents, story.status), said)
 
     def _draw(self, chapter: Chapter) -> None:
         """Upload the picture of an incident, unless MLflow has it."""
@@ -221,30 +217,24 @@ class Presentation:
 
     def _state(self) -> object:
         """Return what differs when something has changed, at the cost of a few looks at files."""
-        names = (JOURNAL, SUMMARY, PICTURES, CHECKPOINTS, "best")
-        return [_stat(self._run_dir / name) for name in names], ended_as(self._run_dir)
+        found: list[object] = [ended_as(self._run_dir)]
+        for name in (JOURNAL, SUMMARY, PICTURES, CHECKPOINTS, "best"):
+            with contextlib.suppress(OSError):
+                known = os.stat(self._run_dir / name)
+                found.append((name, known.st_size, known.st_mtime_ns))
+        return found
 
     def _attempt(self, show: Callable[[], object]) -> bool:
         """Do it; return whether it is done with: shown, or refused for good."""
         try:
-            show()
+            self._unless_refused(show)
         except Exception as error:
             if is_unreachable(error):
                 raise
-            if not is_refusal(error):
-                self._trouble = self._trouble or error
-                return False
-            self._refuse(root_cause(error))
+            self._trouble = self._trouble or error
+            return False
         return True
 
 
 def _picture(number: int) -> str:
     return f"{PICTURES}/{number:04}.png"
-
-
-def _stat(path: Path) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from resilient_train.tracking.review import active_remedies, next_start, samples_skipped, to_do, verdict
 from resilient_train.tracking.story import Advice, Chapter, Checkpoint, Story
-from resilient_train.types import OUTSIDE, Action, Cause, Culprit, Incident, Outcome
+from resilient_train.types import OUTSIDE, Cause, Culprit, Incident, Outcome
 from resilient_train.wording import (
     OUTCOMES,
     counted,
@@ -75,6 +75,16 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Put cells, which are markdown already, into a table; MLflow shows it without lines and margins."""
     lines = [_GAP.join(titles), "|".join(["---"] * len(titles)), *map(_GAP.join, rows)]
     return "\n".join(f"| {line} |" for line in lines)
+
+
+def rows_that_fit(titles: Sequence[str], rows: Iterable[Sequence[str]], room: int) -> list[Sequence[str]]:
+    """Return the first rows, as many as a table of so many characters holds."""
+    fitting: list[Sequence[str]] = []
+    for row in rows:
+        if len(table(titles, [*fitting, row])) > room:
+            break
+        fitting.append(row)
+    return fitting
 
 
 def _line(raw: str) -> str:
@@ -314,67 +324,47 @@ def _time(ms: int, form: str) -> str:
 def _newest(story: Story, trace_url: PageUrl, picture_url: PageUrl, room: int) -> str:
     """Return a table of the last incidents, as many as there is room for."""
     order = ", the newest first" if len(story.chapters) > 1 else ""
-    head = f"**What went wrong, and what was done**{order}\n\n"
-    rows: list[Sequence[str]] = []
-    for chapter in reversed(story.chapters):
-        rows.append(_row(chapter, trace_url, picture_url, 200))
-        if len(head + table(_titles(story), rows)) + 60 > room:
-            del rows[-1]
-            break
+    head, titles = f"**What went wrong, and what was done**{order}\n\n", _titles(story)
+    cells = (_row(one, trace_url, picture_url, 200) for one in reversed(story.chapters))
+    rows = rows_that_fit(titles, cells, room - len(head) - 60)
     older = len(story.chapters) - len(rows)
-    return head + table(_titles(story), rows) + (f"\n\nAnd {older:,} before them, in {code(REPORT)}." if older else "")
+    return head + table(titles, rows) + (f"\n\nAnd {older:,} before them, in {code(REPORT)}." if older else "")
 
 
 def _incident(chapter: Chapter) -> str:
-    view = IncidentView.of(chapter)
-    title = f"## {chapter.incident.id:,}. Step {chapter.incident.anomaly.step:,}: {text(view.noticed + view.drill)}"
-    lines = [f"- **{name}**: {words}" for name, words in _facts(chapter, view) if words]
-    return "\n".join([title, "", *lines])
-
-
-def _facts(chapter: Chapter, view: IncidentView) -> Iterator[tuple[str, str]]:
-    """Yield all that is known of an incident; what is empty is left out."""
-    incident = chapter.incident
+    """Say all that is known of an incident; what is empty is left out."""
+    incident, view = chapter.incident, IncidentView.of(chapter)
     anomaly, diagnosis, actions = incident.anomaly, incident.diagnosis, incident.decision.actions
-    yield "Outcome", view.outcome
-    yield "When", _times(chapter)
-    yield "Signal", f"{code(anomaly.signal)} at tick {anomaly.tick:,}; step {anomaly.since:,} is the last to be trusted"
-    yield "Evidence", text(anomaly.evidence)
-    yield "Cause", view.cause
-    yield "Culprit", _culprit(diagnosis.culprit)
     inputs = diagnosis.culprit.inputs if diagnosis.culprit is not None else ()
-    yield "Its inputs", "; ".join(code(", ".join(f"{key} {value}" for key, value in one.items())) for one in inputs)
-    yield "What broke because of it", _culprit(diagnosis.symptom)
-    yield "Rows", text(", ".join(map(str, diagnosis.rows[:_MOST_ROWS])))
-    rung = incident.decision.rung
-    yield "Remedy", text(view.remedy) + (f" (rung {rung + 1:,})" if actions and rung < OUTSIDE else "")
-    yield "Actions", ", ".join(map(_action, actions))
-    yield "Tried", text("; ".join(" ".join(line.split()) for line in view.arms))
-    yield "Cost", view.cost
-    yield "Advice", worded(view.advice)
+    rung = f" (rung {incident.decision.rung + 1:,})" if actions and incident.decision.rung < OUTSIDE else ""
+    facts = {
+        "Outcome": view.outcome,
+        "When": _times(chapter),
+        "Signal": f"{anomaly.signal} at tick {anomaly.tick:,}; step {anomaly.since:,} is the last to be trusted",
+        "Evidence": anomaly.evidence,
+        "Cause": view.cause,
+        "Culprit": view.culprit,
+        "Its inputs": "; ".join(", ".join(f"{key} {value}" for key, value in one.items()) for one in inputs),
+        "What broke because of it": view.symptom,
+        "Rows": ", ".join(map(str, diagnosis.rows[:_MOST_ROWS])),
+        "Remedy": view.remedy + rung,
+        "Tried": "; ".join(" ".join(line.split()) for line in view.arms),
+        "Cost": view.cost,
+    }
+    title = f"## {incident.id:,}. Step {anomaly.step:,}: {text(view.noticed + view.drill)}"
+    lines = [f"- **{name}**: {text(words)}" for name, words in facts.items() if words]
+    return "\n".join([title, "", *lines, *([f"- **Advice**: {worded(view.advice)}"] if view.advice else [])])
 
 
 def _times(chapter: Chapter) -> str:
     """Say when it was, and how long each part of its treatment took."""
-    said = f"{_time(chapter.opened_ms, '%a %d %b %Y %H:%M:%S')} {text(_time(chapter.opened_ms, '%Z'))}"
+    said = _time(chapter.opened_ms, "%a %d %b %Y %H:%M:%S %Z")
     if chapter.phases:
-        parts = [f"{text(one.name)} {max(0, one.ended_ms - one.began_ms) / 1000:.3g} s" for one in chapter.phases]
+        parts = [f"{one.name} {max(0, one.ended_ms - one.began_ms) / 1000:.3g} s" for one in chapter.phases]
         said += f" ({', '.join(parts)})"
     if chapter.closed_ms is not None:
         said += f"; its outcome was known at {_time(chapter.closed_ms, '%H:%M:%S')}"
     return said
-
-
-def _culprit(culprit: Culprit | None) -> str:
-    if culprit is None:
-        return ""
-    module = f" in {code(culprit.module)}" if culprit.module else ""
-    return f"{code(culprit.op)}{module}, {_place(culprit, None)}, {text(culprit.phase)}"
-
-
-def _action(action: Action) -> str:
-    settings = ", ".join(f"{key}={value}" for key, value in action.settings.items() if value is not None)
-    return code(f"{action.remedy}({settings})")
 
 
 def _quarantined(rows: Mapping[int, str]) -> str:

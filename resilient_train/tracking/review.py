@@ -9,16 +9,16 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from resilient_train.record.endings import is_run, resumes
-from resilient_train.record.journal import JOURNAL, Entry, read
-from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX, entries
+from resilient_train.record.journal import entries
+from resilient_train.record.outbox import BEGAN, METRICS, OUTBOX
 from resilient_train.tracking.story import KILLED, Checkpoint, Story, unrecovered
-from resilient_train.types import Incident, Outcome, Signal
+from resilient_train.types import Incident, Outcome
 from resilient_train.wording import (
     OUTCOMES,
     counted,
@@ -78,59 +78,51 @@ _MOST_CAUSES, _MOST_CURES, _MOST_ADVICE, _MOST_LEFT = 6, 2, 5, 4
 
 def review(story: Story, resumed_from: int | None = None) -> list[str]:
     """Sum up a run in some twenty lines at most: incidents, remedies, what to change, what is left, what to do next."""
-    return [
-        *([] if resumed_from is None else [_resumed(story, resumed_from)]),
-        f"{_made(story)}{'met ' if story.chapters else ''}{incidents_met(story)}.{cost_and_drill(story)}",
-        *_cures(story.incidents),
-        *to_change(story),
-        *_left(story),
-        f"the same command {next_start(story)}",
-        *([f"for the full report: {command('incidents', story.directory)}"] * bool(story.chapters)),
-    ]
-
-
-def _made(story: Story) -> str:
-    """Say whether a complete run is all right, or how far another one got."""
+    made = ""
     if story.is_complete:
-        return f"{verdict(story)[0].lower()}: "
-    if story.summary is None:
-        return ""
-    of = f" of {story.steps:,}" if story.steps is not None else ""
-    seconds = story.summary.get("seconds")
-    took = f" in {duration(seconds)}" if isinstance(seconds, int | float) else ""
-    return f"made {story.step:,}{of} steps{took}; "
-
-
-def _resumed(story: Story, step: int) -> str:
-    began = began_ms(read(story.directory / JOURNAL))
-    when = f"; the run began {datetime.fromtimestamp(began / 1000):%Y-%m-%d %H:%M}" if began is not None else ""
-    return f"this process resumed from step {step:,}{when}"
-
-
-def began_ms(entries: Sequence[Entry]) -> int | None:
-    """When the first process of a run wrote its first entry, in ms since 1970."""
-    return entries[0]["at"] if entries else None
-
-
-def _cures(incidents: Sequence[Incident]) -> Iterator[str]:
-    """Say what was done about each cause, and how often."""
-    lines = []
-    for cause, some in by_cause(incidents).items():
+        made = f"{verdict(story)[0].lower()}: "
+    elif story.summary is not None:
+        of = f" of {story.steps:,}" if story.steps is not None else ""
+        seconds = story.summary.get("seconds")
+        took = f" in {duration(seconds)}" if isinstance(seconds, int | float) else ""
+        made = f"made {story.step:,}{of} steps{took}; "
+    lines = [f"{made}{'met ' if story.chapters else ''}{incidents_met(story)}.{cost_and_drill(story)}"]
+    if resumed_from is not None:
+        began = (
+            f"; the run began {datetime.fromtimestamp(story.began_ms / 1000):%Y-%m-%d %H:%M}" if story.began_ms else ""
+        )
+        lines.insert(0, f"this process resumed from step {resumed_from:,}{began}")
+    cures = []
+    for cause, some in by_cause(story.incidents).items():
         done = Counter(remedies_in_short(one) for one in some)
         shown = [words if count == 1 else f"{words} ({count:,} times)" for words, count in done.most_common()]
-        lines.append(f"  {cause}: {'; '.join(shortened(shown, _MOST_CURES, '{:,} other ways'))}")
-    yield from shortened(lines, _MOST_CAUSES, "  and {:,} other causes")
+        cures.append(f"  {cause}: {'; '.join(shortened(shown, _MOST_CURES, '{:,} other ways'))}")
+    lines += shortened(cures, _MOST_CAUSES, "  and {:,} other causes") + to_change(story)
+    if active := active_remedies(story.remedies):
+        lines.append(f"still active at the end: {'; '.join(shortened(active, _MOST_LEFT, '{:,} more'))}")
+    if skipped := samples_skipped(story.remedies):
+        lines.append(f"skipped: {counted(skipped, 'sample')}")
+    if story.is_complete and (story.directory / WEIGHTS).is_file():
+        lines.append(f"weights: {near(story.directory / WEIGHTS)}")
+    if story.best is not None:
+        lines.append(f"best evaluation: {_checkpoint(story.best)}")
+    if story.newest is not None:
+        lines.append(f"newest checkpoint: {_checkpoint(story.newest)}")
+    elif not story.is_complete:
+        lines.append("newest checkpoint: none")
+    lines.append(f"the same command {next_start(story)}")
+    return lines + [f"for the full report: {command('incidents', story.directory)}"] * bool(story.chapters)
 
 
-def to_change(story: Story) -> Iterator[str]:
+def to_change(story: Story) -> list[str]:
     """Say what a person should do, a line for each thing."""
-    if story.status != "failed" and (what := to_do(story)):  # its error is printed above, and what a start would do
-        yield f"to do: {what}"
     lines = [
         f"to change: {one.text}" + (f" ({len(one.incidents):,} incidents)" if len(one.incidents) > 1 else "")
         for one in story.advice
     ]
-    yield from shortened(lines, _MOST_ADVICE, "to change: {:,} more")
+    lines = shortened(lines, _MOST_ADVICE, "to change: {:,} more")
+    what = to_do(story) if story.status != "failed" else ""  # its error is printed above, and what a start would do
+    return [f"to do: {what}", *lines] if what else lines
 
 
 def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:
@@ -138,22 +130,6 @@ def shortened(lines: Sequence[str], most: int, rest: str) -> list[str]:
     if len(lines) <= most + 1:
         return list(lines)
     return [*lines[:most], rest.format(len(lines) - most)]
-
-
-def _left(story: Story) -> Iterator[str]:
-    """Say where the weights are, and which remedies were active in them."""
-    if active := active_remedies(story.remedies):
-        yield f"still active at the end: {'; '.join(shortened(active, _MOST_LEFT, '{:,} more'))}"
-    if skipped := samples_skipped(story.remedies):
-        yield f"skipped: {counted(skipped, 'sample')}"
-    if story.is_complete and (story.directory / WEIGHTS).is_file():
-        yield f"weights: {near(story.directory / WEIGHTS)}"
-    if story.best is not None:
-        yield f"best evaluation: {_checkpoint(story.best)}"
-    if story.newest is not None:
-        yield f"newest checkpoint: {_checkpoint(story.newest)}"
-    elif not story.is_complete:
-        yield "newest checkpoint: none"
 
 
 def _checkpoint(one: Checkpoint) -> str:
@@ -166,39 +142,45 @@ def _checkpoint(one: Checkpoint) -> str:
 
 def verdict(story: Story) -> tuple[str, str]:
     """Say whether a run is all right: in two or three words, and in sentences that explain them."""
-    where, met, cost = _where(story), incidents_met(story), cost_and_drill(story)
+    met, so_far = incidents_met(story), "" if story.is_complete else " so far"
+    costs = f"{met}.{cost_and_drill(story)}"
+    in_all = f"In all, {costs}"
+    where = f"at step {story.step:,}" + (f" of {story.steps:,}" if story.steps is not None else "")
+    if story.is_complete:
+        where = counted(story.step, "step")
+    elif (status := (story.summary or {}).get("status")) in ("ended", "closed"):
+        where = f"{'left' if status == 'ended' else 'closed'} {where}"
     match story.status:
         case "clean" | "recovered":
             well = "All is well" if story.status == "clean" else "Recovered"
-            if story.is_complete:
-                return well, f"{where}; {met}.{cost}{_results(story.summary)}"
-            return f"{well} so far", f"{where}; {met}.{cost}"
+            return f"{well}{so_far}", f"{where}; {costs}{_results(story)}"
         case "recovering":
             last = next(one for one in reversed(story.incidents) if one.outcome is None)
-            what = f"incident {last.id:,} ({noticed(last.anomaly, by_name=False)}, step {last.anomaly.step:,})"
-            return "Recovering", f"{where}; {what} is open until the run has stayed healthy. In all, {met}.{cost}"
+            return "Recovering", f"{where}; {_named(last)} is open until the run has stayed healthy. {in_all}"
         case "observed":
             last = next(one for one in reversed(story.incidents) if one.is_observed)
-            what = f"incident {last.id:,} ({noticed(last.anomaly, by_name=False)}, step {last.anomaly.step:,})"
-            more = f"; the last was {what}{further(last)}"
-            return "Observed, not treated", f"{where}; {met}{more}.{cost}{_results(story.summary)}"
+            more = f"the last was {_named(last)}{further(last)}.{cost_and_drill(story)}"
+            return "Observed, not treated", f"{where}; {met}; {more}{_results(story)}"
         case "unrecovered":
             left = unrecovered(story.incidents, story.step)
             assert left is not None
-            what = f"incident {left.id:,} ({noticed(left.anomaly, by_name=False)}, step {left.anomaly.step:,})"
-            why = f"after {what} {why_unrecovered(left)}"
-            return "Not recovered, needs attention", f"{where}; {why}. In all, {met}.{cost}"
+            why = f"after {_named(left)} {why_unrecovered(left)}"
+            return "Not recovered, needs attention", f"{where}; {why}. {in_all}"
         case "no_progress":
             first, final = ((story.summary or {}).get(key) for key in ("first_loss", "final_loss"))
-            losses = [f"{one:.4g}" for one in (first, final) if type(one) in (int, float)]
-            why = f" (it began at {losses[0]} and ended at {losses[1]})" if len(losses) == 2 else ""
-            return f"The loss did not fall{why}", f"{where}; {met}.{cost}"
+            are_known = type(first) is type(final) is float
+            why = f" (it began at {first:.4g} and ended at {final:.4g})" if are_known else ""
+            return f"The loss did not fall{why}", f"{where}; {costs}"
         case "gave_up":
             why = "".join(f": {noticed(one.anomaly, by_name=False)}, {why_of(one)}" for one in story.incidents[-1:])
-            return "Gave up, needs attention", f"{where}{why}. In all, {met}.{cost}"
+            return "Gave up, needs attention", f"{where}{why}. {in_all}"
         case "preempted":
-            return "Stopped on request", f"{where}; {met}.{cost}"
-    return "Failed", f"{where}{f': {story.why}' if story.why else ''}. In all, {met}.{cost}"
+            return "Stopped on request", f"{where}; {costs}"
+    return "Failed", f"{where}{f': {story.why}' if story.why else ''}. {in_all}"
+
+
+def _named(one: Incident) -> str:
+    return f"incident {one.id:,} ({noticed(one.anomaly, by_name=False)}, step {one.anomaly.step:,})"
 
 
 def to_do(story: Story) -> str:
@@ -288,22 +270,12 @@ def by_cause(incidents: Sequence[Incident]) -> dict[str, list[Incident]]:
     return {cause: [one for one in incidents if one.diagnosis.cause == cause] for cause, _ in counts.most_common()}
 
 
-def _where(story: Story) -> str:
-    if story.is_complete:
-        return counted(story.step, "step")
-    status = None if story.summary is None else story.summary.get("status")
-    at = f"at step {story.step:,}" + (f" of {story.steps:,}" if story.steps is not None else "")
-    return {"ended": f"left {at}", "closed": f"closed {at}"}.get(str(status), at)
-
-
 def incidents_met(story: Story) -> str:
     """Say how many incidents there were, what caused them, and whether their treatment was enough."""
     incidents = story.incidents
     if not incidents:
         return "no incidents"
     causes = ", ".join(f"{len(some):,} {cause}" for cause, some in by_cause(incidents).items())
-    raised = sum(one.anomaly.signal is Signal.EXCEPTION for one in incidents)
-    causes += f"; {counted(raised, 'exception')} among them" if raised else ""
     met = f"{counted(len(incidents), 'incident')} ({causes})"
     outcomes = Counter(one.outcome for one in incidents)
     again = outcomes[Outcome.RECURRED]
@@ -331,10 +303,12 @@ def cost_and_drill(story: Story) -> str:
     return lost + (f" This run has a drill: faults on purpose ({', '.join(faults)})." if faults else "")
 
 
-def _results(summary: Mapping[str, Any] | None) -> str:
-    summary = summary or {}
-    evaluated = summary.get("eval")
-    losses = {"recent loss": summary.get("final_loss")}
+def _results(story: Story) -> str:
+    """Say the losses at the end of a complete run: a sentence to append, or nothing."""
+    if not story.is_complete or story.summary is None:
+        return ""
+    evaluated = story.summary.get("eval")
+    losses = {"recent loss": story.summary.get("final_loss")}
     losses |= {"evaluation loss": evaluated.get("loss") if isinstance(evaluated, Mapping) else None}
     results = ", ".join(f"{name} {value:.4g}" for name, value in losses.items() if type(value) in (int, float))
     return f" {results[0].upper()}{results[1:]}." if results else ""

@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from socket import gethostname
@@ -20,7 +20,8 @@ from uuid import uuid4
 
 from resilient_train.errors import ConfigError
 from resilient_train.files import commit_text, read_json
-from resilient_train.record.outbox import OUTBOX, entries
+from resilient_train.record.journal import entries
+from resilient_train.record.outbox import OUTBOX
 from resilient_train.secrets import masked
 
 _log = logging.getLogger("resilient_train")
@@ -29,6 +30,7 @@ MLFLOW_JSON, PLACE = "mlflow.json", ".place"  # their names in a run directory
 DEFAULT_UI = "http://127.0.0.1:5000"  # where `mlflow ui` listens unless told otherwise
 
 _IDENTITY = ("place", "copy")  # what damage must not take: it is in both files
+_TYPES = {"delivered": int, "files": list, "place": dict}  # of what mlflow.json holds; all else is text
 
 _SQLITE_FILE = re.compile(r"(?P<scheme>sqlite(\+\w+)?):///(?P<path>(?!:memory:)[^?]+)(?P<options>\?.*)?")
 _USER = re.compile(r"://[^/?#]*@")
@@ -38,42 +40,40 @@ _SCHEMELESS = ("databricks", "databricks-uc", "uc")  # MLflow takes these words 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run as MLflow knows it; `tracking_uri` is without its password."""
+    """The run as MLflow knows it, in the form that `summary.json` holds; `tracking_uri` is without its password."""
 
     run_id: str
     tracking_uri: str
     url: str | None
-
-    def as_dict(self) -> dict[str, str | None]:
-        """Return the form that `summary.json` holds."""
-        return asdict(self)
 
 
 class UploadCursor:
     """mlflow.json: what the run is called in MLflow, and how much of the outbox has arrived there."""
 
     def __init__(self, directory: Path) -> None:
-        self.name = directory.name
+        self.directory = directory
         self._file, self._second = directory / MLFLOW_JSON, directory / PLACE
-        self._known = self._read_files()  # noted at any time, also before a connection
+        self.read()  # it may be noted in at any time, also before a connection
 
-    def recall(self, tracking_uri: str, experiment: str) -> str | None:
-        """Return the id of the run, if it was begun in this store and experiment; else forget the others."""
-        known = self._read_files()
-        place = {"tracking_uri": tracking_uri, "experiment": experiment}
-        run_id = known.get("run_id") if known.items() >= place.items() else None
-        if not isinstance(run_id, str) or not re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run_id):
-            self._known = place | _identity(known)
-            return None
-        self._known = known
-        return run_id
+    def read(self) -> None:
+        """Read what another process has noted; what has another type is damage."""
+        known, second = read_json(self._file), read_json(self._second)
+        found = _identity(second) | (known if isinstance(known, dict) else {})
+        self._known = {name: one for name, one in found.items() if type(one) is _TYPES.get(name, str)}
+
+    def get(self, name: str, otherwise: Any = None) -> Any:
+        """Return what is known: `delivered` bytes of the outbox, whose last line has the checksum `seal`; and so on."""
+        return self._known.get(name, otherwise)
 
     def tracked_run(self, tracking_uri: str, experiment: str) -> TrackedRun | None:
-        """Return the run in this store and experiment; None before it was begun there."""
-        if (run_id := self.recall(tracking_uri, experiment)) is None:
+        """Return the run, if it was begun in this store and experiment; else forget what is known of others."""
+        self.read()
+        place = {"tracking_uri": tracking_uri, "experiment": experiment}
+        run_id = self.get("run_id", "") if self._known.items() >= place.items() else ""
+        if not re.fullmatch(r"[0-9a-zA-Z_-]{1,64}", run_id):
+            self._known = place | _identity(self._known)
             return None
-        link = self._known.get("url")
-        return TrackedRun(run_id, tracking_uri, link if isinstance(link, str) else None)
+        return TrackedRun(run_id, tracking_uri, self.get("url"))
 
     def settle(self, *, trains: bool) -> None:
         """Note where the directory is, and whether it is a copy of another one: a copy is a run of its own in MLflow.
@@ -82,14 +82,14 @@ class UploadCursor:
         only one to be seen, on another host and on another disk, is a copy once it `trains` there: before, it may have
         been brought there only to upload it.
         """
-        self._known = self._read_files()
-        directory, was = self._file.parent.absolute(), self._known.get("place")
+        self.read()
+        directory, was = self.directory.absolute(), self.get("place")
         try:
             facts = directory.stat()
         except OSError:
             return
         here = {"path": str(directory), "host": gethostname(), "device": facts.st_dev, "inode": facts.st_ino}
-        is_copy = isinstance(was, dict) and was.keys() == here.keys() and _is_copy(was, here, trains=trains)
+        is_copy = was is not None and was.keys() == here.keys() and _is_copy(was, here, trains=trains)
         if is_copy:
             _log.info("%s is a copy: MLflow shows it as a run of its own", directory)
             self._known = {key: one for key, one in self._known.items() if key in ("tracking_uri", "experiment")}
@@ -100,65 +100,15 @@ class UploadCursor:
             with contextlib.suppress(OSError):
                 commit_text(self._second, json.dumps(identity, indent=2) + "\n")
 
-    @property
-    def copy(self) -> str:
-        """Distinguishes a copied directory from its original, which has the same outbox."""
-        return str(self._known.get("copy") or "")
-
-    def read(self) -> None:
-        """Read what another process has noted."""
-        self._known = self._read_files()
-
-    def where(self) -> tuple[str, str] | None:
-        """Read the store and the experiment that the run was begun in, without secrets; None if it was in none."""
-        self.read()
-        uri, experiment = self._known.get("tracking_uri"), self._known.get("experiment")
-        return (uri, experiment) if isinstance(uri, str) and isinstance(experiment, str) else None
-
-    @property
-    def sweep_url(self) -> str | None:
-        """The link to the run of the sweep that the run is a job of."""
-        link = self._known.get("sweep_url")
-        return link if isinstance(link, str) else None
-
-    @property
-    def uploaded(self) -> int:
-        """How many bytes of the outbox have arrived."""
-        uploaded = self._known.get("delivered")
-        return uploaded if type(uploaded) is int and uploaded >= 0 else 0
-
-    @property
-    def seal(self) -> str | None:
-        """The checksum of the last line that has arrived."""
-        seal = self._known.get("seal")
-        return seal if isinstance(seal, str) else None
-
-    @property
-    def files(self) -> list[str]:
-        """Files of the run that still have to be attached."""
-        found = self._known.get("files")
-        return [one for one in found if isinstance(one, str)] if isinstance(found, list) else []
-
-    def read_trouble(self) -> str | None:
-        """Read what prevents uploading now, as the uploader noted it last."""
-        self.read()
-        trouble = self._known.get("trouble")
-        return trouble if isinstance(trouble, str) else None
-
     def note(self, **facts: Any) -> None:
         """Write down more; whatever gets lost is looked up in MLflow, or uploaded a second time to the same place."""
         self._known |= facts
         with contextlib.suppress(OSError):
             commit_text(self._file, json.dumps(self._known, indent=2) + "\n")
 
-    def _read_files(self) -> dict[str, Any]:
-        known, second = read_json(self._file), read_json(self._second)
-        kept = _identity(second) if isinstance(second, dict) else {}
-        return kept | known if isinstance(known, dict) else kept
 
-
-def _identity(known: dict[str, Any]) -> dict[str, Any]:
-    return {name: known[name] for name in _IDENTITY if name in known}
+def _identity(known: Any) -> dict[str, Any]:
+    return {name: known[name] for name in _IDENTITY if name in known} if isinstance(known, dict) else {}
 
 
 def _is_copy(was: dict[str, Any], here: dict[str, Any], *, trains: bool) -> bool:
@@ -176,17 +126,10 @@ def _is_copy(was: dict[str, Any], here: dict[str, Any], *, trains: bool) -> bool
 
 def left_in(directory: Path) -> int:
     """Count the entries of the outbox that MLflow does not have, as far as the run directory knows."""
-    cursor = UploadCursor(directory)
-    cursor.read()
     try:
-        return sum(1 for _ in entries(directory / OUTBOX, cursor.uploaded))
+        return sum(1 for _ in entries(directory / OUTBOX, UploadCursor(directory).get("delivered", 0)))
     except OSError:
         return 0
-
-
-def counted_entries(number: int) -> str:
-    """Say how many entries of the outbox there are."""
-    return "1 entry" if number == 1 else f"{number:,} entries"
 
 
 @dataclass(frozen=True)
@@ -229,7 +172,7 @@ def locate(uri: str | None, home: Path) -> Store:
 def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
     """Return the link to the run's overview, for a database under the address where `ui_command` shows it."""
     if tracking_uri.startswith(("http://", "https://")):
-        root = _USER.sub("://", shown(tracking_uri)).rstrip("/")  # a link with *** for a password opens nothing
+        root = _USER.sub("://", masked(tracking_uri)).rstrip("/")  # a link with *** for a password opens nothing
     elif tracking_uri.split(":")[0] in _SCHEMELESS:
         return None
     else:
@@ -237,26 +180,10 @@ def url(tracking_uri: str, experiment_id: str, run_id: str) -> str | None:
     return f"{root}/{run_page(experiment_id, run_id)}"
 
 
-def run_page(experiment_id: str, run_id: str) -> str:
-    """Return the link to a run's overview from another page of the same server, whatever its address is there."""
+def run_page(experiment_id: str, run_id: str, page: str = "") -> str:
+    """Return the link to a page of a run (the overview, /traces, /artifacts/PATH) from others of the same server."""
     # Without the type of workflow the page comes up among the tools for language-model applications.
-    return f"#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
-
-
-def trace_page(experiment_id: str, run_id: str, trace_id: str) -> str:
-    """Return the link to a trace, as `run_page` does."""
-    page = f"#/experiments/{experiment_id}/runs/{run_id}/traces?workflowType=machine_learning"
-    return f"{page}&selectedEvaluationId={trace_id}"
-
-
-def artifact_page(experiment_id: str, run_id: str, path: str) -> str:
-    """Return the link to the page of an artifact, as `run_page` does."""
-    return f"#/experiments/{experiment_id}/runs/{run_id}/artifacts/{path}?workflowType=machine_learning"
-
-
-def artifact_source(run_id: str, path: str) -> str:
-    """Return the address of an artifact's content, for a page of the same server."""
-    return f"get-artifact?path={path}&run_uuid={run_id}"
+    return f"#/experiments/{experiment_id}/runs/{run_id}{page}?workflowType=machine_learning"
 
 
 def ui_command(tracking_uri: str) -> str:
@@ -267,8 +194,3 @@ def ui_command(tracking_uri: str) -> str:
     is_found = shutil.which("mlflow") == str(next_to_python) or not next_to_python.exists()
     program = "mlflow" if is_found else shlex.quote(str(next_to_python))  # an environment that is not activated
     return f"{program} ui --backend-store-uri {shlex.quote(tracking_uri)}"
-
-
-def shown(uri: str) -> str:
-    """Return the address without its secrets, fit for files and terminals."""
-    return masked(uri)

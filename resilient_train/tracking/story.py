@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +97,7 @@ class Story:
     directory: Path  # absolute
     chapters: tuple[Chapter, ...]  # in the order they were met
     status: str  # clean, recovered, unrecovered, no_progress, recovering, gave_up, preempted, failed
+    began_ms: int | None = None  # when its first process wrote the first entry of the journal
     step: int = 0  # accepted updates
     tick: int = 0  # attempted ones
     steps: int | None = None  # planned
@@ -124,35 +124,6 @@ class Story:
         return self.summary is not None and self.summary.get("status") == "completed"
 
 
-def chapters(entries: Iterable[Entry]) -> tuple[Chapter, ...]:
-    """Return the incidents of a journal with their times, the open ones included."""
-    found: dict[int, Chapter] = {}
-    for entry in entries:
-        _add(entry, found)
-    return tuple(found[number] for number in sorted(found))
-
-
-def _add(entry: Entry, found: dict[int, Chapter]) -> None:
-    """Add to the incidents, by their numbers, what an entry of the journal says of one."""
-    if entry["kind"] == PHASE and type(number := entry.get("number")) is int and number in found:
-        chapter = found[number]
-        found[number] = replace(chapter, phases=chapter.phases + _phases([entry.get("phase")]))
-    if entry["kind"] not in (OPENED, TREATED, CLOSED):
-        return
-    try:
-        incident = from_line(entry.get("incident"))
-    except ValueError:  # damaged: the incident log says so when the run resumes
-        return
-    chapter = replace(found.get(incident.id, Chapter(incident, entry["at"])), incident=incident)
-    if phases := _phases(entry.get("phases")):
-        chapter = replace(chapter, phases=phases)
-    if entry["kind"] == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
-        chapter = replace(chapter, treated_ms=entry["at"])
-    elif entry["kind"] == CLOSED:
-        chapter = replace(chapter, closed_ms=entry["at"])
-    found[incident.id] = chapter
-
-
 def read_story(run_dir: Path) -> Story:
     """Read the story of the run in a directory up to now."""
     return StoryReader(run_dir).read()
@@ -162,27 +133,48 @@ class StoryReader:
     """Reads the story of a run again and again; of its journal only what is new, which may have many incidents."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir.absolute()
+        self._run_dir, self._journal = run_dir.absolute(), run_dir / JOURNAL
         self._start()
 
     def _start(self) -> None:
-        self._end, self._number, self._seal = 0, 0, seal_before(self._run_dir / JOURNAL, 0)
+        self._end, self._number, self._seal = 0, 0, seal_before(self._journal, 0)
         self._found: dict[int, Chapter] = {}
+        self._began_ms: int | None = None
         self._remedies: Mapping[str, Any] | None = None  # as they were last written down
         self._drills: list[Entry] = []
 
     def _read_journal(self) -> None:
-        journal = self._run_dir / JOURNAL
-        if self._seal != seal_before(journal, self._end):  # another file took its place
+        if self._seal != seal_before(self._journal, self._end):  # another file took its place
             self._start()
-        for entry, end in entries_after(journal, self._end, self._number):
+        for entry, end in entries_after(self._journal, self._end, self._number):
             self._end, self._number = end, entry["n"]
-            _add(entry, self._found)
+            self._began_ms = entry["at"] if self._began_ms is None else self._began_ms
+            self._add(entry)
             if entry["kind"] == REMEDIES and isinstance(remedies := entry.get("remedies"), dict):
                 self._remedies = with_earlier(remedies, self._remedies)
             elif entry["kind"] == DRILL_FIRED:
                 self._drills.append(entry)
-        self._seal = seal_before(journal, self._end)
+        self._seal = seal_before(self._journal, self._end)
+
+    def _add(self, entry: Entry) -> None:
+        """Add what an entry of the journal says of an incident."""
+        found, kind = self._found, entry["kind"]
+        if kind == PHASE and type(number := entry.get("number")) is int and number in found:
+            found[number] = replace(found[number], phases=found[number].phases + _phases([entry.get("phase")]))
+        if kind not in (OPENED, TREATED, CLOSED):
+            return
+        try:
+            incident = from_line(entry.get("incident"))
+        except ValueError:  # damaged: the incident log says so when the run resumes
+            return
+        chapter = replace(found.get(incident.id, Chapter(incident, entry["at"])), incident=incident)
+        if phases := _phases(entry.get("phases")):
+            chapter = replace(chapter, phases=phases)
+        if kind == TREATED and chapter.treated_ms is None:  # a second entry only adds what is known since
+            chapter = replace(chapter, treated_ms=entry["at"])
+        elif kind == CLOSED:
+            chapter = replace(chapter, closed_ms=entry["at"])
+        found[incident.id] = chapter
 
     def read(self) -> Story:
         """Return the story up to now."""
@@ -196,23 +188,24 @@ class StoryReader:
             step, tick = (_whole(summary.get(key), known) for key, known in (("steps", step), ("ticks", tick)))
         end = ended_as(run_dir)
         status = "failed" if end in ("killed", "failed") else status_by(incidents, summary, step=step)
-        why = ""
-        if status == "failed":
-            why = KILLED if end == "killed" else why_incomplete(run_dir, summary) or ""
+        why = KILLED if end == "killed" else why_incomplete(run_dir, summary) or ""
+        # A checkpoint may be newer than the journal, as knobs relax.
+        remedies = [one for one in (self._remedies, *(one.remedies for one in checkpoints)) if one is not None]
         return Story(
             directory=run_dir,
             chapters=found,
             status=status,
+            began_ms=self._began_ms,
             step=step,
             tick=max(tick, step),
             steps=planned_steps(run_dir),
             summary=summary,
-            why=why,
+            why=why if status == "failed" else "",
             last_good=next((one for one in checkpoints if one.is_verified), None),
             newest=next(iter(checkpoints), None),
             best=_best_of(run_dir),
             quarantined=reasons(run_dir),
-            remedies=_in_force(self._remedies, checkpoints),
+            remedies=max(remedies, key=lambda one: _whole(one.get("tick"), 0), default=None),
             advice=open_advice(incidents),
             loop=loop_of(run_dir),
             fired_drills=fired_drills(self._drills),
@@ -227,13 +220,6 @@ def _phases(written: Any) -> tuple[Phase, ...]:
     except (TypeError, ValueError, OverflowError):
         return ()
     return found if all(0 <= one.began_ms <= one.ended_ms <= _LATEST_MS for one in found) else ()
-
-
-def _in_force(noted: Mapping[str, Any] | None, checkpoints: Iterable[Checkpoint]) -> Mapping[str, Any] | None:
-    """Return the remedies that were written last: a checkpoint may be newer than the journal, as knobs relax."""
-    known = [] if noted is None else [noted]
-    known += [one.remedies for one in checkpoints]
-    return max(known, key=lambda one: _whole(one.get("tick"), 0), default=None)
 
 
 def _whole(value: Any, otherwise: int) -> int:
@@ -344,34 +330,51 @@ def open_advice(incidents: Sequence[Incident]) -> tuple[Advice, ...]:
     quarantine, changed settings. What happened once, was over and did not return needs no change, nor does what a drill
     made.
     """
-    incidents = [one for one in incidents if not one.drill]
-    newest = {kind_of(one.anomaly, one.diagnosis): one.id for one in incidents}.values()
-    gave_up = [one for one in incidents if one.outcome is Outcome.GAVE_UP]
-    not_over = [one for one in incidents if one.outcome is Outcome.RECURRED and one.id in newest]
-    not_over += [one for one in incidents if one.outcome is Outcome.UNRECOVERED]
-    is_open = [one for one in incidents if one.outcome in (None, Outcome.OBSERVED)]
-    with_rows = [one for one in incidents if one.diagnosis.rows and one.diagnosis.culprit is None]
-    kinds = Counter(kind for one in incidents for kind in [_kind(one)] * (1 + bool(one.further)))
-    each = partial(_each, abouts=_abouts(incidents))
-    found = [
-        *each(reversed(gave_up)),
-        *each(reversed(not_over)),
-        *each(reversed(is_open)),
-        *each((one for one in incidents if one.diagnosis.culprit is not None), by_count=True),
-        *(_of_rows(with_rows) if len(with_rows) > 1 else each(with_rows)),
-        *each(reversed([one for one in incidents if one.diagnosis.cause in _REPEATS]), by_count=True),
-        *each(reversed([one for one in incidents if kinds[_kind(one)] > 1]), by_count=True),
-    ]
-    kept: dict[object, Advice] = {}
-    covered: set[int] = set()
-    for about, advice in found:
-        if about in kept:
-            numbers = {*kept[about].incidents, *advice.incidents}
-            kept[about] = replace(kept[about], incidents=tuple(sorted(numbers)))
-        elif not covered.issuperset(advice.incidents):
-            kept[about] = advice
-        covered.update(advice.incidents)
-    return tuple(kept.values())
+    incidents = [one for one in incidents if not one.drill and one.diagnosis.advice.strip()]
+    newest = set({kind_of(one.anomaly, one.diagnosis): one.id for one in incidents}.values())
+    times = Counter(kind for one in incidents for kind in [_kind(one)] * (1 + bool(one.further)))
+    first_of_line: dict[object, object] = {}  # what each line asks for
+    groups: dict[object, list[Incident]] = {}
+    urgencies: dict[object, int] = {}
+    for one in sorted(incidents, key=lambda one: one.diagnosis.symptom is not None):
+        diagnosis, kind = one.diagnosis, _kind(one)
+        about: object = "rows" if diagnosis.rows else _asked(diagnosis.advice)
+        if diagnosis.culprit is not None:
+            # An operation that failed only because of another line asks for the same as that line.
+            first = first_of_line.setdefault(kind, (kind, diagnosis.cause))
+            about = (kind, diagnosis.cause) if diagnosis.symptom is None else first
+        if (urgency := _urgency(one, times[kind] > 1, one.id in newest)) is not None:
+            groups.setdefault(about, []).append(one)
+            urgencies[about] = min(urgency, urgencies.get(about, urgency))
+
+    def order(about: object) -> tuple[int, int, int]:
+        group, urgency = groups[about], urgencies[about]
+        return urgency, -len(group) if urgency > _NOT_OVER else 0, -max(one.id for one in group)
+
+    return tuple(
+        Advice(_words(groups[about]), tuple(sorted(one.id for one in groups[about])))
+        for about in sorted(groups, key=order)
+    )
+
+
+_NOT_OVER = 2  # the urgency of what may not be over; above it, what comes more often is more urgent
+
+
+def _urgency(one: Incident, is_repeated: bool, is_newest: bool) -> int | None:
+    """Return the place of an incident's advice in the order; None if it asks for nothing."""
+    if one.outcome is Outcome.GAVE_UP:
+        return 0
+    if one.outcome is Outcome.UNRECOVERED or (one.outcome is Outcome.RECURRED and is_newest):
+        return 1
+    if one.outcome in (None, Outcome.OBSERVED):
+        return _NOT_OVER
+    if one.diagnosis.culprit is not None:
+        return 3
+    if one.diagnosis.rows:
+        return 4
+    if one.diagnosis.cause in _REPEATS:
+        return 5
+    return 6 if is_repeated else None
 
 
 def _kind(incident: Incident) -> object:
@@ -380,37 +383,6 @@ def _kind(incident: Incident) -> object:
     if (culprit := diagnosis.culprit) is not None:
         return culprit.file, culprit.line, culprit.op
     return diagnosis.rows or (diagnosis.cause, incident.anomaly.signal)
-
-
-def _each(
-    incidents: Iterable[Incident], abouts: Mapping[int, object], *, by_count: bool = False
-) -> list[tuple[object, Advice]]:
-    """Merge the advice of incidents that ask for the same, in the words of the newest one."""
-    groups: dict[object, list[Incident]] = {}
-    for one in incidents:
-        if one.diagnosis.advice.strip():
-            groups.setdefault(abouts[one.id], []).append(one)
-    if by_count:
-        groups = dict(sorted(groups.items(), key=lambda item: -len(item[1])))
-    return [(about, Advice(_words(group), tuple(sorted(one.id for one in group)))) for about, group in groups.items()]
-
-
-def _abouts(incidents: Sequence[Incident]) -> dict[int, object]:
-    """Return what the advice of each incident is about: a fault of a line, some rows, or what it asks for.
-
-    An operation that failed only because of another line asks for the same as that line.
-    """
-    found: dict[int, object] = {}
-    lines: dict[object, object] = {}
-    for one in sorted(incidents, key=lambda one: one.diagnosis.symptom is not None):
-        diagnosis = one.diagnosis
-        if diagnosis.culprit is None:
-            found[one.id] = diagnosis.rows or _asked(diagnosis.advice)
-        else:
-            about = _kind(one), diagnosis.cause
-            first = lines.setdefault(_kind(one), about)
-            found[one.id] = about if diagnosis.symptom is None else first
-    return found
 
 
 def _asked(advice: str) -> str:
@@ -424,16 +396,11 @@ def _asked(advice: str) -> str:
 
 
 def _words(group: Sequence[Incident]) -> str:
-    """Take the words of the newest incident, if possible of one that is not the consequence of another line."""
+    """Name all rows, or take the words of the newest incident, if possible not of one that another line caused."""
+    rows = sorted({row for one in group if one.diagnosis.culprit is None for row in one.diagnosis.rows})
+    if len(group) > 1 and len(rows) > 1:
+        more = f" and {len(rows) - _MOST_ROWS:,} more" if rows[_MOST_ROWS:] else ""
+        shown = ", ".join(map(str, rows[:_MOST_ROWS])) + more
+        return f"Fix or remove rows {shown} of the data: quarantine.json has the reason for each."
     newest = max(group, key=lambda one: (one.diagnosis.symptom is None, one.id))
     return " ".join(newest.diagnosis.advice.split())
-
-
-def _of_rows(incidents: Sequence[Incident]) -> list[tuple[object, Advice]]:
-    """Merge the advice about all the rows of several incidents."""
-    rows = sorted({row for one in incidents for row in one.diagnosis.rows})
-    shown = ", ".join(map(str, rows[:_MOST_ROWS])) + (
-        f" and {len(rows) - _MOST_ROWS:,} more" if rows[_MOST_ROWS:] else ""
-    )
-    text = f"Fix or remove rows {shown} of the data: quarantine.json has the reason for each."
-    return [(tuple(rows), Advice(text if len(rows) > 1 else _words(incidents), tuple(one.id for one in incidents)))]

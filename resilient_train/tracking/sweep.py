@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from resilient_train.tracking.connection import KEY, Connection, is_there, sweep_key, tag_batches, with_note
-from resilient_train.tracking.report import link, table, text
+from resilient_train.tracking.connection import KEY, Connection, is_there, sweep_key
+from resilient_train.tracking.report import LIMIT, link, rows_that_fit, table, text
 from resilient_train.tracking.store import run_page
 from resilient_train.wording import counted
 
@@ -16,9 +16,8 @@ if TYPE_CHECKING:
 
 PARENT = "mlflow.parentRunId"
 
-LIMIT = 7_950  # characters of a note: MLflow cuts a tag at 8,000
 _WELL = ("clean", "recovered", "observed")
-_STATUSES = (*_WELL, "recovering", "preempted", "no_progress", "unrecovered", "refused", "failed", "gave_up")
+_STATUSES = (*_WELL, "recovering", "preempted", "no_progress", "unrecovered", "failed", "gave_up")
 _WORDS = {"unrecovered": "not recovered", "no_progress": "the loss did not fall", "preempted": "stopped on request"}
 _WORDS |= {"gave_up": "gave up"}
 _TITLES = ("job", "status", "incidents", "causes", "step", "loss", "evaluation loss")
@@ -27,30 +26,50 @@ _MOST_NAMED, _MOST_JOBS, _ATTEMPTS = 3, 1_000, 3
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """A job of the sweep, as its run in MLflow has it."""
 
     name: str
-    status: str  # resilience.status, or refused
+    status: str  # resilience.status
+    page: str
     is_running: bool = False
     incidents: int = 0
     causes: str = ""
-    drills: str = ""
-    last_incident: str = ""
-    page: str | None = None
     metrics: tuple[float | None, ...] = (None,) * len(_METRICS)
     ended_ms: int = 0
+
+    @classmethod
+    def of(cls, run: Run) -> Job:
+        tags, info = run.data.tags, run.info
+        status = tags.get("resilience.status", "clean")
+        if info.status not in ("RUNNING", "FINISHED") and status in (*_WELL, "recovering"):
+            status = "failed"  # killed, perhaps with its uploader
+        incidents = tags.get("resilience.incidents", "")
+        return cls(
+            name=str(info.run_name),
+            status=status,
+            page=run_page(info.experiment_id, info.run_id),
+            is_running=info.status == "RUNNING",
+            incidents=int(incidents) if incidents.isdecimal() else 0,
+            causes=tags.get("resilience.cause", ""),
+            metrics=tuple(run.data.metrics.get(name) for name in _METRICS),
+            ended_ms=info.end_time or 0,
+        )
 
     @property
     def is_well(self) -> bool:
         return self.status in _WELL or (self.is_running and self.status == "recovering")
 
+    @property
+    def words(self) -> str:
+        """The status in words."""
+        return text(_WORDS.get(self.status, self.status) + (" so far" if self.is_running else ""))
 
-def show_sweep(connection: Connection, began: Mapping[str, object], refused: Sequence[str] = ()) -> str | None:
+
+def show_sweep(connection: Connection, began: Mapping[str, object]) -> str | None:
     """Show in the run of the sweep how its jobs fared; return the run's id. None if the run is of no sweep.
 
-    `refused` names jobs that ended before they had a run. Several jobs may end at once: what is shown is read again
-    until it is that of all of them.
+    Several jobs may end at once: what is shown is read again until it is that of all of them.
     """
     client, experiment_id = connection.client, connection.experiment_id
     parent = client.get_run(connection.run_id).data.tags.get(PARENT)
@@ -58,17 +77,15 @@ def show_sweep(connection: Connection, began: Mapping[str, object], refused: Seq
         return None
     if client.get_run(parent).data.tags.get(KEY) != sweep_key(began):  # a person has put it below another run
         return None
-    shown: list[_Job] = []
+    shown: list[Job] = []
     for _ in range(_ATTEMPTS):
         of_parent = f"tags.`{PARENT}` = '{parent}'"
         runs = client.search_runs([experiment_id], of_parent, order_by=["start_time"], max_results=_MOST_JOBS)
-        jobs = [*map(_job, runs), *(_Job(name, "refused") for name in refused)]
+        jobs = [*map(Job.of, runs)]
         if jobs == shown:
             break
         shown = jobs
-        said = with_note(client.get_run(parent).data.tags, _note(jobs)) | _tags(jobs)
-        for batch in tag_batches(said):
-            client.log_batch(parent, *batch)
+        connection.show_tags(parent, tags_of(jobs), note_of(jobs))
         if any(one.is_running for one in jobs):
             client.update_run(parent, status="RUNNING")
         else:
@@ -81,89 +98,48 @@ def show_sweep(connection: Connection, began: Mapping[str, object], refused: Seq
     return parent
 
 
-def _job(run: Run) -> _Job:
-    tags, info = run.data.tags, run.info
-    status = tags.get("resilience.status", "clean")
-    if info.status not in ("RUNNING", "FINISHED") and status in (*_WELL, "recovering"):
-        status = "failed"  # killed, perhaps with its uploader
-    counted_as = tags.get("resilience.incidents", "")
-    return _Job(
-        name=str(info.run_name),
-        status=status,
-        is_running=info.status == "RUNNING",
-        incidents=int(counted_as) if counted_as.isdecimal() else 0,
-        causes=tags.get("resilience.cause", ""),
-        drills=tags.get("resilience.drill", ""),
-        last_incident=tags.get("resilience.last_incident", ""),
-        page=run_page(info.experiment_id, info.run_id),
-        metrics=tuple(run.data.metrics.get(name) for name in _METRICS),
-        ended_ms=info.end_time or 0,
-    )
-
-
-def _worst(jobs: Sequence[_Job]) -> _Job:
-    """Return the first of the jobs that fared worst."""
-    return max(jobs, key=lambda one: _STATUSES.index(one.status) if one.status in _STATUSES else 0)
-
-
-def _tags(jobs: Sequence[_Job]) -> dict[str, str]:
-    """Return the tags that the list of runs shows: the worst status, all incidents, and the last one of the worst."""
-    worst = _worst(jobs)
-    status = "failed" if worst.status == "refused" else worst.status
-    found = {"resilience.status": status, "resilience.incidents": str(sum(one.incidents for one in jobs))}
-    for name, lists in (("cause", [one.causes for one in jobs]), ("drill", [one.drills for one in jobs])):
-        if words := dict.fromkeys(word for some in lists for word in some.split(", ") if word):
-            found[f"resilience.{name}"] = ", ".join(words)
-    if (of := worst if worst.last_incident else next((one for one in jobs if one.last_incident), None)) is not None:
-        found["resilience.last_incident"] = f"{of.name}: {of.last_incident}"
+def tags_of(jobs: Sequence[Job]) -> dict[str, str]:
+    """Return the tags that the list of runs shows: the worst status, all incidents and causes."""
+    worst = max(_STATUSES.index(one.status) if one.status in _STATUSES else 0 for one in jobs)
+    found = {"resilience.status": _STATUSES[worst], "resilience.incidents": str(sum(one.incidents for one in jobs))}
+    if causes := dict.fromkeys(cause for one in jobs for cause in one.causes.split(", ") if cause):
+        found["resilience.cause"] = ", ".join(causes)
     return found
 
 
-def _verdict(jobs: Sequence[_Job]) -> str:
+def _verdict(jobs: Sequence[Job]) -> str:
     """Say in a few words whether all jobs fared well."""
     so_far = " so far" if any(one.is_running for one in jobs) else ""
     if ill := sum(not one.is_well for one in jobs):
         return f"{ill:,} of {counted(len(jobs), 'job')} {'needs' if ill == 1 else 'need'} attention{so_far}"
-    words = {1: "the only job", 2: "both jobs"}.get(len(jobs), f"all {len(jobs):,} jobs")
-    return f"{words} fared well{so_far}"
+    return f"all {len(jobs):,} jobs fared well{so_far}" if len(jobs) > 1 else f"the only job fared well{so_far}"
 
 
-def _note(jobs: Sequence[_Job]) -> str:
+def note_of(jobs: Sequence[Job]) -> str:
     """Return the description: whether all jobs fared well, which of them to look at, and a table of all."""
     ill = [one for one in jobs if not one.is_well]
     incidents = sum(one.incidents for one in jobs)
     met = f"{counted(incidents, 'incident')} in all" if incidents else "no incidents"
+    do = "Nothing to change"
     if ill:
-        named = [f"{link(one.name, one.page, 400)} ({_status(one)})" for one in ill[:_MOST_NAMED]]
+        named = [f"{link(one.name, one.page, 400)} ({one.words})" for one in ill[:_MOST_NAMED]]
         more = f" and {len(ill) - _MOST_NAMED:,} more" if len(ill) > _MOST_NAMED else ""
         do = f"**Do:** look at {', '.join(named)}{more}"
-    else:
-        do = "Nothing to change"
     verdict = _verdict(jobs)
     first = f"**{verdict[:1].upper()}{verdict[1:]}.** {do}; {met}."
     last = "A name leads to the page of the job, whose description begins with its verdict."
-    if any(one.status == "refused" for one in jobs):
-        last += " A job that was refused has none: the output of the sweep says why."
-    rows: list[Sequence[str]] = []
     order = [*ill, *(one for one in jobs if one.is_well)]
-    for one in order:
-        rows.append([*_row(one)])
-        if len(first + last + table(_TITLES, rows)) + 60 > LIMIT:
-            del rows[-1]
-            break
+    rows = rows_that_fit(_TITLES, map(_row, order), LIMIT - len(first + last) - 60)
     more = f" And {len(jobs) - len(rows):,} more, in the list of runs." if len(rows) < len(jobs) else ""
     return f"{first}\n\n{table(_TITLES, rows)}\n\n{last}{more}\n"
 
 
-def _row(job: _Job) -> Iterator[str]:
-    yield link(job.name, job.page, 200)
-    yield _status(job) if job.is_well else f"**{_status(job)}**"
-    yield f"{job.incidents:,}" if job.status != "refused" else ""
-    yield text(job.causes, 80)
-    for name, value in zip(_METRICS, job.metrics, strict=True):
-        yield "" if value is None else f"{value:,.0f}" if name.endswith("/step") else f"{value:.4g}"
-
-
-def _status(job: _Job) -> str:
-    words = _WORDS.get(job.status, job.status)
-    return text(f"{words} so far" if job.is_running else words)
+def _row(job: Job) -> list[str]:
+    values = zip(_METRICS, job.metrics, strict=True)
+    return [
+        link(job.name, job.page, 200),
+        job.words if job.is_well else f"**{job.words}**",
+        f"{job.incidents:,}",
+        text(job.causes, 80),
+        *("" if one is None else f"{one:,.0f}" if name.endswith("/step") else f"{one:.4g}" for name, one in values),
+    ]

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from resilient_train.record import surroundings
 from resilient_train.record.journal import plain
+from resilient_train.secrets import masked
+from resilient_train.tracking.connection import cut
 from resilient_train.tracking.report import HARMFUL, IncidentView
-from resilient_train.tracking.store import shown
 from resilient_train.tracking.story import Chapter
+from resilient_train.types import Incident
 from resilient_train.wording import describe_outcome, describe_treatment, first_sign, list_remedies, printable
 
 if TYPE_CHECKING:
@@ -64,8 +66,8 @@ class Traces:
                 forget = getattr(getattr(self._client.store, "_get_server_version", None), "cache_clear", None)
                 if forget is not None:
                     forget()
-                raise ConnectionError(f"{shown(self._uri)} does not tell its version") from None
-            raise NotImplementedError(f"traces need an MLflow server of 3.4 or newer ({shown(self._uri)})") from None
+                raise ConnectionError(f"{masked(self._uri)} does not tell its version") from None
+            raise NotImplementedError(f"traces need an MLflow server of 3.4 or newer ({masked(self._uri)})") from None
         self._client.start_trace(self._info(chapter, trace_id))
         there.add(trace_id)
         self._there = there
@@ -104,9 +106,9 @@ class Traces:
             trace_location=TraceLocation.from_experiment_id(self._experiment_id),
             request_time=began,
             execution_duration=ended - began,
-            state=TraceState.ERROR if incident.outcome in HARMFUL else TraceState.OK,
-            request_preview=_cut(first_sign(incident)),
-            response_preview=_cut(describe_treatment(incident)),
+            state=TraceState(_state(incident)),
+            request_preview=cut(printable(first_sign(incident)), _PREVIEW),  # a database has no room for a zero either
+            response_preview=cut(printable(describe_treatment(incident)), _PREVIEW),
             trace_metadata={"mlflow.sourceRun": self._run_id, "mlflow.trace_schema.version": "3"},
             tags={
                 "mlflow.traceName": _name(chapter),
@@ -123,45 +125,42 @@ class Traces:
 
 def _spans(chapter: Chapter, trace_id: str) -> Iterator[dict[str, Any]]:
     """Yield the spans in the form that MLflow reads them back in: the incident, then each part of its treatment."""
-    incident = chapter.incident
+    incident, facts, seen = chapter.incident, _facts(chapter), Counter[str]()
     root = _id_of(f"{trace_id}/root")
-    attributes = {"outcome": incident.outcome, "cause": incident.diagnosis.cause}
-    ends = {"inputs": first_sign(incident), "outputs": describe_treatment(incident)}
-    status = "ERROR" if incident.outcome in HARMFUL else "OK"
-    yield _span(trace_id, root, None, _name(chapter), _lasted(chapter), attributes, ends, status)
-    seen: Counter[str] = Counter()
+    known: dict[str, Any] = {
+        "outcome": incident.outcome,
+        "cause": incident.diagnosis.cause,
+        "mlflow.spanType": "WORKFLOW",
+    }
+    known |= {"mlflow.spanInputs": first_sign(incident), "mlflow.spanOutputs": describe_treatment(incident)}
+    whole = _span(trace_id, root, _name(chapter), _lasted(chapter), known)
+    yield whole | {"status": {"code": f"STATUS_CODE_{_state(incident)}", "message": ""}}
     for phase in chapter.phases:
         seen[phase.name] += 1
-        facts = _facts(chapter).get(phase.name, {})
+        known = {"mlflow.spanType": "TASK", **facts.get(phase.name, {})}
+        known |= {"mlflow.spanOutputs": facts[phase.name]} if facts.get(phase.name) else {}
         number = _id_of(f"{trace_id}/{phase.name} {seen[phase.name]}")
-        yield _span(trace_id, number, root, phase.name, (phase.began_ms, phase.ended_ms), facts, {"outputs": facts})
+        yield _span(trace_id, number, phase.name, (phase.began_ms, phase.ended_ms), known) | {"parent_span_id": root}
 
 
-def _span(
-    trace_id: str,
-    number: str,
-    parent: str | None,
-    name: str,
-    times_ms: tuple[int, int],
-    attributes: Mapping[str, Any],
-    ends: Mapping[str, Any],
-    status: str = "OK",
-) -> dict[str, Any]:
-    kind = "WORKFLOW" if parent is None else "TASK"
-    values = {"mlflow.traceRequestId": trace_id, "mlflow.spanType": kind, **attributes}
-    values |= {f"mlflow.span{key.capitalize()}": value for key, value in ends.items() if value}
+def _span(trace_id: str, number: str, name: str, times_ms: tuple[int, int], known: Mapping[str, Any]) -> dict[str, Any]:
+    known = {"mlflow.traceRequestId": trace_id, **known}
     return {
         "trace_id": base64.b64encode(bytes.fromhex(trace_id.removeprefix("tr-"))).decode(),
         "span_id": number,
-        "parent_span_id": parent,
+        "parent_span_id": None,
         "name": name,
         "start_time_unix_nano": times_ms[0] * 1_000_000,
         "end_time_unix_nano": times_ms[1] * 1_000_000,
         "events": [],
-        "status": {"code": f"STATUS_CODE_{status}", "message": ""},
-        "attributes": {key: json.dumps(plain(value)) for key, value in values.items()},
+        "status": {"code": "STATUS_CODE_OK", "message": ""},
+        "attributes": {key: json.dumps(plain(one)) for key, one in known.items()},
         "links": [],
     }
+
+
+def _state(incident: Incident) -> str:
+    return "ERROR" if incident.outcome in HARMFUL else "OK"
 
 
 def _facts(chapter: Chapter) -> dict[str, dict[str, Any]]:
@@ -215,11 +214,6 @@ def _lasted(chapter: Chapter) -> tuple[int, int]:
     began = min([chapter.opened_ms, *(one.began_ms for one in chapter.phases)])
     done = chapter.opened_ms if chapter.treated_ms is None else chapter.treated_ms
     return began, max([began, done, *(one.ended_ms for one in chapter.phases)])
-
-
-def _cut(text: str) -> str:
-    text = printable(text)  # a database has no room for a byte of zero either
-    return text if len(text) <= _PREVIEW else text[: _PREVIEW - 3] + "..."
 
 
 def _id_of(name: str) -> str:

@@ -13,17 +13,18 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
-from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, REFUSED_JOBS, Outbox
+from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
 from resilient_train.secrets import masked
 from resilient_train.tracking.connection import cut
 from resilient_train.tracking.review import command
-from resilient_train.tracking.store import Store, TrackedRun, UploadCursor, counted_entries, left_in, locate, shown
+from resilient_train.tracking.store import Store, TrackedRun, UploadCursor, left_in, locate
+from resilient_train.wording import counted
 
 EXPERIMENT = "resilient_train"  # of the caller's own loop; conf/tracking names the same one for the command
 
@@ -44,16 +45,19 @@ class TrackingConfig:
     kind: str = field(metadata={"one_of": ("mlflow", "none")})
     uri: str | None
     experiment: str
-    system_metrics: bool
     drain_s: float = field(metadata={"at_least": 0})
 
 
-class Tracker(Protocol):
-    """Takes what is worth showing, in microseconds; no call waits or raises, and only `finish` may take its time."""
+class Tracker:
+    """Takes what is worth showing, in microseconds; no call waits or raises, and only `finish` may take its time.
+
+    This one shows nothing.
+    """
 
     @property
     def run(self) -> TrackedRun | None:
         """The run on the tracker's side; None until it exists there."""
+        return None
 
     def begin(self) -> None:
         """Say that the first update has landed: from now on tracking may use the CPU."""
@@ -69,31 +73,13 @@ class Tracker(Protocol):
 
     def finish(self, status: str) -> TrackedRun | None:
         """Upload the rest within the time configured, and say in the log what is left."""
+        return None
 
     def drop(self) -> None:
         """Discard it: there was no update to show."""
 
 
-class NullTracker:
-    """Shows nothing."""
-
-    run: TrackedRun | None = None
-
-    def begin(self) -> None: ...
-
-    def metrics(self, tick: int, values: Mapping[str, float], time_ms: int | None = None) -> None: ...
-
-    def params(self, values: Mapping[str, Any]) -> None: ...
-
-    def artifact(self, path: Path) -> None: ...
-
-    def finish(self, status: str) -> TrackedRun | None:
-        return None
-
-    def drop(self) -> None: ...
-
-
-class OutboxTracker:
+class OutboxTracker(Tracker):
     """Shows the run in MLflow, through a file and a process that uploads it."""
 
     def __init__(
@@ -108,11 +94,11 @@ class OutboxTracker:
     @property
     def run(self) -> TrackedRun | None:
         """The run in MLflow, from the file that the uploader keeps in the run directory."""
-        return UploadCursor(self._directory).tracked_run(shown(self._store.uri), self._config.experiment)
+        return UploadCursor(self._directory).tracked_run(masked(self._store.uri), self._config.experiment)
 
     def begin(self) -> None:
         if self.uploader is None:
-            where = {"tracking_uri": shown(self._store.uri), "experiment": self._config.experiment}
+            where = {"tracking_uri": masked(self._store.uri), "experiment": self._config.experiment}
             self._outbox.put(BEGAN, name=self._directory.name, **where, **self._sweep)
             self.uploader = UploaderProcess(self._directory, self._store, self._config)
 
@@ -149,9 +135,9 @@ class OutboxTracker:
         if trouble is not None:
             left = left_in(self._directory)
             what = (
-                f"it lacks {counted_entries(left)} of {OUTBOX}" if left else "what it shows of the run is not complete"
+                f"it lacks {counted(left, 'entry')} of {OUTBOX}" if left else "what it shows of the run is not complete"
             )
-            _log.warning("MLflow at %s did not get everything: %s (%s)", shown(self._store.uri), what, trouble)
+            _log.warning("MLflow at %s did not get everything: %s (%s)", masked(self._store.uri), what, trouble)
             _log.warning(
                 "to upload the rest, from any machine that has the directory:\n  %s", command("sync", self._directory)
             )
@@ -167,11 +153,10 @@ class UploaderProcess:
     """Runs `resilient-train sync --follow` while the run lasts. Only `end` waits."""
 
     def __init__(self, directory: Path, store: Store, config: TrackingConfig) -> None:
-        self._directory, self._where = directory.absolute(), shown(store.uri)
+        self._directory, self._where = directory.absolute(), masked(store.uri)
         self._command = [sys.executable, "-m", "resilient_train", "sync", str(self._directory), "--follow"]
         self._command += ["--attached", f"--experiment={config.experiment}"]
         self._command += [f"--home={store.home}"] if store.home is not None else []
-        self._command += ["--system-metrics"] * config.system_metrics
         # The address may hold a password, so it is no argument: those are public. Modules are found where ours are.
         path = os.pathsep.join(one for one in sys.path if isinstance(one, str))
         threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -233,7 +218,7 @@ class UploaderProcess:
     def _run(self) -> int:
         """Start one, watch what it notes until it ends, and return its exit code."""
         cursor = UploadCursor(self._directory)
-        if cursor.read_trouble() is not None:  # of the previous one
+        if cursor.get("trouble") is not None:  # of the previous one
             cursor.note(trouble=None)
         with TemporaryFile() as said:
             self.process = process = subprocess.Popen(
@@ -252,7 +237,8 @@ class UploaderProcess:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     code = process.wait(_LOOK_EVERY_S)
                     break
-                if (trouble := cursor.read_trouble()) is not None:
+                cursor.read()
+                if (trouble := cursor.get("trouble")) is not None:
                     self._complain(trouble)
             lines = _last_lines(said)
         assert process.stdin is not None
@@ -277,7 +263,7 @@ def _last_lines(said: IO[bytes]) -> list[str]:
     """Return the last lines that a process wrote, without secrets."""
     said.seek(max(0, said.seek(0, os.SEEK_END) - _TAIL_BYTES))
     lines = [" ".join(line.split()) for line in said.read().decode("utf-8", "replace").splitlines()]
-    return [shown(line) for line in lines if line]
+    return [masked(line) for line in lines if line]
 
 
 def build(config: TrackingConfig, directory: Path, home: Path, sweep: Mapping[str, str] | None = None) -> Tracker:
@@ -286,13 +272,5 @@ def build(config: TrackingConfig, directory: Path, home: Path, sweep: Mapping[st
     `home` holds the database when no other store is named; `sweep` names the sweep and the job that the run is.
     """
     if config.kind == "none":
-        return NullTracker()
+        return Tracker()
     return OutboxTracker(config, directory, locate(config.uri, home), sweep)
-
-
-def note_refused_jobs(config: TrackingConfig, directory: Path, home: Path, names: Sequence[str]) -> None:
-    """Show in the run of a sweep which jobs were refused: they have no outbox, so it goes into that of another job."""
-    outbox = Outbox(directory / OUTBOX)
-    outbox.put(REFUSED_JOBS, names=[masked(one) for one in names])
-    if outbox.close(_WRITE_WITHIN_S):
-        UploaderProcess(directory, locate(config.uri, home), config).end(config.drain_s)

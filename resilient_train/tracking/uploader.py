@@ -6,33 +6,20 @@ import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from resilient_train.record.endings import CONFIG, LOOP, SUMMARY, ended_as, is_run, last_sign_ms, loop_of, read_ending
 from resilient_train.record.incident_log import INCIDENTS
-from resilient_train.record.journal import JOURNAL, Entry, entries_after, plain
-from resilient_train.record.outbox import (
-    ARTIFACT,
-    BEGAN,
-    ENDED,
-    METRICS,
-    OUTBOX,
-    PARAMS,
-    REFUSED_JOBS,
-    Outbox,
-    entries,
-    seal_before,
-)
+from resilient_train.record.journal import JOURNAL, Entry, entries, entries_after, plain
+from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox, seal_before
 from resilient_train.record.progress import position_of
 from resilient_train.tracking.connection import (
     Connection,
     batches,
     connect,
     first_start,
-    forget_twins,
     is_refusal,
     is_unreachable,
     root_cause,
@@ -51,6 +38,19 @@ class Busy(Exception):
     """Another process is uploading the same outbox."""
 
 
+def _locked(outbox: Path, flags: int) -> int:
+    """Open an outbox, and lock it for this process; the kernel releases the lock with the process."""
+    lock = os.open(outbox, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if not isinstance(error, BlockingIOError):
+            raise
+        raise Busy("another process is uploading it") from None
+    return lock
+
+
 class Uploader:
     """Uploads one run directory to one store. Whatever goes wrong raises, and the next call continues there."""
 
@@ -59,8 +59,6 @@ class Uploader:
         run_dir: Path,
         store: Store,
         experiment: str,
-        *,
-        system_metrics: bool = False,
         on_progress: Callable[[int], None] = lambda entries: None,
     ) -> None:
         self.run_dir, self.outbox = run_dir, run_dir / OUTBOX
@@ -69,10 +67,9 @@ class Uploader:
         self.damaged = 0
         self.refused: list[str] = []  # why, for each thing that MLflow will never take
         self.run: TrackedRun | None = None  # once it is reached
-        self._store, self._experiment, self._system_metrics = store, experiment, system_metrics
+        self._store, self._experiment = store, experiment
         self._on_progress = on_progress
         self._reached: tuple[Connection, Presentation] | None = None
-        self._monitor: Any = None
         self._lock: int | None = None
 
     def upload(self, *, is_last: bool = False) -> None:
@@ -80,23 +77,24 @@ class Uploader:
 
         A failure with one of the later ones does not hold up the others; it is retried with the next call.
         """
-        self._claim()
+        if self._lock is None:
+            self._lock = _locked(self.outbox, os.O_RDONLY)
         connection, presentation = self._connected()
         self._upload_rows(connection)
         trouble = presentation.refresh(is_last=is_last)
-        for path in self.cursor.files:
-            error = self._unless_refused(partial(self._attach, connection, path))
-            trouble = trouble or error
-            if error is None:
-                self.cursor.note(files=[one for one in self.cursor.files if one != path])
+        for path in self.cursor.get("files", []):
+            try:
+                self._unless_refused(partial(self._attach, connection, str(path)))
+                self.cursor.note(files=[one for one in self.cursor.get("files") if one != path])
+            except Exception as error:
+                if is_unreachable(error):
+                    raise
+                trouble = trouble or error
         if trouble is not None:
             raise trouble
 
     def finish(self) -> None:
         """Upload the rest, and how the run ended."""
-        if self._monitor is not None:
-            self._monitor.finish()
-            self._monitor = None
         try:
             self.upload(is_last=True)
         finally:  # in spite of a file that cannot be stored
@@ -104,30 +102,17 @@ class Uploader:
                 self._end(self._reached[0])
         assert self._reached is not None
         assert self._lock is not None
-        size, uploaded = os.fstat(self._lock).st_size, self.cursor.uploaded
+        size, uploaded = os.fstat(self._lock).st_size, self.cursor.get("delivered", 0)
         if size > uploaded and next(entries(self.outbox, uploaded), None) is None:
             self.damaged += 1  # its last line is cut off
-        forget_twins(self._reached[0], self.cursor, self.outbox)
-        self._raise_unless_refused(partial(self._show_sweep, self._reached[0]))
+        self._reached[0].forget_twins()
+        self._unless_refused(partial(self._show_sweep, self._reached[0]))
 
     def close(self) -> None:
         """Let another process upload."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    def _claim(self) -> None:
-        """Lock the outbox for this process; the kernel releases the lock with the process."""
-        if self._lock is None:
-            lock = os.open(self.outbox, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                os.close(lock)
-                if isinstance(error, BlockingIOError):
-                    raise Busy("another process is uploading it") from None
-                raise
-            self._lock = lock
 
     def _connected(self) -> tuple[Connection, Presentation]:
         if self._reached is None:
@@ -137,25 +122,23 @@ class Uploader:
             earliest = next(entries_after(self.run_dir / JOURNAL), None)
             began = min([first["at"], *([] if earliest is None else [earliest[0]["at"]])])  # see `backfill`
             connection = connect(self._store, self._experiment, self.cursor, self.outbox, began)
-            if self.cursor.seal != seal_before(self.outbox, self.cursor.uploaded):
+            if self.cursor.get("seal") != seal_before(self.outbox, self.cursor.get("delivered", 0)):
                 self.cursor.note(delivered=0)  # a power cut took the end of it, and other lines took its place
-            self._reached = connection, Presentation(connection, self.run_dir, self._refuse)
+            self._reached = connection, Presentation(connection, self.run_dir, self._unless_refused)
             self.run = connection.run
-            self._raise_unless_refused(partial(self._show_sweep, connection))
-            if self._system_metrics:
-                self._watch_machine(connection.run_id)
+            self._unless_refused(partial(self._show_sweep, connection))
         return self._reached
 
     def _upload_rows(self, connection: Connection) -> None:
-        while portion := list(islice(entries(self.outbox, self.cursor.uploaded), ENTRIES_AT_ONCE)):
+        while portion := list(islice(entries(self.outbox, self.cursor.get("delivered", 0)), ENTRIES_AT_ONCE)):
             found = [entry for entry, _ in portion if entry is not None]
             self._send(connection, found)
             self.damaged += len(portion) - len(found)
             self.uploaded += len(portion)
             end = portion[-1][1]
-            files = [str(entry.get("path")) for entry in found if entry["kind"] == ARTIFACT]
-            files = list(dict.fromkeys([*self.cursor.files, *files]))  # each is sent as it is then, so once is enough
-            self.cursor.note(delivered=end, seal=seal_before(self.outbox, end), files=files)
+            files = dict.fromkeys(self.cursor.get("files", []))  # each is sent as it is then, so once is enough
+            files |= dict.fromkeys(str(entry.get("path")) for entry in found if entry["kind"] == ARTIFACT)
+            self.cursor.note(delivered=end, seal=seal_before(self.outbox, end), files=list(files))
             self._on_progress(self.uploaded)
 
     def _send(self, connection: Connection, portion: list[Entry]) -> None:
@@ -168,7 +151,7 @@ class Uploader:
                     raise
                 there = client.get_run(run_id).data.params if params else {}
                 if new := [one for one in params if one.key not in there]:  # a parameter keeps its first value
-                    self._raise_unless_refused(partial(client.log_batch, run_id, (), new, ()))
+                    self._unless_refused(partial(client.log_batch, run_id, (), new, ()))
                 elif not params:
                     self._refuse(root_cause(error))
         for entry in [one for one in portion if one["kind"] in (BEGAN, ENDED)][-1:]:
@@ -188,10 +171,7 @@ class Uploader:
         """Show in the run of the sweep how its jobs fare, if this is one of them."""
         if "sweep" not in (began := first_start(self.outbox)):
             return
-        noted = [one for one, _ in entries(self.outbox) if one is not None and one["kind"] == REFUSED_JOBS]
-        names = noted[-1].get("names") if noted else None
-        refused = [str(one) for one in names] if isinstance(names, list) else []
-        if (parent := show_sweep(connection, began, refused)) is not None:
+        if (parent := show_sweep(connection, began)) is not None:
             self.cursor.note(sweep_url=url(connection.run.tracking_uri, connection.experiment_id, parent))
 
     def _attach(self, connection: Connection, path: str) -> None:
@@ -205,17 +185,8 @@ class Uploader:
         else:
             connection.client.log_artifact(connection.run_id, str(whole))
 
-    def _unless_refused(self, send: Callable[[], object]) -> Exception | None:
-        """Do it; return what prevented it for now. Raises where the server does not answer."""
-        try:
-            self._raise_unless_refused(send)
-        except Exception as error:
-            if is_unreachable(error):
-                raise
-            return error
-        return None
-
-    def _raise_unless_refused(self, send: Callable[[], object]) -> None:
+    def _unless_refused(self, send: Callable[[], object]) -> None:
+        """Do it, and note why where MLflow will never take it. Raises what prevents it for now."""
         try:
             send()
         except Exception as error:
@@ -226,15 +197,6 @@ class Uploader:
     def _refuse(self, why: str) -> None:
         if why not in self.refused:
             self.refused.append(why)
-
-    def _watch_machine(self, run_id: str) -> None:
-        try:
-            module = import_module("mlflow.system_metrics.system_metrics_monitor")
-            monitor = module.SystemMetricsMonitor(run_id, tracking_uri=self._store.uri, resume_logging=True)
-            monitor.start()
-            self._monitor = monitor
-        except Exception as error:  # psutil or a driver is missing: the other curves are worth having
-            self._refuse(f"no system metrics: {root_cause(error)}")
 
 
 # ------------------------------------------------------------------------------------- a run that was not tracked
@@ -251,12 +213,11 @@ def needs_backfill(run_dir: Path) -> bool:
 
 def backfill(run_dir: Path, tracking_uri: str, experiment: str) -> None:
     """Add to the outbox what it lacks of the run as it is now, unless another process is uploading it."""
-    file = os.open(run_dir / OUTBOX, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as an uploader does
-        except BlockingIOError:
-            return
+        lock = _locked(run_dir / OUTBOX, os.O_RDWR | os.O_CREAT)
+    except Busy:
+        return
+    try:
         known = [one for one, _ in entries(run_dir / OUTBOX) if one is not None]
         there = [{key: value for key, value in one.items() if key not in ("n", "at", "crc")} for one in known]
         place = {"tracking_uri": tracking_uri, "experiment": experiment}
@@ -272,7 +233,7 @@ def backfill(run_dir: Path, tracking_uri: str, experiment: str) -> None:
         if not box.close(_WRITE_WITHIN_S):
             raise OSError(f"{box.path} cannot be written")
     finally:
-        os.close(file)
+        os.close(lock)
 
 
 def _from_directory(run_dir: Path) -> Iterator[dict[str, Any]]:

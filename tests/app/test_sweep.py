@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -40,8 +39,8 @@ def test_a_job_is_named_by_what_differs(
     assert name_of(job) == name
 
 
-def fared(name: str, status: str, **more: Any) -> sweep._Job:
-    return sweep._Job(name, status, page=f"#/experiments/1/runs/{name[-1]}a", **more)
+def fared(name: str, status: str, **more: Any) -> sweep.Job:
+    return sweep.Job(name, status, f"#/experiments/1/runs/{name[-1]}a", **more)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ def fared(name: str, status: str, **more: Any) -> sweep._Job:
         ([fared("seed=1", "clean")], "**The only job fared well.** Nothing to change; no incidents.", "clean"),
         (
             [fared("seed=1", "clean"), fared("seed=2", "recovered", incidents=3, is_running=True)],
-            "**Both jobs fared well so far.** Nothing to change; 3 incidents in all.",
+            "**All 2 jobs fared well so far.** Nothing to change; 3 incidents in all.",
             "recovered",
         ),
         (
@@ -67,17 +66,17 @@ def fared(name: str, status: str, **more: Any) -> sweep._Job:
     ],
 )
 def test_the_page_of_a_sweep_says_first_whether_all_jobs_fared_well(
-    jobs: list[sweep._Job], first: str, status: str
+    jobs: list[sweep.Job], first: str, status: str
 ) -> None:
     """And which of them to look at; the tag is the worst of theirs."""
-    assert sweep._note(jobs).startswith(first)
-    assert sweep._tags(jobs)["resilience.status"] == status
+    assert sweep.note_of(jobs).startswith(first)
+    assert sweep.tags_of(jobs)["resilience.status"] == status
 
 
 def test_the_page_of_a_large_sweep_has_the_jobs_that_need_attention() -> None:
     """As many as there is room for, those first."""
     jobs = [fared(f"model.width={10**6 + at}, seed=1", "failed" if at > 900 else "clean") for at in range(1000)]
-    note = sweep._note(jobs)
+    note = sweep.note_of(jobs)
     assert len(note) < 8_000
     rows = [line for line in note.splitlines() if line.startswith("| [")]
     assert len(rows) > 20
@@ -110,13 +109,12 @@ def test_a_sweep_ends_with_a_table_and_is_one_run_in_mlflow(
     children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
     assert {run.info.run_name for run in children} == {"seed=0, lr=0.001", "seed=1, lr=0.001"}
     assert {run.info.status for run in children} == {"FINISHED"}
-    assert parent.info.status == "FAILED"  # not all of its jobs fared well
-    assert str(parent.info.run_name).endswith(": 2 of 4 jobs need attention")
+    assert parent.info.status == "FINISHED"
+    assert str(parent.info.run_name).endswith(": all 2 jobs fared well")
     tags, note = parent.data.tags, parent.data.tags["mlflow.note.content"]
-    assert (tags["resilience.status"], tags["resilience.incidents"]) == ("failed", "2")
-    assert (tags["resilience.cause"], tags["resilience.drill"]) == ("transient", "nan_grad")
-    assert re.match("seed=[01], lr=0.001: step [0-9]+: a gradient is not finite", tags["resilience.last_incident"])
-    assert note.startswith("**2 of 4 jobs need attention.** **Do:** look at seed=0, lr=high (refused), seed=1, lr=high")
+    assert (tags["resilience.status"], tags["resilience.incidents"]) == ("recovered", "2")
+    assert tags["resilience.cause"] == "transient"
+    assert note.startswith("**All 2 jobs fared well.** Nothing to change; 2 incidents in all.")
     assert all(f"runs/{run.info.run_id}?" in note for run in children)
     end = outcome.stdout.partition("the sweep has ended:")[2]
     assert outcome.stdout.count("to see it, start") == end.count("to see it, start") == 1

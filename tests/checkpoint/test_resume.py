@@ -39,8 +39,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from warm import ENVIRONMENT
 
-from resilient_train.record.journal import read as entries_of
-from resilient_train.tracking.story import chapters
+from resilient_train.tracking.story import read_story
 
 DIGITS = ["model=mlp", "data=digits", "objective=classification", "tracking=none", "run.log_every=100"]
 EVERY, MEMORY, PROOF, KEEP = 20, 10, 12, 2
@@ -482,7 +481,7 @@ def test_an_open_incident_is_closed_by_whoever_goes_on(nursery: Nursery) -> None
         assert at_tick(run_dir, 100)(started)
         started.strike(signal.SIGKILL)
         assert started.wait() == -signal.SIGKILL
-    (chapter,) = chapters(entries_of(run_dir / "journal.jsonl"))
+    (chapter,) = read_story(run_dir).chapters
     open_one = chapter.incident
     assert open_one.outcome is None
     assert incidents(run_dir) == []

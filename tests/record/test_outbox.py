@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from resilient_train import files
 from resilient_train.record import outbox
-from resilient_train.record.journal import plain, seal, unseal
-from resilient_train.record.outbox import OUTBOX, Outbox, entries, seal_before
+from resilient_train.record.journal import entries, plain, seal, unseal
+from resilient_train.record.outbox import OUTBOX, Outbox, seal_before
 
 
 def read(path: Path, start: int = 0) -> list[tuple[str, object]]:

@@ -18,7 +18,7 @@ from resilient_train.app.config.compose import load
 from resilient_train.app.train import train
 from resilient_train.ranks.world import World
 from resilient_train.state.tree import sha256
-from resilient_train.tracking.tracker import NullTracker
+from resilient_train.tracking.tracker import Tracker
 from resilient_train.types import Vitals
 
 STEPS, CAPTURED_AT = 40, 17
@@ -119,7 +119,7 @@ class Program:
         self.run.config.run.steps = self.run.guard.steps = step
         self.batches.clear()
         self.average.update()
-        train(self.run, AfterEachUpdate(self.run, self.average), NullTracker())
+        train(self.run, AfterEachUpdate(self.run, self.average), Tracker())
         return self.run.guard.state.sha256(), list(self.batches)
 
     def close(self) -> None:

@@ -170,7 +170,7 @@ def test_the_first_screen_of_a_sweep_says_how_its_jobs_fared(person: Console, sh
     jobs = [clean(place / f"job{at}", uri, sweep="of the night", job=f"run.seed={at}") for at in range(2)]
     parent = MlflowClient(uri).get_run(jobs[0]).data.tags["mlflow.parentRunId"]
     words = person.first_screen(SHOTS / "first-screen-sweep.png", parent)
-    assert "sweep of the night: both jobs fared well" in words
+    assert "sweep of the night: all 2 jobs fared well" in words
 
 
 def test_the_overview_tells_the_story_and_leads_to_its_traces(person: Console, shown: Shown) -> None:

@@ -25,7 +25,8 @@ from warm import ENVIRONMENT
 from resilient_train.app import sync
 from resilient_train.ranks.lock import DirectoryLock
 from resilient_train.record.incident_log import IncidentLog
-from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox, entries
+from resilient_train.record.journal import entries
+from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
 from resilient_train.tracking.presentation import MOST_PICTURES
 from resilient_train.tracking.store import MLFLOW_JSON, UploadCursor, locate
 from resilient_train.tracking.story import read_story
@@ -363,7 +364,7 @@ from test_delivery import met, IncidentLog
 
 run_dir, address, experiment = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 run_dir.mkdir(exist_ok=True)
-tracker = build(TrackingConfig("mlflow", address, experiment, False, float(sys.argv[5])), run_dir, run_dir.parent)
+tracker = build(TrackingConfig("mlflow", address, experiment, float(sys.argv[5])), run_dir, run_dir.parent)
 tracker.params({f"layer.{index}": index for index in range(120)})
 tracker.begin()
 (run_dir / "config.yaml").write_text("run: {}")

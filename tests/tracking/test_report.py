@@ -325,7 +325,6 @@ def test_the_report_has_every_incident_with_all_that_is_known_of_it() -> None:
         "loss 8.12 where 2.9 to 3.4 was usual",
         "sqrt in model.norm, /home/u/examples/culprits.py:33, backward",
         "dtype float32, min 0.0",
-        "lower_lr(factor=0.5)",
         "detect 0.002 s, diagnose 0.278 s",
         "step 158 is the last to be trusted",
         "nan at [2]",

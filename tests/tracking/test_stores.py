@@ -14,7 +14,8 @@ from moody import mlflow_server
 from postgres import postgres, programs
 from test_delivery import client_of, prove, trained, uploader
 
-from resilient_train.record.outbox import METRICS, OUTBOX, entries
+from resilient_train.record.journal import entries
+from resilient_train.record.outbox import METRICS, OUTBOX
 
 # MLflow 3.17 declares a mapping in a way that SQLAlchemy 2.1 is going to drop.
 pytestmark = [

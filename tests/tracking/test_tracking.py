@@ -22,10 +22,11 @@ from omegaconf import OmegaConf
 from resilient_train import files
 from resilient_train.errors import ConfigError
 from resilient_train.record.outbox import ARTIFACT, BEGAN, ENDED, METRICS, OUTBOX, PARAMS, Outbox
+from resilient_train.secrets import masked
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.review import command
-from resilient_train.tracking.store import TrackedRun, UploadCursor, locate, shown, ui_command, url
-from resilient_train.tracking.tracker import NullTracker, TrackingConfig, build
+from resilient_train.tracking.store import TrackedRun, UploadCursor, locate, ui_command, url
+from resilient_train.tracking.tracker import Tracker, TrackingConfig, build
 from resilient_train.tracking.uploader import Uploader
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("a home") / "50% #1"
 
 
-def config(uri: str | None = None, *, drain_s: float = LONG_S, system_metrics: bool = False) -> TrackingConfig:
-    return TrackingConfig("mlflow", uri, EXPERIMENT, system_metrics, drain_s)
+def config(uri: str | None = None, *, drain_s: float = LONG_S) -> TrackingConfig:
+    return TrackingConfig("mlflow", uri, EXPERIMENT, drain_s)
 
 
 def client_of(run: TrackedRun | None) -> MlflowClient:
@@ -209,18 +210,6 @@ def test_a_name_that_mlflow_refuses_is_bent_until_it_fits(home: Path, tmp_path: 
     assert fetched(run).data.params == {"a_b": "1"}
 
 
-def test_system_metrics_are_shown_when_asked_for(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow's own monitor samples, and stops with the run."""
-    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
-    with outbox(tmp_path / "machine"):
-        pass
-    uploader = Uploader(tmp_path / "machine", locate(None, home), EXPERIMENT, system_metrics=True)
-    uploader.upload()
-    while "system/cpu_utilization_percentage" not in fetched(uploader.run).data.metrics:
-        time.sleep(0.1)
-    uploader.finish()
-
-
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -228,7 +217,7 @@ from resilient_train.tracking.tracker import TrackingConfig, build
 
 run_dir = Path(sys.argv[2])
 run_dir.mkdir()
-tracker = build(TrackingConfig("mlflow", None, "resilient_train", False, 300.0), run_dir, Path(sys.argv[1]))
+tracker = build(TrackingConfig("mlflow", None, "resilient_train", 300.0), run_dir, Path(sys.argv[1]))
 for tick in range(1000):
     tracker.metrics(tick, {"loss": 1.0})
 tracker.begin()
@@ -273,7 +262,7 @@ def half_made(home):
 
 home = Path(sys.argv[1])
 (home / "run").mkdir(parents=True)
-tracker = build(TrackingConfig("mlflow", None, "resilient_train", False, 300.0), home / "run", home)
+tracker = build(TrackingConfig("mlflow", None, "resilient_train", 300.0), home / "run", home)
 tracker.begin()
 while not half_made(home):
     pass
@@ -426,7 +415,7 @@ def test_the_command_that_opens_a_database_can_be_pasted(
 def test_the_link_opens_the_overview_and_gives_no_password_away(uri: str, root: str) -> None:
     """A database has its page where `mlflow ui` listens; a link with *** for a password would open nothing."""
     assert url(uri, "1", "abc") == f"{root}/#/experiments/1/runs/abc?workflowType=machine_learning"
-    assert "secret" not in shown(uri)
+    assert "secret" not in masked(uri)
 
 
 @pytest.mark.parametrize("name", ["mlflow", "none"])
@@ -442,8 +431,8 @@ def test_the_configuration_files_hold_every_field(name: str, tmp_path: Path) -> 
 
 def test_no_tracking_takes_every_call_and_has_no_run(caplog: pytest.LogCaptureFixture) -> None:
     """Callers need no `if`."""
-    tracker = build(TrackingConfig("none", None, EXPERIMENT, False, 0), Path("nothing"), Path())
-    assert isinstance(tracker, NullTracker)
+    tracker = build(TrackingConfig("none", None, EXPERIMENT, 0), Path("nothing"), Path())
+    assert type(tracker) is Tracker
     with caplog.at_level(logging.DEBUG):
         tracker.begin()
         tracker.metrics(1, {"loss": 1.0})
