@@ -62,7 +62,7 @@ class UploadCursor:
         self._known = {name: one for name, one in found.items() if type(one) is _TYPES.get(name, str)}
 
     def get(self, name: str, otherwise: Any = None) -> Any:
-        """Return what is known: of "delivered" how many bytes of the outbox MLflow has, of "seal" their last checksum."""
+        """Return what is known: "delivered" is how many bytes of the outbox MLflow has, "seal" their last checksum."""
         return self._known.get(name, otherwise)
 
     def tracked_run(self, tracking_uri: str, experiment: str) -> TrackedRun | None:
