@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import patch_environment
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, default_collate
 
 from resilient_train.data import build
@@ -24,16 +27,16 @@ from resilient_train.data.rows import Collate, change, fingerprint
 from resilient_train.data.samples import Samples, Slicing
 from resilient_train.data.sequential import DrawnSamples, LoaderSamples
 from resilient_train.drills import Drill
-from resilient_train.errors import ConfigError, TrainError, named_type, require_finite, unusable
-from resilient_train.intervals import AUTO
+from resilient_train.errors import ConfigError, TrainError, named_type, unusable
 from resilient_train.ranks.world import World
-from resilient_train.reader import ClipConfig, DataConfig, DiskConfig, MemoryConfig
+from resilient_train.reader import ClipConfig, DataConfig, DiskConfig, MemoryConfig, check, checked
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover import policy as policies
 from resilient_train.recover.policy import Policy
 from resilient_train.state.tree import is_sharded
 from resilient_train.update.objective import Measured
+from resilient_train.update.schedule import Curve, CurveSchedule, LoopSchedule, Schedule, ShadowSchedule
 from resilient_train.watch import config as checks_config
 from resilient_train.watch.config import ChecksConfig
 from resilient_train.wording import log
@@ -52,20 +55,37 @@ TRAINERS = (
 _WRAPPERS = {"torch.distributed.fsdp.fully_sharded_data_parallel": _FSDP1, "deepspeed.": _ENGINES["DEEPSPEED"]}
 
 
+_NUMBERS: dict[str, tuple[Any, dict[str, int]]] = {
+    "accumulate": (int, {"at_least": 1}),
+    "batch_size": (int | None, {"at_least": 1}),
+    "clip": (float | None, {"above": 0}),
+    **{name: (int, {"at_least": 0}) for name in ("num_workers", "seed", "verify_after")},
+    "steps": (int | None, {"at_least": 0}),
+}
+
+
+def check_settings(**given: Any) -> None:
+    """Raise if a setting has a wrong type or is out of its limits; `given` has them by the names of the arguments."""
+    for name, kind in (("memory", MemoryConfig), ("drill", Drill), ("scaler", torch.amp.GradScaler)):
+        if not isinstance(given.get(name), kind | None):
+            raise TypeError(f"{name}: expected a {kind.__name__}, got {named_type(given[name])}")
+    for name, value in given.items():
+        if isinstance(value, ClipConfig | DiskConfig | MemoryConfig | ChecksConfig):
+            check(value, f"{name}.")
+        elif name in _NUMBERS:
+            checked(name, value, *_NUMBERS[name])
+
+
 def accelerator(given: Any, model: Any, accumulate: int = 1, scaler: Any = None) -> Any:
     """Return the caller's Accelerator; for a loop of plain PyTorch make one, for the device of its model."""
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise unusable("accumulate", f"expected a whole number of at least 1, got {accumulate!r}")
-    if not isinstance(scaler, torch.amp.GradScaler | None):
-        raise TypeError(f"scaler: expected a torch.amp.GradScaler, got {named_type(scaler)}")
-    if given is not None:
-        for name, is_given in (("accumulate", accumulate > 1), ("scaler", scaler is not None)):
-            if is_given:
-                raise unusable(name, "is for a loop of plain PyTorch: the Accelerator has its own")
+    if not isinstance(given, Accelerator | None):
+        expected = "expected an accelerate.Accelerator, or None for a loop of plain PyTorch"
+        raise TypeError(f"accelerator: {expected}, got {named_type(given)}; {TRAINERS}")
+    if given is not None and (accumulate > 1 or scaler is not None):
+        name = "accumulate" if accumulate > 1 else "scaler"
+        raise unusable(name, "is for a loop of plain PyTorch: the Accelerator has its own")
     if not isinstance(model, nn.Module):
-        if given is None:
-            raise TypeError(f"model: expected a torch.nn.Module, got {named_type(model)}; {TRAINERS}")
-        return given
+        raise TypeError(f"model: expected a torch.nn.Module, got {named_type(model)}; {TRAINERS}")
     if any(one.is_meta and one.requires_grad for one in model.parameters()):
         why = "load them, or call to_empty and initialize them, before the guard is made"
         raise ValueError(f"model: weights are on the meta device, where they have no values: {why}")
@@ -100,9 +120,6 @@ class PlacedAccelerator(Accelerator):  # type: ignore[misc]  # Accelerate has no
 
 def world(accelerator: Any) -> World:
     """Return the processes that the caller's Accelerator has joined."""
-    if not isinstance(accelerator, Accelerator):
-        expected = "expected an accelerate.Accelerator, or None for a loop of plain PyTorch"
-        raise TypeError(f"accelerator: {expected}, got {named_type(accelerator)}; {TRAINERS}")
     if (engine := str(accelerator.distributed_type.value)) in _ENGINES:
         raise ValueError(f"accelerator: {_ENGINES[engine]}")
     if engine == "FSDP" and getattr(accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1:
@@ -115,10 +132,8 @@ def world(accelerator: Any) -> World:
     return World(accelerator)
 
 
-def unwrapped(model: Any, world: World) -> nn.Module:
+def unwrapped(model: nn.Module, world: World) -> nn.Module:
     """Unwrap a model from what replicates it over processes, but not from torch.compile."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {named_type(model)}")
     for kind in {base for one in model.modules() for base in type(one).__mro__}:
         for package, why in _WRAPPERS.items():
             if kind.__module__.startswith(package):
@@ -129,10 +144,8 @@ def unwrapped(model: Any, world: World) -> nn.Module:
         bool(synchronized) and all(id(one) in synchronized for one in model.parameters() if one.requires_grad)
     )
     if world.size > 1 and str(world.accelerator.distributed_type.value).startswith("MULTI_") and not is_replicated:
-        why = (
-            "each process would train one of its own: give accelerator.prepare(model) or DistributedDataParallel(model)"
-        )
-        raise ValueError(f"model: it is not prepared for {world.size} processes, so {why}")
+        how = "give accelerator.prepare(model) or DistributedDataParallel(model)"
+        raise ValueError(f"model: it is not prepared for {world.size} processes, each would train its own: {how}")
     # unwrap_model on a compiled DDP model would also strip DDP from the caller's model.
     bare: nn.Module = world.accelerator.unwrap_model(inner, keep_fp32_wrapper=True)
     if bare is not inner:
@@ -213,12 +226,9 @@ def batch_size(given: int | None, data: Any, world: World) -> int:
         over_all = getattr(data, "total_batch_size", None)  # of a loader that Accelerate has prepared
         own = over_all // world.size if isinstance(over_all, int) else getattr(data, "batch_size", None)
         own = own if isinstance(own, int) and own > 0 else None
-        if given is None:
-            return own or 1
+        given = given or own or 1
     if given is None:
         raise TypeError("batch_size: missing: rows per process and micro-batch")
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise unusable("batch_size", f"expected a whole number of at least 1, got {given!r}")
     if own is not None and given != own:
         raise ConfigError("batch_size", given, f"the loader makes batches of {own} rows itself: leave batch_size out")
     return given
@@ -261,13 +271,6 @@ def samples(
         raise ConfigError(key, value, error.why) from error
 
 
-def steps(given: int | None, key: str = "steps") -> int | None:
-    """Check a number of updates, or None."""
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
-        raise unusable(key, f"expected a whole number of at least 0, got {given!r}")
-    return given
-
-
 def steps_per_epoch(samples: Samples) -> int:
     """Return how many updates it takes to see all the data once."""
     counted: Any = getattr(samples, "loader", getattr(samples, "dataset", ()))
@@ -280,30 +283,73 @@ def steps_per_epoch(samples: Samples) -> int:
     return -(-count // (slicing.accumulation if isinstance(samples, LoaderSamples) else slicing.samples)) or 1
 
 
-def clipping(given: ClipConfig | float | None) -> ClipConfig:
-    """Convert a norm, or None, which does not clip."""
-    if isinstance(given, ClipConfig):
-        return given
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int | float) or not given > 0):
-        raise unusable("clip", f"expected a number above 0, the norm to clip gradients to, got {given!r}")
-    return ClipConfig(max_norm=given, max_value=None)
+def schedules(given: Any, optimizers: list[Optimizer]) -> list[Schedule]:
+    """Convert a schedule, or a list with one for each optimizer: None, a function `step -> factor`, or a scheduler."""
+    several = list(given) if isinstance(given, list | tuple) else [given] * len(optimizers)
+    if len(several) != len(optimizers):
+        raise ValueError(f"schedule: {len(several)} schedules for {len(optimizers)} optimizers")
+    return [_schedule(one, optimizer) for one, optimizer in zip(several, optimizers, strict=True)]
 
 
-def keepable(name: str, item: Any, *, has_begun: bool) -> None:
-    """Raise if something cannot rewind with the run."""
-    lacks = [verb for verb in ("state_dict", "load_state_dict") if not callable(getattr(item, verb, None))]
-    if lacks:
-        why = f"a {type(item).__name__} has no {' and no '.join(lacks)}, so it cannot rewind"
-        raise TypeError(f"keep({name}=...): {why}")
-    if has_begun:
-        raise TrainError(f"keep({name}=...): the run has begun, and its first state lacks this: call keep before")
+def _schedule(given: Any, optimizer: Optimizer) -> Schedule:
+    rates = [group["lr"] for group in optimizer.param_groups]
+    stride = 1
+    if isinstance(given, AcceleratedScheduler):
+        is_alone = given.split_batches or not given.step_with_optimizer
+        given, stride = given.scheduler, 1 if is_alone else int(PartialState().num_processes)
+    if isinstance(given, ReduceLROnPlateau):
+        raise TypeError("schedule: ReduceLROnPlateau follows a metric, not the step, and is not supported")
+    if isinstance(given, LRScheduler):
+        its_own = getattr(given, "optimizer", None)
+        if getattr(its_own, "optimizer", its_own) is not optimizer:  # Accelerate wraps it
+            several = "give a list with a schedule for each optimizer, in their order, None for a constant rate"
+            raise ValueError(f"schedule: this {type(given).__name__} was made for another optimizer; {several}")
+        made = _Watched.of(given, optimizer)
+        made.stride = stride
+        return made
+    if hasattr(given, "settings") and hasattr(given, "state_dict"):
+        return given  # type: ignore[no-any-return]
+    if given is None:
+        return LoopSchedule(rates)
+    curve: Curve = given
+    try:
+        first = curve(0)
+    except TypeError:
+        first = math.nan
+    if not (isinstance(first, int | float) and math.isfinite(first)):
+        expected = "expected a torch scheduler or a callable (step) -> factor of the configured rate"
+        raise TypeError(f"schedule: {expected}, got {given!r:.80}")
+    return CurveSchedule(rates, curve, 0)
+
+
+class _Watched(ShadowSchedule):
+    """Notices if the loop still steps its scheduler; takes several steps an update where Accelerate's would."""
+
+    stride = 1  # steps for an update: Accelerate's schedulers make one for each process
+    _left_at: list[Any] | None = None  # counts of the scheduler when the guard had stepped it
+
+    def advance(self, step: int) -> None:
+        if self._left_at is not None and self._left_at != self._counts():
+            why = "remove scheduler.step(), the guard does it when an update is accepted"
+            raise TrainError(f"the loop stepped the scheduler itself: {why}")
+        # No farther than a one-cycle schedule was made for: it would raise.
+        super().advance(min(step * self.stride, getattr(self.scheduler, "total_steps", sys.maxsize)))
+        self._left_at = self._counts()
+
+    def load_state_dict(self, state: Any) -> None:
+        super().load_state_dict(state)
+        self._left_at = self._counts()
+
+    def _counts(self) -> list[Any]:
+        several = [self.scheduler, *getattr(self.scheduler, "_schedulers", [])]
+        return [getattr(one, "last_epoch", None) for one in several]
 
 
 def disk(given: DiskConfig | int | str | None) -> DiskConfig:
     """Convert a number of updates between two checkpoints, or "auto"; with None there is one at the end."""
-    if isinstance(given, DiskConfig):
-        return given
-    return DiskConfig(every=AUTO if given == AUTO else steps(given, "disk") or 0)  # type: ignore[arg-type]
+    made = given if isinstance(given, DiskConfig) else DiskConfig(every=given or 0)
+    check_settings(disk=made)
+    return made
 
 
 def quarantine(
@@ -358,18 +404,6 @@ def policy(given: Policy | Mapping[str, Any] | str | Path) -> Policy:
     return policies.parse(given) if isinstance(given, Mapping) else policies.named(str(given))
 
 
-def refuse_bad_numbers(run_dir: str | Path | None, drill: Any, /, **given: Any) -> None:
-    """Refuse NaN and infinities, by the name of the argument, and checkpoints without a directory."""
-    if run_dir is None and disk(given["disk"]).every:
-        raise unusable("disk", "needs a run_dir: checkpoints are written there")
-    for name, value, kind in (("memory", given["memory"], MemoryConfig), ("drill", drill, Drill)):
-        if not isinstance(value, kind | None):
-            raise TypeError(f"{name}: expected a {kind.__name__}, got {named_type(value)}")
-    for name, value in given.items():
-        is_config = isinstance(value, ClipConfig | MemoryConfig | DiskConfig | ChecksConfig)
-        require_finite(name, asdict(value) if is_config else value)
-
-
 def checks(given: ChecksConfig | Mapping[str, Any] | str) -> ChecksConfig:
     """Convert all the values of the checks, or the name of a set in the package."""
     if isinstance(given, ChecksConfig):
@@ -379,28 +413,12 @@ def checks(given: ChecksConfig | Mapping[str, Any] | str) -> ChecksConfig:
     return checks_config.named(given) if isinstance(given, str) else checks_config.checks_from(dict(given))
 
 
-def hold_on_to_memory(device: torch.device) -> None:
-    """Keep glibc from returning memory after each backward and requesting it again: 4 ms of a step of 110 ms.
-
-    It adapts its thresholds to the largest block that was ever freed, up to this size.
-    """
-    if device.type == "cpu":
-        torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
-
-
-def cautions(
-    samples: Samples, disk: DiskConfig, memory: MemoryConfig | None, waits: Iterable[str], *, has_objective: bool
-) -> Iterator[str]:
+def cautions(samples: Samples, waits: Iterable[str], *, has_objective: bool) -> Iterator[str]:
     """Say what is missing in a loop. `waits` are optimizers that the gate has to wait for."""
     if isinstance(samples, DrawnSamples):
         yield "data: a function draws the batches, so bad rows have no names: the update that drew them is skipped"
     if isinstance(samples, LoaderSamples):
         yield "data: your own loader does not rewind: after a rewind the loop gets the batches that come next"
-    if 0 < samples.rows < samples.slicing.samples:
-        many = f"an update takes {samples.slicing.samples:,} rows, and the data set has {samples.rows:,}"
-        yield f"data: {many}: each update takes rows more than once"
-    if disk.every and memory is not None and not memory.every:
-        yield "checkpoints come from snapshots in memory, which are off: there will be only one, at the end"
     if waiting := " and ".join(waits):
         yield f"{waiting}: not fused, so each step waits for the device; use fused=True if it is available"
     if not has_objective:

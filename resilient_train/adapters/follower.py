@@ -40,11 +40,7 @@ def refuse_bad_options(who: str, options: Mapping[str, Any]) -> None:
         raise TypeError(f"{who} got an unknown option {min(unknown)!r}; there are {', '.join(sorted(OPTIONS))}")
     arguments.policy(options.get("recovery", "balanced"))
     arguments.checks(options.get("checks", "default"))
-    arguments.refuse_bad_numbers("", options.get("drill"), disk=None, memory=options.get("memory"))
-    for name in ("verify_after", "seed"):
-        number = options.get(name, 0)
-        if not isinstance(number, int) or number < 0:
-            raise ValueError(f"{name}: expected a whole number from 0 on, got {number!r}")
+    arguments.check_settings(**options)
 
 
 class TrainersSettings(StatelessSchedule):
@@ -59,6 +55,9 @@ class TrainersSettings(StatelessSchedule):
 
 class Follower:
     """One loop of a trainer."""
+
+    fed: Fed  # the newest update
+    _before: Backup  # the buffers before it, if it is left out
 
     def __init__(
         self,
@@ -84,11 +83,11 @@ class Follower:
         assert isinstance(guard.seeds, RecordedStates)
         self._seeds = guard.seeds
         self._replay, self._replayed = 0, 0  # which replay it is, and how many of its batches were looked at
-        self._batches: Iterator[Any] = guard.follow(int(planned) if 0 < planned < sys.maxsize else None)
-        self._fed: Fed | None = None  # the newest update
-        self.taken = 0  # of its batches
+        self._batches: Iterator[Any] = guard.batches_until(
+            sys.maxsize, int(planned) if 0 < planned < sys.maxsize else None
+        )
+        self.taken = 0  # of the batches of the newest update
         self.is_left_out = False  # an earlier process skipped the newest update
-        self._before: Backup | None = None  # the buffers before it, if so
         self._is_open = False  # the trainer has fetched it, and made no step yet
         self._loss: torch.Tensor | None = None  # of the newest micro-batch, until the next one begins
         self.norm: torch.Tensor | None = None  # of its gradients, before they were clipped
@@ -99,31 +98,22 @@ class Follower:
     # What the trainer's calls become.
 
     def feed(self, batches: list[Any], rows: Sequence[Sequence[int]] = ()) -> Fed:
-        """Take the micro-batches of the next update, or the first of them: `feed_more` takes one more.
+        """Take the micro-batches of the next update, or the first of them.
 
         If the trainer has made no step with those before, such as the last ones of an epoch, these belong to them.
         """
-        if self._is_open and self._fed is not None:
-            self.samples.cut(self._fed, self.taken)  # a callback may have ended the epoch
+        if self._is_open:
+            self.samples.cut(self.fed, self.taken)  # a callback may have ended the epoch
             for number, batch in enumerate(batches):
-                self.feed_more(batch, rows[number] if rows else ())
-            return self._fed
+                self.samples.feed_more(self.fed, batch, rows[number] if rows else ())
+            return self.fed
         if self.guard._owes_resume:  # first, as an earlier process may have skipped this update
             self.guard.resume()
-        self._fed, self.taken, self._loss = self.samples.feed(batches, rows), 0, None
+        self.fed, self.taken, self._loss = self.samples.feed(batches, rows), 0, None
         self._is_open, self.is_left_out = True, self.samples.skips_newest
-        self._before = self.guard._backups.take() if self.is_left_out else None
-        return self._fed
-
-    def feed_more(self, batch: Any, rows: Sequence[int] = ()) -> None:
-        """Take one more micro-batch of the newest update, which has begun."""
-        self.samples.feed_more(self.fed, batch, rows)
-
-    @property
-    def fed(self) -> Fed:
-        """The newest update."""
-        assert self._fed is not None
-        return self._fed
+        if self.is_left_out:
+            self._before = self.guard._backups.take()
+        return self.fed
 
     def next_batch(self) -> Any:
         """Begin the forward of a micro-batch, which this returns."""
@@ -147,14 +137,12 @@ class Follower:
         fed, self._is_open = self.fed, False
         if self.is_left_out:
             self._updater.drop_gradients()
-            if self._before is not None:
-                self.guard._backups.put_back(self._before)
-                self.guard._backups.let_go(self._before)
+            self.guard._backups.put_back(self._before)
+            self.guard._backups.let_go(self._before)
             return torch.full((), torch.nan)
         fed.settings = self._scheduled()
         assert self._loss is not None, "no forward and backward before the step"
-        is_landed = self._landed(fed, self._loss)
-        loss = None if is_landed else self.catch_up()
+        loss = None if self._landed(fed, self._loss) else self.catch_up()
         self._put_back(fed.settings)
         snapshots = self.guard._ring.snapshots
         oldest = snapshots[0].plain["position"]["position"] if snapshots else fed.start
@@ -179,17 +167,14 @@ class Follower:
         result = torch.full((), torch.nan)
         while self.samples.is_behind:
             first = next(self._batches)
-            fed = self.samples.current
-            assert fed is not None
-            assert fed.batches is not None
-            count, losses = len(fed.batches), list[torch.Tensor]()
-            for number in range(count):
+            fed, losses = self.samples.at(self._seeds.start), list[torch.Tensor]()
+            for number in range(len(fed.batches or ())):
+                if losses:
+                    self.guard.update(losses[-1])
                 batch = next(self._batches) if number else first
                 losses.append(self._make_again(batch, number, fed).detach())
-                if number < count - 1:
-                    self.guard.update(losses[-1])
             self.norm = self._measure_norm()
-            if self._landed(fed, losses[-1]) and fed is self._fed:
+            if self._landed(fed, losses[-1]) and fed is self.fed:
                 result = torch.stack([loss.float().reshape(()) for loss in losses]).mean()
         return result
 
@@ -220,8 +205,9 @@ class Follower:
         try:
             if error is None or is_alone:
                 self.guard.close()
-            else:
-                self.guard.abandon(error)
+            else:  # the others may wait in a collective of the model
+                self.guard.reporter.closed(error, self.guard.steps)
+                self.guard.let_go()
         finally:
             self._batches = iter(())
             for group in self._updater._groups():
@@ -238,14 +224,15 @@ class Follower:
 
         Call it after each step and examination. `is_main`: this process wrote them.
         """
-        found = [one.anomaly for one in self.guard.incidents[self._seen :] if one.anomaly.reached_weights]
-        self._seen = len(self.guard.incidents)
-        damaged = [one for one in self._saved if any(one[0] > anomaly.since for anomaly in found)]
-        for saved in damaged:
-            self._saved.remove(saved)
-            if is_main and saved[1].exists():
-                _rename(saved[1])
-        return [path for _, path in damaged]
+        incidents = self.guard.incidents
+        since = min((one.anomaly.since for one in incidents[self._seen :] if one.anomaly.reached_weights), default=None)
+        self._seen = len(incidents)
+        damaged = [path for step, path in self._saved if since is not None and step > since]
+        self._saved = [one for one in self._saved if one[1] not in damaged]
+        for path in damaged:
+            if is_main and path.exists():
+                _rename(path)
+        return damaged
 
     # Inside.
 
@@ -314,7 +301,7 @@ def run_dir_of(usual: Path, name: str) -> Path:
 
 def _rename(path: Path) -> None:
     """Rename a damaged checkpoint; one of an earlier incident may have the name already."""
-    names = (f"unverified-{path.name}", *(f"unverified-{number}-{path.name}" for number in range(2, 100)))
+    names = (f"unverified{number}-{path.name}" for number in ("", *(f"-{one}" for one in range(2, 100))))
     to = next((path.with_name(name) for name in names if not path.with_name(name).exists()), path)
     try:
         path.rename(to)

@@ -15,8 +15,15 @@ from torch import nn
 
 from resilient_train import guard, numerics
 from resilient_train.adapters import arguments
-from resilient_train.adapters.place import Place, place, schedules
-from resilient_train.adapters.reporter import REPORT_EVERY, Report, RunReporter, log_to_stderr, warn_if_unused
+from resilient_train.adapters.reporter import (
+    REPORT_EVERY,
+    Place,
+    Report,
+    RunReporter,
+    log_to_stderr,
+    place,
+    warn_if_unused,
+)
 from resilient_train.checkpoint.keeper import CheckpointKeeper
 from resilient_train.checkpoint.resume import Resume
 from resilient_train.computation import Computation, Loop
@@ -117,22 +124,25 @@ class Guard(guard.EngineGuard):
 
         `incidents` is the log of a caller that reports the end itself; `beat` is called when something slow advances.
         """
+        arguments.check_settings(batch_size=batch_size, steps=steps, clip=clip, accumulate=accumulate, scaler=scaler)
+        arguments.check_settings(memory=memory, verify_after=verify_after, seed=seed, num_workers=num_workers)
+        arguments.check_settings(checks=checks, drill=drill)
         accelerator = arguments.accelerator(accelerator, model, accumulate, scaler)
         world, clock = arguments.world(accelerator), Clock()
         is_own_loop = incidents is None  # False: the command's, which reports its end itself
         if is_own_loop:
             log_to_stderr(world)
-            numbers = {"clip": clip, "verify_after": verify_after, "seed": seed, "num_workers": num_workers}
-            arguments.refuse_bad_numbers(run_dir, drill, **numbers, disk=disk, memory=memory, checks=checks)
-        measured, self.steps = arguments.objective(objective), arguments.steps(steps)
+        measured, self.steps, device, scaler = arguments.objective(objective), steps, world.device, accelerator.scaler
         batch_size = arguments.batch_size(batch_size, data, world)
         slicing = Slicing(batch_size, accelerator.gradient_accumulation_steps, world.rank, world.size)
-        device, scaler = world.device, accelerator.scaler
-        arguments.hold_on_to_memory(device)
+        if device.type == "cpu":
+            # glibc adapts its thresholds to the largest block that was ever freed, up to this size. Else it returns
+            # memory after each backward and requests it again: 4 ms of a step of 110 ms.
+            torch.empty(32 * 2**20 - 2**16, dtype=torch.uint8)
         unwrapped = arguments.unwrapped(model, world)
         bare = getattr(unwrapped, "_orig_mod", unwrapped)  # without torch.compile's prefix in the names of weights
         optimizers = arguments.optimizers(optimizer, bare)
-        rates = schedules(schedule, optimizers)
+        rates = arguments.schedules(schedule, optimizers)
         samples = arguments.samples(data, slicing, device, seed, shuffle, num_workers, collate)
         samples.beat = beat  # a resume may have to read an epoch
         seeds = RecordedStates(device) if samples.is_fed else Seeds(seed, world.rank, device)
@@ -142,7 +152,8 @@ class Guard(guard.EngineGuard):
         backups, anomaly_mode = Backups(bare, scaler), AnomalyMode(accelerator.backward)
         state = RunState(bare, optimizers, rates, samples, clock, device=device, scaler=scaler)
         updater = Updater(
-            *(optimizers, rates, arguments.clipping(clip), world.gather if world.size > 1 else None),
+            *(optimizers, rates, clip if isinstance(clip, ClipConfig) else ClipConfig(clip, None)),
+            world.gather if world.size > 1 else None,
             device=device,
             scaler=scaler,
             over_ranks=world.sum,
@@ -153,11 +164,8 @@ class Guard(guard.EngineGuard):
         if measured is not None:
             measured.buffers = buffers
             replay = Replay(
-                unwrapped,
-                lambda model, batch: measured.for_training(model, batch)[0],
-                anomaly_mode.backward,
-                backups,
-                updater.drop_gradients,
+                *(unwrapped, lambda model, batch: measured.for_training(model, batch)[0], anomaly_mode.backward),
+                *(backups, updater.drop_gradients),
                 trained=updater.weights,
                 over_ranks=lambda grads: norm_over_ranks(grads, world.sum),
                 seeds=seeds,
@@ -179,7 +187,7 @@ class Guard(guard.EngineGuard):
             search=search,
             beat=beat,
         )
-        home = Place(incidents) if incidents else place(run_dir, world, bool(resume), tracking)
+        home = Place(incidents) if incidents else place(run_dir, world, bool(resume), tracking, disk)
         incidents = home.incident_log
         keys = ("quarantine", "data_changed") if is_own_loop else ("data.quarantine", "run.data_changed")
         try:
@@ -201,7 +209,7 @@ class Guard(guard.EngineGuard):
             self._left: Path | None = None  # the state at the end of the loop
             self._handled: BaseException | None = None  # an error that the caller handles with this loop
             waits = updater.gate.synchronous() if device.type != "cpu" else []
-            self._cautions = [*arguments.cautions(samples, disk, memory, waits, has_objective=measured is not None)]
+            self._cautions = [*arguments.cautions(samples, waits, has_objective=measured is not None)]
             self._unused = warn_if_unused(self, world, self._direct_steps) if is_own_loop else None
         except BaseException:
             if home.lock is not None:
@@ -214,7 +222,12 @@ class Guard(guard.EngineGuard):
         A change after an update that is refused a moment later stays, until a rewind undoes it.
         """
         for name, item in items.items():
-            arguments.keepable(name, item, has_begun=self._has_begun)
+            lacks = [verb for verb in ("state_dict", "load_state_dict") if not callable(getattr(item, verb, None))]
+            if lacks:
+                why = f"a {type(item).__name__} has no {' and no '.join(lacks)}, so it cannot rewind"
+                raise TypeError(f"keep({name}=...): {why}")
+            if self._has_begun:
+                raise TrainError(f"keep({name}=...): the run has begun, and its first state lacks this: call it before")
             self.state.keep(name, item)
 
     def remember(self, name: str, item: Stateful) -> None:
@@ -241,22 +254,22 @@ class Guard(guard.EngineGuard):
         self.steps = count * length if self.steps is None else self.steps
         numbers = range(self.attempted_step // length, min(count, -(-self.steps // length)))
         if not numbers:  # log why, and complete the run if this was its last epoch
-            yield from self._batches_until(min(count * length, self.steps))
+            yield from self.batches_until(min(count * length, self.steps))
         for number in numbers:
             if not self.stopped:
-                yield Epoch(number, partial(self._batches_until, min((number + 1) * length, self.steps)))
+                yield Epoch(number, partial(self.batches_until, min((number + 1) * length, self.steps)))
 
     def batches(self, steps: int | None = None) -> Iterator[Any]:
         """Yield micro-batches, on the device, until `steps` more updates are accepted; by default the rest of the plan.
 
         The last update is verified before this ends. It ends earlier if the loop is `stopped`.
         """
-        steps = arguments.steps(steps)
+        arguments.check_settings(steps=steps)
         self._start()
         if steps is None and self.steps is None:
             raise TrainError(_NO_TOTAL)
         limits = [self.steps, None if steps is None else self.attempted_step + steps]
-        yield from self._batches_until(min(limit for limit in limits if limit is not None))
+        yield from self.batches_until(min(limit for limit in limits if limit is not None))
 
     def updates(self, steps: int | None = None) -> Iterator[Iterator[Any]]:
         """Yield the micro-batches of each update, for a loop that accumulates in a loop of its own; as `batches`."""
@@ -268,10 +281,6 @@ class Guard(guard.EngineGuard):
                 yield next(batches)
 
         yield from map(of_one, batches)
-
-    def follow(self, planned: int | None) -> Iterator[Any]:
-        """Yield micro-batches without end, for a trainer that makes the updates itself: so many, if that is known."""
-        yield from self._batches_until(sys.maxsize, planned)
 
     def leave(self) -> Path | None:
         """Write the state when `batches` has ended, so that the run can resume from it; return its path."""
@@ -290,8 +299,8 @@ class Guard(guard.EngineGuard):
                 else:
                     if error is None:  # else incidents stay open, for the process that resumes
                         self._recovery.finish()
-                    if error is None and self.steps is None and not self.stopped and self._left is None:
-                        self._complete()
+                        if self.steps is None and not self.stopped and self._left is None:
+                            self._complete()
                     self._recovery.note_saves(is_complete=True)
             self._recovery.process_ends()
         except BaseException as raised:  # the last update may be one too many for the policy
@@ -303,11 +312,6 @@ class Guard(guard.EngineGuard):
         if gave_up is not None:
             raise gave_up
 
-    def abandon(self, error: BaseException) -> None:
-        """End a loop in which only this rank raised an error: the others may wait in a collective of the model."""
-        self.reporter.closed(error, self.steps)
-        self.let_go()
-
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Note an evaluation: once verified, the weights with the lowest loss are kept in `best`."""
         self._keeper.evaluated(metrics)
@@ -315,7 +319,6 @@ class Guard(guard.EngineGuard):
 
     @property
     def incidents(self) -> list[Incident]:
-        """All incidents until now."""
         return self._recovery.incident_log.incidents
 
     @property
@@ -325,7 +328,7 @@ class Guard(guard.EngineGuard):
 
     @property
     def recent_loss(self) -> float | None:
-        """The median of the last 50 accepted losses, including those of previous processes."""
+        """The median of the last 50 accepted losses."""
         return self._parts.updates.recent_loss
 
     # For the command.
@@ -349,7 +352,7 @@ class Guard(guard.EngineGuard):
         Waits for the device, and for the other ranks: all of them have to call it.
         """
         knobs = self._controls.knobs.values
-        factors = {name: getattr(knobs, name) for name in ("lr", "clip", "eps")}
+        factors = {"lr": knobs.lr, "clip": knobs.clip, "eps": knobs.eps}
         return self.reporter.report(self.newest, self.metrics.read, self.samples.slicing.samples, factors)
 
     @property
@@ -377,7 +380,7 @@ class Guard(guard.EngineGuard):
 
     # Inside.
 
-    def _batches_until(self, last: int, planned: int | None = None) -> Iterator[Any]:
+    def batches_until(self, last: int, planned: int | None = None) -> Iterator[Any]:
         try:
             self._start()
             self._left = None
@@ -423,11 +426,10 @@ class Guard(guard.EngineGuard):
 
     def _complete(self) -> None:
         """Write the end state of the caller's loop. Every rank comes here: weights may be sharded."""
-        if self.reporter.place.directory is None:
-            return
-        # An evaluation, or more steps, may follow: `leave`, `close` or the exit of the process conclude the report.
-        self._left = self._finish_saving(healthy=True)
-        self.reporter.end("completed", digests=(self.state.weights_sha256(), self.state.sha256()))
+        if self.reporter.place.directory is not None:
+            # An evaluation, or more steps, may follow: `leave`, `close` or the exit of the process conclude the report.
+            self._left = self._finish_saving(healthy=True)
+            self.reporter.end("completed", digests=(self.state.weights_sha256(), self.state.sha256()))
 
     def _finish_saving(self, *, healthy: bool) -> Path | None:
         remedies, damaged = self._controls.state_dict(), self._recovery.is_damaged
@@ -437,11 +439,9 @@ class Guard(guard.EngineGuard):
         return left
 
     def _on_accepted(self) -> None:
-        """Show the caller's loop in MLflow, every few updates."""
         home = self.reporter.place
         if home.directory is not None and self.clock.step % REPORT_EVERY == 0:
             self.reporter.show(self.report() if home.tracking is not None else None)
 
     def _on_failure(self, error: TrainError) -> None:
-        """Report the error that ends the run."""
         self.reporter.fail(error)

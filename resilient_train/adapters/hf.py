@@ -11,8 +11,8 @@ in the data never go back.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +32,6 @@ from resilient_train.update.objective import Measured
 T = TypeVar("T")
 
 _NOTE = "resilient_train.txt"  # in a checkpoint: the name of the run directory
-_ITSELF = "_resilient"  # the attribute of a guarded trainer
 _NOTED = (  # what TRL's trainers count in a forward, and the control of an entropy bonus
     *("_metrics", "_stored_metrics", "_total_train_tokens", "_logs", "_pending_metrics", "_pending_extra_logs"),
     *("entropy_coef", "_last_world_entropy", "_entropy_window_stats"),
@@ -45,17 +44,10 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
     `run_dir` is where incidents are written, by default a folder in the trainer's `output_dir`, and with `push_to_hub`
     one next to it. `options` are those of `resilient_train.Guard` that are in `OPTIONS`.
     """
-    if (
-        isinstance(trainer, type)
-        or not hasattr(trainer, "get_batch_samples")
-        or not hasattr(trainer, "_finalize_training")
-    ):
-        oldest = OLDEST["transformers"]
-        other = type(trainer).__module__.partition(".")[0]
-        is_lightning = other in ("lightning", "pytorch_lightning")
-        hint = "; for Lightning: L.Trainer(callbacks=[resilient_train.lightning.Guarded()])" if is_lightning else ""
-        what = f"expected a transformers.Trainer, {oldest} or newer, got {named_type(trainer)} of {other}{hint}"
-        raise TypeError(f"trainer: {what}")
+    is_known = hasattr(trainer, "get_batch_samples") and hasattr(trainer, "_finalize_training")
+    if isinstance(trainer, type) or not is_known:
+        what = f"got {named_type(trainer)} of {type(trainer).__module__.partition('.')[0]}; {arguments.TRAINERS}"
+        raise TypeError(f"trainer: expected a transformers.Trainer, {OLDEST['transformers']} or newer, {what}")
     refuse_bad_options("guard", options)
     given: Any = trainer
     if isinstance(given, _Guarded):
@@ -69,7 +61,7 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
     usual = output.with_name(f"{output.name}_incidents") if given.args.push_to_hub else output / "resilient_train"
     options["run_dir"] = usual if run_dir is None else run_dir
     kind = type(given)
-    given.__dict__[_ITSELF] = Guarding(given, options)
+    given._resilient = Guarding(given, options)
     given.__class__ = type(kind.__name__, (_Guarded, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     return trainer
 
@@ -77,64 +69,36 @@ def guard(trainer: T, *, run_dir: str | Path | None = None, **options: Any) -> T
 class Guarding:
     """What a guarded trainer needs during one call of `train`."""
 
-    def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
+    def __init__(self, trainer: Any, options: dict[str, Any], resumes_from: Any = None) -> None:
         self.trainer, self.options = trainer, options
-        self.follower: Follower | None = None  # None outside of `train`
-        self._resumes_from: Path | None = None  # a checkpoint of the trainer
-        self._dataset: Any = None  # map-style, and how a batch is made of its rows
-        self._collate: Any = None
-        self._is_training, self._loaders = False, list[Any]()  # loaders whose batches carry the indices of their rows
-        self._rows: list[Any] = []  # of the batches that are being fetched
-        self._backward: Callable[..., None] | None = None  # Accelerate's
+        self.is_training = False
+        self.follower: Follower | None = None  # from the first batch on
+        self.dataset: Any = None  # map-style, and how a batch is made of its rows
+        self.collate: Any = None
+        self.loaders: list[Any] = []  # whose batches carry the indices of their rows
+        self.rows: list[Any] = []  # of the batches that are being fetched
+        self.is_replay, self.number = False, 0  # which of an update's micro-batches it is
+        self.loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
+        self.noted_before: dict[str, Any] | None = None  # its metrics then, until that update is made
+        self.left_out = 0  # updates since the trainer's last log
+        self.best_before = dict[Path, tuple[Any, Any, Any]]()  # metric, step and checkpoint, before each evaluation
+        self._resumes_from = Path(resumes_from) if resumes_from else None  # a checkpoint of the trainer
+        self._backward: Any = None  # Accelerate's
         self._optimizer_step: Any = None
-        self._is_replay, self._number = False, 0  # which of an update's micro-batches it is
         self._replayed: torch.Tensor | None = None  # the loss whose backward a replay makes itself
-        self._loss_before: torch.Tensor | None = None  # the trainer's sum of losses before the newest update
-        self._noted_before: dict[str, Any] | None = None  # its metrics then, until that update is made
-        self._left_out = 0  # updates since the trainer's last log
         self._norm: torch.Tensor | None = None  # of the gradients of the newest update that was made
-        self._best_before = dict[Path, tuple[Any, Any, Any]]()  # metric, step and checkpoint, before each evaluation
-
-    # Beginning and end.
-
-    @contextmanager
-    def training(self, resumes_from: Any) -> Iterator[None]:
-        self._left_out, self._norm = 0, None
-        self._best_before.clear()
-        self._resumes_from, accelerator = Path(resumes_from) if resumes_from else None, self.trainer.accelerator
-        self._is_training = True
-        try:
-            yield
-        finally:
-            self._is_training = False
-            while self._loaders:
-                without_numbers(self._loaders.pop())
-            follower, self.follower = self.follower, None
-            if follower is not None:
-                accelerator.__dict__.pop("backward", None)
-                self.trainer.optimizer.step = self._optimizer_step
-                follower.close()
 
     def begin(self) -> Follower:
         """Make the guard when everything is prepared, before the first batch."""
-        trainer, args = self.trainer, self.trainer.args
-        accelerator = trainer.accelerator
-        world = arguments.world(accelerator)
+        trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
+        world, made = arguments.world(accelerator), trainer.state.global_step
         batch_size = args.per_device_train_batch_size
         slicing = Slicing(batch_size, args.gradient_accumulation_steps, world.rank, world.size)
-        samples = FedSamples(
-            slicing,
-            dataset=self._dataset,
-            collate=self._collate,
-            updates=trainer.state.global_step,
-            keeps_places=not args.ignore_data_skip,
-            least=world.least,
-        )
+        how = {"updates": made, "keeps_places": not args.ignore_data_skip, "least": world.least}
+        samples = FedSamples(slicing, dataset=self.dataset, collate=self.collate, **how)
         options = {"seed": args.seed, **self.options}
-        if self._resumes_from is not None:
-            note = self._resumes_from / _NOTE
-            name = note.read_text() if note.exists() else ""
-            options["run_dir"] = run_dir_of(Path(options["run_dir"]), name)
+        if self._resumes_from is not None and (note := self._resumes_from / _NOTE).exists():
+            options["run_dir"] = run_dir_of(Path(options["run_dir"]), note.read_text())
         guard = Guard(
             *(accelerator, trainer.model_wrapped, trainer.optimizer),
             data=samples,
@@ -145,91 +109,48 @@ class Guarding:
             resume=self._resumes_from is not None,
             **options,
         )
-        self.follower = follower = Follower(
-            *(guard, samples, self._make_again, self._measure_norm),
-            made=trainer.state.global_step,
-            planned=trainer.state.max_steps,
-        )
+        planned = trainer.state.max_steps
+        self.follower = Follower(guard, samples, self._make_again, self._measure_norm, made=made, planned=planned)
         kinds = {kind for one in trainer.callback_handler.callbacks for kind in type(one).__mro__}
         with_hook = [kind for kind in kinds if "on_pre_optimizer_step" in vars(kind)]  # one of them is the base class
         guard._updater.changes_after_norm = len(with_hook) > 1
-        self._backward = accelerator.backward
-        accelerator.backward = self._run_backward
+        self._backward, accelerator.backward = accelerator.backward, self._run_backward
         self._optimizer_step, trainer.optimizer.step = trainer.optimizer.step, self._step
         trainer.optimizer._opt_called = True  # without this mark, torch's schedulers warn that no step was made
-        return follower
+        return self.follower
 
-    # Batches.
-
-    def number(self, loader: Any) -> Any:
-        """Let the batches of a loader carry the indices of their rows, unless these are only prompts."""
-        if self._is_training and not self._generates and (found := number_rows(loader)) is not None:
-            self._dataset, self._collate = found
-            self._loaders.append(loader)
-        return loader
-
-    def numbered(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches of an epoch, without rows that are in quarantine, and note the indices of their rows."""
-        follower = self.follower or self.begin()
-        self._rows = []
-        for batch in batches:
-            if not isinstance(batch, NumberedBatch):
-                self._rows.append(())
-            else:
-                healthy, rows = follower.samples.healthy(batch.batch, batch.rows)
-                self._rows.append(rows)
-                batch = healthy if rows is batch.rows else send_to_device(healthy, self.trainer.args.device)
-            yield batch
-
-    def fed(self, batches: list[Any], items: Any) -> tuple[list[Any], Any]:
-        """Pass on what the trainer has fetched for one update; its losses are divided by the number of `items`."""
-        if batches and self.follower is not None:
-            fed = self.follower.feed(batches, self._rows)
-            fed.before = fed.before or self._counts
-            fed.more = fed.more or {"items": [], "shares": []}
-            fed.more["items"] += [items] * len(batches)
-            fed.more["shares"] += [len(batches)] * len(batches)
-        return batches, items
+    def end(self) -> None:
+        self.is_training = False
+        while self.loaders:
+            without_numbers(self.loaders.pop())
+        follower, self.follower = self.follower, None
+        if follower is not None:
+            self.trainer.accelerator.__dict__.pop("backward", None)
+            self.trainer.optimizer.step = self._optimizer_step
+            follower.close()
 
     @property
-    def _generates(self) -> bool:
+    def generates(self) -> bool:
         """Whether the trainer makes its inputs from prompts now and then, and keeps them, as GRPO does."""
         return hasattr(self.trainer, "_buffered_inputs")
 
-    def prepared(self, prepare: Callable[[Any], Any], inputs: Any) -> Any:
-        """Prepare inputs, but generate them only once: what is repeated gets what was generated for it."""
-        if self.follower is None or not self._generates or not self.trainer.model.training:
-            return prepare(inputs)
-        fed, device = self.follower.at_hand, self.trainer.args.device
-        if self._number >= len(fed.prepared):
-            noted = self._noted()
-            fed.prepared.append((prepare(inputs), randomness.capture(device)))
-            self.follower.samples.keep(fed, fed.prepared[-1][0])
-            if self._noted_before is not None:  # what was generated counts once
-                self._noted_before = with_added(self._noted_before, noted, self._noted())
-        made, after = fed.prepared[self._number]
-        randomness.restore(after, device)  # generation has drawn from it
-        return dict(made)
+    def healthy(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of an epoch, without rows that are in quarantine, and note the indices of their rows."""
+        for batch in batches:
+            if not isinstance(batch, NumberedBatch):
+                self.rows.append(())
+            else:
+                healthy, rows = self._following.samples.healthy(batch.batch, batch.rows)
+                self.rows.append(rows)
+                batch = healthy if rows is batch.rows else send_to_device(healthy, self.trainer.args.device)
+            yield batch
 
     # One update.
 
-    def training_step(self, plain: Callable[..., torch.Tensor], model: Any, inputs: Any, items: Any) -> torch.Tensor:
-        """Run forward and backward of a micro-batch, in the trainer's own way."""
-        follower = self.follower
-        if follower is None or self._is_replay:
-            return plain(model, inputs, items)
-        if not follower.taken:
-            self._loss_before, self._noted_before = self.trainer._tr_loss.clone(), self._noted()
-        self._number = follower.taken
-        loss = plain(model, follower.next_batch(), items)
-        follower.note(loss * self.trainer.current_gradient_accumulation_steps)  # of which it is a share
-        return loss
-
     def _step(self, closure: Any = None) -> None:
         """Take the place of the optimizer's step."""
-        follower = self.follower
-        assert follower is not None
-        norm, counts = follower.norm, self._counts
+        follower, counts = self._following, self._counts
+        norm = follower.norm
         try:
             loss = follower.step()
         except TrainError:  # which all ranks raise together
@@ -242,31 +163,21 @@ class Guarding:
             self._correct_logs(loss, norm)
         if loss is None or loss.isfinite():
             self._norm = follower.norm
-        self._noted_before = None
+        self.noted_before = None
         newest = follower.guard.newest  # after an overflow in fp16 the trainer's schedule waits
         self.trainer.optimizer._is_overflow = newest is not None and newest.overflowed
 
     _step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # another mark that they look for
 
-    def note_norm(self, norm: Any) -> Any:
-        """Note what the trainer has measured of its gradients."""
-        if self.follower is not None:
-            full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            self.follower.norm = torch.as_tensor(full, dtype=torch.float32)
-            return self.follower.norm if isinstance(norm, torch.Tensor) else norm
-        return norm
-
     def _correct_logs(self, loss: torch.Tensor, norm: torch.Tensor | None) -> None:
         """Count the loss and the norm of the update as it was made in the end; none if it was left out."""
-        trainer, before = self.trainer, self._loss_before
+        trainer, before, is_made = self.trainer, self.loss_before, self._following.was_made(loss)
         assert before is not None
-        assert self.follower is not None
-        is_made = self.follower.was_made(loss)
-        if not is_made and self._noted_before is not None:
-            vars(trainer).update(self._noted_before)
+        if not is_made and self.noted_before is not None:
+            vars(trainer).update(self.noted_before)
         trainer._tr_loss.copy_(before + loss.to(before.device) if is_made else before)
-        self._left_out += not is_made
-        newest = self.follower.norm if is_made else self._norm
+        self.left_out += not is_made
+        newest = self._following.norm if is_made else self._norm
         if norm is not None and newest is not None:
             norm.copy_(newest)
 
@@ -274,43 +185,73 @@ class Guarding:
         """Let the loss that the trainer logs be the mean of the updates that were made; if none was, it logs no row."""
         trainer = self.trainer
         steps = trainer.state.global_step - trainer._globalstep_last_logged
-        if self._left_out and (trainer.control.should_log or is_end):
-            trainer.control.should_log &= steps > self._left_out
-            if steps > self._left_out:
-                trainer._tr_loss *= steps / (steps - self._left_out)
-                self._left_out = 0
+        if self.left_out and (trainer.control.should_log or is_end):
+            trainer.control.should_log &= steps > self.left_out
+            if steps > self.left_out:
+                trainer._tr_loss *= steps / (steps - self.left_out)
+                self.left_out = 0
 
     def _make_again(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
         """Run forward and backward of a micro-batch that a rewind has undone."""
-        trainer, self._number = self.trainer, number
-        assert self.follower is not None
-        assert fed.batches is not None
+        trainer, model, batches, self.number = self.trainer, self.trainer.model_wrapped, fed.batches or [], number
         # The newest update counts as it is made in the end, unless it was logged already; older ones have counted.
-        is_counted = fed is self.follower.fed and self._noted_before is not None
+        is_counted = fed is self._following.fed and self.noted_before is not None
         if is_counted and number == 0:
-            vars(trainer).update(copied(self._noted_before))
-        noted = self._noted()
-        is_last = number == len(fed.batches) - 1
+            vars(trainer).update(copied(self.noted_before))
+        noted, is_last, all_alike = self.noted(), number == len(batches) - 1, [len(batches)] * len(batches)
         if number == 0:
             self._return_to(fed.before)
-            count = len(fed.batches)
-            if fed.more.setdefault("shares", [count] * count) == [count] * count:
+            if fed.more.setdefault("shares", all_alike) == all_alike:
                 # Some of its rows may be others now, perhaps on another rank only: all ranks count again together.
-                items = trainer._get_num_items_in_batch(fed.batches, trainer.args.device)
-                fed.more["items"] = [items] * count
-        share: int = fed.more["shares"][number]
-        trainer.current_gradient_accumulation_steps = share
+                fed.more["items"] = [trainer._get_num_items_in_batch(batches, trainer.args.device)] * len(batches)
+        trainer.current_gradient_accumulation_steps = share = fed.more["shares"][number]
         trainer.accelerator.gradient_state._set_sync_gradients(is_last)
-        model = trainer.model_wrapped
         with nullcontext() if is_last else trainer.accelerator.no_sync(model=model):
-            loss = self._plain_step(model, batch, fed.more["items"][number]) * share
+            loss: torch.Tensor = self._plain_step(model, batch, fed.more["items"][number]) * share
         if not is_counted:
             vars(trainer).update(noted)
         return loss
 
-    def _noted(self) -> dict[str, Any]:
-        noted = {name: vars(self.trainer)[name] for name in _NOTED if name in vars(self.trainer)}
-        return {name: copied(one) for name, one in noted.items()}
+    def _measure_norm(self) -> torch.Tensor | None:
+        trainer = self.trainer
+        norm = trainer._clip_grad_norm(trainer.model_wrapped) if trainer.args.max_grad_norm > 0 else None
+        trainer._get_grad_norm(trainer.model_wrapped, grad_norm=norm)
+        return self._following.norm
+
+    def _measured(self, model: Any, batch: Any) -> torch.Tensor:
+        """Return the loss of a batch, before its backward, for a replay."""
+        trainer, (fed, self.number) = self.trainer, self._following.replayed()
+        before = self.noted()
+        before |= {"_buffered_inputs": trainer._buffered_inputs} if self.generates else {}
+        counts, self.is_replay, self._replayed = self._counts, True, None
+        self._return_to(fed.before or counts)
+        try:
+            items = fed.more.get("items") or [None]
+            loss = self._plain_step(model, batch, items[min(self.number, len(items) - 1)])
+        finally:
+            self.is_replay = False
+            vars(trainer).update(before)
+            self._return_to(counts)
+        return self._replayed if self._replayed is not None else loss
+
+    def _run_backward(self, loss: torch.Tensor, **more: Any) -> None:
+        if self.is_replay:
+            self._replayed = loss
+        else:
+            self._backward(loss, **more)
+
+    def _plain_step(self, model: Any, batch: Any, items: Any) -> torch.Tensor:
+        loss: torch.Tensor = super(_Guarded, self.trainer).training_step(model, batch, items)  # type: ignore[misc]
+        return loss
+
+    @property
+    def _following(self) -> Follower:
+        assert self.follower is not None
+        return self.follower
+
+    def noted(self) -> dict[str, Any]:
+        """Copy what TRL's trainers count."""
+        return {name: copied(vars(self.trainer)[name]) for name in _NOTED if name in vars(self.trainer)}
 
     @property
     def _counts(self) -> tuple[int, float | None, int | None]:
@@ -322,42 +263,6 @@ class Guarding:
         if step is not None:
             self.trainer._step = step
 
-    def _measure_norm(self) -> torch.Tensor | None:
-        trainer = self.trainer
-        norm = trainer._clip_grad_norm(trainer.model_wrapped) if trainer.args.max_grad_norm > 0 else None
-        trainer._get_grad_norm(trainer.model_wrapped, grad_norm=norm)
-        return None if self.follower is None else self.follower.norm
-
-    # Replays.
-
-    def _measured(self, model: Any, batch: Any) -> torch.Tensor:
-        """Return the loss of a batch, before its backward, for a replay."""
-        assert self.follower is not None
-        trainer, (fed, self._number) = self.trainer, self.follower.replayed()
-        before = self._noted()
-        before |= {"_buffered_inputs": trainer._buffered_inputs} if hasattr(trainer, "_buffered_inputs") else {}
-        counts, self._is_replay, self._replayed = self._counts, True, None
-        self._return_to(fed.before or counts)
-        try:
-            items = fed.more.get("items") or [None]
-            loss = self._plain_step(model, batch, items[min(self._number, len(items) - 1)])
-        finally:
-            self._is_replay = False
-            vars(trainer).update(before)
-            self._return_to(counts)
-        return loss if self._replayed is None else self._replayed
-
-    def _run_backward(self, loss: torch.Tensor, **more: Any) -> None:
-        if self._is_replay:
-            self._replayed = loss
-        else:
-            assert self._backward is not None
-            self._backward(loss, **more)
-
-    def _plain_step(self, model: Any, batch: Any, items: Any) -> torch.Tensor:
-        loss: torch.Tensor = super(_Guarded, self.trainer).training_step(model, batch, items)  # type: ignore[misc]
-        return loss
-
     # The trainer's evaluations and checkpoints.
 
     def examine(self, *, is_end: bool = False) -> None:
@@ -368,77 +273,118 @@ class Guarding:
             self._return_to(counts)
             self._look_at_incidents()
 
-    def before_evaluation(self) -> None:
-        """Examine the state, and note the best one until now, in case that damage is found later in this one."""
-        if self.follower is not None:
-            self.examine()
-            state = self.trainer.state
-            mark = Path(os.devnull, str(state.global_step))  # in the place of a checkpoint: no such file can exist
-            best = state.best_metric, state.best_global_step, state.best_model_checkpoint
-            self._best_before.setdefault(mark, best)  # the first, if it evaluates twice
-            self.follower.saved(mark)
-
-    def saved(self, folder: Path) -> None:
-        if self.follower is not None:
-            self.follower.saved(folder)
-            run_dir = self.follower.guard.reporter.place.directory
-            if run_dir is not None and self.trainer.args.should_save:
-                (folder / _NOTE).write_text(run_dir.name)
-
     def _look_at_incidents(self) -> None:
         """Let the trainer forget what it evaluated and saved with damage, and its best state is again that before."""
-        assert self.follower is not None
-        damaged = self.follower.rename_damaged(is_main=self.trainer.args.should_save)
-        if before := next((self._best_before[mark] for mark in damaged if mark in self._best_before), None):
+        damaged = self._following.rename_damaged(is_main=self.trainer.args.should_save)
+        if before := next((self.best_before[mark] for mark in damaged if mark in self.best_before), None):
             # The trainer keeps only so many checkpoints. Ranks without a shared disk decide alike.
             has_gone = before[2] is not None and not Path(before[2]).exists()
-            if self.follower.guard.world.on_main(lambda: has_gone):
+            if self._following.guard.world.on_main(lambda: has_gone):
                 before = None, None, None
             state = self.trainer.state
             state.best_metric, state.best_global_step, state.best_model_checkpoint = before
 
 
-class _Guarded:
+_Trainer: Any = object  # the class of the trainer that is guarded
+
+
+class _Guarded(_Trainer):  # type: ignore[misc]
     """What a guarded trainer does in another way."""
 
     _resilient: Guarding
 
     def _inner_training_loop(self, *args: Any, **more: Any) -> Any:
         resumes_from = more.get("resume_from_checkpoint", args[2] if len(args) > 2 else None)
-        with self._resilient.training(resumes_from):
-            return super()._inner_training_loop(*args, **more)  # type: ignore[misc]
+        here = self._resilient = Guarding(self, self._resilient.options, resumes_from)
+        here.is_training = True
+        try:
+            return super()._inner_training_loop(*args, **more)
+        finally:
+            here.end()
 
     def get_train_dataloader(self) -> Any:
-        return self._resilient.number(super().get_train_dataloader())  # type: ignore[misc]
+        """Let the batches carry the indices of their rows, unless these are only prompts."""
+        loader, here = super().get_train_dataloader(), self._resilient
+        if here.is_training and not here.generates and (found := number_rows(loader)) is not None:
+            here.dataset, here.collate = found
+            here.loaders.append(loader)
+        return loader
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        batches = self._resilient.numbered(epoch_iterator)
-        return self._resilient.fed(*super().get_batch_samples(batches, num_batches, device))  # type: ignore[misc]
+        """Take what the trainer fetches for one update; its losses are divided by the number of `items`."""
+        here = self._resilient
+        follower, here.rows = here.follower or here.begin(), []
+        batches, items = super().get_batch_samples(here.healthy(epoch_iterator), num_batches, device)
+        if batches:
+            fed = follower.feed(batches, here.rows)
+            fed.before = fed.before or here._counts
+            fed.more = fed.more or {"items": [], "shares": []}
+            fed.more["items"] += [items] * len(batches)
+            fed.more["shares"] += [len(batches)] * len(batches)
+        return batches, items
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        return self._resilient.training_step(super().training_step, model, inputs, num_items_in_batch)  # type: ignore[misc]
+        """Run forward and backward of a micro-batch, in the trainer's own way."""
+        here, follower = self._resilient, self._resilient.follower
+        if follower is None or here.is_replay:
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
+        if not follower.taken:
+            here.loss_before, here.noted_before = self._tr_loss.clone(), here.noted()
+        here.number = follower.taken
+        loss: torch.Tensor = super().training_step(model, follower.next_batch(), num_items_in_batch)
+        follower.note(loss * self.current_gradient_accumulation_steps)  # of which it is a share
+        return loss
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return self._resilient.prepared(super()._prepare_inputs, inputs)  # type: ignore[misc]
+        """Prepare inputs, but generate them only once: what is repeated gets what was generated for it."""
+        here, follower = self._resilient, self._resilient.follower
+        if follower is None or not here.generates or not self.model.training:
+            return super()._prepare_inputs(inputs)
+        fed, device = follower.at_hand, self.args.device
+        if here.number >= len(fed.prepared):
+            noted = here.noted()
+            fed.prepared.append((super()._prepare_inputs(inputs), randomness.capture(device)))
+            follower.samples.keep(fed, fed.prepared[-1][0])
+            if here.noted_before is not None:  # what was generated counts once
+                here.noted_before = with_added(here.noted_before, noted, here.noted())
+        made, after = fed.prepared[here.number]
+        randomness.restore(after, device)  # generation has drawn from it
+        return dict(made)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return self._resilient.note_norm(super()._get_grad_norm(model, grad_norm=grad_norm))  # type: ignore[misc]
+        norm, follower = super()._get_grad_norm(model, grad_norm=grad_norm), self._resilient.follower
+        if follower is None:
+            return norm
+        full = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        follower.norm = torch.as_tensor(full, dtype=torch.float32)
+        return follower.norm if isinstance(norm, torch.Tensor) else norm
 
     def _maybe_log_save_evaluate(self, *args: Any, **more: Any) -> None:
         self._resilient.correct_mean()
-        super()._maybe_log_save_evaluate(*args, **more)  # type: ignore[misc]
+        super()._maybe_log_save_evaluate(*args, **more)
 
     def _evaluate(self, *args: Any, **more: Any) -> Any:
-        self._resilient.before_evaluation()
-        return super()._evaluate(*args, **more)  # type: ignore[misc]
+        """Note the best state until now, in case that damage is found later in this one."""
+        here, state = self._resilient, self.state
+        here.examine()
+        if here.follower is not None:
+            mark = Path(os.devnull, str(state.global_step))  # in the place of a checkpoint: no such file can exist
+            best = state.best_metric, state.best_global_step, state.best_model_checkpoint
+            here.best_before.setdefault(mark, best)  # the first, if it evaluates twice
+            here.follower.saved(mark)
+        return super()._evaluate(*args, **more)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self._resilient.examine()
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        folder = f"checkpoint-{self.state.global_step}"  # type: ignore[attr-defined]
-        self._resilient.saved(Path(self._get_output_dir(trial)) / folder)  # type: ignore[attr-defined]
+        super()._save_checkpoint(model, trial)
+        if (follower := self._resilient.follower) is not None:
+            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            follower.saved(folder)
+            run_dir = follower.guard.reporter.place.directory
+            if run_dir is not None and self.args.should_save:
+                (folder / _NOTE).write_text(run_dir.name)
 
     def _finalize_training(self, *args: Any, **more: Any) -> Any:
         self._resilient.examine(is_end=True)
         self._resilient.correct_mean(is_end=True)
-        return super()._finalize_training(*args, **more)  # type: ignore[misc]
+        return super()._finalize_training(*args, **more)

@@ -13,12 +13,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from resilient_train.adapters.follower import refuse_bad_options, run_dir_of
-from resilient_train.adapters.lightning_fit import Fit
+from resilient_train.adapters.lightning_fit import Fit, is_last_step
 from resilient_train.adapters.lightning_manual import ManualFit
-from resilient_train.adapters.lightning_trainer import is_last_step, refuse
 from resilient_train.errors import TrainError
 
 
@@ -38,8 +40,8 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
         self._updates: int | None = None  # that were made before a checkpoint; an older one does not say
 
     def state_dict(self) -> dict[str, Any]:
-        if self._fit is not None and self._fit.run_dir is not None:
-            self._name, self._updates = self._fit.run_dir.name, self._fit.updates
+        if self._fit is not None and (place := self._fit.place_of_run()) is not None:
+            self._name, self._updates = place[0].name, place[1]
         return {"run_dir": self._name, "updates": self._updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -73,3 +75,22 @@ class Guarded(Callback):  # type: ignore[misc]  # mypy skips Lightning
         if fit is not None:
             fit.restore()
             fit.close()
+
+
+def refuse(trainer: Any, module: Any) -> None:
+    """Raise if this trainer cannot be guarded."""
+    is_ours = isinstance(trainer, Trainer)  # not of the package pytorch_lightning, whose classes are others
+    if not is_ours:
+        raise TypeError(f"Guarded: expected a lightning.pytorch.Trainer, got one of {type(trainer).__module__}")
+    strategy, plugin = trainer.strategy, trainer.precision_plugin
+    # DeepSpeed's strategy is derived from that of DDP, as is Megatron's.
+    is_engine = any(kind.__name__.startswith(("DeepSpeed", "Megatron")) for kind in type(strategy).__mro__)
+    is_known = isinstance(strategy, DDPStrategy | SingleDeviceStrategy) and not is_engine
+    if not is_known or strategy.root_device.type == "xla":
+        what = type(strategy).__name__
+        raise ValueError(f"Guarded: {what} is not supported yet: use one device, or strategy='ddp'")
+    averages = any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks)
+    if averages and any(isinstance(each, _BatchNorm) for each in module.modules()):
+        raise ValueError("Guarded: StochasticWeightAveraging is not supported yet for models with batch normalization")
+    if getattr(plugin, "scaler", None) is not None:
+        raise ValueError("Guarded: 16-mixed is not supported yet, as its GradScaler steps by itself: use bf16-mixed")

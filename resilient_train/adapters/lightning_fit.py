@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +16,9 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from torchmetrics import Metric
 
-from resilient_train.adapters.arguments import world
+from resilient_train.adapters.arguments import PlacedAccelerator, world
 from resilient_train.adapters.follower import Follower, TrainersSettings
 from resilient_train.adapters.guard import Guard
-from resilient_train.adapters.lightning_trainer import Average, Logged, accelerator, forget_checkpoint, is_last_step
 from resilient_train.adapters.rows_of_loader import NumberedBatch, number_rows, without_numbers
 from resilient_train.data.fed import Fed, FedSamples
 from resilient_train.data.samples import Slicing
@@ -47,7 +47,7 @@ class Fit:
         self._strategy, self._plugin = trainer.strategy, trainer.precision_plugin
         self._loop = loop = trainer.fit_loop.epoch_loop
         self._inner = loop.automatic_optimization if module.automatic_optimization else loop.manual_optimization
-        self._follower: Follower | None = None  # None before the training begins
+        self._training: Follower | None = None  # None before the training begins, and after its end
         self._replaced: list[tuple[Any, str, Any]] = []  # what there was in each instance
         self._numbered: tuple[Any, Any] | None = None  # the data set whose rows have an index, and how to collate them
         self._loaders: list[Any] = []  # that were changed for this
@@ -101,7 +101,12 @@ class Fit:
         slicing = Slicing(size, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
         dataset, collate = self._numbered or (None, None)
         as_fetched = None if collate is None else lambda rows: self._transferred(collate(rows))
-        processes = accelerator(trainer)
+        if trainer.world_size > 1:  # Lightning's own launcher leaves some of these out
+            places = {"RANK": trainer.global_rank, "LOCAL_RANK": trainer.local_rank, "WORLD_SIZE": trainer.world_size}
+            places |= {"LOCAL_WORLD_SIZE": trainer.num_devices, "OMP_NUM_THREADS": torch.get_num_threads()}
+            for name, value in places.items():
+                os.environ.setdefault(name, str(value))
+        processes = PlacedAccelerator(self._strategy.root_device, trainer.accumulate_grad_batches)
         samples = FedSamples(
             slicing,
             dataset=dataset,
@@ -125,23 +130,20 @@ class Fit:
         averaging = [one for one in trainer.callbacks if getattr(one, "_average_model", None) is not None]
         self._averages = [Average(one, trainer, self._module) for one in averaging]
         guard.keep(**{f"average_{number}": one for number, one in enumerate(self._averages)})
-        self._follower = self._kind(
-            *(guard, samples, self._retry, self._measure_norm),
-            made=made,
-            planned=trainer.estimated_stepping_batches,
-        )
+        planned = trainer.estimated_stepping_batches
+        self._training = self._kind(guard, samples, self._retry, self._measure_norm, made=made, planned=planned)
 
     @property
-    def run_dir(self) -> Path | None:
-        return None if self._follower is None else self._follower.guard.reporter.place.directory
+    def _follower(self) -> Follower:
+        assert self._training is not None
+        return self._training
 
-    @property
-    def updates(self) -> int | None:
-        """Complete updates that the trainer has made, those that were left out included."""
-        if self._follower is None:
+    def place_of_run(self) -> tuple[Path, int] | None:
+        """Return the run directory, and how many updates are complete, those that were left out included."""
+        if self._training is None or (directory := self._training.guard.reporter.place.directory) is None:
             return None
-        samples = self._follower.samples
-        return samples.newest_stop // samples.slicing.samples - self._is_open
+        samples = self._training.samples
+        return directory, samples.newest_stop // samples.slicing.samples - self._is_open
 
     def _end(self, plain: Callable[[], None]) -> None:
         """End the guard before a callback takes over in `on_train_end`, for example with averages of the weights."""
@@ -150,12 +152,11 @@ class Fit:
         plain()
 
     def close(self) -> None:
-        follower, self._follower = self._follower, None
+        follower, self._training = self._training, None
         if follower is not None:
             follower.close()
 
     def restore(self) -> None:
-        """Put back everything that was replaced."""
         for owner, name, before in reversed(self._replaced):
             if before is _ABSENT:
                 vars(owner).pop(name, None)
@@ -202,10 +203,9 @@ class Fit:
     def _fed(self, index: int, kwargs: Any) -> Any:
         """Take a batch that the trainer has fetched; return what `training_step` gets."""
         follower = self._follower
-        assert follower is not None
         batch, rows = follower.samples.healthy(kwargs["batch"], self._rows)
         if self._is_open:
-            follower.feed_more(batch, rows)
+            follower.samples.feed_more(follower.fed, batch, rows)
             follower.fed.before.append(self._place())
             return self._next(kwargs)
         fed = follower.feed([batch], [rows] if rows else [])
@@ -215,13 +215,11 @@ class Fit:
         return self._next(kwargs)
 
     def _next(self, kwargs: Any) -> Any:
-        assert self._follower is not None
         kwargs = OrderedDict(kwargs, batch=self._follower.next_batch())
-        self._follower.note(torch.zeros((), device=self._strategy.root_device))  # for a training_step without a loss
+        self._follower.note(self._zero())  # for a training_step without a loss
         return kwargs
 
     def _backward(self, plain: Callable[..., Any], loss: torch.Tensor, *given: Any, **more: Any) -> Any:
-        assert self._follower is not None
         result = plain(loss, *given, **more)
         self._has_gradients = True
         self._follower.note(loss * self._trainer.accumulate_grad_batches)  # of which it is a share
@@ -229,7 +227,6 @@ class Fit:
 
     def _step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
         """Take the place of the optimizer's step."""
-        assert self._follower is not None
         self._follower.norm = None
         result = self._plugin._wrap_closure(model, optimizer, closure)
         if self._has_gradients:
@@ -241,7 +238,6 @@ class Fit:
     def _end_update(self) -> None:
         """Land the newest update, or treat it."""
         follower, place = self._follower, self._place()
-        assert follower is not None
         try:
             loss = follower.step()
         except TrainError:  # which all ranks raise together
@@ -257,19 +253,16 @@ class Fit:
         self._is_open, self._is_quiet, self._logged = False, False, None
 
     def _leave_out(self) -> None:
-        assert self._follower is not None
         self._follower.leave_out()
         self._is_open, self._logged = False, None
 
     def _clip(self, optimizer: Any, clip_val: float) -> None:
-        """Clip the gradients as Lightning does, and note their norm before."""
         norm = torch.nn.utils.clip_grad_norm_(self._plugin.main_params(optimizer), clip_val)
-        if self._follower is not None:
-            self._follower.norm = norm.float()
+        if self._training is not None:
+            self._training.norm = norm.float()
 
     def _retry(self, batch: Any, number: int, fed: Fed) -> torch.Tensor:
         """Run forward and backward of a micro-batch that a rewind has undone."""
-        assert self._follower is not None
         assert fed.batches is not None
         is_last = number == len(fed.batches) - 1
         logged = self._logged if fed is self._follower.fed else None  # of the others Lightning has written it
@@ -287,6 +280,9 @@ class Fit:
             self._output = output
         return loss
 
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), device=self._strategy.root_device)
+
     def _average(self) -> None:
         for one in self._averages:
             one.follow()
@@ -297,18 +293,15 @@ class Fit:
             closure()
         result, shares = closure.consume_result(), self._trainer.accumulate_grad_batches
         if result.loss is None:
-            return torch.zeros((), device=self._strategy.root_device), {}
+            return self._zero(), {}
         return result.loss * shares, result.asdict()
 
     def _measure_norm(self) -> torch.Tensor | None:
-        assert self._follower is not None
         self._follower.norm = None
         self._plugin._after_closure(self._module, self._trainer.optimizers[0])
         return self._follower.norm
 
     def _measured(self, model: Any, batch: Any) -> Any:
-        """Return the loss of a batch, for a replay."""
-        assert self._follower is not None
         fed, number = self._follower.replayed()
         kwargs = self._loop._build_kwargs(OrderedDict(), batch, fed.number + number)
         before, was_quiet, self._is_quiet = Logged(self._trainer, self._metrics), self._is_quiet, True
@@ -333,9 +326,8 @@ class Fit:
 
     @property
     def _counts(self) -> tuple[Any, ...]:
-        is_automatic = self._module.automatic_optimization
-        steps = self._inner.optim_progress if is_automatic else self._inner.optim_step_progress
-        return steps, self._loop.batch_progress, self._trainer.fit_loop.epoch_progress
+        steps = "optim_progress" if self._module.automatic_optimization else "optim_step_progress"
+        return getattr(self._inner, steps), self._loop.batch_progress, self._trainer.fit_loop.epoch_progress
 
     def _return_to(self, place: Place) -> None:
         for one, state in zip(self._counts, place.progress, strict=True):
@@ -346,7 +338,7 @@ class Fit:
 
     def examine(self, *, is_end: bool = False) -> None:
         """Look at the whole state between two updates, unless that was done since the last one."""
-        follower = self._follower
+        follower = self._training
         if follower is None or not self._trainer.training:
             return
         if self._is_open:
@@ -357,12 +349,12 @@ class Fit:
         if self._examined in ((follower.guard.clock.tick, True), (follower.guard.clock.tick, is_end)):
             return
         before, place = Logged(self._trainer, self._metrics), self._place()
-        is_averaged = [one.is_made for one in self._averages]
+        is_averaged = any(one.has_newest for one in self._averages)
         follower.examine(is_end=is_end)
         self._is_quiet = False
         before.restore()
         self._return_to(place)
-        if any(is_averaged):  # else Lightning does it after this
+        if is_averaged:  # else Lightning does it after this
             self._average()
         self._examined = (follower.guard.clock.tick, is_end)
         self._look_at_incidents()
@@ -379,12 +371,80 @@ class Fit:
         """Examine the state before it is saved, and note the file, in case that its state turns out to be bad."""
         self.examine()
         plain(filepath, *given, **more)
-        if self._follower is not None:
-            self._follower.saved(Path(filepath))
+        if self._training is not None:
+            self._training.saved(Path(filepath))
 
     def _look_at_incidents(self) -> None:
         """Let Lightning forget checkpoints that turned out to be bad."""
-        assert self._follower is not None
         for path in self._follower.rename_damaged(is_main=self._trainer.is_global_zero):
             for callback in self._trainer.checkpoint_callbacks:
                 forget_checkpoint(callback, str(path))
+
+
+def is_last_step(trainer: Any) -> bool:
+    """Say whether the newest update is the last one, unless the trainer is stopped early."""
+    fit_loop, loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    is_last_epoch = 0 <= fit_loop.max_epochs <= fit_loop.epoch_progress.current.ready
+    return bool(0 <= loop.max_steps <= trainer.global_step or (is_last_epoch and loop._num_ready_batches_reached()))
+
+
+def forget_checkpoint(callback: Any, path: str) -> None:
+    """Let a ModelCheckpoint forget a file."""
+    if path in getattr(callback, "best_k_models", {}):
+        del callback.best_k_models[path]
+    if getattr(callback, "best_model_path", None) == path:
+        best = min if callback.mode == "min" else max
+        callback.best_model_path = best(callback.best_k_models, key=callback.best_k_models.get, default="")
+        callback.best_model_score = callback.best_k_models.get(callback.best_model_path)
+    if getattr(callback, "last_model_path", None) == path:
+        callback.last_model_path = ""
+
+
+class Logged:
+    """What was logged so far, and the state of torchmetrics: a batch that runs again counts once."""
+
+    def __init__(self, trainer: Any, metrics: Sequence[Metric]) -> None:
+        self._results, self._connector = trainer.fit_loop.epoch_loop._results, trainer._logger_connector
+        self._entries = {key: dict(vars(entry)) for key, entry in self._results.items()}  # of tensors never changed
+        self._hook = self._connector._current_fx
+        self._metrics = [(metric, _copied(vars(metric), metric)) for metric in metrics]
+
+    def restore(self) -> None:
+        for key in self._results.keys() - self._entries.keys():
+            del self._results[key]
+        for key, entry in self._entries.items():
+            vars(self._results[key]).update(entry)
+        self._connector._current_fx = self._hook
+        for metric, state in self._metrics:
+            vars(metric).update(_copied(state, metric))
+
+
+def _copied(state: Mapping[str, Any], metric: Metric) -> dict[str, Any]:
+    """Copy the values of a metric, which its updates change in place."""
+    values = {name: state[name] for name in (*metric._defaults, "_update_count", "_computed", "_forward_cache")}
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else [*value] if isinstance(value, list) else value
+        for name, value in values.items()
+    }
+
+
+class Average:
+    """The average of weights that a callback of Lightning keeps; it rewinds, and follows repeated updates."""
+
+    def __init__(self, callback: Any, trainer: Any, module: Any) -> None:
+        self._callback, self._trainer, self._module = callback, trainer, module
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self._callback._average_model.state_dict(), "step": self._callback._latest_update_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._callback._average_model.load_state_dict(state["model"])
+        self._callback._latest_update_step = state["step"]
+
+    @property
+    def has_newest(self) -> bool:
+        return bool(self._callback._latest_update_step >= self._trainer.global_step)
+
+    def follow(self) -> None:
+        """Let it take the newest update, unless it has."""
+        self._callback.on_train_batch_end(self._trainer, self._module, {}, None, 0)

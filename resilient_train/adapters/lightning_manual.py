@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,19 +19,13 @@ from resilient_train.adapters.lightning_fit import Fit, Place
 from resilient_train.data.fed import Fed
 
 
+@dataclass
 class _Replayed:
     """A `training_step` in which nothing steps."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.loss = torch.zeros((), device=device)
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}  # at the steps that it would have made
-        self.has_stepped = False
-
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        self.has_stepped = True
-        for weight in (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None):
-            before = self.gradients.get(weight)
-            self.gradients[weight] = weight.grad.clone() if before is None else before + weight.grad
+    loss: torch.Tensor
+    gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)  # at the steps that it would have made
+    has_stepped: bool = False
 
 
 class ManualFit(Fit):
@@ -70,7 +65,7 @@ class ManualFit(Fit):
         """Run `training_step`; return the sum of its losses, and its output."""
         self._losses = []
         output = plain(kwargs)
-        return sum(self._losses, torch.zeros((), device=self._strategy.root_device)), output
+        return sum(self._losses, self._zero()), output
 
     def _backward(self, plain: Callable[..., Any], loss: torch.Tensor, *given: Any, **more: Any) -> Any:
         if self._replayed is not None:
@@ -85,17 +80,17 @@ class ManualFit(Fit):
 
     def _step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **more: Any) -> Any:
         """Take the place of the step of one optimizer."""
-        if self._replayed is not None:
-            result = closure()
-            self._replayed.stepped(optimizer)
+        if (replayed := self._replayed) is not None:
+            result, replayed.has_stepped = closure(), True
+            for weight in (one for group in optimizer.param_groups for one in group["params"] if one.grad is not None):
+                replayed.gradients[weight] = replayed.gradients.get(weight, 0) + weight.grad
             return result
         result = self._plugin._wrap_closure(model, optimizer, closure)
         if self._is_early:
             return result
         loss, self._loss = self._loss, None
         self._followed.norm = self._norms.pop(id(optimizer), None)
-        zero = torch.zeros((), device=self._strategy.root_device)  # it has called loss.backward() itself
-        self._followed.step_one(optimizer, zero if loss is None else loss)
+        self._followed.step_one(optimizer, self._zero() if loss is None else loss)  # None: it ran backward itself
         return result
 
     def _clip(self, optimizer: Any, clip_val: float) -> None:
@@ -117,7 +112,7 @@ class ManualFit(Fit):
     def _loss_of(self, model: Any, kwargs: Any) -> Any:
         parameters = [*self._module.parameters()]
         flags = [one.requires_grad for one in parameters]
-        self._replayed = replayed = _Replayed(self._strategy.root_device)
+        self._replayed = replayed = _Replayed(self._zero())
         try:
             model.training_step(*kwargs.values())
         finally:

@@ -7,6 +7,7 @@ of a `break`, or an error of the caller's, it learns only at the exit of the int
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import sys
@@ -21,19 +22,31 @@ from statistics import median
 from typing import Any
 
 from resilient_train.adapters.arguments import TRAINERS
-from resilient_train.adapters.place import Place
-from resilient_train.errors import GaveUp, Stopped, TrainError, in_one_line, short_message
+from resilient_train.errors import (
+    ConfigError,
+    DirectoryInUse,
+    GaveUp,
+    Stopped,
+    TrainError,
+    in_one_line,
+    named_type,
+    short_message,
+    unusable,
+)
+from resilient_train.ranks.lock import DirectoryLock, refuse_dangling_link
 from resilient_train.ranks.world import World, is_lost_peer
+from resilient_train.reader import DiskConfig
 from resilient_train.record import endings
 from resilient_train.record.endings import LOOP, SUMMARY, Loop, Summary
 from resilient_train.record.incident_log import INCIDENTS, IncidentLog
+from resilient_train.record.journal import JOURNAL
 from resilient_train.record.progress import Doing, Progress
 from resilient_train.state.run_state import Clock
 from resilient_train.tracking import tracker as tracking
 from resilient_train.tracking.review import review, where_to_look
-from resilient_train.tracking.store import ui_command
+from resilient_train.tracking.store import locate, ui_command
 from resilient_train.tracking.story import read_story, unrecovered
-from resilient_train.tracking.tracker import Tracker
+from resilient_train.tracking.tracker import EXPERIMENT, Tracker, TrackingConfig
 from resilient_train.types import Incident, Vitals
 from resilient_train.update.turns import DirectStepCheck
 from resilient_train.watch.vitals import UpdateHistory
@@ -44,6 +57,8 @@ _JUDGED_AFTER = 50  # steps: before, a loss that has not fallen means nothing
 _LEAST_FALL = 0.01  # share of the first loss
 _TIMED = 10_000  # laps from which the median step time is taken
 
+_DRAIN_S = 30.0  # how long the end of a loop waits for MLflow at most
+
 _unreported: set[RunReporter] = set()  # of loops whose end is not reported yet
 
 _UNUSED = (
@@ -52,12 +67,88 @@ _UNUSED = (
 )
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a guard writes to."""
+
+    incident_log: IncidentLog
+    directory: Path | None = None  # None on every rank of a loop without a run directory
+    lock: DirectoryLock | None = None  # of rank 0
+    tracking: TrackingConfig | None = None
+    resumes: bool = False  # if the same program is started again
+    rank: int = 0
+
+
+def place(run_dir: str | Path | None, world: World, resumes: bool, tracking: Any, disk: DiskConfig) -> Place:
+    """Begin a journal in a run directory: the named one, or a sibling if that holds a run already.
+
+    With `resumes` it is the named one in any case. No other process may be at work in it.
+    """
+    if run_dir is None:
+        for name, is_given in (("resume", resumes), ("tracking", tracking), ("disk", disk.every)):
+            if is_given:
+                raise unusable(name, "needs a run_dir")
+        return Place(IncidentLog(None))
+    named, locks = Path(run_dir).absolute(), list[DirectoryLock]()
+    store = world.on_main(lambda: _tracking(tracking, named))
+    world.on_main(lambda: refuse_dangling_link("run_dir", named))
+    path = world.on_main(lambda: _claim(named, locks, resumes=resumes))
+    if path != named:
+        log.info("%s holds another run: this one writes to %s", run_dir, path)
+    lock = locks[0] if locks else None
+    try:
+        incident_log = IncidentLog(path if world.is_main else None, run_dir=path)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+    return Place(incident_log, path, lock, store, resumes, world.rank)
+
+
+def _tracking(given: str | bool | None, run_dir: Path) -> TrackingConfig | None:
+    """Convert an address of MLflow, or True: the one of the environment, else a database next to the run."""
+    if given is None or given is False:
+        return None
+    if given is not True and not isinstance(given, str):
+        raise TypeError(f"tracking: expected an address of MLflow or True, got {named_type(given)}")
+    uri = None if given is True else given
+    try:
+        locate(uri, run_dir.parent)
+    except ConfigError as error:
+        raise ConfigError("tracking" if uri else error.key, error.value, error.why) from error
+    experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
+    return TrackingConfig("mlflow", uri, experiment, drain_s=_DRAIN_S)
+
+
+def _claim(named: Path, locks: list[DirectoryLock], *, resumes: bool) -> Path:
+    """Lock the named directory, or the first sibling without a run; two processes may begin at the same time."""
+    path = named
+    for number in itertools.count(2):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            if resumes or not (path / INCIDENTS).exists():
+                if not resumes:
+                    os.close(os.open(path / JOURNAL, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                locks.append(DirectoryLock(path))
+                return path
+        except DirectoryInUse as error:
+            if error.holder.startswith(f"process {os.getpid()} "):  # a notebook whose cell is run again
+                raise DirectoryInUse(path, "another guard of this process", "call its close() first") from None
+            raise DirectoryInUse(path, error.holder, "wait for it to end, or choose another run_dir") from None
+        except FileExistsError:
+            if not path.is_dir():
+                raise ConfigError("run_dir", named, "is a file, expected a directory") from None
+        except OSError as error:
+            raise ConfigError("run_dir", named, f"cannot be written: {error.strerror}") from error
+        path = named.with_name(f"{named.name}-{number}")
+    raise AssertionError
+
+
 def log_to_stderr(world: World) -> None:
     """Print incidents in a program that has not set up logging."""
-    if log.handlers or log.level != logging.NOTSET or logging.getLogger().handlers:
-        return
-    log.setLevel(logging.INFO if world.is_main else logging.ERROR)  # the other ranks would print the same
-    log.addHandler(_LastResort())
+    if not log.handlers and log.level == logging.NOTSET and not logging.getLogger().handlers:
+        log.setLevel(logging.INFO if world.is_main else logging.ERROR)  # the other ranks would print the same
+        log.addHandler(_LastResort())
 
 
 class _LastResort(logging.Handler):
@@ -108,7 +199,6 @@ def verdict_of(
 
 
 def write_summary(summary: Summary, run_dir: Path) -> None:
-    """Write the summary; a full disk is logged."""
     try:
         summary.write(run_dir / SUMMARY)
     except OSError as error:
@@ -116,7 +206,6 @@ def write_summary(summary: Summary, run_dir: Path) -> None:
 
 
 def completed(summary: Summary) -> str:
-    """Return the line about a complete run."""
     results = {"recent loss": summary.final_loss}
     results |= {f"evaluation {name}": value for name, value in (summary.eval or {}).items()}
     known = ", ".join(f"{name} {value:.4g}" for name, value in results.items() if value is not None)
@@ -145,36 +234,6 @@ def finish_uploads(tracker: Tracker, summary: Summary, run_dir: Path, *more: Pat
         write_summary(summary, run_dir)
 
 
-@dataclass
-class StepTimes:
-    """How long steps took."""
-
-    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMED))  # the mean of each lap
-    _lap_started: float = 0.0
-    _lap_tick: int = 0
-
-    def start_lap(self) -> None:
-        """Begin to time the steps that follow."""
-        self._lap_started = time.perf_counter()
-
-    def lap(self, tick: int) -> float:
-        """Return the mean seconds of the updates up to `tick` since the last lap; 0.0 if there were none.
-
-        Between two readings the host runs ahead of a GPU; only at a reading do their clocks agree.
-        """
-        now = time.perf_counter()
-        ticks, self._lap_tick = tick - self._lap_tick, tick
-        seconds = (now - self._lap_started) / ticks if ticks else 0.0
-        self._lap_started = now
-        if ticks:
-            self.step_seconds.append(seconds)
-        return seconds
-
-    @property
-    def step_ms(self) -> float | None:
-        return 1e3 * median(self.step_seconds) if self.step_seconds else None
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
     """The numbers of one update."""
@@ -193,9 +252,11 @@ class RunReporter:
     updates: UpdateHistory
     place: Place  # with a lock only on rank 0 of the caller's loop
     progress: Progress
-    times: StepTimes = field(default_factory=StepTimes)
-    evaluated: Mapping[str, float] | None = None
+    _evaluated: dict[str, float] | None = None
     _reported_tick: int = 0
+    _step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMED))  # the mean of each lap
+    _lap_started: float = 0.0
+    _lap_tick: int = 0
     _began: float = field(default_factory=time.monotonic)
     _tracker: Tracker = field(default_factory=Tracker)
     _ending: Summary | None = None  # as written
@@ -206,13 +267,11 @@ class RunReporter:
 
     def begin(self, steps: int | None, settings: Mapping[str, Any]) -> None:
         """Note that a loop of so many updates begins, if that is known; an end that was written before is void."""
-        self.times.start_lap()
+        self.start_lap()
         if self.place.directory is None:
             return
         _unreported.add(self)
-        is_new = self._is_over
-        self._is_over = False
-        self._ending = None
+        is_new, self._is_over, self._ending = self._is_over, False, None
         if self.place.lock is None:
             return
         endings.begin(self.place.directory, is_finished=False)  # before another rank may have failed again
@@ -222,6 +281,23 @@ class RunReporter:
             self._tracker = tracking.build(self.place.tracking, self.place.directory, self.place.directory.parent)
             self._tracker.params(settings)
             self._tracker.artifact(self.place.directory / LOOP)
+
+    def start_lap(self) -> None:
+        """Begin to time the steps that follow."""
+        self._lap_started = time.perf_counter()
+
+    def _lap(self) -> float:
+        """Return the mean seconds of the updates since the last lap; 0.0 if there were none.
+
+        Between two readings the host runs ahead of a GPU; only at a reading do their clocks agree.
+        """
+        ticks, began = self.clock.tick - self._lap_tick, self._lap_started
+        self._lap_tick = self.clock.tick
+        self.start_lap()
+        if not ticks:
+            return 0.0
+        self._step_seconds.append((self._lap_started - began) / ticks)
+        return self._step_seconds[-1]
 
     def report(
         self, newest: Vitals | None, read: Callable[[], dict[str, float]], samples: int, knobs: Mapping[str, float]
@@ -236,7 +312,7 @@ class RunReporter:
         values = {"loss": newest.loss, "grad_norm": newest.grad_norm, "lr": newest.lr, "step": newest.step}
         values |= {f"train/{name}": value for name, value in metrics.items()}
         values |= {f"grad_norm/{layer}": norm for layer, norm in self.incident_log.take_norms().items()}
-        if seconds := self.times.lap(self.clock.tick):
+        if seconds := self._lap():
             values |= {"step_ms": 1e3 * seconds, "samples_per_second": samples / seconds}
         values |= {f"knobs/{name}": value for name, value in knobs.items()}
         return Report(newest, metrics, values | {"incidents_total": len(self.incident_log.incidents)})
@@ -244,17 +320,16 @@ class RunReporter:
     def show(self, report: Report | None) -> None:
         """Upload the numbers of an update of the caller's loop, or only time it."""
         if report is None:
-            self.times.lap(self.clock.tick)
+            self._lap()
             return
         self._tracker.begin()  # MLflow may load now; before, it would have delayed the first updates
         self._tracker.metrics(report.vitals.tick, report.values)
 
     def note_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Note an evaluation."""
-        self.evaluated = dict(metrics)
+        self._evaluated = dict(metrics)
         self._tracker.metrics(self.clock.tick, {f"eval/{name}": value for name, value in metrics.items()})
         if self._ending is not None and not self._is_over:  # many evaluate after the loop
-            self._ending.eval = self.evaluated
+            self._ending.eval = self._evaluated
             write_summary(self._ending, self._directory)
 
     # At the end.
@@ -273,10 +348,10 @@ class RunReporter:
             final_loss=self.updates.recent_loss,
             first_loss=self.updates.first_loss,
             verdict=verdict_of(status, self.incident_log.incidents, self.clock.step, losses),
-            eval=None if self.evaluated is None else dict(self.evaluated),
+            eval=self._evaluated,
             incidents=self.incident_log.tally(),
             seconds=round(seconds, 3),
-            step_ms=self.times.step_ms,
+            step_ms=1e3 * median(self._step_seconds) if self._step_seconds else None,
             weights_sha256=digests[0] if digests else None,
             state_sha256=digests[1] if digests else None,
         )

@@ -33,7 +33,7 @@ def train(run: Run, display: Display, tracker: Tracker, beat: Callable[[], None]
     step = guard.clock.step
     if step > 0 and run.evaluates_at(step) and run.evaluated_at != step:  # the previous process ended before it
         evaluate_and_report(run, tracker, beat)
-    guard.reporter.times.start_lap()
+    guard.reporter.start_lap()
     for batch in guard.batches():
         attempted = guard.step(batch)
         beat()
@@ -95,7 +95,7 @@ def evaluate(run: Run, beat: Callable[[], None] = lambda: None) -> dict[str, flo
                 sums[name] = sums[name] + part if name in sums else part
                 rows[name] = rows.get(name, 0) + weight
     run.model.train()
-    run.guard.reporter.times.start_lap()  # the time of a step does not include an evaluation
+    run.guard.reporter.start_lap()  # the time of a step does not include an evaluation
     names = sorted(run.world.union(sums), key=lambda name: (name != "loss", name))
     cells = [cell for name in names for cell in (sums.get(name, 0.0), rows.get(name, 0))]
     totals = run.world.sum(torch.stack([torch.as_tensor(cell, device=run.world.device).float() for cell in cells]))

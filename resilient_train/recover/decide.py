@@ -18,110 +18,80 @@ from resilient_train.recover.remedies import Case, Circumstances, applicable, is
 from resilient_train.types import OBSERVE, TRIAL, Action, Anomaly, Cause, Decision, Diagnosis, Incident, Signal
 from resilient_train.wording import counted
 
-_ADVICE: dict[Cause, dict[Signal, str]] = {
-    Cause.DATA: {
-        Signal.NONFINITE_BATCH: (
-            "The batch itself holds NaN or infinite values: look for gaps, divisions and logarithms in the code that "
-            "makes its rows."
-        ),
-    },
-    Cause.UNKNOWN: {
-        Signal.NONFINITE_LOSS: (
-            "The batch is finite and its loss is not: look in the forward pass for a logarithm, division, root or "
-            "power that meets 0 or a negative value."
-        ),
-        Signal.NONFINITE_GRAD: (
-            "The loss is finite and its gradient is not: look for an operation with an infinite slope, such as sqrt "
-            "or norm at 0, or atan2 at the origin."
-        ),
-        Signal.GRAD_SPIKE: (
-            "One gradient was far above anything recent: often a batch of outliers; if many follow, the learning rate "
-            "is too high."
-        ),
-        Signal.EXCEPTION: (
-            "Code raised an exception that it does not raise with other batches: handle that case, or mend the rows."
-        ),
-    },
-    Cause.CORRUPTION: {
-        Signal.NONFINITE_WEIGHTS: (
-            "Weights became NaN or infinite although every update was finite: if it returns, suspect the hardware, or "
-            "code that writes to weights between updates."
-        ),
-        Signal.WEIGHTS_JUMP: (
-            "Weights moved farther than the optimizer can move them: if it returns, suspect the hardware, or code "
-            "that writes to weights between updates."
-        ),
-        Signal.RANK_MISMATCH: (
-            "The ranks hold different weights: if it returns, suspect the hardware of those that are named, or code "
-            "that changes weights on some ranks only; if they should differ, turn checks.replicas off."
-        ),
-    },
-    Cause.OPTIMIZER: {
-        Signal.NONFINITE_OPTIMIZER: (
-            "The optimizer's moments are not finite: if it returns, raise its eps, or keep its state in float32."
-        ),
-        Signal.OPTIMIZER_RANGE: (
-            "The optimizer's second moments do not follow from its gradients: if it returns, suspect the hardware, or "
-            "code that writes to its state."
-        ),
-    },
-    Cause.EXPLOSION: {
-        Signal.DIVERGENCE: (
-            "The loss climbs and does not come back down: lower the learning rate, warm up longer, or clip tighter."
-        ),
-        Signal.NOT_RECOVERED: (
-            "Training is stable again, but the loss is not back where it was: lower the learning rate, warm up "
-            "longer, or clip tighter; declare a deliberate change with checks.expect."
-        ),
-    },
-    Cause.RATE: {
-        Signal.NO_PROGRESS: (
-            "The learning rate is too high from the start: lower it by the factor that the run has found, or warm up "
-            "longer."
-        ),
-    },
-    Cause.OVERFLOW: {
-        Signal.SCALE_COLLAPSE: (
-            "Gradients overflow half precision at every loss scale: use bf16, or keep the layer that overflows in "
-            "float32."
-        ),
-    },
-    Cause.PROCESS: {
-        Signal.OUT_OF_MEMORY: "Use a smaller batch with more accumulation, or activation checkpointing.",
-        Signal.HANG: "train.log says where each rank was: often one of them waits for data or for a collective.",
-        Signal.CRASH: (
-            "See the last lines of the process that died: on its terminal, where the scheduler keeps its output, or in "
-            "the train.log of a run of the command."
-        ),
-        Signal.DISK_FULL: "Make room on the disk of the run directory, or keep fewer checkpoints.",
-        Signal.CHECKPOINT_FAILED: "Find what kept the state from being written; its traceback is in the log.",
-        Signal.CHECKPOINT_DAMAGED: "Check the disk: a file differs from what was written.",
-    },
+_WRITES = "if it returns, suspect the hardware, or code that writes to"
+_CALMER = "lower the learning rate, warm up longer, or clip tighter"
+_BY_SIGNAL = {  # what a signal suggests by itself
+    (
+        Cause.DATA,
+        Signal.NONFINITE_BATCH,
+    ): "The batch holds NaN or infinite values: look at the code that makes its rows.",
+    (Cause.UNKNOWN, Signal.NONFINITE_LOSS): (
+        "The batch is finite and its loss is not: look for a logarithm, division, root or power that meets 0 or less."
+    ),
+    (Cause.UNKNOWN, Signal.NONFINITE_GRAD): (
+        "The loss is finite and its gradient is not: look for an infinite slope, such as that of sqrt or norm at 0."
+    ),
+    (Cause.UNKNOWN, Signal.LOSS_SPIKE): (  # of an update that was refused
+        "One loss was far above anything recent: look at the rows of that batch; if many follow, lower the rate."
+    ),
+    (Cause.UNKNOWN, Signal.GRAD_SPIKE): (
+        "One gradient was far above anything recent: look for outliers; if many follow, lower the learning rate."
+    ),
+    (Cause.UNKNOWN, Signal.EXCEPTION): "This batch raises and others do not: handle that case, or mend the rows.",
+    (Cause.CORRUPTION, Signal.NONFINITE_WEIGHTS): (
+        f"Weights became NaN or infinite although every update was finite: {_WRITES} weights between updates."
+    ),
+    (Cause.CORRUPTION, Signal.WEIGHTS_JUMP): (
+        f"Weights moved farther than the optimizer can move them: {_WRITES} weights between updates."
+    ),
+    (Cause.CORRUPTION, Signal.RANK_MISMATCH): (
+        f"The ranks hold different weights: {_WRITES} weights on some ranks; if they should, turn checks.replicas off."
+    ),
+    (Cause.OPTIMIZER, Signal.NONFINITE_OPTIMIZER): (
+        "The optimizer's moments are not finite: if it returns, raise its eps, or keep its state in float32."
+    ),
+    (Cause.OPTIMIZER, Signal.OPTIMIZER_RANGE): (
+        f"The optimizer's second moments do not follow from its gradients: {_WRITES} its state."
+    ),
+    (Cause.EXPLOSION, Signal.DIVERGENCE): f"The loss climbs and does not come back down: {_CALMER}.",
+    (Cause.EXPLOSION, Signal.NOT_RECOVERED): (
+        f"The loss is stable, but not back where it was: {_CALMER}; declare a deliberate change with checks.expect."
+    ),
+    (Cause.RATE, Signal.NO_PROGRESS): (
+        "The learning rate is too high from the start: lower it by the factor that was found, or warm up longer."
+    ),
+    (Cause.OVERFLOW, Signal.SCALE_COLLAPSE): (
+        "Gradients overflow half precision at every loss scale: use bf16, or keep the layer that does in float32."
+    ),
+    (Cause.PROCESS, Signal.OUT_OF_MEMORY): "Use a smaller batch with more accumulation, or activation checkpointing.",
+    (Cause.PROCESS, Signal.HANG): (
+        "train.log says where each rank was: often one of them waits for data or for a collective."
+    ),
+    (Cause.PROCESS, Signal.CRASH): "See the last lines of the process that died, on its terminal or in train.log.",
+    (Cause.PROCESS, Signal.DISK_FULL): "Make room on the disk of the run directory, or keep fewer checkpoints.",
+    (
+        Cause.PROCESS,
+        Signal.CHECKPOINT_FAILED,
+    ): "Find what kept the state from being written: its traceback is in the log.",
+    (Cause.PROCESS, Signal.CHECKPOINT_DAMAGED): "Check the disk: a file differs from what was written.",
 }
-_BY_SIGNAL = {signal: Diagnosis(cause, one) for cause, advice in _ADVICE.items() for signal, one in advice.items()}
-_SPIKE_LANDED = "The loss jumped and stayed there: lower the learning rate, warm up longer, or clip tighter."
-_SPIKE_REFUSED = (
-    "One loss was far above anything recent: look at the rows of that batch; if many follow, the learning rate is too "
-    "high."
-)
+_DIAGNOSES = {signal: Diagnosis(cause, advice) for (cause, signal), advice in _BY_SIGNAL.items()}
+_SPIKE_LANDED = Diagnosis(Cause.EXPLOSION, f"The loss jumped and stayed there: {_CALMER}.")
 
 
 def by_rate(factor: float, step: int, *, is_sudden: bool) -> Diagnosis:
     """Return the diagnosis of an anomaly that followed a rise of the learning rate."""
-    times = f"{factor:,.0f}" if factor >= 100 else f"{factor:.3g}"
-    since = f"{'at' if is_sudden else 'since'} step {step:,}"
-    return Diagnosis(
-        Cause.RATE,
-        f"The learning rate rose x{times} {since}: look at the schedule, and at what else sets the rate there; the "
-        "samples are not to blame.",
+    rose = f"x{factor:,.0f}" if factor >= 100 else f"x{factor:.3g}"
+    where = (
+        f"{rose} {'at' if is_sudden else 'since'} step {step:,}: look at the schedule, and at what else sets it there"
     )
+    return Diagnosis(Cause.RATE, f"The learning rate rose {where}; the samples are not to blame.")
 
 
 def by_signal(anomaly: Anomaly) -> Diagnosis:
     """Return the diagnosis that a signal suggests by itself."""
-    if anomaly.signal is not Signal.LOSS_SPIKE:
-        return _BY_SIGNAL[anomaly.signal]
-    return Diagnosis(Cause.EXPLOSION, _SPIKE_LANDED) if anomaly.landed else Diagnosis(Cause.UNKNOWN, _SPIKE_REFUSED)
+    is_landed_spike = anomaly.signal is Signal.LOSS_SPIKE and anomaly.landed
+    return _SPIKE_LANDED if is_landed_spike else _DIAGNOSES[anomaly.signal]
 
 
 DIGEST_BITS = 24  # float32 holds a number of so many bits exactly
@@ -151,15 +121,14 @@ def decide(
     if not ladder:
         return Decision(gave_up=f"the policy has no remedy for {cause}")
     ends = [place for place, one in enumerate(history, start=1) if one.decision.gave_up is not None]
-    history = history[ends[-1] :] if ends else history
+    history = history[max(ends, default=0) :]
     if _refused_in_a_row(anomaly, history) >= policy.budget.in_a_row:
         limit = counted(policy.budget.in_a_row, "update")
         return Decision(gave_up=f"the budget of {limit} in a row that did not land is used up")
     case, relevant, exhausted = Case(anomaly, diagnosis, circumstances, rewinds=False), _relevant(history, anomaly), 0
     repeated = None  # a rung whose last attempt repeated an earlier one exactly: using it again cannot help
-    if trace and any(one.trace == trace for one in relevant):
-        last = relevant[-1]
-        repeated = last.decision.rung if last.rewound_to is not None and last.diagnosis.cause == cause else None
+    if trace and any(one.trace == trace for one in relevant) and relevant[-1].rewound_to is not None:
+        repeated = relevant[-1].decision.rung if relevant[-1].diagnosis.cause == cause else None
     for place, rung in enumerate(ladder):
         actions = _applicable(rung, case)
         if not actions or (rung.landed and not anomaly.landed):
@@ -189,17 +158,12 @@ def _applicable(rung: Rung, case: Case) -> tuple[Action, ...]:
 
     None without the one that it is for, or if a warm-up is all that is left of it without its rewind.
     """
-    rewinds = any(action.remedy == "rewind" and remedy(action).applies(case) for action in rung.do)
+    rewind = next((remedy(action) for action in rung.do if action.remedy == "rewind"), None)
+    rewinds = rewind is not None and rewind.applies(case)
     actions = applicable(rung.do, replace(case, rewinds=rewinds))
-    named, left = ({action.remedy for action in some} for some in (rung.do, actions))
-    if named & _MAIN - left:
-        return ()
-    wants_rewind = not rewinds and any(action.remedy == "rewind" for action in rung.do)
-    return () if wants_rewind and all(map(_only_warms_up, actions)) else actions
-
-
-def _only_warms_up(action: Action) -> bool:
-    return action.remedy == "lower_lr" and action.settings.get("factor") == 1
+    lacks_main = _MAIN & {action.remedy for action in rung.do} - {action.remedy for action in actions}
+    only_warms_up = all(one.remedy == "lower_lr" and one.settings.get("factor") == 1 for one in actions)
+    return () if lacks_main or (only_warms_up and rewind is not None and not rewinds) else actions
 
 
 def _relevant(history: Sequence[Incident], anomaly: Anomaly) -> list[Incident]:

@@ -52,32 +52,23 @@ class RunControl(Protocol):
 
     knobs: Knobs  # the factors that the run trains with
 
-    def rewind(self, older: int = 0, steps: int = 0) -> None:
-        """Rewind to the newest verified state not after `since`, `older` states before it, at least `steps` back.
-
-        If no state is that old, rewind to the oldest one.
-        """
-
-    def skip(self, updates: int | None = None) -> None:
-        """Skip the samples that may be to blame, or a window of `updates` from here."""
-
-    def quarantine(self) -> None:
-        """Replace the guilty rows for the rest of the run; unless samples are skipped, in this update too."""
-
-    def reset_moments(self) -> None:
-        """Reset the state of the optimizers."""
-
-    def patch_line(self) -> None:
-        """Patch the line of the operation that broke, for the rest of the run."""
-
-    def raise_zero_eps(self) -> None:
-        """Raise an optimizer's epsilon to what its type can hold, for the rest of the run."""
-
-    def lower_loss_scale(self, factor: float) -> None:
-        """Multiply the loss scale."""
-
-    def try_arms(self, arms: Sequence[Sequence[Action]], steps: int) -> None:
-        """Make `steps` updates with each of several remedies, on the same samples, and apply those that did best."""
+    # Rewind to the newest verified state not after `since`, `older` states before it and at least `steps` back; if no
+    # state is that old, to the oldest one.
+    def rewind(self, older: int = 0, steps: int = 0) -> None: ...
+    # Skip the samples that may be to blame, or a window of `updates` from here.
+    def skip(self, updates: int | None = None) -> None: ...
+    # Replace the guilty rows for the rest of the run; unless samples are skipped, in this update too.
+    def quarantine(self) -> None: ...
+    # Reset the state of the optimizers.
+    def reset_moments(self) -> None: ...
+    # Patch the line of the operation that broke, for the rest of the run.
+    def patch_line(self) -> None: ...
+    # Raise an optimizer's epsilon to what its type can hold, for the rest of the run.
+    def raise_zero_eps(self) -> None: ...
+    # Multiply the loss scale.
+    def lower_loss_scale(self, factor: float) -> None: ...
+    # Make `steps` updates with each of several remedies, on the same samples, and apply those that did best.
+    def try_arms(self, arms: Sequence[Sequence[Action]], steps: int) -> None: ...
 
 
 class Remedy:

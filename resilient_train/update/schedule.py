@@ -6,7 +6,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch.optim import Optimizer
@@ -160,7 +160,7 @@ class ShadowSchedule:
         self._advanced = 0  # how often the scheduler was stepped
 
     @classmethod
-    def of(cls, scheduler: LRScheduler, optimizer: Optimizer) -> ShadowSchedule:
+    def of(cls, scheduler: LRScheduler, optimizer: Optimizer) -> Self:
         """Move a scheduler that was made for `optimizer` to a shadow of it."""
 
         def moved(shadow: Optimizer) -> LRScheduler:

@@ -194,17 +194,6 @@ def test_a_rotten_batch_while_a_scan_looks_is_a_rotten_batch() -> None:
     assert loops.is_whole()
 
 
-def test_an_update_larger_than_the_data_set_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Rows come more than once in it, which hardly anybody means."""
-    loops = Loops()
-    with caplog.at_level("INFO", "resilient_train"):
-        loops.run("objective", 3, data=rows(40), batch_size=64)
-        assert "an update takes 64 rows, and the data set has 40" in caplog.text
-        caplog.clear()
-        Loops().run("objective", 3, data=rows(40), batch_size=40)
-        assert "an update takes" not in caplog.text
-
-
 def batch_encoding(x: Tensor, y: Tensor) -> Any:
     from transformers import BatchEncoding
 
@@ -615,7 +604,7 @@ MISTAKES: list[tuple[Callable[[Loops, Guard, Any], Any], type[Exception], str]] 
     (steps_itself_afterwards, TrainError, r"remove optimizer.step\(\)"),
     (sets_the_rate, TrainError, "the loop set lr itself, to 1 where it was 0.01: give it to the guard as schedule="),
     (adds_a_group, TrainError, "a parameter group was added to AdamW after the guard was made"),
-    (lambda loops, guard, batch: guard.keep(average=loops.average), TrainError, "call keep before"),
+    (lambda loops, guard, batch: guard.keep(average=loops.average), TrainError, "call it before"),
 ]
 
 
@@ -722,7 +711,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"data": TensorDataset(torch.zeros(0, 6))}, "data=TensorDataset: the data set is empty"),
     ({"data": Counting(9), "num_workers": 1}, "num_workers=1: an iterable data set"),
     ({"batch_size": None}, "batch_size: missing"),
-    ({"batch_size": 0}, "batch_size: expected a whole number of at least 1, got 0"),
+    ({"batch_size": 0}, r"batch_size=0: must be a whole number \(at least 1\)"),
     ({"objective": 1.0}, r"objective: expected a callable \(model, batch\) -> loss, got float"),
     ({"schedule": 0.5}, "schedule: expected a torch scheduler or a callable"),
     ({"schedule": CosineAnnealingLR}, "schedule: expected a torch scheduler or a callable"),
@@ -733,8 +722,8 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"recovery": {"ladders": {"default": [["rewnd"]]}}}, r"recovery.ladders.default\[0\]"),
     ({"checks": "defualt"}, r"checks=defualt: no such option; did you mean default\? There are"),
     ({"checks": 3}, "checks: expected the name of a set of checks, got int"),
-    ({"clip": "tight"}, "clip: expected a number above 0, .*, got 'tight'"),
-    ({"clip": 0}, "clip: expected a number above 0, .*, got 0"),
+    ({"clip": "tight"}, "clip=tight: must be a finite number"),
+    ({"clip": 0}, r"clip=0: must be a finite number \(greater than 0\)"),
     ({"run_dir": __file__}, "is a file, expected a directory"),
     ({"disk": 10}, "disk: needs a run_dir"),
     ({"disk": DiskConfig(every=10)}, "disk: needs a run_dir"),
@@ -745,8 +734,8 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"clip": math.inf}, "clip=inf: must be a finite number"),
     ({"clip": ClipConfig(None, math.nan)}, r"clip\.max_value=nan: must be a finite number"),
     ({"memory": MemoryConfig(every=5, keep=2, max_gib=math.nan)}, r"memory\.max_gib=nan: must be a finite number"),
-    ({"verify_after": math.nan}, "verify_after=nan: must be a finite number"),
-    ({"seed": math.nan}, "seed=nan: must be a finite number"),
+    ({"verify_after": math.nan}, "verify_after=nan: must be a whole number"),
+    ({"seed": math.nan}, "seed=nan: must be a whole number"),
     ({"recovery": {"ladders": {"default": []}, "budget": {"share": math.nan}}}, r"recovery\.budget\.share=nan"),
     ({"recovery": {"ladders": {"default": [["json.dumps"]]}}}, "json.dumps: is not a remedy: it is a function"),
 ]

@@ -287,7 +287,7 @@ def test_two_ranks_that_are_only_observed_end_as_plain_ones(fault: str, met: lis
         (lambda trainer: resilient_train.hf.guard(type(trainer)), "trainer: expected a transformers.Trainer"),
         (lambda trainer: resilient_train.hf.guard(trainer, checks="paranoia"), "checks.*paranoi"),
         (lambda trainer: resilient_train.hf.guard(trainer, memory=5), "memory: expected a MemoryConfig"),
-        (lambda trainer: resilient_train.hf.guard(trainer, verify_after=-1), "verify_after: expected a whole number"),
+        (lambda trainer: resilient_train.hf.guard(trainer, verify_after=-1), "verify_after=-1: must be a whole number"),
         (lambda trainer: resilient_train.lightning.Guarded(recovery="balancd"), "recovery.*balanc"),
         (lambda trainer: Guard(trainer.model, trainer, None, data=[0]), r"plain PyTorch, got .*hf.guard\(trainer\)"),
         (

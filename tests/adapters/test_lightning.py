@@ -278,7 +278,7 @@ def test_strategies_that_shard_are_refused_by_name(tmp_path: Path) -> None:
     from lightning.pytorch.plugins import MixedPrecision
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy
 
-    from resilient_train.adapters.lightning_trainer import refuse
+    from resilient_train.adapters.lightning import refuse
 
     trainer = trainer_of(tmp_path, guarded=False)
     trainer.strategy._precision_plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))

@@ -339,7 +339,7 @@ def test_a_guard_that_could_not_be_made_leaves_its_directory_unlocked(
         return Guard(Accelerator(cpu=True), model, optimizer, data=data, batch_size=4, run_dir=tmp_path / "cell",
                      resume=True)  # fmt: skip
 
-    for culprit in ("guard.Controls", "guard.guard.EngineGuard.__init__", "place.IncidentLog"):
+    for culprit in ("guard.Controls", "guard.guard.EngineGuard.__init__", "reporter.IncidentLog"):
         with monkeypatch.context() as patched:
             patched.setattr(f"resilient_train.adapters.{culprit}", lambda *_, **__: 1 // 0)
             with pytest.raises(ZeroDivisionError):

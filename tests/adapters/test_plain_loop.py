@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,15 +116,6 @@ def test_the_device_is_that_of_the_model() -> None:
     code, found = alone(devices_of_guards, *several)
     assert code == 0
     assert found == [*(name for name in several for _ in range(2)), "cuda:1", "None"]
-
-
-def test_lightning_has_the_device_of_its_strategy() -> None:
-    """With devices=[3] this is not the one that Accelerate would choose."""
-    trainer = pytest.importorskip("resilient_train.adapters.lightning_trainer")
-    Accelerator(cpu=True)
-    strategy = SimpleNamespace(root_device=torch.device("cuda", 3))
-    made = trainer.accelerator(SimpleNamespace(strategy=strategy, world_size=1, accumulate_grad_batches=1))
-    assert made.device == strategy.root_device
 
 
 def test_weights_without_values_are_refused() -> None:
