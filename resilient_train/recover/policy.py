@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,13 @@ from resilient_train.types import TRIAL, Action, Cause
 _COUNT = {"at_least": 1, "null": sys.maxsize}  # null: no limit but the budget
 
 
+def _each(read_one: Callable[[str, Any], Any], key: str, nodes: Any, what: str, least: int = 0) -> tuple[Any, ...]:
+    """Read the entries of a list."""
+    if not is_list(nodes) or len(nodes) < least:
+        raise ConfigError(key, nodes, what)
+    return tuple(read_one(f"{key}[{place}]", node) for place, node in enumerate(nodes))
+
+
 def _action(key: str, node: Any) -> Action:
     """Read one remedy of a rung: a name, or a name with settings. The remedy itself checks its settings."""
     name, settings = next(iter(node.items())) if isinstance(node, Mapping) and len(node) == 1 else (node, {})
@@ -32,48 +39,37 @@ def _action(key: str, node: Any) -> Action:
         hint = "a custom remedy is named by its import path, such as mine.Remedy"
         raise no_such("remedy", name, KNOWN, at=key, value=name, hint=hint)
     if name == TRIAL:
-        settings = {**settings, "of": _arms(f"{key}.{name}.of", settings.get("of"))}
-    kind: Any = remedy_class(name, key)  # a dataclass, unless it is custom
+        what = "must be a list of at least two arms, such as [[skip], [{lower_lr: {factor: 0.1}}]]"
+        settings = {**settings, "of": _each(_arm, f"{key}.{name}.of", settings.get("of"), what, least=2)}
+    kind = remedy_class(name, key)
     try:
-        if not dataclasses.is_dataclass(kind):
-            kind(**settings)
-            return Action(name, dict(settings))
-        remedy: Any = read(kind, settings, f"{key}.{name}")  # type: ignore[arg-type]
+        remedy = read(kind, settings, f"{key}.{name}")
     except ConfigError:
         raise
-    except Exception as error:
+    except Exception as error:  # of a custom one
         raise unusable(key, f"{name} failed with {in_one_line(error)}") from error
-    every = {one.name: (getattr(remedy, one.name), one.default) for one in dataclasses.fields(kind) if one.init}
+    every = {one.name: (getattr(remedy, one.name), one.default) for one in dataclasses.fields(kind) if one.init}  # type: ignore[arg-type]
     return Action(name, {name: value for name, (value, default) in every.items() if value or value != default})
 
 
-def _arms(key: str, nodes: Any) -> tuple[tuple[Action, ...], ...]:
-    """Read the arms of a trial, each a list of remedies like a rung."""
-    if not is_list(nodes) or len(nodes) < 2:
-        what = "must be a list of at least two arms, such as [[skip], [{lower_lr: {factor: 0.1}}]]"
-        raise ConfigError(key, nodes, what)
-    arms = tuple(_actions(f"{key}[{place}]", node) for place, node in enumerate(nodes))
-    for place, arm in enumerate(arms):
-        if odd := sorted({"rewind", TRIAL} & {action.remedy for action in arm}):
-            why = f"{odd[0]} cannot be tried: it belongs next to the trial, for all of its arms"
-            raise unusable(f"{key}[{place}]", why)
-    return arms
+def _arm(key: str, nodes: Any) -> tuple[Action, ...]:
+    """Read an arm of a trial: a list of remedies like a rung."""
+    actions = _actions(key, nodes)
+    if odd := sorted({"rewind", TRIAL} & {action.remedy for action in actions}):
+        raise unusable(key, f"{odd[0]} cannot be tried: it belongs next to the trial, for all of its arms")
+    return actions
 
 
 def _actions(key: str, nodes: Any) -> tuple[Action, ...]:
     """Read the remedies of a rung, and sort them into the order in which they are applied."""
-    if not is_list(nodes):
-        shape = "a rung is a list of remedies, such as [skip], or {do: [skip], strikes: 3, within: 10}"
-        raise ConfigError(key, nodes, shape)
-    if not nodes:
+    shape = "a rung is a list of remedies, such as [skip], or {do: [skip], strikes: 3, within: 10}"
+    actions = _each(_action, key, nodes, shape)
+    if not actions:
         raise unusable(key, "a rung needs a remedy; to leave things as they are, say [report]")
-    actions = [_action(f"{key}[{place}]", node) for place, node in enumerate(nodes)]
     names = [one.remedy for one in actions]
     for place, name in enumerate(names):
         if name in names[:place]:
             raise unusable(f"{key}[{place}]", f"{name} is named twice in one rung")
-    if "repeat" in names and (others := sorted({"rewind", "skip"} & set(names))):
-        raise unusable(f"{key}[{names.index('repeat')}]", f"repeat makes no sense next to {' and '.join(others)}")
     return tuple(sorted(actions, key=lambda one: [*KNOWN, one.remedy].index(one.remedy)))
 
 
@@ -92,14 +88,8 @@ def _ladders(key: str, tree: Any) -> dict[str, tuple[Rung, ...]]:
     tree = mapping(tree, key, ["default", *Cause], "cause")
     if "default" not in tree:
         raise unusable(f"{key}.default", "has to be given: the ladder of every cause that has no other")
-    for cause, rungs in tree.items():
-        if not is_list(rungs):
-            why = "a ladder is a list of rungs, such as [[skip], [rewind, skip]]"
-            raise ConfigError(f"{key}.{cause}", rungs, why)
-    return {
-        cause: tuple(_rung(f"{key}.{cause}[{place}]", rung) for place, rung in enumerate(rungs))
-        for cause, rungs in tree.items()
-    }
+    shape = "a ladder is a list of rungs, such as [[skip], [rewind, skip]]"
+    return {cause: _each(_rung, f"{key}.{cause}", rungs, shape) for cause, rungs in tree.items()}
 
 
 def _rung(key: str, node: Any) -> Rung:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol
 
 from resilient_train.errors import ConfigError
@@ -353,9 +353,10 @@ def remedy_class(name: str, key: str) -> type[Remedy]:
         kind = find(name)
     except Unimportable as error:
         raise ConfigError(key, name, f"cannot be imported: {error}") from error.__cause__
-    if not isinstance(kind, type) or not issubclass(kind, Remedy):
+    if not isinstance(kind, type) or not issubclass(kind, Remedy) or not is_dataclass(kind):
         what = f"a {type(kind).__name__}" if not isinstance(kind, type) else "another class"
-        raise ConfigError(key, name, f"is not a remedy: it is {what}; inherit from {Remedy.__module__}.Remedy")
+        how = f"write a dataclass that inherits from {Remedy.__module__}.Remedy"
+        raise ConfigError(key, name, f"is not a remedy: it is {what}; {how}")
     return kind
 
 
