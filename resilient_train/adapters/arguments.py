@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from resilient_train.data.sequential import DrawnSamples, LoaderSamples
 from resilient_train.drills import Drill
 from resilient_train.errors import ConfigError, TrainError, named_type, unusable
 from resilient_train.ranks.world import World
-from resilient_train.reader import ClipConfig, DataConfig, DiskConfig, MemoryConfig, check, checked
+from resilient_train.reader import ClipConfig, DataConfig, DiskConfig, MemoryConfig, checked, read
 from resilient_train.record.incident_log import IncidentLog
 from resilient_train.record.quarantine import Quarantine, Quarantined
 from resilient_train.recover import policy as policies
@@ -71,7 +72,7 @@ def check_settings(**given: Any) -> None:
             raise TypeError(f"{name}: expected a {kind.__name__}, got {named_type(given[name])}")
     for name, value in given.items():
         if isinstance(value, ClipConfig | DiskConfig | MemoryConfig | ChecksConfig):
-            check(value, f"{name}.")
+            read(type(value), asdict(value), name)
         elif name in _NUMBERS:
             checked(name, value, *_NUMBERS[name])
 
