@@ -77,7 +77,7 @@ def test_what_has_no_plan_cannot_ask_for_its_rest() -> None:
     with pytest.raises(TrainError, match=r"Guard\(steps=...\), or ask for n more"):
         next(guard_of().batches())
     for bad in (-1, 2.5, True):
-        with pytest.raises(ConfigError, match="steps=.*: must be a whole number"):
+        with pytest.raises(ConfigError, match=r"steps=.*: must be a whole number"):
             guard_of(steps=bad)
 
 
