@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, constraints
 
-from resilient_train.numerics import elementwise
+from resilient_train.numerics import safe
 from resilient_train.numerics.operations import family
 
 Operation = Callable[..., Any]
@@ -45,7 +45,7 @@ def _inside(matrices: Tensor, attempt: Operation) -> Tensor:
             lowest = torch.linalg.eigvalsh(symmetric)[..., :1, None]
         else:
             lowest = torch.zeros_like(size)
-        distance = math.sqrt(elementwise.eps(still.dtype)) * size
+        distance = math.sqrt(safe.eps(still.dtype)) * size
         if attempt is torch.linalg.cholesky_ex and lowest.numel() > 1:  # as far inside as the nearest of the others
             works = attempt(still)[1][..., None, None] == 0
             distance = distance.maximum(torch.where(works, lowest, torch.inf).amin().nan_to_num(0.0, 0.0, 0.0))
@@ -112,12 +112,12 @@ def _moved(value: Any, limit: Any) -> Any:
         return value
     if isinstance(limit, type(constraints.simplex)):
         shares = value.clamp(min=0.0)
-        shares = shares / shares.sum(-1, keepdim=True).clamp(min=elementwise.eps(value.dtype))
+        shares = shares / shares.sum(-1, keepdim=True).clamp(min=safe.eps(value.dtype))
         return torch.where(fine[..., None], value, shares)
     if isinstance(limit, type(constraints.positive_definite)):
         symmetric = torch.where(fine[..., None, None], value, (value + value.mT) / 2)
         return _inside(symmetric, torch.linalg.cholesky_ex)
-    still, near = value.detach(), math.sqrt(elementwise.eps(value.dtype))
+    still, near = value.detach(), math.sqrt(safe.eps(value.dtype))
     lower, upper = (
         torch.as_tensor(getattr(limit, name, default), dtype=still.dtype, device=still.device)
         for name, default in (("lower_bound", -torch.inf), ("upper_bound", torch.inf))

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from resilient_train.numerics import elementwise as each
-from resilient_train.numerics import reductions as along
-from resilient_train.numerics.elementwise import instead_of
+from resilient_train.numerics import safe
+from resilient_train.numerics.safe import instead_of
 
 Operation = Callable[..., Tensor]
 P = ParamSpec("P")
@@ -21,7 +20,8 @@ T = TypeVar("T")
 
 # Other names of the same operation.
 _ALIASES = {
-    **dict.fromkeys(("divide", "true_divide", "truediv"), "div"),
+    **dict.fromkeys(("divide", "true_divide", "truediv", "rdiv"), "div"),
+    "floordiv": "floor_divide",
     "multiply": "mul",
     **dict.fromkeys(("subtract", "rsub"), "sub"),
     "arccos": "acos",
@@ -29,23 +29,14 @@ _ALIASES = {
     "arctan2": "atan2",
     "arctanh": "atanh",
     "arccosh": "acosh",
-}
-_NAMES_IN_REPORTS = {
-    **_ALIASES,
-    "floordiv": "floor_divide",
-    "rdiv": "div",
     "float_power": "pow",
     "special_log_softmax": "log_softmax",
     "special_softmax": "softmax",
 }
 # What a line may call for the same operation, for patches: the family has the name of one of them.
 _FAMILIES = {
-    **_ALIASES,
-    **dict.fromkeys(("rdiv", "rtruediv", "reciprocal"), "div"),
-    "rmul": "mul",
-    "radd": "add",
-    "rpow": "pow",
-    **dict.fromkeys(("rmatmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm"), "matmul"),
+    "reciprocal": "div",
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm"), "matmul"),
     "vector_norm": "norm",
     "std_mean": "std",
     "var_mean": "var",
@@ -67,14 +58,11 @@ _HOMES = {"torch", "torch.functional", "torch.nn.functional", "_operator"}
 
 def op_name(name: str) -> str:
     """Return what a person calls a function of torch: `__rtruediv__` is div, `sqrt_` is sqrt."""
+    bare = name.partition(".")[0].removeprefix("_foreach").strip("_") or name
     if name.startswith("__") and name.endswith("__"):
-        bare = name.strip("_")
-        for prefix in ("", "r", "i"):
-            if bare.startswith(prefix) and (plain := bare[len(prefix) :]) in _SPECIAL_METHODS:
-                return _NAMES_IN_REPORTS.get(plain, plain)
-        return _NAMES_IN_REPORTS.get(bare, bare)
-    name = name.partition(".")[0].removeprefix("_foreach").strip("_") or name
-    return _NAMES_IN_REPORTS.get(name, name)
+        plain = (bare.removeprefix(prefix) for prefix in ("", "r", "i"))
+        bare = next((one for one in plain if one in _SPECIAL_METHODS), bare)
+    return _ALIASES.get(bare, bare)
 
 
 def is_in_place(name: str) -> bool:
@@ -85,8 +73,8 @@ def is_in_place(name: str) -> bool:
 
 
 def family(name: str) -> str:
-    """Return the name that stands for all of an operation's: `div_`, `__rtruediv__` and `true_divide` are `div`."""
-    bare = name.strip("_")
+    """Return the name that stands for all of an operation's: `div_`, `__rtruediv__` and `reciprocal` are `div`."""
+    bare = op_name(name)
     for module in _MODULES:
         bare = bare.removeprefix(module)
     return _FAMILIES.get(bare, bare)
@@ -188,12 +176,14 @@ def fits(called: Callable[..., Any], positional: int, keywords: tuple[str, ...])
 # Safe operations, with the arguments of torch's.
 
 
-def substitute(op_name: str) -> Operation | None:
+def substitute(name: str) -> Operation | None:
     """Return what to call instead of torch's function, method or operator of that name, with the same arguments.
 
     Those that write into their input (`div_`, `__itruediv__`) have none.
     """
-    return _SAFE.get(op_name)
+    if is_in_place(name):
+        return None
+    return _REVERSED.get(name) or _SAFE.get(op_name(name).removeprefix("special_"))
 
 
 @instead_of(torch.linalg.norm)
@@ -202,50 +192,51 @@ def _linalg_norm(
 ) -> Tensor:
     of_vectors = ord in (None, "fro") or isinstance(dim, int) or (dim is None and A.ndim == 1)
     if of_vectors or (dim is not None and len(dim) == 1):
-        return along.norm(A, ord, dim, keepdim, dtype)
+        return safe.norm(A, ord, dim, keepdim, dtype)
     values: Tensor = torch.linalg.norm(A, ord, dim, keepdim, dtype=dtype)  # of matrices: torch's own
     return values
 
 
-def _with_dim(safe: Operation) -> Operation:
+def _with_dim(function: Operation) -> Operation:
     """`torch.softmax(input, dim, dtype)` and `F.softmax(input, dim, _stacklevel, dtype)` share a name."""
 
     def operation(input: Tensor, dim: int | None = None, *rest: Any, dtype: Any = None, **_: Any) -> Tensor:
         if dim is None:  # which torch allows, with a warning
             dim = 0 if input.ndim in (0, 1, 3) else 1
-        return safe(input, dim, next((given for given in rest if isinstance(given, torch.dtype)), dtype))
+        return function(input, dim, next((given for given in rest if isinstance(given, torch.dtype)), dtype))
 
     return operation
 
 
+def _vector_norm(x: Tensor, ord: Any = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+    return safe.norm(x, ord, *args, **kwargs)
+
+
 _SAFE: dict[str, Operation] = {
-    "log": each.log,
-    "log2": each.log2,
-    "log10": each.log10,
-    **dict.fromkeys(("log1p", "special_log1p"), each.log1p),
-    **dict.fromkeys(("logit", "special_logit"), each.logit),
-    "exp": each.exp,
-    "sqrt": each.sqrt,
-    "rsqrt": each.rsqrt,
-    "reciprocal": each.reciprocal,
-    **dict.fromkeys(("div", "divide", "true_divide", "__div__", "__truediv__"), each.div),
-    # as torch computes it: a quotient would round differently
-    **dict.fromkeys(("__rdiv__", "__rtruediv__"), lambda self, other: each.reciprocal(self) * other),
-    **dict.fromkeys(("pow", "__pow__"), each.pow),
-    "__rpow__": lambda self, other: each.pow(other, self),
-    **dict.fromkeys(("acos", "arccos"), each.acos),
-    **dict.fromkeys(("asin", "arcsin"), each.asin),
-    **dict.fromkeys(("atanh", "arctanh"), each.atanh),
-    **dict.fromkeys(("atan2", "arctan2"), each.atan2),
-    "norm": along.norm,
-    **dict.fromkeys(
-        ("vector_norm", "linalg_vector_norm"), lambda x, ord=2.0, *args, **more: along.norm(x, ord, *args, **more)
-    ),
+    **{
+        name: getattr(safe, name)
+        for name in (
+            *("log", "log2", "log10", "log1p", "logit", "exp", "sqrt", "rsqrt", "reciprocal", "div", "pow", "norm"),
+            *(
+                "acos",
+                "asin",
+                "atanh",
+                "atan2",
+                "norm",
+                "std",
+                "cosine_similarity",
+                "normalize",
+                "binary_cross_entropy",
+            ),
+        )
+    },
+    **dict.fromkeys(("vector_norm", "linalg_vector_norm"), _vector_norm),
     "linalg_norm": _linalg_norm,
-    "std": along.std,
-    **dict.fromkeys(("softmax", "special_softmax"), _with_dim(along.softmax)),
-    **dict.fromkeys(("log_softmax", "special_log_softmax"), _with_dim(along.log_softmax)),
-    "cosine_similarity": along.cosine_similarity,
-    "normalize": along.normalize,
-    "binary_cross_entropy": along.binary_cross_entropy,
+    "softmax": _with_dim(safe.softmax),
+    "log_softmax": _with_dim(safe.log_softmax),
+}
+_REVERSED: dict[str, Operation] = {
+    # as torch computes it: a quotient would round differently
+    **dict.fromkeys(("__rdiv__", "__rtruediv__"), lambda self, other: safe.reciprocal(self) * other),
+    "__rpow__": lambda self, other: safe.pow(other, self),
 }

@@ -17,7 +17,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from resilient_train.numerics.domains import call_distribution, is_distribution
-from resilient_train.numerics.elementwise import is_lost
 from resilient_train.numerics.operations import (
     computes,
     family,
@@ -30,6 +29,7 @@ from resilient_train.numerics.operations import (
     torchs_name,
 )
 from resilient_train.numerics.repair import Operation, call_and_repair, call_safe, guarded, is_repairable
+from resilient_train.numerics.safe import is_lost
 
 _PYTHONS: dict[str, tuple[Operation, Operation, str]] = {  # an operator, its in-place form, and its special method
     "div": (operator.truediv, operator.itruediv, "truediv"),

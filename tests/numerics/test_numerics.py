@@ -56,7 +56,7 @@ IN_PAIRS: dict[str, tuple[Operation, Operation]] = {
 ALONG: dict[str, tuple[Operation, Operation]] = {
     **{
         f"norm {p}": (lambda x, p=p: torch.norm(x, p, 1), lambda x, p=p: numerics.norm(x, p, 1))
-        for p in ("fro", 0.5, 1, 1.5, 2, 3, math.inf)
+        for p in ("fro", 1, 2, math.inf)
     },
     **{
         f"normalize {p}": (lambda x, p=p: F.normalize(x, p), lambda x, p=p: numerics.normalize(x, p))
@@ -365,7 +365,7 @@ def test_slopes_of_several_numbers_are_the_derivative() -> None:
     for safe in (numerics.div, numerics.atan2, numerics.cosine_similarity):
         assert torch.autograd.gradcheck(safe, (x, y))
     assert torch.autograd.gradcheck(numerics.pow, (matrix([0.5, 2.0, 1e-2]), matrix([-0.5, 3.0, 0.5])))
-    for name in ("norm 2", "norm 3", "normalize 2.0", "std", "softmax", "log_softmax"):
+    for name in ("norm 2", "normalize 2.0", "std", "softmax", "log_softmax"):
         assert torch.autograd.gradcheck(ALONG[name][1], (x,))
 
 

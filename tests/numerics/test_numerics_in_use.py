@@ -56,7 +56,6 @@ ALIKE: dict[str, Operation] = {
     "arctan2": lambda x: torch.arctan2(x, x.flip(0)),
     "torch.norm": torch.norm,
     "norm": lambda x: x.norm(dim=1),
-    "norm, 3": lambda x: x.norm(3, 1, True),
     "torch.linalg.norm": torch.linalg.norm,
     "torch.linalg.norm, inf": lambda x: torch.linalg.norm(x, math.inf, dim=1),
     "torch.linalg.norm, matrix": lambda x: torch.linalg.norm(x + torch.eye(2, 3), 2),
@@ -120,7 +119,7 @@ def everything(x: Tensor, y: Tensor) -> Tensor:
         numerics.div(x, y).sum() + numerics.atan2(x, y).sum() + numerics.pow(x, -0.5).sum() + numerics.pow(x, y).sum()
     )
     total += numerics.softmax(x, 1).sum() + numerics.log_softmax(x, 1).sum() + numerics.normalize(x).sum()
-    total += numerics.norm(x) + numerics.norm(x, 3, 1).sum() + numerics.std(x, 1).sum()
+    total += numerics.norm(x) + numerics.norm(x, 1, 1).sum() + numerics.std(x, 1).sum()
     total += numerics.cosine_similarity(x, y).sum() + numerics.binary_cross_entropy(x, y.detach().clamp(0, 1))
     return total + numerics.cross_entropy_of_probabilities(x, torch.zeros(len(x), dtype=torch.int64, device=x.device))
 
