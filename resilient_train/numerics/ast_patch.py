@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from resilient_train.numerics import replacements
 from resilient_train.numerics.operations import computes, family, is_pointwise, is_random, torchs_name
 
@@ -34,7 +32,7 @@ _MAY_OVERFLOW = (
 )
 _OF_WHOLE_TENSORS = (  # that compute the same in any type, next to the pointwise ones
     *("sum", "mean", "cumsum", "logsumexp", "prod", "cumprod", "norm", "softmax", "log_softmax"),
-    "det",
+    *("det", "ndtr"),
 )
 _LEAVES = (ast.Name, ast.Attribute, ast.Subscript)
 _LOOK_AT_THEIR_CALLER = {"super", "locals", "globals", "vars", "dir", "eval", "exec"}
@@ -57,7 +55,8 @@ class Target:
 def replacement(name: str) -> Callable[..., Any]:
     """Return what the code calls by one of the names that `patch` put into it."""
     form, _, of = name.removeprefix(PREFIX).removesuffix("__").partition("_of_")
-    return replacements.FORMS[form](of) if of else replacements.armored_call
+    function: Callable[..., Any] = getattr(replacements, form)
+    return function(of) if of else function
 
 
 def patch(tree: ast.Module, targets: set[Target], names: dict[str, Any]) -> None:
@@ -99,8 +98,8 @@ def _to_widen(tree: ast.Module, chosen: set[Node], names: dict[str, Any]) -> tup
     found: set[ast.AST] = set()
     behind: set[Node] = set()
     for node in chosen:
-        if _family(node, names) not in _MAY_OVERFLOW:  # at a pole a wider type has no slope either
-            continue
+        if _family(node, names) not in _MAY_OVERFLOW and not _is_logarithm_of_more(node, names):
+            continue  # at a pole a wider type has no slope either
         outer: ast.AST = node
         path = set()
         while (larger := around.get(outer)) is not None:
@@ -116,6 +115,14 @@ def _to_widen(tree: ast.Module, chosen: set[Node], names: dict[str, Any]) -> tup
             found.add(outer)
             behind |= path
     return found, behind
+
+
+def _is_logarithm_of_more(node: Node, names: dict[str, Any]) -> bool:
+    """Say whether it is a logarithm of what is computed there, and may round to 0: `torch.log(x.softmax(-1))`."""
+    if not isinstance(node, ast.Call) or _family(node, names) != "log":
+        return False
+    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+    return any(isinstance(one, ast.Call | ast.BinOp) for one in (owner, *node.args))
 
 
 def _is_repeatable(node: ast.AST, names: dict[str, Any]) -> bool:
@@ -149,16 +156,14 @@ class _Widener(ast.NodeTransformer):
     def generic_visit(self, node: ast.AST) -> ast.AST:
         if isinstance(node, _LEAVES):
             is_module = isinstance(node, ast.Name) and isinstance(self.names.get(node.id), ModuleType)
-            return node if is_module else _called("wide_of_leaf", [node], [], node)
-        if isinstance(node, ast.Call):
-            inner = _inside_a_logarithm(node, self.names)
-            call = node if inner is None else inner
-            if isinstance(call.func, ast.Attribute):
-                call.func.value = self.visit(call.func.value)
-            call.args = [self.visit(one) for one in call.args]
-            for keyword in call.keywords:
+            return node if is_module else _called("wide", [node], [], node)
+        if isinstance(node, ast.Call):  # what it calls stays
+            if isinstance(node.func, ast.Attribute):
+                node.func.value = self.visit(node.func.value)
+            node.args = [self.visit(one) for one in node.args]
+            for keyword in node.keywords:
                 keyword.value = self.visit(keyword.value)
-            return node if inner is None else _logarithm(inner, node)
+            return node
         return super().generic_visit(node)
 
 
@@ -215,17 +220,15 @@ class _Rewriter(ast.NodeTransformer):
             return super().visit(node)
         assert isinstance(node, ast.expr)
         bare, wide = deepcopy(node), _Widener(self.names).visit(deepcopy(node))
-        return _called("widened_of_expression", [super().visit(node), wide, bare], [], node)
+        return _called("widened", [super().visit(node), wide, bare], [], node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        line, inner = _line_in_traceback(node), _inside_a_logarithm(node, self.names)
+        line = _line_in_traceback(node)
         self.generic_visit(node)
         if node not in self.chosen:
             return node
         function = node.func
-        if inner is not None and inner not in self.chosen:
-            call = _logarithm(inner, node)
-        elif isinstance(function, ast.Attribute) and not _is_special(function):
+        if isinstance(function, ast.Attribute) and not _is_special(function):
             call = _called(f"method_of_{function.attr}", [function.value, *node.args], node.keywords, node)
         else:
             call = _called("call", [function, *node.args], node.keywords, node)
@@ -248,26 +251,6 @@ class _Rewriter(ast.NodeTransformer):
             ast.copy_location(part, node.target)
         value = _called(f"in_place_of_{_OPERATORS[type(node.op)]}", [read, node.value], [], node)
         return ast.copy_location(ast.Assign([node.target], value), node)
-
-
-def _inside_a_logarithm(node: ast.Call, names: dict[str, Any]) -> ast.Call | None:
-    """Return the call whose logarithm this is, if both can be computed in one: `torch.log(x.softmax(-1))`."""
-    if not isinstance(node.func, ast.Attribute) or node.func.attr != "log" or node.keywords:
-        return None
-    owner = node.func.value
-    of_torch = isinstance(owner, ast.Name) and names.get(owner.id) is torch
-    if len(node.args) != of_torch:
-        return None
-    inner = node.args[0] if of_torch else owner
-    if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute) and inner.func.attr in replacements.IN_ONE:
-        return inner
-    return None
-
-
-def _logarithm(inner: ast.Call, at: ast.Call) -> ast.Call:
-    """What is called instead of the logarithm of a call."""
-    assert isinstance(inner.func, ast.Attribute)
-    return _called(f"logarithm_of_{inner.func.attr}", [inner.func.value, *inner.args], inner.keywords, at)
 
 
 def _is_special(function: ast.Attribute) -> bool:

@@ -6,20 +6,17 @@ module if x is `self`. Whatever is not torch's is called as it is.
 
 from __future__ import annotations
 
-import math
 import operator
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from resilient_train.numerics.domains import call_distribution, is_distribution
 from resilient_train.numerics.operations import (
     computes,
-    family,
     fits,
     is_torchs_code,
     is_torchs_own,
@@ -31,36 +28,7 @@ from resilient_train.numerics.operations import (
 from resilient_train.numerics.repair import Operation, call_and_repair, call_safe, guarded, is_repairable
 from resilient_train.numerics.safe import is_lost
 
-_PYTHONS: dict[str, tuple[Operation, Operation, str]] = {  # an operator, its in-place form, and its special method
-    "div": (operator.truediv, operator.itruediv, "truediv"),
-    "mul": (operator.mul, operator.imul, "mul"),
-    "add": (operator.add, operator.iadd, "add"),
-    "sub": (operator.sub, operator.isub, "sub"),
-    "pow": (operator.pow, operator.ipow, "pow"),
-    "matmul": (operator.matmul, operator.imatmul, "matmul"),
-}
 _MOST_TO_WIDEN = 2**20  # elements of a tensor: on most GPUs doubles take long
-
-
-def _in_float32(function: Operation) -> Operation:
-    """Some special functions are not there in half precision."""
-    return lambda input: function(input.float()).to(input.dtype) if input.element_size() < 4 else function(input)
-
-
-def _log_det(A: Tensor) -> Tensor:
-    sign, size = torch.linalg.slogdet(A)
-    return torch.where(sign > 0, size, math.nan)
-
-
-# The logarithm of these can be computed in one, finite where the value in between has left the type.
-IN_ONE: dict[str, Operation] = {
-    "softmax": torch.log_softmax,
-    "sigmoid": functional.logsigmoid,
-    "ndtr": _in_float32(torch.special.log_ndtr),
-    "erfc": _in_float32(lambda x: torch.special.erfcx(x.clamp(min=0.0)).log() - x.square()),  # lost far above 0 only
-    "i0": lambda input: torch.special.i0e(input).log() + input.abs(),
-    "det": _log_det,
-}
 
 
 def method(name: str) -> Operation:
@@ -75,7 +43,7 @@ def method(name: str) -> Operation:
 
     def armored_method(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(owner, Tensor):
-            return armored_call(getattr(owner, name), *args, **kwargs)
+            return call(getattr(owner, name), *args, **kwargs)
         return _armored(name, bare, (owner, *args), kwargs) if is_operation else bare(owner, *args, **kwargs)
 
     return armored_method
@@ -83,7 +51,8 @@ def method(name: str) -> Operation:
 
 def operation(name: str) -> Operation:
     """What is called instead of `left / right` and the other operators."""
-    bare, _, special = _PYTHONS[name]
+    special = "truediv" if name == "div" else name
+    bare = getattr(operator, special)
 
     def reversed_bare(right: Any, left: Any) -> Any:
         return bare(left, right)
@@ -100,9 +69,9 @@ def operation(name: str) -> Operation:
     return armored_operation
 
 
-def operation_in_place(name: str) -> Operation:
+def in_place(name: str) -> Operation:
     """What is called instead of `left /= right`."""
-    return _in_place(operation(name), _PYTHONS[name][1])
+    return _in_place(operation(name), getattr(operator, "itruediv" if name == "div" else f"i{name}"))
 
 
 def _in_place(compute: Operation, bare: Operation) -> Operation:
@@ -116,64 +85,25 @@ def _in_place(compute: Operation, bare: Operation) -> Operation:
     return armored_in_place
 
 
-def logarithm(of: str) -> Operation:
-    """What is called instead of `torch.log(owner.softmax(...))`.
-
-    Where the inner value has rounded to zero its slope is zero too, and a logarithm of it could not learn: there, and
-    where it is infinite, it is what can be computed for both in one. `owner` is a tensor, or has a function of torch's
-    or a module of that name.
-    """
-    log = method("log")
-
-    def armored_logarithm(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        inner, given, in_one = getattr(owner, of), args, kwargs
-        if isinstance(owner, Tensor):
-            inner, given = getattr(guarded(owner), of), (owner, *args)
-        elif isinstance(inner, nn.Softmax):
-            given, in_one = (*args, inner.dim), {}
-        elif family(torchs_name(inner)) != of:
-            given = ()
-        elif args and isinstance(args[0], Tensor):
-            args = (guarded(args[0]), *args[1:])
-        value = inner(*args, **kwargs)
-        if not given or not isinstance(value, Tensor):
-            return log(value)
-        with torch.no_grad():
-            is_known = torch.isfinite(IN_ONE[of](*given, **in_one))  # by itself, and not since it was repaired
-        both = call_and_repair(IN_ONE[of], "", given, in_one)
-        left = ((value >= 0.0) & (value < torch.finfo(value.dtype).tiny)) | (value == math.inf)
-        return torch.where(left & is_known, both, log(value))
-
-    return armored_logarithm
-
-
-def wide(of: str) -> Operation:
+def wide(value: Any) -> Any:
     """What a wider form of an expression takes in the place of a tensor. A large one stays: it would cost too much."""
-
-    def widen(value: Any) -> Any:
-        is_any = isinstance(value, Tensor) and is_repairable(value) and value.device.type != "mps"
-        return guarded(value).double() if is_any and value.numel() <= _MOST_TO_WIDEN else value
-
-    return widen
+    is_any = isinstance(value, Tensor) and is_repairable(value) and value.device.type != "mps"
+    return guarded(value).double() if is_any and value.numel() <= _MOST_TO_WIDEN else value
 
 
-def widened(of: str) -> Operation:
+def widened(value: Any, wider: Any, bare: Any) -> Any:
     """What is called instead of `torch.log(torch.exp(x).sum())`: it is given its value with armor, wider, and bare.
 
     What armor has changed is what the wider type says, where that is finite; everything else stays, bit for bit.
     """
-
-    def chosen(value: Any, wider: Any, bare: Any) -> Any:
-        if not all(isinstance(one, Tensor) and one.is_floating_point() for one in (value, wider, bare)):
-            return value
-        narrow = wider.to(value.dtype)
-        takes = (value.detach() != bare.detach()) & ~is_lost(narrow.detach())
-        return torch.where(takes, narrow, value)
-
-    return chosen
+    if not all(isinstance(one, Tensor) and one.is_floating_point() for one in (value, wider, bare)):
+        return value
+    narrow = wider.to(value.dtype)
+    takes = (value.detach() != bare.detach()) & ~is_lost(narrow.detach())
+    return torch.where(takes, narrow, value)
 
 
-def armored_call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
+def call(called: Operation, /, *args: Any, **kwargs: Any) -> Any:
     """What is called instead of `called(...)`.
 
     Within modules and Python code of torch's every operation is armored, since no line of the user's says which.
@@ -224,13 +154,3 @@ class _EveryOperation(TorchFunctionMode):
     ) -> Any:
         name, kwargs = name_in_mode(func), kwargs or {}
         return _armored(name, func, args, kwargs) if name else func(*args, **kwargs)
-
-
-FORMS = {
-    "method": method,
-    "operation": operation,
-    "in_place": operation_in_place,
-    "logarithm": logarithm,
-    "wide": wide,
-    "widened": widened,
-}

@@ -204,61 +204,20 @@ def test_what_a_safe_operation_makes_up_does_not_stand_out(write: Write, armor: 
     assert module.compute(x[:2], torch.zeros(2)).tolist() == [0.0, 0.0]  # there is none
 
 
-def test_a_logarithm_of_what_rounded_to_zero_still_learns(write: Write, armor: Armor) -> None:
-    """`log(softmax(x))` with a logit of 1000: where it breaks it is torch's own of both in one, slope included."""
-    module = write("""
-        def by_method(x):
-            return x.softmax(-1).log()  # guilty
-        def by_function(x):
-            return torch.log(torch.softmax(x, dim=-1))  # guilty
-        def by_module(x, softmax=nn.Softmax(-1)):
-            self = nn.Module()
-            self.softmax = softmax
-            return torch.log(self.softmax(x))  # guilty
-        def sigmoid(x):
-            return torch.log(torch.sigmoid(x))  # guilty
-        def erfc(x):
-            return torch.erfc(x).log()  # guilty
-    """)
-    for line in lines(module):
-        armor.add(str(module.__file__), line, "log")
-    x = torch.tensor([[1000.0, 0.0, -3.0], [-2000.0, 0.0, -1000.0]])
-    for function in (module.by_method, module.by_function, module.by_module):
-        torch.testing.assert_close(slopes(function, x), slopes(lambda x: x.log_softmax(-1), x))
-    torch.testing.assert_close(slopes(module.sigmoid, x), slopes(F.logsigmoid, x))
-    near, far = torch.tensor([-3.0, 0.0, 5.0]), torch.tensor([-100.0, 20.0, 1e4])
-    torch.testing.assert_close(slopes(module.erfc, near), slopes(lambda x: torch.erfc(x).log(), near))
-    value, slope = slopes(module.erfc, far)
-    torch.testing.assert_close(value, torch.tensor([math.log(2.0), -403.569, -1.0000001e8]))
-    torch.testing.assert_close(slope, torch.tensor([1.0, 2.0, 3.0]) * torch.tensor([0.0, -40.0499, -2e4]))
-    masked = torch.tensor([[1.0, -INF, 2.0]])
-    assert finite(slopes(module.by_function, masked))
-    assert finite(slopes(module.erfc, far.to(torch.bfloat16)[:2])), "there is no erfcx in half precision"
-    (nearly, _) = slopes(module.erfc, torch.tensor([9.5]))  # is a denormal number
-    torch.testing.assert_close(nearly, torch.tensor([-93.0770]), rtol=1e-3, atol=0.0)
-
-
-def test_the_logarithm_of_a_singular_determinant_is_that_of_a_logarithm(write: Write, armor: Armor) -> None:
-    """It has no other value, and is no reward."""
-    module = write(
-        "def f(x):\n    return torch.linalg.det(x).log()  # guilty\n\ndef g(d):\n    return d.log()  # apart"
-    )
-    armor.add(str(module.__file__), lines(module)[0], "log")
-    armor.add(str(module.__file__), lines(module, "# apart")[0], "log")
-    singular, tiny = torch.tensor([[1.0, 2.0], [2.0, 4.0]]), 1e-30 * torch.eye(2)
-    assert torch.equal(module.f(singular), module.g(torch.linalg.det(singular)))
-    torch.testing.assert_close(module.f(tiny), torch.tensor(-138.1551))
-
-
 WIDER = {  # what overflows on the way to a value that does not, and the same by another formula
     "torch.log(torch.exp(x).sum(-1))": ("exp", lambda x: x.logsumexp(-1)),
     "torch.exp(x).cumsum(-1).log()": ("exp", lambda x: x.logcumsumexp(-1)),
     "torch.exp(x) / torch.exp(x).sum(-1, keepdim=True)": ("exp", lambda x: x.softmax(-1)),
     "torch.log(1 + torch.exp(x))": ("exp", F.softplus),
     "torch.square(1e20 * x).sum(-1).sqrt()": ("square", lambda x: 1e20 * x.norm(dim=-1)),
-    "torch.log(torch.special.i0(7 * x)) / 7": ("special_i0", lambda x: torch.special.i0e(7 * x).log() / 7 + x.abs()),
+    "torch.log(torch.special.i0(3 * x)) / 3": ("special_i0", lambda x: torch.special.i0e(3 * x).log() / 3 + x.abs()),
     "torch.special.i0(x).log()": ("special_i0", lambda x: torch.special.i0e(x).log() + x.abs()),
     "torch.linalg.det(torch.diag_embed(1 + x.abs())).log()": ("linalg_det", lambda x: (1 + x.abs()).log().sum(-1)),
+    "x.softmax(-1).log()": ("log", lambda x: x.log_softmax(-1)),
+    "torch.log(torch.softmax(x, dim=-1))": ("log", lambda x: x.log_softmax(-1)),
+    "torch.log(torch.sigmoid(-x))": ("log", lambda x: F.logsigmoid(-x)),
+    "torch.erfc(x / 10).log()": ("log", lambda x: torch.erfc(x.double() / 10).log().to(x.dtype)),
+    "torch.special.ndtr(x / -6).log()": ("log", lambda x: torch.special.log_ndtr(x / -6)),
 }
 
 
