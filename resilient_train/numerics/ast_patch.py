@@ -32,7 +32,7 @@ _MAY_OVERFLOW = (
 )
 _OF_WHOLE_TENSORS = (  # that compute the same in any type, next to the pointwise ones
     *("sum", "mean", "cumsum", "logsumexp", "prod", "cumprod", "norm", "softmax", "log_softmax"),
-    *("det", "ndtr"),
+    "det",
 )
 _LEAVES = (ast.Name, ast.Attribute, ast.Subscript)
 _LOOK_AT_THEIR_CALLER = {"super", "locals", "globals", "vars", "dir", "eval", "exec"}
