@@ -98,8 +98,9 @@ def _to_widen(tree: ast.Module, chosen: set[Node], names: dict[str, Any]) -> tup
     found: set[ast.AST] = set()
     behind: set[Node] = set()
     for node in chosen:
-        if _family(node, names) not in _MAY_OVERFLOW and not _is_logarithm_of_more(node, names):
-            continue  # at a pole a wider type has no slope either
+        # At a pole a wider type has no slope either, unless what is computed there has only rounded to 0.
+        if (name := _family(node, names)) not in _MAY_OVERFLOW and not (name == "log" and _steps(node) > 1):
+            continue
         outer: ast.AST = node
         path = set()
         while (larger := around.get(outer)) is not None:
@@ -110,19 +111,14 @@ def _to_widen(tree: ast.Module, chosen: set[Node], names: dict[str, Any]) -> tup
                 break
             outer = larger
             path |= {outer} if isinstance(outer, Node) else set()
-        steps = [one for one in ast.walk(outer) if isinstance(one, ast.Call | ast.BinOp)]
-        if len(steps) > 1 and _is_repeatable(outer, names):
+        if _steps(outer) > 1 and _is_repeatable(outer, names):
             found.add(outer)
             behind |= path
     return found, behind
 
 
-def _is_logarithm_of_more(node: Node, names: dict[str, Any]) -> bool:
-    """Say whether it is a logarithm of what is computed there, and may round to 0: `torch.log(x.softmax(-1))`."""
-    if not isinstance(node, ast.Call) or _family(node, names) != "log":
-        return False
-    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-    return any(isinstance(one, ast.Call | ast.BinOp) for one in (owner, *node.args))
+def _steps(node: ast.AST) -> int:
+    return sum(isinstance(one, ast.Call | ast.BinOp) for one in ast.walk(node))
 
 
 def _is_repeatable(node: ast.AST, names: dict[str, Any]) -> bool:
@@ -157,14 +153,28 @@ class _Widener(ast.NodeTransformer):
         if isinstance(node, _LEAVES):
             is_module = isinstance(node, ast.Name) and isinstance(self.names.get(node.id), ModuleType)
             return node if is_module else _called("wide", [node], [], node)
-        if isinstance(node, ast.Call):  # what it calls stays
-            if isinstance(node.func, ast.Attribute):
-                node.func.value = self.visit(node.func.value)
-            node.args = [self.visit(one) for one in node.args]
-            for keyword in node.keywords:
-                keyword.value = self.visit(keyword.value)
+        if not isinstance(node, ast.Call):
+            return super().generic_visit(node)
+        inner = _inside_a_logarithm(node)
+        call = inner or node
+        if isinstance(call.func, ast.Attribute):
+            call.func.value = self.visit(call.func.value)
+        call.args = [self.visit(one) for one in call.args]
+        for keyword in call.keywords:
+            keyword.value = self.visit(keyword.value)
+        if inner is None or not isinstance(inner.func, ast.Attribute):
             return node
-        return super().generic_visit(node)
+        return _called(f"logarithm_of_{inner.func.attr}", [inner.func.value, *inner.args], inner.keywords, node)
+
+
+def _inside_a_logarithm(node: ast.Call) -> ast.Call | None:
+    """Return the call whose logarithm this is, if both can be computed in one: `torch.log(x.softmax(-1))`."""
+    if not isinstance(node.func, ast.Attribute) or node.func.attr != "log":
+        return None
+    for one in (*node.args, node.func.value):
+        if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr in replacements.IN_ONE:
+            return one
+    return None
 
 
 def _nearest(nodes: list[Node], line: int) -> list[Node]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from resilient_train.numerics.domains import call_distribution, is_distribution
@@ -89,6 +90,23 @@ def wide(value: Any) -> Any:
     """What a wider form of an expression takes in the place of a tensor. A large one stays: it would cost too much."""
     is_any = isinstance(value, Tensor) and is_repairable(value) and value.device.type != "mps"
     return guarded(value).double() if is_any and value.numel() <= _MOST_TO_WIDEN else value
+
+
+# The logarithm of these can be computed in one, finite where the value in between has left any type.
+IN_ONE: dict[str, Operation] = {
+    "softmax": torch.log_softmax,
+    "sigmoid": functional.logsigmoid,
+    "i0": lambda input: torch.special.i0e(input).log() + input.abs(),
+}
+
+
+def logarithm(of: str) -> Operation:
+    """What a wider form calls instead of `owner.softmax(...).log()`; the owner is a tensor, or a module of torch's."""
+
+    def in_one(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return IN_ONE[of](*((owner, *args) if isinstance(owner, Tensor) else args), **kwargs)
+
+    return in_one
 
 
 def widened(value: Any, wider: Any, bare: Any) -> Any:
