@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
-from operator import add
+from operator import add, gt
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from resilient_train.numerics.domains import call
-from resilient_train.numerics.operations import family, is_pointwise
+from resilient_train.numerics.operations import family, is_pointwise, op_name
+from resilient_train.numerics.safe import is_lost
 
 _FAR = 2.0**10  # from a border: that is no overflow
 _STEEPEST = 1.0
@@ -45,14 +46,7 @@ def led_back(
     value: Tensor, broken: Tensor, bare: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     """Return the value of a pointwise operation with a gradient for what broke in it."""
-    places = [
-        place
-        for place, one in enumerate(args)
-        if isinstance(one, Tensor)
-        and one.is_floating_point()
-        and one.layout is torch.strided
-        and one.element_size() > 1
-    ]
+    places = [place for place, one in enumerate(args) if is_repairable(one)]
     if not torch.is_grad_enabled() or not any(args[place].requires_grad for place in places):
         return value
     if any(isinstance(one, Tensor) for one in kwargs.values()) or broken.numel() > _MOST or _is_known_whole(broken):
@@ -69,7 +63,7 @@ def led_back(
         for place, x in enumerate(before):
             for tried, is_next_to in _candidates(x):
                 may = lost & (is_next_to | (alone & (x.abs() < _FAR)))
-                fine = may & _finite(evaluate([*points[:place], tried, *points[place + 1 :]]))
+                fine = may & ~is_lost(evaluate([*points[:place], tried, *points[place + 1 :]]))
                 points[place] = torch.where(fine, tried, points[place])
                 lost = lost & ~fine
         moved = torch.stack([point != x for point, x in zip(points, before, strict=True)]).any(0)
@@ -109,10 +103,6 @@ def _nearby(dtype: torch.dtype) -> float:
     return math.sqrt(torch.finfo(dtype).eps)
 
 
-def _finite(x: Tensor) -> Tensor:
-    return x.abs() <= torch.finfo(x.dtype).max
-
-
 class _LedBack(Function):
     """The identity. Backward it also gives each input the gradient that leads its broken elements inward."""
 
@@ -147,7 +137,6 @@ Operation = Callable[..., Any]
 # A square of it, or a sum of billions, is finite; in float16, whose range is small, a sum of sixteen.
 _BOUND = {torch.float16: 2.0**12}
 _BOUND_OF_OTHERS = 2.0**48
-_DIVIDE = ("div", "divide", "true_divide", "__div__", "__truediv__")
 
 
 def call_safe(safe: Operation, bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,25 +147,24 @@ def call_safe(safe: Operation, bare: Operation, name: str, args: tuple[Any, ...]
     temperature that ran out or the width of a column that is constant, it has no neighbours, and stays undivided.
     """
     result = safe(*args, **kwargs)
-    if not is_pointwise(name) or not isinstance(result, Tensor) or not is_repairable(result) or not result.numel():
+    if not is_pointwise(name) or not is_repairable(result) or not result.numel():
         return result
     with torch.no_grad():
         still = bare(*args, **kwargs)
-    infinite = still.abs() == math.inf
-    inputs = _BrokenInputs([*args, *kwargs.values()], pointwise=True)
-    broken = (still != still) | (infinite & inputs.finite)
+    broken, is_exp = _broken_by([*args, *kwargs.values()], pointwise=True)(still), family(name) == "exp"
     if family(name) not in ("log", "log2", "log10", "log1p", "logit") and result.numel() > 1:
         limit = _largest(still.abs(), _bound(still, args, kwargs))
-        value = torch.where(infinite > broken, still, result.detach())  # infinities of infinite inputs stay torch's
-        value = torch.where(broken, torch.clamp(value, -limit, limit), value)
-        result = _applied(_WithGradientOf, result, value)
-        if name in _DIVIDE and len(args) > 1 and _is_given_number(args[1]):
+        limited = torch.clamp(result.detach(), -limit, limit)
+        if is_exp:  # it has a gradient beyond its range
+            limited = limited + (result - result.detach())
+        # Infinities of infinite inputs stay torch's.
+        result = torch.where(broken, limited, torch.where(still.abs() == math.inf, still, result))
+        by_one = len(args) > 1 and not (isinstance(args[1], Tensor) and (args[1].requires_grad or args[1].numel() != 1))
+        if by_one and op_name(name) == "div" and not name.startswith("__r"):
             whole = broken.all()
             undivided = torch.broadcast_to(torch.as_tensor(args[0]), result.shape).to(result)
             result, broken = torch.where(whole, undivided, result), broken > whole
-    if family(name) == "exp":  # it has a gradient beyond its range
-        return result
-    return led_back(result, broken, bare, args, kwargs)
+    return result if is_exp else led_back(result, broken, bare, args, kwargs)
 
 
 def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,22 +173,19 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
     if not any(isinstance(leaf, Tensor) for leaf in leaves) or kwargs.get("out") is not None:
         return bare(*args, **kwargs)
     pointwise = is_pointwise(name)
-    inputs = _BrokenInputs(leaves, pointwise)
+    broken_in = _broken_by(leaves, pointwise)
     # The results of the other operations depend in their last bit on how elements lie in memory.
     rounds_exactly = family(name) in ("add", "sub", "mul", "div")
     leaves, flags = _guarded(_spread(leaves) if rounds_exactly else leaves)
     guarded_args, guarded_kwargs = tree_unflatten(leaves, structure)
 
     def repair(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not is_repairable(value) or not value.numel():
+        if not is_repairable(value) or not value.numel():
             return value
         if flags and value.requires_grad:
             value = _applied(_Witness, value, *flags)
         still = value.detach()
-        broken = still != still  # a NaN that no input had, or an infinity though all inputs were finite
-        for mask in inputs.nan:
-            broken = broken > mask
-        broken = broken | ((still.abs() == math.inf) & inputs.finite)
+        broken = broken_in(still)
         bound = _bound(still, args, kwargs) if pointwise else _bound(still)
         limit = torch.full_like(still, _bound(still)) if still.numel() == 1 else _largest(still.abs(), bound)
         repaired = torch.where(broken, torch.nan_to_num(torch.clamp(still, -limit, limit)), value)
@@ -209,23 +194,26 @@ def call_and_repair(bare: Operation, name: str, args: tuple[Any, ...], kwargs: d
     return tree_map(repair, call(bare, name, guarded_args, guarded_kwargs))
 
 
-def _is_given_number(divisor: Any) -> bool:
-    return not isinstance(divisor, Tensor) or (divisor.numel() == 1 and not divisor.requires_grad)
+def _broken_by(leaves: Sequence[Any], pointwise: bool) -> Callable[[Tensor], Tensor]:
+    """Return what says where a result is broken: a NaN that no input had, or an infinity though all inputs were finite.
 
+    In few passes over memory, which are the cost.
+    """
+    numbers = [leaf.detach() for leaf in leaves if is_repairable(leaf)]
+    constants = [leaf for leaf in leaves if isinstance(leaf, float)]  # `masked_fill(mask, -inf)`
+    nan, zeros = [leaf != leaf for leaf in numbers], [leaf - leaf for leaf in numbers]  # NaN, if not of finite ones
+    if not pointwise:
+        nan, zeros = [mask.any() for mask in nan], [zero.sum() for zero in zeros]
+    masks: list[Tensor | bool] = [*nan, *[True] * any(map(math.isnan, constants))]
+    finite: Tensor | bool = not any(map(math.isinf, constants))
+    if zeros:
+        finite = (reduce(add, zeros) == 0.0) & finite
 
-class _BrokenInputs:
-    """What was not finite before an operation, and is not its fault. In few passes over memory, which are the cost."""
+    def broken(result: Tensor) -> Tensor:
+        found = reduce(gt, masks, result != result)
+        return found | ((result.abs() == math.inf) & finite)
 
-    def __init__(self, leaves: Sequence[Any], pointwise: bool) -> None:
-        numbers = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor) and is_repairable(leaf)]
-        constants = [leaf for leaf in leaves if isinstance(leaf, float)]  # `masked_fill(mask, -inf)`
-        nan, zeros = [leaf != leaf for leaf in numbers], [leaf - leaf for leaf in numbers]  # NaN, if not of finite ones
-        if not pointwise:
-            nan, zeros = [mask.any() for mask in nan], [zero.sum() for zero in zeros]
-        self.nan: list[Tensor | bool] = [*nan, *[True] * any(map(math.isnan, constants))]
-        self.finite: Tensor | bool = not any(map(math.isinf, constants))
-        if zeros:
-            self.finite = (reduce(add, zeros) == 0.0) & self.finite
+    return broken
 
 
 def _largest(sizes: Tensor, bound: float) -> Tensor:
@@ -267,7 +255,7 @@ def _guarded(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
     places = [
         place
         for place, leaf in enumerate(leaves)
-        if isinstance(leaf, Tensor) and is_repairable(leaf) and leaf.requires_grad and torch.is_grad_enabled()
+        if is_repairable(leaf) and leaf.requires_grad and torch.is_grad_enabled()
     ]
     wide = [place for place in places if leaves[place].dim()] or places
     behind, flags = list(leaves), []
@@ -285,30 +273,17 @@ def guarded(value: Tensor) -> Tensor:
 
 
 def is_repairable(leaf: Any) -> bool:
-    """Say whether torch can look for NaNs in a tensor: it is not complex, sparse or of 8-bit numbers."""
-    return leaf.is_floating_point() and leaf.layout is torch.strided and leaf.element_size() > 1
+    """Say whether it is a tensor in which torch can look for NaNs: not complex, sparse or of 8-bit numbers."""
+    return (
+        isinstance(leaf, Tensor)
+        and leaf.is_floating_point()
+        and leaf.layout is torch.strided
+        and leaf.element_size() > 1
+    )
 
 
 def _applied(function: type[Function], *args: Any) -> Any:
     return function.apply(*args)  # type: ignore[no-untyped-call]
-
-
-class _WithGradientOf(Function):
-    """The second tensor, with the gradient of the first one."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(safe: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient, None
 
 
 class _Guard(Function):
